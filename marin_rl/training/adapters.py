@@ -56,6 +56,7 @@ def first_adapter(config: Config, modules: Modules, template: LmHeadModel) -> Pa
         if adapter.modules != modules:
             raise InputError(f"{lora.init_from} is another adapter than when the run began")
         arrays = adapter.arrays
+    # In the dtype that is trained: updates are applied to these arrays themselves.
     return {name: jnp.asarray(array, lora.dtype) for name, array in arrays.items()}
 
 
@@ -111,6 +112,7 @@ def policy_module(template: LmHeadModel, parameters: Parameters) -> LmHeadModel:
 def merged_parameters(base: Parameters, adapter: Adapter) -> Parameters:
     """Return the base's parameters with the adapter added, in float32, on their devices."""
     scales = {path: module.scale for path, module in adapter.modules.items()}
+    # Only what is adapted goes through the program; the rest stays the same arrays.
     changed = {path: base[path] for path in scales}
     return {**base, **_merged(changed, dict(adapter.arrays), tuple(sorted(scales.items())))}
 

@@ -71,6 +71,8 @@ def sight_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"]) -> S
     by_block = (segments_BNC.swapaxes(0, 1), prompts_BNC.swapaxes(0, 1), index_NC)
     # One block of queries after the other: the mask of all of them at once would be [B, T, T].
     seen_BNN = jax.lax.map(row_of_blocks, by_block).swapaxes(0, 1)
+    # Blocks in sight come first, and in their order: a loop of `counts` reads no others, and sums
+    # in one order whatever the rest of the row holds.
     keys_BNN = jnp.argsort(~seen_BNN, axis=-1, stable=True).astype(jnp.int32)
     batch, block = Axis("batch", B), Axis("block", N)
     position = Axis("in_block", C)
@@ -103,6 +105,7 @@ def _seen(
     """
     keys = key_segments[:, :, None, :]
     same = (segments[..., None] == keys) | (prompts[..., None] == keys)
+    # Padding is of one segment, too: without the middle condition it would attend to itself.
     return same & (keys > 0) & (key_index[..., None, :] <= index[..., None])
 
 
@@ -127,6 +130,7 @@ class RowAttention(Attention):
         query = query.rearrange((batch, position, *heads))
         order = (batch, position, "kv_head", "head_size")
         scale = self.config.scaling_factor or query.axis_size("head_size") ** -0.5
+        # The query is scaled once, and not the scores of each block.
         attended = attend(
             query.array * scale, keys.rearrange(order).array, values.rearrange(order).array, mask
         )
@@ -243,12 +247,15 @@ def _backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
         scores = _scores(query, block_keys, block)
         weights = _where(block, jnp.exp(scores - normaliser[..., None]), 0.0)
         by_weights = product("bnkqh,bnkdh->bnkqd", gradient, block_values)
+        # The derivative of a softmax: a weight times how far its own gradient is above the weighted
+        # mean.
         by_scores = (weights * (by_weights - inner[..., None])).astype(query.dtype)
         by_query += product("bnkqd,bnkdh->bnkqh", by_scores, block_keys)
         to_keys = product("bnkqd,bnkqh->bnkdh", by_scores, query)
         to_values = product("bnkqd,bnkqh->bnkdh", weights.astype(gradient.dtype), gradient)
         return by_query, _added(by_keys, block, to_keys), _added(by_values, block, to_values)
 
+    # Summed over blocks in float32 and rounded once, below.
     start = tuple(jnp.zeros(each.shape, jnp.float32) for each in (query, keys, values))
     gradients = jax.lax.fori_loop(0, jnp.max(sight[1]), body, start)
     dtypes = (query.dtype, keys.dtype, values.dtype)

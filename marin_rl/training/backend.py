@@ -151,6 +151,7 @@ class DeviceBackend:
 
     def close(self) -> TrainState:
         """End the queue once it is empty, and return the state."""
+        # Only the queue's thread writes the state: after this no one does.
         self._queue.shutdown()
         return self._state
 
@@ -174,6 +175,7 @@ class DeviceBackend:
 
     def get_weights(self) -> Future[Parameters]:
         """See Backend."""
+        # In its turn: the weights after all updates that were called before.
         return self._queued(_same, lambda: combine(self._state.parameters, self._frozen))
 
     def load_weights(self, weights: Mapping[str, Any]) -> Future[None]:
@@ -215,6 +217,7 @@ class DeviceBackend:
                 self._loss = self._loss + metrics["loss"]
             else:
                 self._loss = metrics["loss"]
+        # Stored last: where a pass fails, gradients that waited are as they were.
         self._gradients = gradients
         return metrics, measures
 

@@ -57,6 +57,7 @@ def policy_settings(config: Config) -> StepSettings:
     """Return the settings of the loss that the reinforcement learning stage minimises."""
     return StepSettings(
         objective=config.objective,
+        # Greedy sampling has no distribution to be on: the plain softmax stands in.
         temperature=config.sampling.temperature or 1.0,
         length_norm=config.sampling.max_tokens,
         packing=packing_of(config.batching.packing),
@@ -86,6 +87,7 @@ class CompiledStep:
         self.layout: Layout = layout_of(config.mesh)
         # Without an adapter, as the engine and exports have the model.
         self.base_template = template_of(config.policy, tokenizer)
+        # Recorded ones first: the folder that `init_from` names may have changed since.
         self.modules = modules_of(config.policy, self.base_template) if modules is None else modules
         self.template = self.base_template
         if config.training.gradient_checkpointing:
@@ -99,6 +101,7 @@ class CompiledStep:
         self.layout.parameter_shardings(self.template)
         self.optimizer = make_optimizer(adamw, matrix_mask(self.template))
         self.critic = make_critic(config.training, self.template) if settings.critic else None
+        # The supervised loss has no reference, and so no average of parameters to keep.
         objective = settings.objective
         averaged = objective is not None and objective.reference == "average"
         self.like = state_like(self.template, self.optimizer, averaged=averaged, critic=self.critic)
@@ -111,6 +114,7 @@ class CompiledStep:
             average_decay=objective.reference_decay if objective else None,
         )
         weights = sum(int(np.prod(shape)) for shape in parameter_shapes(self.template).values())
+        # 4 bytes each: masters are float32.
         lanes = gains_from_lanes(4 * weights, on_mesh=self.layout.mesh is not None)
         self._forward_backward = partial(
             ForwardBackward,

@@ -159,6 +159,7 @@ class Critic:
 
         Its head returns 0; a trunk of its own begins as a copy of the policy's.
         """
+        # Weights of 0: random values would be noise in the advantages of the first rounds.
         head = named_parameters(ScalarHead.init(policy_template.Embed.size))
         if self.config.trunk == "shared":
             parameters = head
@@ -183,6 +184,7 @@ class Critic:
         """Return the critic of these parameters; what it does not train is the policy's own."""
         names = parameter_shapes(self.template)
         base = {f"{TRUNK}{name}": array for name, array in named_parameters(policy).items()}
+        # References to the policy's own arrays: what the critic leaves as it is has no second copy.
         frozen = {name: array for name, array in base.items() if name in names}
         return with_parameters(self.template, {**frozen, **parameters})
 
@@ -236,6 +238,7 @@ def make_critic(training: TrainingConfig, template: LmHeadModel) -> Critic | Non
         return None
     own: ScalarModel = eqx.filter_eval_shape(ScalarModel.of, template)
     chosen = own.head if config.trunk == "shared" else own
+    # All but the learning rate is the policy's: one clip norm and one schedule to configure.
     adamw = dataclasses.replace(policy_adamw(training), learning_rate=config.learning_rate)
     return Critic(
         config=config,
@@ -305,6 +308,8 @@ def value_losses(
 
     As in OpenAI's baselines and TRL; the PPO paper has the first square alone (equation 9).
     """
+    # By the maximum a value that went past its bound towards the return gets no gradient, and one
+    # that went away from the return still does.
     return jnp.maximum(*_squares(values_BT, old_values_BT, returns_BT, clip)) / 2
 
 

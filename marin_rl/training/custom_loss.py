@@ -65,6 +65,8 @@ def custom_losses(
     returned = function(**{name: given[name] for name in names}, **(objective.loss_options or {}))
     pair = isinstance(returned, tuple) and len(returned) == 2
     loss, metrics = returned if pair else (returned, {})
+    # Broadcast and masked last: one number is then the loss of each trained token, which token_mean
+    # averages to itself.
     losses = _loss_of(objective, loss, mask.shape)
     return on_mask(jnp.broadcast_to(losses, mask.shape), mask), _metrics_of(objective, metrics)
 
@@ -137,6 +139,7 @@ def _metrics_of(objective: ObjectiveConfig, metrics: Any) -> dict[str, Array]:
                 f"found {name!r:.80}"
             )
         number = _number(objective, name, value)
+        # Reported, not minimised: nothing may flow back from a metric into the loss.
         named[f"{METRICS}{name}"] = jax.lax.stop_gradient(number)
     return named
 
@@ -206,6 +209,7 @@ def _tiny_batch() -> LossArrays:
     mask[0, 2:7] = mask[1, 1:4] = True
     logprobs = -random.uniform(0.1, 3.0, shape).astype(np.float32)
     old = logprobs + random.normal(0, 0.1, shape).astype(np.float32)
+    # The third row is padding alone, where a function that divides by a row's tokens fails.
     signs = np.asarray([[1.0], [-1.0], [0.0]], np.float32)
     arrays = LossArrays(
         logprobs=logprobs,

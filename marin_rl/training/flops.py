@@ -54,6 +54,7 @@ def peak_flops(kind: str) -> float | None:
 def peak_of_devices(count: int) -> float | None:
     """FLOP/s of the first `count` devices of this process together; None where not known."""
     peaks = [peak_flops(device.device_kind) for device in jax.devices()[:count]]
+    # One unknown device leaves the utilisation of all unknown: a partial sum would overstate it.
     return None if None in peaks else float(sum(peak for peak in peaks if peak is not None))
 
 
@@ -79,5 +80,6 @@ def training_flops(
 def _multiplied(model: LmHeadModel) -> float:
     shapes = parameter_shapes(model)
     tied = bool(model.config.tie_word_embeddings)
+    # Looking up an embedding multiplies nothing; a tied one is the head's matrix as well.
     counted = (s for name, s in shapes.items() if tied or not name.startswith(EMBEDDING))
     return float(sum(np.prod(shape, dtype=np.float64) for shape in counted))

@@ -44,6 +44,7 @@ class FrozenBase:
     @property
     def parameters(self) -> Parameters:
         """The base's parameters on the devices, none without an adapter. Raises as `read_base`."""
+        # Read on first use and kept: no update changes the base, and every round needs it.
         if self._parameters is None:
             adapter, program = self.adapter, self._program
             base = {}

@@ -123,6 +123,7 @@ def accumulate(
     coefficient = None if reference is None else reference.coefficient
     ref_params = None
     if reference is not None:
+        # Under an adapter the reference has an adapter of its own alone: the base is shared.
         ref_params = combine(computing(reference.parameters, settings.compute_dtype), frozen)
     # The critic's loss is a mean over the step's tokens, whatever the policy's aggregation is.
     tokens = jnp.sum(arrays.mask) if trained.critic is not None else None
@@ -165,6 +166,8 @@ def accumulate(
 def sum_ranges(parts: Sequence[Tree]) -> Tree:
     """Add up the gradients, or the forward outputs, of several ranges of a step, in their order."""
     first, *others = parts
+    # In a fixed order: floating point sums depend on it, and a resumed run must end in the same
+    # bits.
     for other in others:
         first = jax.tree.map(jnp.add, first, other)
     return first

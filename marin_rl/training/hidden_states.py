@@ -36,8 +36,11 @@ def states_before_last_mlp(
     position = Axis("position", token_ids_BT.shape[1])
     named = partial(hax.named, axis=(batch, position))
     layers: Any = model.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
+    # By segment as well as causal: neighbours in a packed row must not see one another.
     mask: AttentionMask | Sight = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
     states = _embedded(model, named(token_ids_BT))
+    # Positions within a sequence and not within the row: a packed completion is rotated as it was
+    # when it was sampled.
     positions: NamedArray | Rotation = named(positions_BT)
     if prompts_BT is not None:
         layers, mask = _with_sight(layers), sight_of(segment_ids_BT, prompts_BT)

@@ -45,8 +45,11 @@ def correction_weights(
     weight_BT = ones_BT
     if objective.importance_correction != "rejected":
         weight_BT = jnp.exp(log_ratios(*logs, objective.correction_level))
+    # Biased, with a variance that is bounded: no single token decides a step.
     if objective.importance_correction == "truncated":
         weight_BT = jnp.clip(weight_BT, low, high)
+    # Further apart than by rounding, the two programs may differ by a fault: such a token is left
+    # out rather than weighed less.
     if objective.importance_correction == "masked":
         weight_BT = jnp.where((weight_BT >= low) & (weight_BT <= high), weight_BT, 0.0)
     if objective.rejection is not None:
@@ -71,6 +74,7 @@ def accepted_tokens(
     """
     assert objective.rejection is not None, "asked of an objective that rejects"
     assert objective.rejection_high is not None, "it goes with rejection"
+    # By token, whatever `correction_level` is: `rejection_level` says how tokens are put together.
     log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, "token")
     # The sampler takes the policy's place, so the estimators' d is -log r.
     value_BT = kl_estimate(-log_BT, jnp.zeros_like(log_BT), objective.rejection)
@@ -81,5 +85,6 @@ def accepted_tokens(
             tokens_BT = trained_tokens(mask_BT, segment_ids_BT)
             value_BT = segment_sums(value_BT, segment_ids_BT) / tokens_BT
         case "sequence_max":
+            # k1 has either sign; k2 and k3 are never below 0 and stay as they are.
             value_BT = segment_maxima(jnp.abs(value_BT), segment_ids_BT)
     return jnp.abs(value_BT) <= objective.rejection_high

@@ -172,6 +172,7 @@ def final_states(
     A token sees itself and what precedes it in its own segment (0 is padding).
     """
     states_BTE = states_before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
+    # Of all positions, unlike `_scores_where`: a reward model reads a token that no mask has.
     tail = _Tail.of(model)
     states = hax.named(states_BTE, ("batch", "position", "embed"))
     return tail.final_norm(states + tail.mlp(tail.norm(states))).array
@@ -281,6 +282,8 @@ def _scores_where(
             scores = _tail_scores(tail, states_NE[sources_N[rows]], targets_N[rows], temperature)
             return tuple(kept.at[rows].set(s) for kept, s in zip(carry, scores, strict=True))
 
+        # In float32 whatever is computed in: these are the log-probabilities that ratios are made
+        # of.
         zero = jnp.zeros(mask_N.shape, jnp.float32)
         scores = jax.lax.fori_loop(0, chunks, body, (zero,) * tail.outputs)
         # The last chunk may reach past the masked tokens, and scores others too.
@@ -341,6 +344,7 @@ def _scores_forward(
     primals = states_NE, tail, targets_N, sources_N, mask_N
     rows: Any = custom_vjp_primal_tree_values(primals)
     wanted = tuple(bool(primal.perturbed) for primal in jax.tree.leaves(tail))
+    # Only the arguments are kept: a chunk's logits, [C, V], are computed again.
     scores: Any = _scores_where(*rows, temperature, axes)
     return scores, (rows, _Static(wanted))
 
@@ -361,6 +365,7 @@ def _scores_backward(
     # A scan over chunks computes what it carries, wanted or not, and the gradient of a head that is
     # frozen would be its largest part: such leaves are no argument of what is differentiated.
     trained = [leaf for leaf, wanted in zip(leaves, static.wanted, strict=True) if wanted]
+    # An output that the loss does not use comes as a symbolic zero, which vjp cannot take.
     gradients = tuple(
         jnp.zeros(g.shape, jnp.float32) if isinstance(g, SymbolicZero) else g for g in gradients
     )
@@ -414,6 +419,7 @@ def _scores_backward(
     by_states_NE, by_trained = run((leaves, trained), *arrays)
     own = iter(by_trained)
     by_tail = structure.unflatten([next(own) if wanted else None for wanted in static.wanted])
+    # Targets, sources and mask are integers and flags, which have no gradient.
     return by_states_NE, by_tail, None, None, None
 
 

@@ -166,10 +166,13 @@ class Trainer:
         Raises NonFiniteUpdate when too many updates in a row were not finite; nothing is committed
         then.
         """
+        # Before anything is loaded: a round that is trained already costs one read of its slot.
         content = decisive_content(self._run.config)
         slot = self._slot(round + 1, content, (checkpoint, batches))
         if (existing := slot.find()) is not None:
             return existing
+        # One attempt names scores and checkpoint: both are parts of one slot, committed by one
+        # manifest.
         account, attempt = RoundAccount(self._tokenizer), new_attempt()
         with ScoresWriter(self._run, round, attempt, account.eos_token_id) as scores:
             backend, totals = self._updated(round, batches, checkpoint, account, scores.write)
@@ -240,6 +243,8 @@ class Trainer:
         if config.objective.kl_placement == "reward":
             reference = None  # it is applied in the advantages
         loss = Loss(settings=self._settings, reference=reference, warming=program.warms_up(round))
+        # Taken: the first update donates the optimizer's arrays, so after a failure the checkpoint
+        # has to be read again.
         backend = DeviceBackend(program, self._committed.take(checkpoint), self._base.parameters)
         history: list[Mapping[str, float]] = []
         for batch, extra in self._steps(batches, extras):
@@ -403,6 +408,7 @@ def decisive_content(config: Config) -> dict[str, Any]:
         "policy": fingerprint_fields(config.policy),
         "objective": fingerprint_fields(config.objective),
         "training": fingerprint_fields(config.training),
+        # The only settings of sampling that a loss depends on.
         "temperature": config.sampling.temperature,
         "max_tokens": config.sampling.max_tokens,
     }

@@ -59,6 +59,7 @@ def scores_of_logits(
     temperature: float = 1.0,
 ) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
     """Log-probability of each target, and entropy of the distribution that it was drawn from."""
+    # Shifted by its maximum inside of log_softmax: exp of a raw logit may be infinite.
     logp_NV = jax.nn.log_softmax(jnp.asarray(logits_NV) / temperature, axis=-1)
     logprobs_N = jnp.take_along_axis(logp_NV, jnp.asarray(targets_N)[..., None], axis=-1)[..., 0]
     return logprobs_N, -jnp.sum(jnp.exp(logp_NV) * logp_NV, axis=-1)
@@ -101,6 +102,8 @@ def token_weights(
         case "sequence_mean_token_sum":
             return mask_BT / sequences
         case "sequence_mean_token_sum_norm":
+            # One constant for all: division by a sequence's own length would make each token of a
+            # long wrong answer cost less, and answers grow longer.
             return mask_BT / (sequences * length_norm)
         case "token_sum":
             return mask_BT
@@ -131,6 +134,7 @@ def log_ratios(
         log_BT = segment_sums(log_BT, segment_ids_BT)
     if level == "sequence_mean":
         log_BT = log_BT / trained_tokens(mask_BT, segment_ids_BT).astype(log_BT.dtype)
+    # After the sum: of a long completion it is the sum that leaves the range of exp.
     return jnp.clip(log_BT, -LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
@@ -152,8 +156,11 @@ def ppo_clip(
     """
     ratio_BT = jnp.exp(log_ratios_BT)
     clipped_BT = _clamped(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
+    # The lower of the two: a clip may take gain away, and never adds any.
     gain_BT = jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     if clip_dual is not None:
+        # Of a negative advantage the minimum is not bounded: a token that became a hundred times
+        # likelier would weigh a hundred times.
         floor_BT = clip_dual * advantages_BT
         gain_BT = jnp.where(advantages_BT < 0, jnp.maximum(gain_BT, floor_BT), gain_BT)
     return -gain_BT
@@ -213,6 +220,7 @@ def dppo(
     ratio, so rare tokens may move (arXiv:2602.04879, section 4).
     """
     probability_BT = jnp.exp(logprobs_BT)
+    # pi_old from the clamped log-ratio, like the ratio of the loss itself.
     moved_BT = probability_BT - jnp.exp(logprobs_BT - log_ratios_BT)
     risen_BT = (advantages_BT > 0) & (moved_BT > high)
     fallen_BT = (advantages_BT < 0) & (moved_BT < -low)
@@ -272,6 +280,8 @@ def gmpo_log_ratios(
     `s min(s l, s clip(l, -clip_low, clip_high))` with s the sign of A: the bounds are on log-ratios
     (GMPO, arXiv:2507.20673, section 3; the paper's are 0.4).
     """
+    # With the sign the minimum is the cautious side for either advantage, as in ppo_clip; an
+    # advantage of 0 makes the log-ratio 0, and its gradient too.
     sign_BT = jnp.sign(advantages_BT)
     clamped_BT = _clamped(jnp.asarray(log_ratios_BT), -clip_low, clip_high)
     return sign_BT * jnp.minimum(sign_BT * log_ratios_BT, sign_BT * clamped_BT)
@@ -334,6 +344,7 @@ def policy_losses(
     it. On policy, every surrogate at every level has the gradient of `reinforce`.
     """
     mask_BT = zeros_and_ones(mask_BT)
+    # Before any arithmetic: off the mask may be NaN, and 0 times its gradient is NaN again.
     logprobs_BT, old_logprobs_BT, advantages_BT = (
         on_mask(values_BT, mask_BT) for values_BT in (logprobs_BT, old_logprobs_BT, advantages_BT)
     )
@@ -357,6 +368,7 @@ def policy_losses(
     if objective.surrogate == "dro":
         # Added after the division: -A log pi is each token's own already.
         losses_BT = losses_BT + reinforce(logprobs_BT, advantages_BT)
+    # A completion's one loss stands at all of its positions, trained or not.
     return losses_BT * mask_BT
 
 

@@ -24,8 +24,13 @@ from marin_rl.training.critic import Critic
 from marin_rl.training.model import parameter_axes
 from marin_rl.training.step_types import TrainableParams
 
+# Axes between two matrices, such as an MLP's: each device has a part of both, and one sum over
+# devices follows the second.
 TENSOR = {"mlp": "tensor", "kv_head": "tensor", "heads": "tensor", "vocab": "tensor"}
+# At rest every matrix is spread over fsdp too, by the axis that all of them have.
 STORED = {"embed": "fsdp", **TENSOR}
+# In a step fsdp spreads rows in the place of `embed`: a layer's weights are gathered for its
+# products.
 COMPUTED = {"batch": ("data", "fsdp"), **TENSOR}
 
 

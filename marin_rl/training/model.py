@@ -62,6 +62,8 @@ def build_model(config: PolicyConfig, vocab_size: int, seed: int) -> LmHeadModel
     levanter = levanter_config(config.model, config.context_length)
     template = _template(levanter, vocab_size)
     weights = {
+        # A generator for each array by its index: none depends on how many numbers another one
+        # took.
         path: _initial(path, array, levanter, np.random.default_rng([seed, index]))
         for index, (path, array) in enumerate(_named_arrays(template).items())
     }
@@ -74,6 +76,7 @@ def _initial(
     shape = tuple(axis.size for axis in template.axes)
     if is_matrix(path, template):
         return rng.standard_normal(shape, np.float32) * np.float32(config.initializer_range)
+    # Gemma's norms multiply by 1 + weight, so theirs start at 0.
     start = 0.0 if _is_bias(path) else family_of(config).norm_start
     return np.full(shape, start, np.float32)
 
@@ -159,6 +162,7 @@ def device_array(array: Any) -> jax.Array:
 def with_parameters(model: M, parameters: Mapping[str, Any]) -> M:
     """The module with its parameters replaced; `parameters` is keyed as `named_parameters`."""
     axes = {path: array.axes for path, array in _named_arrays(model).items()}
+    # A name that is not asked for is refused, too: its weights would be dropped silently.
     assert set(axes) == set(parameters), sorted(set(axes) ^ set(parameters))
 
     def replace(path: Any, leaf: Any) -> Any:
@@ -261,6 +265,7 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
     for file in weight_files(path):
         try:
             with safe_open(str(file), framework="numpy") as tensors:
+                # Headers alone: shapes are compared before gigabytes are read.
                 names = tensors.keys()
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
@@ -302,6 +307,7 @@ def save_hf(
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
     _write_json(path / "config.json", _hf_config_of(model, tokenizer) | dtypes)
     ends = end_token_ids(tokenizer)
+    # config.json names one end token; servers read the others from here.
     if len(ends) > 1:
         _write_json(path / "generation_config.json", {"eos_token_id": list(ends)})
 

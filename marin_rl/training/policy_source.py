@@ -99,6 +99,8 @@ class CommittedPolicy:
         base = self.base
         if scheme is not None:
             shapes = {name: tuple(array.shape) for name, array in base.items()}
+            # Rounded as it was in training: the adapter has learned to correct those weights, not
+            # the original ones.
             base = dequantize_base(quantize_base(base, scheme), shapes)
         return merged_parameters({name: device_array(a) for name, a in base.items()}, adapter)
 
@@ -189,6 +191,7 @@ def policy_parameters(
         source = other_run(config)
     else:
         return first_parameters(config, tokenizer)
+    # By the manifest, before gigabytes of arrays are read.
     check_restored(*source, names)
     return read_policy(*source, template).parameters()
 
@@ -217,6 +220,8 @@ def commit_base(
     if (existing := find_commit(run.store, base_slot(), decided)) is not None:
         return existing
     parameters = policy_parameters(run, names, tokenizer, template, warm_start=from_warm_start)
+    # A folder of the user's has these weights already: they are named by their digest, and not
+    # copied.
     trained_here = from_warm_start or config.policy.init == "checkpoint"
     folder = None if trained_here else config.policy.hf_path
     return commit_checkpoint(
@@ -253,6 +258,8 @@ def read_base(run: Run, digest: str, template: LmHeadModel) -> dict[str, Any]:
             f"{run.store.url_of(ref.slot)} has the digest {recorded}, expected that of the "
             f"adapter's base, {digest}: run fsck, and restore the folder from a copy"
         )
+    # A base without arrays is that of a folder, which anyone may have changed since: the digest
+    # decides.
     if array_parts(manifest):
         return restore_checkpoint(run, ref, {"parameters": trained_shapes(template)})["parameters"]
     folder = run.config.policy.hf_path or ""

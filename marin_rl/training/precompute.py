@@ -78,6 +78,7 @@ class RowPrecompute:
 
     def correct(self, score: RowsPass) -> None:
         """Add the logprobs of all rows by the parameters before the first update."""
+        # All rows before any update: ratios of later steps are taken against these parameters.
         self._add(old_logprobs=[score(rows) for rows in self._rows])
 
     def penalise(self, score: RowsPass, coefficient: float, groups: Mapping[str, str]) -> None:
@@ -141,9 +142,13 @@ def _penalised(
     """
     sums = []
     for batch, rows, reward in zip(batches, arrays, rewards, strict=True):
+        # Without values and discounts GAE is the plain sum of what is to come.
         to_come = _gae(batch, rows, reward, np.zeros_like(reward), gamma=1.0, lambda_=1.0)
         sums.append(rows.advantages + to_come)
+    # Over the round and not by step: the same token must weigh the same in whatever step its row
+    # is.
     white = whitened(sums, [rows.mask for rows in arrays])
+    # Less the batch's own: `RowExtras` adds what is returned here to them.
     return [step - rows.advantages for step, rows in zip(white, arrays, strict=True)]
 
 

@@ -74,6 +74,7 @@ def preference_losses(
     chosen_P: Float[Array, " P"], rejected_P: Float[Array, " P"], margins_P: Float[Array, " P"]
 ) -> Float[Array, " P"]:
     """-log sigmoid(r_chosen - r_rejected - margin) of every pair, in nats."""
+    # log_sigmoid and not the log of a sigmoid, which is -inf for a pair that is far off.
     return -jax.nn.log_sigmoid(chosen_P - rejected_P - margins_P)
 
 
@@ -133,6 +134,8 @@ def rewards_of(template: ScalarModel, compute_dtype: str = "float32") -> Rewards
         }
         positions_RT = jnp.broadcast_to(jnp.arange(token_ids_RT.shape[1]), token_ids_RT.shape)
         model = with_parameters(template, cast)
+        # Positions of padding are 0, as in rows of a policy: padding is in segment 0, which sees
+        # nothing.
         numbers_RT = model(token_ids_RT, segment_ids_RT, positions_RT * segment_ids_RT)
         # An empty row has no last token and is read at 0; `_pairs` gives it no weight.
         last_R = jnp.maximum(jnp.sum(segment_ids_RT, axis=1) - 1, 0)
@@ -189,6 +192,7 @@ def _accumulate(
 
     def loss(parameters: Parameters, rows: PairArrays) -> tuple[Array, Metrics]:
         rewards_R = rewards(parameters, rows.token_ids, rows.segment_ids)
+        # Rows of a pair are neighbours: `pair_arrays` cuts microbatches between pairs only.
         chosen_P, rejected_P = rewards_R[0::2], rewards_R[1::2]
         weights_P = _pairs(rows) / pairs
         sums = {
@@ -258,6 +262,7 @@ class SequenceScorer:
             indices = np.flatnonzero(lengths == length)
             for start in range(0, len(indices), rows):
                 chunk = indices[start : start + rows]
+                # Filled up to all rows of the program, whose other rows are empty.
                 token_ids, inside = padded([sequences[index] for index in chunk], rows, length)
                 rewards = self._rewards(parameters, token_ids, inside.astype(np.int32))
                 rewards_N[chunk] = np.asarray(rewards, np.float64)[: len(chunk)]

@@ -31,6 +31,7 @@ def with_quantized(template: LmHeadModel, scheme: str | None) -> LmHeadModel:
     def changed(node: Any) -> Any:
         return QuantizedLinear.like(node, scheme) if isinstance(node, Linear) else node
 
+    # Linear layers within blocks alone: embeddings, norms and the head stay as they are.
     layers = template.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
     stacked = jax.tree.map(changed, layers.stacked, is_leaf=lambda node: isinstance(node, Linear))
     return eqx.tree_at(lambda model: model.transformer.layers.stacked, template, stacked)
@@ -91,6 +92,7 @@ def folded(layers: Any, count: int) -> Callable[..., Any]:
         if not layers.gradient_checkpointing.disable:
             # A scan computes nothing in its forward pass that its backward pass could share.
             body = jax.checkpoint(body, prevent_cse=False)
+        # Codes and scales are not among what the scan cuts: a layer reads its part by its index.
         own = jnp.arange(count), [array[:count] for array in blocks.arrays]
         return jax.lax.scan(body, states, own)[0]
 
@@ -106,6 +108,8 @@ def merged_model(model: LmHeadModel) -> LmHeadModel:
     def plain(node: Any) -> Any:
         if isinstance(node, LoraLinear):
             linear = plain(node.wrapped)
+            # In float32, so that a merged model is the same whatever dtype the adapter was trained
+            # in.
             a, b = (jnp.asarray(array.array, jnp.float32) for array in (node.lora_A, node.lora_B))
             weight = merged_weight(linear.weight.array, a, b, node.scale)
             return dataclasses.replace(linear, weight=NamedArray(weight, linear.weight.axes))

@@ -33,6 +33,7 @@ def reference_round(objective: ObjectiveConfig, round: int) -> int:
     if objective.reference != "refreshed":
         return 0
     every = objective.reference_every_rounds
+    # Whole periods: all rounds of one have the same reference, which is read once.
     return round // every * every
 
 
@@ -69,6 +70,7 @@ def _before(manifest: Manifest) -> SlotRef | None:
 
 def adapt_kl_coefficient(coefficient: float, kl: float, target: float, rate: float) -> float:
     """The next coefficient, after a round whose KL was `kl` nats per completion."""
+    # Bounded: one round of an unusual KL must not throw the coefficient far off.
     error = float(np.clip(kl / target - 1.0, -ERROR_MAX, ERROR_MAX))
     return coefficient * (1.0 + rate * error)
 
@@ -183,6 +185,8 @@ def _estimates(
     objective: ObjectiveConfig, arrays: StepArrays, ref_logprobs: Float[np.ndarray, "M R T"]
 ) -> Float64[np.ndarray, "B T"]:
     length = ref_logprobs.shape[-1]
+    # The sampler's logprobs stand for the policy's: a penalty on rewards is of the policy that
+    # acted.
     sampled_BT, ref_BT = (a.reshape(-1, length) for a in (arrays.policy_logprobs, ref_logprobs))
     values_BT = kl_estimate(device_array(sampled_BT), device_array(ref_BT), objective.kl_estimator)
     # In float64, since thousands of small estimates are summed over a completion.

@@ -81,6 +81,7 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
     trainer = Trainer(player, tokenizer_for(player.config.policy))
     state, metrics = trainer.replay_round(round, batches, start)
     tree = jax.tree.map(np.asarray, tree_of(state))
+    # Where retention took the arrays, the digest of the parameters still decides.
     differing, compared = (), 0
     if not pruned_parts(player.store, recorded.slot):
         ref = committed(player, recorded.slot)

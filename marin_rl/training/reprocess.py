@@ -105,6 +105,7 @@ def reprocess_round(
     sections = ("objective", "asynchrony") if gradient else ("asynchrony",)
     check_named(player, player.config, Consent(trust=trust), sections)
     other = None if rewards is None else read_rewards(run, round, rewards)
+    # Planned again and not read: both sides are then of the code that runs now.
     before = preview_round(player, round, player.config)
     after = preview_round(player, round, config, other)
     return Reprocessed(
@@ -128,6 +129,7 @@ def _changed(config: Config, overrides: Sequence[str]) -> Config:
         for line in lines
         if not line.startswith(CHANGEABLE) or line.startswith("training.critic")
     ]
+    # The average is part of every checkpoint: it cannot begin, or end, in the middle of a run.
     if "average" in (config.objective.reference, changed.objective.reference):
         refused += [line for line in lines if line.startswith("objective.reference:")]
     if refused:
@@ -194,7 +196,9 @@ def _gradients(
     second = Trainer(changed, tokenizer).gradient(round, after.batches, checkpoint)
     dot, a, b = (
         sum(
-            float(np.vdot(x[name].astype(np.float64), y[name].astype(np.float64))) for name in first
+            # In float64: the cosine of two similar gradients is a difference in late digits.
+            float(np.vdot(x[name].astype(np.float64), y[name].astype(np.float64)))
+            for name in first
         )
         for x, y in ((first, second), (first, first), (second, second))
     )

@@ -101,6 +101,8 @@ class RewardModelTraining:
         adamw, lora = sft_adamw(self._settings, config.training), config.policy.lora
         self._modules: Modules = {}
         if lora is not None:
+            # By the last checkpoint: an adapter's folder may be gone, or changed, since the run
+            # began.
             recorded = recorded_modules(run, latest_reward_model(run))
             self._modules = recorded or modules_of(config.policy, self._trunk)
             rate = adamw.learning_rate * lora.learning_rate_factor
@@ -128,6 +130,7 @@ class RewardModelTraining:
         """
         run, settings = self._run, self._settings
         existing = committed(run, pairs_slot())
+        # Only where the file is gone: where it is there, it must be the one that was committed.
         if existing is not None and not Path(settings.pairs).exists():
             return existing
         file = read_pairs(settings.pairs)
@@ -178,6 +181,7 @@ class RewardModelTraining:
         extra = {"reward_mean": measured.mean, "reward_std": measured.std}
         ref = slot.commit(state, totals, extra)
         self._publish(step_to, totals)
+        # Another attempt that was first may have other bits: its state is read then.
         if not ref.reused:
             self._committed.keep(state, ref)
         return ref
@@ -234,6 +238,7 @@ class RewardModelTraining:
             "program": PROGRAM_VERSION,
             "policy": fingerprint_fields(config.policy),
             "reward_model": fingerprint_fields(self._settings),
+            # Of `training`, what the optimizer of a reward model uses; changing the rest keeps it.
             "moments": [config.training.beta1, config.training.beta2, config.training.epsilon],
             "seed": config.seed,
         }
@@ -277,6 +282,7 @@ class RewardModelTraining:
         return _Measured(
             totals=totals if sides.held_out else {},
             mean=float(rewards.mean()),
+            # A model that gives one reward to all would make its users divide by 0.
             std=max(float(rewards.std()), STD_MIN),
         )
 

@@ -31,6 +31,7 @@ def scored_step(
     shape = batch.token_ids.shape
 
     def rows(array_MRT: Any) -> Any:
+        # Rows that filled up the last microbatch are cut off again.
         return None if array_MRT is None else array_MRT.reshape(-1, shape[1])[: shape[0]]
 
     return ScoredStep(

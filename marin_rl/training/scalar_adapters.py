@@ -44,6 +44,7 @@ def frozen_trunk(
     """
     if policy.quantize_base is not None:
         base = quantize_base(base, policy.quantize_base)
+    # What is neither trained nor read, the output head, would take the memory of a layer or more.
     names = parameter_shapes(template).keys() - trained_shapes(template).keys()
     return {
         f"{TRUNK}{name}": array

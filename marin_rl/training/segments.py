@@ -48,6 +48,7 @@ def zeros_and_ones(mask_BT: MaskBT) -> FloatBT:
 def sequence_shares(mask_BT: MaskBT, segment_ids_BT: IntBT) -> FloatBT:
     """At each trained token 1 / the trained tokens of its sequence, 0 elsewhere."""
     mask_BT = zeros_and_ones(mask_BT)
+    # At least 1: a segment without a trained token has a share of 0, not 0 / 0.
     return mask_BT / jnp.maximum(segment_sums(mask_BT, segment_ids_BT), 1.0)
 
 

@@ -188,6 +188,7 @@ def supervised_batch(
             f"an example of step {step} has {longest} tokens, but policy.context_length is "
             f"{config.policy.context_length}: raise it, or choose shorter examples"
         )
+    # Of the step's longest row, rounded up: one length for all steps would compute mostly padding.
     return _padded(sequences, -(-longest // LENGTH_STEP) * LENGTH_STEP)
 
 

@@ -123,6 +123,7 @@ def state_like(
 
 def tree_of(state: TrainState) -> dict[str, Any]:
     """Return the state as nested dicts of arrays: what a checkpoint holds."""
+    # Left out rather than empty: checkpoints of runs without a branch have the same arrays as ever.
     average = {} if state.average is None else {"average": dict(state.average)}
     critic = {} if state.critic is None else {"critic": _trained_tree(state.critic)}
     return {
@@ -192,6 +193,7 @@ class AdapterOf:
 
     def policy_digest(self, adapter_digest: str) -> str:
         """Identity of the policy that an adapter makes of the base."""
+        # The scheme is part of it: the same adapter next to rounded weights is another policy.
         base = quantized_digest(self.base_digest, self.quantize_base)
         return policy_digest(base, self.modules, adapter_digest)
 
@@ -372,6 +374,7 @@ class CheckpointSlot:
             totals={name: value for name, value in totals.items() if math.isfinite(value)},
             extra={**Identity.of(state, self.tokenizer, self.adapter).as_dict(), **(extra or {})},
             extra_parts=extra_parts,
+            # A few small arrays: Orbax takes ten times as long for them as one file does.
             pack=self.adapter is not None,
         )
 
@@ -410,6 +413,7 @@ class CommittedState:
 
     def take(self, checkpoint: SlotRef) -> TrainState:
         """Return the state of a checkpoint to train from: its optimizer's part will be donated."""
+        # Forgotten as it is handed out: after the first update its arrays are deleted.
         state = self.load(checkpoint)
         self.forget()
         return state

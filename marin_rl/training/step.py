@@ -66,6 +66,7 @@ def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:
     assert count <= rows * microbatches, (count, rows, microbatches)
 
     def cut(array_BT: np.ndarray, dtype: Any) -> np.ndarray:
+        # One shape for every batch, so that one compiled program serves them all.
         padded = np.zeros((rows * microbatches, length), dtype)
         padded[:count] = array_BT
         return padded.reshape(microbatches, rows, length)
@@ -117,6 +118,8 @@ class ForwardBackward:
             gradients, outputs = accumulate(
                 score, settings, trainable, frozen, reference, arrays, microbatches
             )
+            # Within the program, so that XLA reduces each gradient straight into the shard of its
+            # parameter and never holds all of it.
             return layout.constrain_gradients(gradients, template, critic), outputs
 
         def measure(
@@ -185,6 +188,8 @@ def make_update(
         parts: Gradients,
         loss: Array,
     ) -> tuple[TrainState, Metrics]:
+        # In the program that uses them, and in the order of the lanes: the last bits of a sum
+        # depend on it.
         state = TrainState(parameters, moments, *others, critic=critic_state)
         gradients = sum_ranges(parts)
         warming = gradients.policy is None

@@ -60,6 +60,7 @@ def in_rows(array_MRT: Array) -> Array:
 
 def row_weights(arrays: StepArrays, settings: StepSettings) -> Float[Array, "B T"]:
     """Return the weight of each token's loss, over all rows of the step."""
+    # Supervised, all tokens of a step count alike, as in pretraining.
     aggregation = settings.objective.aggregation if settings.objective else "token_mean"
     mask_BT, segment_ids_BT = in_rows(arrays.mask.astype(jnp.float32)), in_rows(arrays.segment_ids)
     shares_BT = None if arrays.rollout_shares is None else in_rows(arrays.rollout_shares)
@@ -78,6 +79,7 @@ def step_losses(
     if objective is None:
         return -on_mask(scores.logprobs, rows.mask), jnp.zeros_like(scores.logprobs)
     old = old_logprobs(objective, scores.logprobs, rows)
+    # Both kept apart, and not summed here: metrics report the surrogate by itself.
     losses = surrogate_losses(objective, scores.logprobs, old, rows)
     # Outside of the clip: the correction weighs the clipped loss, by a constant without a gradient.
     losses *= corrections(objective, old, rows)

@@ -147,6 +147,7 @@ def _ratio_metrics(
 def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
     """Metrics of the difference between sampler's and trainer's logprobs, token by token."""
     difference = jnp.where(rows.mask, logprobs - rows.policy_logprobs, 0.0)
+    # By token and not clamped: an outlier is what these metrics are to show.
     ratio = jnp.exp(difference)
     some = jnp.any(rows.mask)
     return {
@@ -182,6 +183,7 @@ def _completion_mismatch(logprobs: Array, rows: StepArrays) -> Mapping[str, Arra
         "sampling/perplexity/trainer": mean(jnp.exp(-sampler - apart * share)),
         "sampling/perplexity/sampler": mean(jnp.exp(-sampler)),
         "sampling/perplexity/ratio": mean(jnp.exp(-apart * share)),
+        # Of the whole completion's ratio: it grows with length where the one by token does not.
         "sampling/chi2/sequence": mean(jnp.expm1(2 * apart)),
     }
 
@@ -226,6 +228,7 @@ def clipped_tokens(
     # Of logprobs alone, not of the model: a few elementwise operations.
     gradient_BT = jax.grad(surrogate)(logprobs_BT)
     mask_BT = rows.mask.astype(jnp.float32)
+    # An advantage of 0 has no gradient either, and is no clip.
     return (mask_BT > 0) & (rows.advantages != 0) & (gradient_BT == 0)
 
 
@@ -288,6 +291,7 @@ def clip_fractions(
     `policy/clipfrac_avg` counts tokens; `clip_ratio/*` do at ratio level `token`, and count each
     sequence once at the others.
     """
+    # Beyond the bound on the other side the gradient leads back, and is not cut.
     low_BT = beyond.below & (advantages_BT < 0)
     high_BT = beyond.above & (advantages_BT > 0)
     share_BT = mask_BT

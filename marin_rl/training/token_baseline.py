@@ -65,6 +65,7 @@ def return_weights(
     assert old is not None, "a correction compares with the trainer before the first update"
     length = norms.shape[-1]
     arrays = (old, rows.policy_logprobs, rows.mask, rows.segment_ids)
+    # The loss of a token is multiplied by it, so its score's squared norm is by its square.
     weights = correction_weights(objective, *(array.reshape(-1, length) for array in arrays))
     return norms * np.square(np.asarray(weights)).reshape(norms.shape)
 
@@ -80,6 +81,7 @@ def round_token_advantages(
     Returns are those of the batches, `groups` has the group of every rollout, and `weights` are
     those of `return_weights`.
     """
+    # Over all steps: members of one group may lie in several batches.
     group_S, _ = group_numbers(groups, batches)
     sequences, returns, flat_weights, start = [], [], [], 0
     for batch, rows, weight in zip(batches, arrays, weights, strict=True):

@@ -85,6 +85,8 @@ def rollout_gae(
         return np.asarray(token_gae(*rows, gamma=gamma, lambda_=lambda_))
     rollout_N = rollouts_of_tokens(batch, mask_BT)
     count = np.bincount(rollout_N)
+    # Place of each token within its rollout: tokens ascend by rollout, so it counts from where that
+    # one starts.
     index_N = np.arange(len(rollout_N)) - np.repeat(np.cumsum(count) - count, count)
     # Powers of two, so that rounds of other lengths need few compiled programs.
     shape = _power_of_two(len(count)), _power_of_two(int(count.max(initial=1)))
