@@ -96,6 +96,7 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds and comes from
     # A slot may refer to arrays that lie elsewhere, and have none.
     write = _write_packed if pack and _bytes_of(arrays) < PACKED_BYTES_MAX else _write
     parts = write(run, f"{slot}/{attempt}", attempt, arrays) if arrays else []
+    # After the arrays: a writer of scores closes its last part here, when all of them are known.
     parts += () if extra_parts is None else extra_parts.parts()
     return commit_slot(
         run.store,
@@ -145,6 +146,7 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
             _save(target, arrays)
             # Synced here, whatever Orbax syncs: the commit must not name files a crash can lose.
             parts = _each(_files(target), lambda file: _sealed(file, target, attempt))
+            # After the files, whose names are entries of these folders: a crash would lose them.
             sync_folders(target)
         return parts
     with tempfile.TemporaryDirectory(prefix="marin-rl-checkpoint-") as name:
@@ -164,6 +166,7 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
 def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
     """Write the arrays as one file below the key `prefix`, durably; its record."""
     data = packed(arrays)
+    # Not a create: the name has the attempt, and readers come by the manifest alone.
     run.store.put_part(f"{prefix}/{PACKED}", data)
     return [_part(f"{attempt}/{PACKED}", data)]
 
@@ -184,6 +187,7 @@ def _save(folder: Path, arrays: Tree) -> None:
         handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(arrays))
         # Merges the OCDBT files of the process; only an Orbax Checkpointer calls it by itself.
         handler.finalize(epath.Path(folder))
+    # Ends Orbax's threads: one handler for each checkpoint would add up over a run.
     handler.close()
 
 
@@ -278,6 +282,7 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
     def verified(part: Part) -> None:
         key = f"{manifest.slot}/{part.name}"
         data = _read_array(run, manifest.slot, key)
+        # Sizes first: a file that was truncated needs no hashing.
         sha256 = digest_of(data) if data.size == part.bytes else "another"
         if sha256 != part.sha256:
             raise CorruptObject(

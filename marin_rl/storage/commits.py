@@ -70,6 +70,8 @@ def attempt_age_s(attempt: str, now: datetime) -> float:
 
     Raises ValueError for what is not the name of an attempt.
     """
+    # From the name and not from the store: an object's modification time changes when a run is
+    # copied.
     named_at = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
     return (now - named_at).total_seconds()
 
@@ -118,6 +120,8 @@ def new_manifest(
         attempt=attempt,
         fingerprint=fingerprint,
         created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+        # Of this moment: the code may have changed since the run began, and each slot says what
+        # made it.
         code=dict(code_version()),
         libraries=dict(library_versions()),
         parents=tuple(parents),
@@ -185,6 +189,7 @@ def committed_manifest(store: ObjectStore, slot: str, hint: str = "") -> Manifes
 
 def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
     """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
+    # By the digest, too: a slot that was deleted and made again is another slot.
     committed = read_manifest(store, ref.slot)
     if committed is None:
         raise ObjectMissing(f"{store.url_of(ref.slot)} is not committed")
@@ -326,6 +331,8 @@ def commit_object(
     `deadline_s` passes without knowing whether our create happened, StoreUnavailable when nothing
     was tried because even the first look failed, StorageError when the store refuses for good.
     """
+    # One name and one set of bytes for all tries: whichever create takes effect late commits the
+    # same.
     slot = _Slot(store, key, data, attempt, fingerprint, identify)
     tried = False  # a create that was sent may take effect later, whatever its reply was
     trouble = "the store did not say"

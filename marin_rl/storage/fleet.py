@@ -86,6 +86,7 @@ class Identity:
 
     def refusal(self, heartbeat: Heartbeat) -> str:
         """Why a server may not sample for this run; empty where it may."""
+        # Digests first: settings of another run or code need no comparison.
         for what, expected, actual in (
             ("another run of this name", self.run_sha256, heartbeat.run_sha256),
             ("other code", self.code, heartbeat.code),
@@ -152,6 +153,8 @@ class SignedRecords:
         with record_errors(source):
             record = open_record(data, shape, format=f"marin-rl/{kind}", version=VERSION)
         signature = record.pop("signature", "")
+        # In constant time, and before any field is used: to write into the folder is not yet to be
+        # trusted.
         if not hmac.compare_digest(str(signature), self._signature(record)):
             raise CorruptObject(
                 f"{source}: expected a record signed with this process's API token, found "
@@ -166,6 +169,7 @@ class SignedRecords:
         Raises StoreUnavailable.
         """
         names = [name for name in self.folder.children(FLEET) if name.endswith(suffix)]
+        # At once: in a bucket each record is a request, and a fleet has many.
         with ThreadPoolExecutor(min(READERS, len(names) or 1)) as pool:
             return [item for item in pool.map(read, names) if item is not None]
 
@@ -173,6 +177,7 @@ class SignedRecords:
         """Code of a record under the API token; empty where there is no token."""
         if self._key is None:
             return ""
+        # Over the canonical bytes: another order of keys is the same record.
         return hmac.digest(self._key.encode(), canonical_json(dict(record)), "sha256").hex()
 
 

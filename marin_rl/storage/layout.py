@@ -2,6 +2,7 @@
 
 import re
 
+# At least as many digits as names are padded to: a run may outgrow them, and is then still read.
 _PIECE = re.compile(
     r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/(?:partial-)?group-(\d{5,})-\d{2,}\.parquet"
 )
@@ -9,6 +10,7 @@ _SHARD = re.compile(r"shard-(\d{4,})\.parquet")
 _ROUND = re.compile(r"round-(\d{5,})")
 STEP = re.compile(r"step-(\d{5,})")
 
+# The dot keeps the groups out of what `rollouts/*/shard-*.parquet` matches for other readers.
 STREAM = "rollouts/.stream"  # groups that wait for the round that takes them
 PARTIAL = "partial-"  # of the names of objects with parts of unfinished groups
 PUSHING = "rollouts/.environments"  # registrations and batches of groups that are pushed
@@ -39,6 +41,7 @@ def round_name(round: int) -> str:
 
 def round_of(name: str) -> int | None:
     """The round that a folder or file is named for: `round-00012`, `round-00012.parquet`."""
+    # The whole name: `round-00012-copy` in a folder is not a round.
     match = _ROUND.fullmatch(name.partition(".")[0])
     return int(match[1]) if match else None
 
@@ -55,6 +58,7 @@ def shard_key(round: int, shard: int) -> str:
 
 def pieces_folder(round: int, shard: int, fingerprint: str) -> str:
     """The private folder of the groups that are finished while their shard is not."""
+    # By the fingerprint, so that pieces of other settings or of another policy are never collected.
     return f"{rollouts_slot(round)}/.groups/shard-{shard:04d}-{fingerprint[:16]}"
 
 

@@ -71,6 +71,8 @@ def remembered(run: Run) -> tuple[str, ...] | None:
     """Return the free keys that `run` was last run with; None where it is not this user's own."""
     try:
         own = _OwnRun.model_validate_json(_path_of(run).read_bytes())
+    # A record that cannot be read is that of another user, or of a later version: then --trust
+    # decides.
     except (OSError, ValidationError):
         return None
     return own.free

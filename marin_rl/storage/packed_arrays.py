@@ -29,6 +29,7 @@ def packed(tree: Mapping[str, Any]) -> bytes:
     """Return nested dicts of NumPy arrays as the bytes of a file; the same for equal trees."""
     return serialize(
         {
+            # JSON and not a joined path: names of arrays have slashes, and dots, of their own.
             json.dumps(path): {
                 "dtype": array.dtype.name,
                 "shape": list(array.shape),
@@ -50,6 +51,7 @@ def unpacked(data: bytes, source: str) -> dict[str, Any]:
                 branch = branch.setdefault(folder, {})
             if not isinstance(branch, dict) or last in branch:
                 raise ValueError(f"two arrays at {name}")
+            # A view of the bytes that were read, and no second copy of them.
             array = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]])
             branch[last] = array.reshape(tensor["shape"])
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:

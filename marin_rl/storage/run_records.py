@@ -77,6 +77,7 @@ def create_record(
     attempt, tree = new_attempt(), config.model_dump(mode="json")
     source = store.url_of(RUN_KEY)
     _check_pinned(tree, source)
+    # Before run.json: a run that exists has its code, wherever a crash comes.
     keep_code(store, tree)
     named = [item for item in code_in(tree) if not item[1].module.startswith("marin_rl.")]
     for key, name in _names(config.environment):
@@ -89,6 +90,7 @@ def create_record(
         "format": FORMAT,
         "version": VERSION if ancestors else 1,
         "run_id": config.run_id,
+        # All of it, free keys too: run.json shows what the first process was started with.
         "config": tree,
         "content_digest": fingerprint("run", fingerprint_fields(config)),
         "seeds": {"run": config.seed},
@@ -107,6 +109,7 @@ def create_record(
         RUN_KEY,
         sealed_json(record),
         attempt=attempt,
+        # The name alone: two processes that create a run at once both get the record of the first.
         fingerprint=config.run_id,
         identify=identify,
     )
@@ -211,5 +214,6 @@ def _is_code(line: str) -> bool:
 
 def seed_from(config: Config, *parts: str | int) -> int:
     """See `Run.seed_of`; for what is no run, and has no folder."""
+    # A hash and not a sum: seeds of neighbouring rounds and shards must have nothing in common.
     digest = hashlib.sha256(canonical_json([config.seed, config.run_id, *parts])).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)

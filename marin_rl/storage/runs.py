@@ -154,6 +154,8 @@ class Run:
         store = top.at(run_id)
         record = read_record(store)
         if record is None:
+            # What is there helps more than an error of the store: mostly the root, or the name, is
+            # mistyped.
             names = top.children()
             shown = ", ".join(names[:CHILDREN_NAMED_MAX]) or "nothing"
             more = len(names) - CHILDREN_NAMED_MAX
@@ -243,6 +245,7 @@ class Run:
         The kernel lets go when the process ends, however it ends. Nothing is locked on object
         stores, where the commit protocol alone keeps two processes apart.
         """
+        # In the own folder: a fork and its parent may be played at the same time.
         path = self.folder.local_path(LOCK_KEY)
         if path is None:
             yield
@@ -325,6 +328,8 @@ def committed_checkpoint(run: Run, round: int) -> SlotRef | None:
 
 def latest_checkpoint(run: Run) -> SlotRef | None:
     """The committed checkpoint of the highest round: one listing, then one read or two."""
+    # A listing that is out of date costs work again, and no more: every stage looks at its own key
+    # first.
     rounds = (round_of(name) for name in run.store.children("checkpoints"))
     return _latest(run, (checkpoint_slot(round) for round in _descending(rounds)))
 
@@ -352,6 +357,8 @@ def checkpoint_named(
         forms = " or ".join(f"ROOT/RUN_ID/{kind}/{name}" for kind, name in kinds.items())
         raise ConfigError(f"{key} is {text!r}: expected {forms}")
     run = Run.open(root, run_id, storage_options)
+    # Committed, and not merely there: a folder of files without a manifest is an unfinished
+    # attempt.
     ref = committed(run, f"{kind}/{name}")
     if ref is None:
         raise ConfigError(

@@ -131,6 +131,8 @@ class WorkerWatch:
         seen = {}
         for name, beat in self.board.beats().items():
             before = self._seen.get(name)
+            # By counts of beats on this process's own clock: clocks of two machines may differ by
+            # more than LOST_S.
             same = before is not None and before[0].beat == beat.beat
             seen[name] = (beat, before[1] if same and before is not None else now)
         self._seen = seen
@@ -144,6 +146,8 @@ class WorkerWatch:
     def gone(self, workers: Collection[str]) -> frozenset[str]:
         """Those of some workers that write heartbeats, and are not alive."""
         alive = self.alive
+        # Others, such as a flow's own tasks, write no heartbeats: of them only a claim's age says
+        # anything.
         return frozenset(w for w in workers if w.startswith(WORKERS) and w not in alive)
 
 
@@ -163,6 +167,8 @@ def _record_of(order: SamplingOrder) -> dict[str, Any]:
     assert policy.canary is not None, "policies of a fleet have one"
     canary = asdict(policy.canary)
     return {
+        # Without endpoints and keys: a worker samples with its own, and needs none of the
+        # trainer's.
         **{name: getattr(order, name) for name in _PLAIN},
         "model": policy.model,
         "weight_version": policy.weight_version,

@@ -1,4 +1,4 @@
-"""A policy server that holds some answers back until a test lets them go."""
+"""A policy server that keeps some answers back until a test releases them."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from support.fakes import FakePolicyServer, Script, echo_script
 class HeldServer(FakePolicyServer):
     """Answers what `holds` names once `released` is set, and the rest once `others` is.
 
-    `asked` is set by the first request that is held back. `others` is set from the start.
+    `asked` is set by the first request that waits for `released`. `others` is set from the start.
     """
 
     def __init__(

@@ -53,11 +53,13 @@ class BucketStore(FilesystemStore):
                 timeout=_timeout_s(len(data)),
             )
         except _remote_errors(self._protocol) as error:
+            # Not raised: an error after the request was sent does not say that nothing was created.
             return self._outcome(key, error)
         return PutOutcome.CREATED
 
     def read(self, key: str) -> bytes:
         for pause_s in READ_PAUSES_S:
+            # Reads may be repeated at will, unlike creates: they change nothing.
             with suppress(StoreUnavailable):
                 return self._read_once(key)
             time.sleep(pause_s)
@@ -94,6 +96,7 @@ class BucketStore(FilesystemStore):
 
     @property
     def _fs(self) -> Any:
+        # By process: connections that a fork inherits would be used by both.
         return _bucket_filesystem(self._protocol, _frozen(self.options), os.getpid())
 
     @property
@@ -162,6 +165,7 @@ def _frozen(options: Mapping[str, Any]) -> bytes:
 
 
 def _timeout_s(n_bytes: int) -> float:
+    # By size: one limit for all would cut off checkpoints, or wait minutes for a record.
     return REQUEST_TIMEOUT_S + n_bytes / BYTES_PER_S_MIN
 
 

@@ -78,6 +78,7 @@ def probe(store: ObjectStore) -> None:
     # Private by its dot, so readers pass over it, and gc takes it if this process dies here.
     key = f".probe-{secrets.token_hex(8)}"
     try:
+        # Different bytes, so that what is read back says which of the two creates took effect.
         outcomes = [store.put_if_absent(key, data) for data in (b"first", b"second")]
         content = store.read(key)
         store.delete(key)
@@ -103,6 +104,7 @@ class MemoryStore(FilesystemStore):
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
         path = self._path(key)
         with _memory_lock:
+            # Look and write under one lock: this is what makes the create atomic.
             if self._fs.exists(path):
                 return PutOutcome.EXISTS
             self._fs.pipe_file(path, data)

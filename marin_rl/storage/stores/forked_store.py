@@ -40,8 +40,11 @@ class ForkedStore(ObjectStore):
     def owner(self, key: str) -> ObjectStore:
         """The folder that `key` lies in."""
         place = _place(key)
+        # Locks, records and private files of the run itself are never shared.
         if place is None:
             return self.own
+        # Ascending: the first ancestor that reaches so far played the round, and later ones have it
+        # from there.
         return next((store for through, store in self.shared if place <= through), self.own)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
@@ -51,6 +54,8 @@ class ForkedStore(ObjectStore):
             return owner.put_if_absent(key, data)
         # Never created there, even if absent: that would change the parent's history.
         owner.size(key)  # raises ObjectMissing
+        # Present, so the caller reads it back and compares, as after any other create that came
+        # second.
         return PutOutcome.EXISTS
 
     def read(self, key: str) -> bytes:

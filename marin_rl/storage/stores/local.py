@@ -51,6 +51,8 @@ class LocalStore(ObjectStore):
             try:
                 # The bytes are durable before they have their name: a crash leaves all or nothing.
                 _write_synced(temporary, data, os.O_EXCL)
+                # The one step that decides: of two processes the kernel lets exactly one have the
+                # name.
                 outcome = _link(temporary, path)
             finally:
                 with suppress(OSError):  # a leftover is private by its dot, and gc takes it
@@ -209,6 +211,7 @@ def replace_file(path: Path, data: bytes) -> None:
     with explained(path, len(data)):
         try:
             _write_synced(temporary, data, os.O_EXCL)
+            # A rename is atomic: a reader opens the old file or the new one.
             temporary.replace(path)
         finally:
             with suppress(OSError):
@@ -261,6 +264,8 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     with suppress(FileExistsError):  # another process made it meanwhile
         folder.mkdir()
+    # Each level before the one below it: a durable folder whose own name is lost would be lost with
+    # it.
     _sync_folder(folder.parent)
 
 

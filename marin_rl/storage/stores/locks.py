@@ -41,6 +41,7 @@ class Holder:
         if not self.here:
             return True
         try:
+            # Signal 0 sends nothing: the kernel only says whether there is such a process.
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
@@ -92,6 +93,8 @@ def run_lock(path: Path) -> Iterator[None]:
         descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         file = os.fdopen(descriptor, "a+", encoding="utf-8")
     with file:
+        # Signed only once it is locked: another's name in the file would send people to the wrong
+        # process.
         _lock(file.fileno(), path)
         _sign(file, f"{os.getpid()} {platform.node()}\n")
         try:
@@ -110,6 +113,8 @@ def _sign(file: TextIO, text: str) -> None:
 
 def _lock(descriptor: int, path: Path) -> None:
     try:
+        # Without waiting: a second process is mostly a mistake, which an error explains and a wait
+        # hides.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _locked(path) from None

@@ -130,11 +130,13 @@ on_open: list[Callable[[ObjectStore], ObjectStore]] = []
 
 def is_private(key: str) -> bool:
     """True if a file or folder in `key` begins with a dot: temporary files, locks, probes."""
+    # Any part of the key: what lies in a private folder is private as well.
     return any(part.startswith(".") for part in key.split("/"))
 
 
 def checked(key: str) -> str:
     """Return `key`. Raises CorruptObject unless it stays below its store."""
+    # Keys come from records too, which may be forged: `../` would leave the run's folder.
     if "\0" in key or not _STEPS_OUT.isdisjoint(key.split("/")):
         raise CorruptObject(
             f"expected a key like a/b that stays below its folder, found {key[:100]!r}: no record "

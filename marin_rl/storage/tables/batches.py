@@ -82,6 +82,7 @@ class BatchWriter:
 
     def close(self) -> tuple[Part, ...]:
         """Write what is left; the parts in order, at least one."""
+        # At least one part, so that readers need no second way for a round without rollouts.
         return self._parts.close(empty=self._schema)
 
     def _fixed(self, name: str, array_BT: np.ndarray) -> pa.Array:
@@ -109,6 +110,8 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     A round without any kept rollout has none. Raises ObjectMissing, CorruptObject, NewerSchema.
     """
     manifest = manifest_of(run.store, ref)
+    # By the manifest's total: the length of rows is part of their type, and must be known before
+    # they are read.
     schema = schema_of(manifest, run.store.url_of(manifest.slot))
     for part in _parts(manifest, BATCHES_PREFIX):
         reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)

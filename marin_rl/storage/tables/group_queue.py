@@ -87,6 +87,7 @@ class GroupQueue:
 
     def open(self) -> None:
         """Read what is committed. Raises StoreUnavailable, CorruptObject, NewerSchema."""
+        # From what is committed: there is no counter that a crash could leave behind or ahead.
         self.accepted = max(self._ends(), default=0)
         first = max(0, self.accepted - RECENT_MAX)
         places = [place_of(self._run.config, n) for n in range(first, self.accepted)]
@@ -110,6 +111,8 @@ class GroupQueue:
         StorageError, and what `group_at` raises.
         """
         while True:
+            # A client that got no reply sends again: the same content must not become a second
+            # group.
             known = self._recent.get((environment, digest))
             if known is not None:
                 return Appended(group_id=known, repeated=True)

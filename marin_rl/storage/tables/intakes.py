@@ -83,6 +83,7 @@ class Settled:
     def with_numbers(self, numbers: Iterable[int]) -> "Settled":
         """These and further numbers."""
         above, floor = {*self.above, *(n for n in numbers if n >= self.floor)}, self.floor
+        # Kept small: nearly all numbers are below the floor, and a record lists only those above.
         while floor in above:
             above.remove(floor)
             floor += 1
@@ -140,10 +141,14 @@ def decide(
     """
     oldest = round - config.staleness_rounds_max
     waits = config.asynchrony is not None and config.asynchrony.over_staleness == "wait"
+    # Before anything is taken: a group under way that would be too old next time is worth the wait.
     if waits and not ended and any(version <= oldest for version in seen.under_way):
         return None
+    # Oldest policy first, so that little becomes stale; then by number, so that the order is no
+    # race of workers.
     ordered = sorted(seen.groups, key=lambda group: (group.version, group.number))
     fresh = [group for group in ordered if group.version >= oldest and group.number not in settled]
+    # Dropped by name in the record: each group that was sampled is accounted for once.
     stale = [group for group in ordered if group.version < oldest and group.number not in settled]
     taken = _first(fresh, config)
     if taken is None:
@@ -289,6 +294,8 @@ def _entries(
 def _parents(run: Run, round: int) -> tuple[Parent, ...]:
     if not round:
         return ()
+    # Its digest is part of the fingerprint, so intakes form one chain: no group is taken by two of
+    # them.
     before = read_manifest(run.store, intake_slot(round - 1))
     assert before is not None, "rounds take their groups in turn"
     return (parent_of(ref_of(before[0])),)
@@ -344,6 +351,7 @@ def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
     if existing is not None:
         return existing
     entries, shards = _intake_of(run, round).groups, run.config.rollouts.shards_per_round
+    # Edges by the totals alone: every process cuts the same shards out of the intake.
     start, stop = (len(entries) * edge // shards for edge in (shard, shard + 1))
     try:
         tables = _tables(run, entries[start:stop])
@@ -371,6 +379,8 @@ def _tables(run: Run, entries: Sequence[Entry]) -> list[pa.Table]:
                 "restore the file from a copy; nothing else of the run is lost, and the same "
                 "command goes on from there"
             )
+        # By the digest that the intake recorded: what trains is what was seen when the round
+        # decided.
         table = decode_shard(verified(data, sha256, source), source=source)
         rows = rows_by_group(table, key, source)
         tables |= {(key, number): rows_of for number, rows_of in rows}

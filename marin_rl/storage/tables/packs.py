@@ -50,6 +50,8 @@ class PackChain:
 
         Raises CommitConflict, CommitUnknown, StorageError.
         """
+        # Again after each create: where another process was first, its pack may have some of the
+        # groups.
         while left := [group for group in groups if number_of(group.group_id) not in self.finished]:
             self._count(self._commit(self._next_key, left))
 
@@ -76,6 +78,8 @@ class PackChain:
             policy=self.policy,
             stamp={WORKER: self.worker},
         )
+        # Otherwise what is committed is another's pack: its groups count, and ours are tried in the
+        # next one.
         if ours:
             return [number_of(group.group_id) for group in groups]
         source = self.run.store.url_of(key)

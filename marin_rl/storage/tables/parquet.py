@@ -143,6 +143,7 @@ class PartWriter:
 def put_part(store: ObjectStore, slot: str, name: str, data: bytes, *, rows: int) -> Part:
     """Write a part durably; its entry in the slot's manifest. Raises StorageError."""
     store.put_part(f"{slot}/{name}", data)
+    # Hashed from memory, and not read back: the digest is of what was meant to be written.
     return part_of(name, data, rows=rows)
 
 
@@ -232,6 +233,7 @@ class TableReader:
             raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
             table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
         columns_read = Counter(table.column_names)
+        # Twice is as wrong as never: Arrow would read either of the two.
         wrong = [name for name in schema.names if columns_read[name] != 1]
         if wrong:
             problem = "stand there twice" if columns_read[wrong[0]] else "are missing"
@@ -319,6 +321,7 @@ def in_order(
     if store.local_path("shard") is not None:
         yield from map(work, items)
         return
+    # A window and not a map: results come in order, and no more than `at_once` are in memory.
     with ThreadPoolExecutor(at_once) as pool:
         under_way = deque[Future[Value]]()
         for item in items:
@@ -417,6 +420,7 @@ def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:
     version = stamp.get("schema_version", "")
     if not (version.isascii() and version.isdigit() and len(version) < 10):
         raise CorruptObject(f"{source}: expected a schema version, found {version!r}")
+    # Before a row is read: a later version may have given a column another meaning.
     ladder.check(int(version))
     return stamp
 

@@ -45,6 +45,8 @@ class PartialGroups:
         """
         chains: dict[str, list[RolloutGroup]] = {}
         waiting, number = list(group_ids), 0
+        # One wave for the n-th objects of all chains: a bucket answers many reads in the time of
+        # one.
         while waiting:
             keys = [self.key(group_id, number) for group_id in waiting]
             read = zip(waiting, keys, self._load(keys), strict=True)
@@ -75,6 +77,8 @@ class PartialGroups:
         number = self.lengths.get(group.group_id, 0)
         ours = self._commit(self.key(group.group_id, number), group)
         self.lengths[group.group_id] = number + 1
+        # Another process goes on with this group from here: two continuations of one text must not
+        # mix.
         if not ours:
             self.left.add(group.group_id)
         return ours

@@ -119,6 +119,7 @@ class ShardPieces:
             fingerprint=self._fingerprint,
             policy=self._policy,
         )
+        # What is committed decides: members of another process stand for these.
         groups = [group] if ours else self._decoded(key, committed)
         return {r.index_in_group: r for each in groups for r in each.rollouts}
 

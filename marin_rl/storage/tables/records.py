@@ -115,6 +115,7 @@ def _check_rollout(rollout: Rollout) -> None:
         raise ValueError(
             f"rollout {name}: {length} token_ids, but segments of {rollout.segment_lengths}"
         )
+    # Others are never trained on: what is kept of them may be incomplete.
     if rollout.status not in ("complete", "truncated"):
         return
     counted = rollout.n_prompt_tokens + rollout.n_completion_tokens
@@ -123,6 +124,7 @@ def _check_rollout(rollout: Rollout) -> None:
             f"rollout {name}: n_prompt_tokens + n_completion_tokens is {counted}, but there are "
             f"{length} token_ids"
         )
+    # Importance ratios are made of these: one NaN would refuse the update of a whole step.
     if not np.isfinite(rollout.logprobs[rollout.loss_mask == 1]).all():
         raise ValueError(f"rollout {name}: a sampled token's logprob is not a finite number")
 
@@ -174,6 +176,7 @@ def _list_column(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.A
 
 def _views(chunk: pa.Array) -> Iterator[np.ndarray | None]:
     """NumPy view of each row, int8 widened to int32; None for null."""
+    # All rows at once, and views of it below, in place of a conversion for each row.
     values = chunk.values.to_numpy(zero_copy_only=True)
     if values.dtype == np.int8:
         values = values.astype(np.int32)

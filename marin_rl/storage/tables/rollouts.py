@@ -105,6 +105,7 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
     writer = TableWriter(
         LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint, **(stamp or {})}
     )
+    # Whole groups in each row group: a reader of one group reads no other.
     for part in _row_groups(groups, lambda group: len(group.rollouts)):
         writer.write(rollout_table(part, constants))
     return writer.finish()
@@ -194,6 +195,8 @@ def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | N
     if data is None:
         return None
     attempt, committed = identify_shard(data, source)
+    # A shard of other settings is an error and no absence: it would be sampled again, and conflict
+    # at its commit.
     check_fingerprint(source, attempt, committed, fingerprint)
     return _shard_ref(run.store, key, data, reused=True)
 

@@ -74,6 +74,7 @@ class ScoresWriter:
         )
         self._steps = 0
         self._waiting: list[Future[None]] = []
+        # One thread: steps are appended in order, and compression overlaps with the next update.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scores")
 
     def __enter__(self) -> "ScoresWriter":
@@ -133,8 +134,10 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
 
     def listed(name: str, array_BT: np.ndarray | None) -> pa.Array:
         kind = schema.field(name).type
+        # Nulls and not zeros: a reader must tell what was not computed from what was 0.
         if array_BT is None:
             return pa.nulls(len(names), kind)
+        # Trained tokens alone: scores of prompts and padding would be most of the file.
         values = np.ascontiguousarray(array_BT[row_N, position_N])
         return pa.ListArray.from_arrays(offsets, pa.array(values, kind.value_type), type=kind)
 

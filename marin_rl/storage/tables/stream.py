@@ -57,6 +57,7 @@ class Claim:
 
     def is_live(self, now: datetime, seconds: float) -> bool:
         """True while others leave the chunk to the worker, by clocks that may differ."""
+        # Either way: a clock that runs ahead must not make a claim live for ever.
         return abs((now - self.claimed_at).total_seconds()) <= seconds
 
 
@@ -79,6 +80,8 @@ def stream_fingerprint(
 
     `tokenizer` and `chat_template` are digests. A worker with other settings has another one.
     """
+    # What decides the text of a group and nothing that decides only when it is sampled: workers may
+    # differ in the rest.
     content = {
         "seed": config.seed,
         "environment": fingerprint_fields(config.environment),
@@ -121,6 +124,7 @@ class GroupStream:
 
     def has(self, numbers: set[int]) -> bool:
         """Return True if these groups are finished, as far as was listed."""
+        # First, since most groups of a packed stream are there: the loop below is for mixed ones.
         if numbers <= self.packed.keys():
             return True
         return all(number in self.numbers or number in self.packed for number in numbers)
@@ -131,6 +135,8 @@ class GroupStream:
         Raises CommitConflict for groups of a worker with other settings, CorruptObject,
         NewerSchema, StoreUnavailable.
         """
+        # A group may be gone because gc took it after a round had sealed it, so it must not be
+        # taken again.
         for number in [*self.groups]:
             if number in settled or not (number in self.numbers or number in self.packed):
                 del self.groups[number]
@@ -177,6 +183,7 @@ class GroupStream:
         latest: dict[int, tuple[int, str]] = {}
         for key in keys:
             if (claim := claim_of(key)) is not None:
+                # The highest number: a later claim stands in the place of those that ran out.
                 latest[claim[0]] = max(latest.get(claim[0], (-1, "")), (claim[1], key))
         known = {c: self.claims[c] for c, (n, _) in latest.items() if self._knows(c, n)}
         new = [(c, key) for c, (_, key) in sorted(latest.items()) if c not in known]
@@ -207,6 +214,8 @@ class GroupStream:
     def claim(self, chunk: int, worker: str, policy_version: int, now: datetime) -> bool:
         """Claim a chunk; False where another worker was first. Raises StorageError."""
         known = self.claims.get(chunk)
+        # One above the last that was seen: a worker that saw fewer finds the place taken, and
+        # leaves the chunk.
         number = 0 if known is None else known.number + 1
         ours = Claim(
             chunk=chunk,
@@ -227,6 +236,8 @@ class GroupStream:
             identify=lambda other: (str(_record(other, source)["attempt"]), "claim"),
             **self.patience,
         )
+        # What is committed, which may be another worker's claim: the next look needs no further
+        # read.
         self.claims[chunk] = claim_in(committed, source)
         return committed == data
 

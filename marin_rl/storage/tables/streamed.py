@@ -84,6 +84,7 @@ def streamed_groups(
     own, sha256 = stream_group_of(key), digest_of(data)
     pack = "" if own is not None else key.rpartition("/")[2]
     groups = list[StreamedGroup]()
+    # Rows of a group lie together: a pack is written group by group.
     for group_id, members in groupby(rows, key=lambda row: row[0]):
         _, rewards, statuses, oldest, newest = zip(*members, strict=True)
         valid = {
@@ -113,6 +114,8 @@ def number_in(key: str, group_id: str, source: str) -> int:
         number = number_of(group_id)
     except ValueError:
         number = -1
+    # The name is a promise that readers rely on before they open the object: it says which groups
+    # may be inside.
     if number not in numbers:
         raise CorruptObject(
             f"{source}: expected groups {numbers[0]} to {numbers[-1]}, found {group_id!r}"

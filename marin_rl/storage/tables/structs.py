@@ -70,6 +70,7 @@ class Struct(Generic[Record]):
     def decode(self, row: Mapping[str, Any], **others: Any) -> Record:
         """The record of a row; `others` are fields that the row does not have, or has otherwise."""
         values = {name: row[name] for name in self._stored}
+        # Most structs, and rows by the hundred thousand: nothing below applies to them.
         if self._is_plain:
             return self._kind(**values, **others)
         for name, decode in self._decoded:
@@ -105,6 +106,8 @@ def _converters(hint: Any, arrow: pa.DataType) -> tuple[Convert | None, Convert 
             lambda values: tuple(map(decode, values)),
         )
     if pa.types.is_list(arrow):
+        # The file's type and not NumPy's default: 64 bits would double what a shard takes in
+        # memory.
         dtype = arrow.value_type.to_pandas_dtype()
         return np.ndarray.tolist, lambda values: np.array(values, dtype)
     return None, None

@@ -73,6 +73,7 @@ class Verified:
 def root_hash_of(entries: list[Entry]) -> str:
     """Root hash: the digest over all entries of an archive."""
     ordered = sorted(entries, key=lambda entry: entry.name)
+    # Of names too: the same bytes under another name are another run.
     listed = [[entry.name, entry.bytes, entry.sha256] for entry in ordered]
     return sha256_of(canonical_json(listed))
 
@@ -85,6 +86,8 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
     CorruptObject where a part is not what its manifest says; nothing is left at `target` then.
     """
     inventory = take_inventory(run.store)
+    # Digests before data: the list of contents comes first in the file, so that a reader can check
+    # as it reads.
     sources = _sources(run, inventory, everything=everything)
     entries = [_entry(name, store, key) for name, (store, key) in sorted(sources.items())]
     record = {

@@ -171,6 +171,8 @@ def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
         pc.not_equal(generated["run_id"], played_by), pc.not_equal(generated["round"], round)
     )
     named = {part.name for part in manifest.parts}
+    # A shard that came after the seal was sampled and never trained on: it would be missing from
+    # every sum.
     there = (name for name in run.store.children(manifest.slot) if name.startswith("shard-"))
     return {
         **offence(
@@ -195,6 +197,7 @@ def _mislabelled(run: Run, generated: pa.Table) -> Offences:
     wrong = list[str]()
     for version, rollouts in sampled.items():
         checkpoint = read_manifest(run.store, checkpoint_slot(version))
+        # By the checkpoint and not by the shard's own word: a wrong digest is what is looked for.
         expected = checkpoint and checkpoint[0].extra.get("parameters_digest")
         wrong += [rollout for rollout, digest in rollouts if expected and digest != expected]
     return offence("sampled by other parameters than their version's", wrong)

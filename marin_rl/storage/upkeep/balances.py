@@ -96,6 +96,7 @@ def balances(generated: pa.Table, dispositions: pa.Table) -> tuple[Balance, ...]
         ("n_tokens", "disposition", "reason"),
     ):
         tally = fates[key[0], key[1]].setdefault((disposition, reason), _Tally())
+        # As the dispositions say it: where shards say otherwise, `token_offences` names them.
         tally.add(tokens, lengths.get(name))
     return tuple(_balance(key, made[key], fates[key]) for key in sorted({*made, *fates}))
 
@@ -146,6 +147,7 @@ def _balance(key: Key, made: _Tally, fates: Fates) -> Balance:
         tokens={GENERATED: made.tokens, **{kind: tokens[kind] for kind in DISPOSITION_KINDS}},
         dropped=tuple(_dropped(fates)),
         mean_length=kept,
+        # A filter that mostly drops long answers trains on a biased sample: this is how far.
         length_bias=None if kept is None or lost is None else lost - kept,
     )
 

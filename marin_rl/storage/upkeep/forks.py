@@ -53,6 +53,7 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     needed = sorted({round, *reference_checkpoints(config.objective, round)})
     for number in needed:
         _check_whole(parent, number)
+    # Before anything is written: a name that is taken by a failed fork cannot be used again.
     _check_closed(parent, round)
     ancestors = _chain(parent, round)
     own = open_store(config.root, config.storage_options).at(run_id)
@@ -204,6 +205,7 @@ def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowe
     top = open_store(run.config.root, run.config.storage_options)
     reaches: dict[str, Reach] = {}
     for name in top.children():
+        # Its own record says nothing of others that read it.
         if name == run.run_id:
             continue
         try:
@@ -236,6 +238,7 @@ def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
 
 def _start_in(policy: Mapping[str, Any], run_id: str) -> str | None:
     """Slot of `run_id` that a run starts from, under any spelling of the root."""
+    # As text, and not resolved: a root may be mounted elsewhere for the run that names it.
     named = str(policy.get("checkpoint") or "")
     _, owner, kind, slot = place_named(named)
     return f"{kind}/{slot}" if owner == run_id and kind in ("checkpoints", "sft") else None

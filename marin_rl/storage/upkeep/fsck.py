@@ -110,6 +110,7 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     ]
     local = store.local_path(RUN_KEY) is not None
     with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
+        # Every job to its end: one damaged file must not hide the next.
         outcomes = list(pool.map(_outcome, jobs))
     manifests = [slot for slot in inventory.slots if slot.manifest is not None]
     faults += [fault for _, fault in outcomes if fault is not None]
@@ -296,6 +297,8 @@ def _loose_jobs(
             look = partial(_wrong_metrics, expected=expected, lines=lines)
             check = partial(_check_loose, store, key, METRICS, METRICS_IDENTITY, look)
             yield store.url_of(key), check
+        # Against the rollouts that they scored: a table of another round would rank the wrong
+        # answers.
         if key.startswith("rewards/") and not is_private(key):
             look = partial(_of_other_rollouts, rollouts=sealed.get(scored_slot(key) or ""))
             check = partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA, look)

@@ -112,6 +112,7 @@ def collect(
     up, and all else is deleted. `now` is UTC and given by tests. Raises StorageError,
     StoreUnavailable.
     """
+    # One moment for all ages: a long collection must not find files older as it goes on.
     rule, moment = rule or rule_of(run), now or datetime.now(UTC)
     with _alone(run, dry_run=dry_run) as alone:
         # Listed under the lock, so no process of this machine starts an attempt after the listing.
@@ -160,6 +161,7 @@ def retire(run: Run) -> None:
     at the whole run. Raises as `collect` does.
     """
     if run.config.windowed:
+        # Own folder alone: what a fork shares with its parent is the parent's to delete.
         delete_all(run.folder, collected_now(run))
     rule = run.config.retention
     if rule.checkpoints_last is None:
@@ -350,6 +352,7 @@ def _unpinned(
     """Garbage without what the run's own objective or a fork still reads; see `borrowed_from`."""
     if not any(item.reason == "retention" for item in garbage):
         return garbage
+    # Looked up only where arrays would go: other garbage is read by no one.
     borrowed = borrowed_from(run, known)
     _known[run.folder.url] = borrowed.reaches
     pinned = {checkpoint_slot(round) for round in _references(run, inventory)}
@@ -382,6 +385,7 @@ def _delete(
     # a tombstone and failed, or is seen here.
     gone = _unpinned(run, inventory, garbage, known={})
     for item in gone:
+        # File by file, after the tombstone: a crash anywhere here leaves garbage and no damage.
         run.folder.delete(item.key)
         _remove_empty(run.folder, item.key)
     return gone

@@ -166,6 +166,7 @@ def take_inventory(store: ObjectStore) -> Inventory:
         slot = _slot_of(key)
         if slot is not None:
             names_by_slot.setdefault(slot, []).append(key.removeprefix(f"{slot}/"))
+    # After the listing: a manifest that came in between only shows more, and never less.
     slots = {slot: read_slot(store, slot, sorted(names)) for slot, names in names_by_slot.items()}
     looked: set[str] = set()
     # Until nothing new is proven: a checkpoint that is read names parents of its own.
@@ -281,6 +282,7 @@ def _metrics_due(slots: Mapping[str, Slot]) -> set[str]:
 def read_slot(store: ObjectStore, slot: str, names: Sequence[str]) -> Slot:
     """A slot with the objects `names`, its manifest read if one is among them."""
     listed = tuple(names)
+    # No read without a name in the listing: on a bucket each would be a request.
     if MANIFEST not in listed:
         return Slot(slot=slot, names=listed)
     looked_at = MANIFEST

@@ -75,6 +75,7 @@ def collected_now(run: Run) -> list[str]:
     """The same keys by a listing of the stream alone, for a run that is being played."""
     rounds = [r for name in run.folder.children("intakes") if (r := round_of(name)) is not None]
     for round in sorted(rounds, reverse=True)[:2]:  # the latest one may not be sealed yet
+        # Both: until the round is sealed its groups are the only copy of them.
         intake = read_manifest(run.folder, intake_slot(round))
         if intake is None or read_manifest(run.folder, rollouts_slot(round)) is None:
             continue
@@ -122,6 +123,7 @@ class Unfinished:
 def unfinished_groups(run: Run) -> Unfinished:
     """Groups that a policy has begun and a later one will go on with: not generated yet."""
     keys = run.store.list(STREAM)
+    # A part that a crash left behind its finished group is not under way any longer.
     finished, settled = {number for number, _ in _finished(run, keys)}, _settled_by(run)
     begun = [
         (number, key)
