@@ -123,6 +123,7 @@ class AdapterLoads:
             parameters_digest=parameters_digest,
         )
         self._table.check_rank(new)
+        # outside of the lock: moving arrays to the device must not hold up decoding
         rows = self._bank.rows(adapter)
         _check_finite(name, rows)
         done: Future[LoadedAdapter] = Future()
@@ -130,8 +131,11 @@ class AdapterLoads:
             if self._closed:
                 raise InferenceError("the engine is closed: it takes no adapters any more")
             added = self._table.add(new, self.in_use, in_place_of)
+            # written by the engine's thread: the programs that it runs have the bank's arrays as
+            # arguments
             self._writes.append(_Write(adapter=added, rows=rows, done=done))
             self._changed.notify_all()
+        # after the lock is released, which the write takes
         return done.result()
 
     def unload(self, number: int) -> None:
@@ -150,6 +154,7 @@ class AdapterLoads:
             try:
                 self._write(write)
             except Exception as error:  # noqa: BLE001 - the caller of `load` gets it
+                # its row holds what was there before, so no request may name it
                 self._table.remove(write.adapter.number)
                 write.done.set_exception(error)
 

@@ -133,7 +133,9 @@ class AdapterBank:
 
     def write(self, row: int, rows: Bank) -> None:
         """Write an adapter into its row. On the engine's thread, between two programs."""
+        # waited for, so that the time that decoding loses to a load is measured where it is lost
         self.arrays = jax.block_until_ready(write_row(self.arrays, rows, np.int32(row)))
+        # copies of the old arrays: the rows that were written may be in them
         self._halves.clear()
 
     def used(self, lane: int, sizes: BankSizes, row_S: Rows) -> tuple[Bank, Rows]:
@@ -147,6 +149,8 @@ class AdapterBank:
             return self.arrays, row_S
         half = self._halves.get(lane)
         if half is None or half.of is not self.arrays or not np.isin(wanted, half.rows).all():
+            # filled up with other adapters, so that a lane whose requests change needs a new copy
+            # less often
             others = np.setdiff1d(np.arange(1, sizes.adapters + 1), wanted)
             rows = np.concatenate([wanted, others]).astype(np.int32)[: sizes.few]
             half = _Half(self.arrays, rows, some_rows(self.arrays, rows))
@@ -262,6 +266,7 @@ class AdapterTable:
         if before is not None:
             self._unloaded.discard(before.number)
         if in_place_of:
+            # one step back is enough: a request names the load that it saw last, a moment ago
             self._successors = {in_place_of: added}
             if before is None or before.number != in_place_of:
                 self._unloaded.add(in_place_of)

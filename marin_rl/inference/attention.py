@@ -48,6 +48,7 @@ def attend_pieces(
 
         def extend(state, block=block, start=start):
             visible = start + jnp.arange(size) <= positions_M[:, None]
+            # gathered block by block: of all slots at once it would be a second cache
             own = Block(block.keys[slot_N], block.values[slot_N])
             return _extend_softmax(state, query_MKGH, own, visible, times)
 
@@ -89,6 +90,7 @@ def attend(
         ways = [lambda state: state, extend]
         way = (start <= longest).astype(jnp.int32)
         if shared is not None:
+            # a third way of its own, since a switch computes one branch alone
             ways.append(partial(extend, share=SHARE))
             way += (way > 0) & (start + size <= shared)
         if index == 0:
@@ -109,6 +111,7 @@ def _empty_softmax(S: int, K: int, G: int, H: int) -> tuple[Array, Array, Array]
 
 def _average(state: tuple[Array, Array, Array], query_SKGH: Array) -> Float[Array, "S KGH"]:
     _, total, weighted = state
+    # never 0 / 0: every sequence sees its own first position
     average = weighted / total[..., None]
     return average.reshape(len(query_SKGH), -1).astype(query_SKGH.dtype)
 
@@ -124,7 +127,10 @@ def _extend_softmax(
     scores = times(query_SKGH, block.keys).astype(jnp.float32)
     scores = jnp.where(visible_SB[:, None, None, :], scores, MASKED)
     higher = jnp.maximum(highest, scores.max(-1))
+    # what is summed so far was scaled by the old maximum
     kept = jnp.exp(highest - higher)
+    # a masked score gives exp of a very large negative number, an exact 0, once anything was seen:
+    # the first block always holds the sequence's first position
     terms = jnp.exp(scores - higher[..., None])
     product = times(terms.astype(block.values.dtype), block.values)
     return (
@@ -144,6 +150,7 @@ def times_cached(rows_SKGX: Array, cached_SKXY: Array, share: int) -> Float[Arra
 def _times_common(rows_SKGX: Array, cached_NKXY: Array, share: int) -> Float[Array, "S K G Y"]:
     """Rows of every `share` slots times what they have in common."""
     S, K, G, X = rows_SKGX.shape
+    # slots of a group as further rows of one product: the common keys are then read once
     rows_NKIGX = jnp.swapaxes(rows_SKGX.reshape(S // share, share, K, G, X), 1, 2)
     rows_NKRX = rows_NKIGX.reshape(S // share, K, share * G, X)
     out_NKRY = jnp.einsum("nkrx,nkxy->nkry", rows_NKRX, cached_NKXY)

@@ -124,6 +124,7 @@ class RunningSequence:
 
     def sample(self, final_version: int) -> Sample:
         """The finished completion, as seen from the version that the request ended with."""
+        # a delta is of one version: weights change between chunks only
         versions = np.repeat(
             np.array([delta.weight_version for delta in self.deltas], np.int32),
             [len(delta.token_ids) for delta in self.deltas],
@@ -276,6 +277,8 @@ class RunningBatch:
         self._running[seq_slot] = RunningSequence(
             job=job, index=index, prefix=prefix, stop_watch=watch, used=self._used
         )
+        # also of slots that will be empty: sharing compares a slot with the first of its group, in
+        # use or not
         self._prefixes[seq_slot] = prefix
         inputs.token_S[seq_slot] = prompt[-1]
         inputs.position_S[seq_slot] = len(prompt) - 1

@@ -65,12 +65,14 @@ def decode_step(
     """
     x_SD = constrain(_embed(spec, decoder, tokens_S), SLOTS)
     cos_SH, sin_SH = rotary.cos[positions_S], rotary.sin[positions_S]
+    # one bound for all slots: a block past it is skipped, and not masked
     longest = jnp.max(positions_S)
     written = []
     for layer, blocks in zip(decoder.all_layers(spec), cache, strict=True):
         normed = _rms_norm(spec, layer.attention_norm, x_SD)
         query, key, value = _project(spec, layer, normed, cos_SH, sin_SH, adapter_S)
         query = constrain(query, SLOTS, TENSOR)
+        # written before it is read: a token attends to itself, too
         blocks = write(blocks, key, value, positions_S)
         written.append(blocks)
         attended = attend(query, blocks, positions_S, longest, shared)
@@ -161,6 +163,8 @@ def _joined(
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the two halves of the head."""
+    # the table is float32 for exact angles; the rotation itself is in the model's dtype, as in
+    # training
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     x1, x2 = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
@@ -217,6 +221,8 @@ def prefill(
     prompts and the numbers do not.
     """
     R, P = tokens_RP.shape
+    # of the bucket alone, and not of the prompts: another tile is another program with other last
+    # bits
     tile = prefill_tile(R, P)
     K, H = spec.kv_heads, spec.head_size
     dtype = decoder.embedding.dtype
@@ -331,6 +337,7 @@ def _prefill_tile(
     for index, layer in enumerate(decoder.all_layers(spec)):
         normed = _rms_norm(spec, layer.attention_norm, x)
         query, key, value = _project(spec, layer, normed, cos, sin, adapter_R)
+        # as the cache has them, so that copying into slots moves no axis
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
         pairs.append((keys, values))
         # a prefill needs the last layer's keys and values, but not its output
@@ -351,6 +358,7 @@ def prompt_products(
     For trials of whether a row's bits depend on the others: products are all that the shapes of a
     tile can change, and norms, rotations and activations between them are left out.
     """
+    # biases are added after the sums whose order is tried
     layer = layer._replace(qkv_bias=None, output_bias=None, gate_up_bias=None, down_bias=None)
     query, key, value = _joined(spec, layer, x_RPD, adapter_R)
     attended = _attend_causally(query, jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2))
@@ -379,6 +387,8 @@ def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -
         query = jax.lax.dynamic_slice_in_dim(query_RPKGH, start, size, 1)
         scores = jnp.einsum("rpkgh,rkht->rkgpt", query, keys_RKHP).astype(jnp.float32)
         visible = jnp.arange(P)[None, :] <= (start + jnp.arange(size))[:, None]
+        # in float32, whatever is computed in: differences of scores decide, and bfloat16 has 8 bits
+        # of them
         shares = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
         return jnp.einsum("rkgpt,rkth->rpkgh", shares.astype(query.dtype), values_RKPH)
 

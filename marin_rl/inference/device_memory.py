@@ -56,6 +56,7 @@ class DeviceMemory:
         """
         if self._fused is None or self._fused[0] is not policy.key:
             self._fused = None
+            # the old copy is gone by now: two at once may not fit
             with self._placement.active():
                 fused = fused_weights(self._plan.spec, policy.weights, self._plan.dtype)
             self._fused = policy.key, fused
@@ -63,9 +64,12 @@ class DeviceMemory:
 
     def forget_nonfinite(self) -> None:
         """Replace what is not a number: in a masked position it would spoil the next sequence."""
+        # of all slots: it is rare, and one pass over the caches is soon done
         self.caches = jax.tree.map(jnp.nan_to_num, self.caches)
 
     def _empty_cache(self) -> Cache:
         plan = self._plan
         cache = empty_cache(plan.spec, plan.lanes.size, plan.context_length, plan.dtype)
+        # placed as the programs return it, so that the first call compiles for the same sharding as
+        # the others
         return self._placement.place(cache, SLOTS, TENSOR)

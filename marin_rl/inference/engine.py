@@ -214,6 +214,7 @@ class Engine:
             # the caches are wanted again: a sleep that was asked for before this request is void
             self._sleep_requested = False
             self._changed.notify_all()
+        # last, and outside of the lock: a future that is cancelled already calls back at once
         job.future.add_done_callback(self._pending.note_cancelled)
         return job.future
 
@@ -248,8 +249,10 @@ class Engine:
     def _check_version(self, policy: Policy) -> None:
         old = self._policy
         ours, theirs = policy.parameters_digest, old.parameters_digest
+        # another version tells the tokens apart, and the same digest needs no telling
         if policy.weight_version != old.weight_version or ours == theirs:
             return
+        # queued requests have no tokens yet: all of theirs will be of the new weights
         if self._pending.started:
             raise VersionInUse(
                 f"requests are running on other weights of version {old.weight_version} (expected "
@@ -276,6 +279,7 @@ class Engine:
         with self._changed:
             self._paused = True
             self._changed.notify_all()
+            # the step that is running ends first: after this no program writes the caches
             while self._in_step and self._paused:
                 self._changed.wait()
 
@@ -320,6 +324,7 @@ class Engine:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        # outside of the lock, which the engine's thread takes once more at its end
         self._thread.join()
 
     def _run(self) -> None:

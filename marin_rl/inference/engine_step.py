@@ -57,6 +57,7 @@ class EngineStep:
             self._runner.lanes,
             policy.key,
             self._runner.bucket,
+            # with nothing running no one waits, so every prompt may come in at once
             tokens if self._batch.active > 0 else math.inf,
             keeps_prefixes=self._runner.plan.keeps_prefixes,
         )
@@ -69,6 +70,7 @@ class EngineStep:
             if policy.recompute_kv_cache:
                 self._recompute(policy)
             self._prefill(policy, plan)
+            # between prefill and decode: a mask holds for the token that comes next
             for job, error in self._batch.constrain():
                 self._pending.fail([job], "its constraint failed", error)
             if self._batch.active == 0:
@@ -108,6 +110,7 @@ class EngineStep:
                 self._pending.fail([job], "its listener failed", error)
         # after every listener: a future never resolves before its last delta was delivered
         for job in dict.fromkeys(job for job, delta in added if delta.finish_reason):
+            # samples of one request end in different chunks, and are handed out together
             if len(job.finished) == job.request.n and not job.ended:
                 self._finish(job, policy)
 
@@ -185,6 +188,7 @@ class EngineStep:
         # a constraint's mask holds for one token
         steps = 1 if extras.constrained else self._chunk_steps
         waiting = min(self._pending.queue.waiting, self._slots)
+        # before every chunk: a sample that ended, or one that began, changes what neighbours share
         shared = self._batch.shared_positions(SHARE) if self._runner.plan.sharing else 0
         limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
         chunk = self._runner.decode(policy, self._batch.inputs, extras, limits)

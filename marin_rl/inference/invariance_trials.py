@@ -85,6 +85,7 @@ class Prover:
         """
         S, last = self._shapes.slots, self._length - self._steps - 1
         same = self._run(np.full(S, 1), np.full(S, last), adapter_S=np.full(S, 1))
+        # one sequence everywhere first: where already equal rows differ, nothing else needs trying
         if not all(_equal(slot, same[0]) for slot in same):
             return False
         positions_S = last - np.arange(S) % 3
@@ -154,6 +155,7 @@ class Prover:
             array = np.array(leaf)
             # adapters are on axis 1 behind the parts, else on axis 0
             by_adapter = np.moveaxis(array, array.ndim - 3, 0)
+            # doubled, which is exact: a row that depended on the others would show in its bits
             by_adapter[np.arange(len(by_adapter)) != row - 1] *= array.dtype.type(2)
             return self._put(array)
 

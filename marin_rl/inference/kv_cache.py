@@ -59,9 +59,11 @@ def write(
     size = blocks[0].keys.shape[-1]
     written = []
     for index, block in enumerate(blocks):
+        # every block gets the write, and drops a position outside of it: no branch is needed
         at = positions_S - index * size
         # negative indices would count from the end, so they are sent past it instead
         at = jnp.where(at < 0, size, at)
+        # `vmap` over slots: each writes one position of its own, which XLA does in place
         written.append(_spread(jax.vmap(_write_one)(block, key_SKH, value_SKH, at)))
     return tuple(written)
 
@@ -126,6 +128,8 @@ def _copy_block(
     block: Block, keys: Array, values: Array, start: int, source: Array, seq_slot: Array
 ) -> Block:
     """A block in which the slot has the prompt's positions from `start` on; others untouched."""
+    # the last block of a short prompt is filled in part: what lies behind is masked until a token
+    # is written there
     stop = start + min(block.keys.shape[-1], keys.shape[-1] - start)
     one_keys = jax.lax.dynamic_slice_in_dim(keys[..., start:stop], source, 1)
     one_values = jax.lax.dynamic_slice_in_dim(values[:, :, start:stop], source, 1)

@@ -79,9 +79,12 @@ class QuantizedLinear(eqx.Module):
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
         """Return the outputs of the layer; `key` is not used."""
         into, out = axes_of(self.In), axes_of(self.Out)
+        # inputs last, as the matrix has its columns; haliax leaves the order of axes to the caller
         ordered = inputs.rearrange((..., *into))
         others = ordered.axes[: len(ordered.axes) - len(into)]
         x = ordered.array.reshape(*(axis.size for axis in others), -1)
+        # dequantised within the product, one layer at a time: all at once would take the memory
+        # that quantising saves
         product = self.matrix.times(x, self.layer)
         axes = (*others, *out)
         named = NamedArray(product.reshape([axis.size for axis in axes]), axes)

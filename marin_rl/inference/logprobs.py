@@ -80,6 +80,7 @@ def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, request: ReportReques
 
 def _report(logits_SV: Array, drawn: Drawn, request: ReportRequest) -> Report:
     V = logits_SV.shape[1]
+    # before bias, penalties and temperature: what the model itself says of the token
     raw_SV = log_softmax(logits_SV)
     raw_S = jnp.take_along_axis(raw_SV, drawn.tokens_S[:, None], axis=-1)[:, 0]
     shifted_SV = drawn.scores_SV - drawn.highest_S[:, None]
@@ -134,6 +135,7 @@ def score_tokens(
 
     def score(tile):
         hidden_TD, next_T = tile
+        # without temperature, bias or penalties: a prompt's scores are those of the model itself
         logprobs = log_softmax(decoder.logits(spec, fused, hidden_TD))
         chosen_T = jnp.take_along_axis(logprobs, next_T[:, None], axis=-1)[:, 0]
         top_TK, ids_TK = jax.lax.cond(

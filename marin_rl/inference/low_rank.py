@@ -74,6 +74,8 @@ def _masked(adapters: LowRank, x_ND: Array, row_N: Array) -> list[Array]:
 
 
 def _gathered(adapters: LowRank | GatheredLowRank, x: Array, row_N: Array) -> list[Array]:
+    # row 0 reads some adapter all the same, and its result is dropped below: every index is in
+    # range
     at_N = jnp.maximum(row_N - 1, 0)
     z = jnp.einsum("n...i,pnri->pn...r", x, adapters.a[:, at_N])
     present = (row_N > 0).reshape(-1, *(1,) * (x.ndim - 1))

@@ -41,10 +41,12 @@ def packed(
     """
     pieces = [piece for one in extensions for piece in _cut(one, size, first or size)]
     per_step = slots // size
+    # full arrays, of which `steps` are run: any number of tokens is one program
     per_call = per_step * CALL_STEPS
     for begin in range(0, len(pieces), per_call):
         own = pieces[begin : begin + per_call]
         tokens = np.zeros((per_call, size), np.int32)
+        # -1 is padding: it is written nowhere, and attends to nothing
         positions = np.full((per_call, size), -1, np.int32)
         seq_slot = np.zeros(per_call, np.int32)
         for row, (slot, start, ids) in enumerate(own):
@@ -62,6 +64,7 @@ def packed(
 
 def _cut(extension: Extension, size: int, first: int) -> Iterator[Extension]:
     seq_slot, start, ids = extension
+    # a first piece of another size lets trials cut a prompt elsewhere
     begin, end = 0, first
     while begin < len(ids):
         yield Extension(seq_slot, start + begin, ids[begin:end])

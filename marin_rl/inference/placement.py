@@ -32,6 +32,7 @@ class Placement:
 
     def place_weights(self, weights: Tree) -> Tree:
         """References to arrays that lie as the first ones did; others are moved there."""
+        # free where they lie so already: arrays of the same run always do
         return jax.device_put(weights, self.weights)
 
     def place(self, arrays: Tree, *axes: tuple[str, ...]) -> Tree:
@@ -58,6 +59,7 @@ def placement_of(weights: Any) -> Placement:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
     leaves = jax.tree.leaves(shardings)
     meshes = {leaf.mesh for leaf in leaves if isinstance(leaf, NamedSharding)}
+    # one array elsewhere, and the programs of a mesh could not take them together
     if len(meshes) == 1 and all(isinstance(leaf, NamedSharding) for leaf in leaves):
         (mesh,) = meshes
         if isinstance(mesh, Mesh) and mesh.size > 1:
@@ -77,6 +79,7 @@ def pieces(size: int, axes: tuple[str, ...]) -> int:
     """Number of pieces, inside a program, that a dimension of `size` is cut into; 1 on a device."""
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     count = int(np.prod([sizes.get(name, 1) for name in axes]))
+    # as `_spec` does: a dimension that does not divide stays whole
     return 1 if size % count else count
 
 

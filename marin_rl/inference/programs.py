@@ -139,6 +139,7 @@ def decode_chunk(
         past = TokenHistory(inputs.position_S, sampled.tokens_CS, index)
         drawn = sample(adjust(logits, extras.params, past), inputs.sampling, uniform_CS[index])
         reports_S = report(logits, drawn, extras.request)
+        # the stop token itself is sampled and counted: its logprob is part of the completion
         stopped_S = jnp.any(drawn.tokens_S[:, None] == inputs.stops_SN, axis=1)
         remaining_S = jnp.where(active_S & ~stopped_S, state.remaining_S - 1, 0)
         freed = began - jnp.sum(remaining_S > 0)
@@ -168,6 +169,7 @@ def _before(cache: Cache, inputs: SlotInputs, steps: int, vocabulary: int) -> _S
     reports = jax.tree.map(
         lambda row: jnp.zeros((steps, *row.shape), row.dtype), empty_report(slots, vocabulary)
     )
+    # of the longest chunk: a shorter one leaves its end unused, and is the same program
     nothing = Sampled(
         tokens_CS=jnp.zeros((steps, slots), jnp.int32),
         logprobs_CS=jnp.zeros((steps, slots), jnp.float32),
@@ -198,6 +200,7 @@ def copy_slots(
 ) -> Cache:
     """Copy row `source_S[i]` to row `target_S[i]` for the first `count` i, in order."""
 
+    # one after the other: a gather of all rows at once would take the memory of a second cache
     def body(index: Any, cache: Cache) -> Cache:
         source, target = source_S[index], target_S[index]
         return jax.tree.map(

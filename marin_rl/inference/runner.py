@@ -98,6 +98,7 @@ class Runner:
         spec, weights = read_model(model)
         if spec != self.spec:
             raise InputError(f"expected a model like the one loaded, {self.spec}, found {spec}")
+        # references where the arrays lie as the first ones did: a swap copies nothing
         placed = self._placement.place_weights(weights)
         return Policy(placed, weight_version, parameters_digest, WeightsKey())
 
@@ -113,6 +114,7 @@ class Runner:
 
     def bucket(self, length: int) -> int:
         """The padded length of a prompt of `length` tokens."""
+        # few lengths, so few programs: a prompt is padded to the next one
         return next(size for size in self.buckets if size >= length)
 
     def prefill(
@@ -178,6 +180,7 @@ class Runner:
         """Write tokens into the caches of slots, each after what it has in its cache."""
         self.memory.wake()
         fused, size = self._decoder(policy), self.lanes.size
+        # single positions where several together would give other bits than decoding did
         piece = piece_size(size) if self.plan.invariance.continued else 1
 
         def run(lane: int) -> None:
@@ -252,6 +255,7 @@ class Runner:
         slots = self.lanes.part(lane, inputs)
         if self.bank is None or slots.adapter_S is None:
             return None, slots
+        # only where the trials gave the same bits: half of a bank is a product of another width
         if not self.plan.invariance.few_adapters:
             return self.bank.arrays, slots
         # a slot may keep the row of a sequence that has ended

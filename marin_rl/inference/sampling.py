@@ -124,6 +124,7 @@ def draw(weights_SV: Float32[Array, "S V"], uniform_S: Float32[Array, " S"]) -> 
     rows_SRW = padded.reshape(S, -1, width)
     sums_SR = rows_SRW.sum(-1)
     upto_SR = _cumulative(sums_SR)
+    # scaled instead of dividing every weight by their sum
     target_S = uniform_S * upto_SR[:, -1]
     row_S = _first_above(upto_SR, sums_SR, target_S)
     before_S = jnp.take_along_axis(upto_SR - sums_SR, row_S[:, None], axis=1)[:, 0]
@@ -145,6 +146,7 @@ def _first_above(
 
     Where rounding leaves none above the target, the last index with a positive term.
     """
+    # a running sum may round up at a token of weight 0, which must never be drawn
     positive = terms > 0
     index = jnp.arange(terms.shape[1], dtype=jnp.int32)
     above = positive & (upto > target[:, None])
@@ -179,6 +181,7 @@ def filter_logits(
     order of the vocabulary.
     """
     V = scores_SV.shape[1]
+    # one sort serves both filters: ranks for top-k, running sums for top-p
     descending = -jnp.sort(-scores_SV, axis=-1)
     top_k = jnp.where(sampling.top_k_S > 0, jnp.minimum(sampling.top_k_S, V), V)
     rank = jnp.arange(V)
@@ -246,6 +249,7 @@ def adjust(
     logits_SV: Float32[Array, "S V"], params: LogitsParams, past: TokenHistory
 ) -> Float32[Array, "S V"]:
     """Logits after bias, penalties and mask, in this order."""
+    # branches on the device: most chunks change no logits, and skip passes over S x V numbers
     penalised_S = apply_penalties(params.penalties)
     biased, masked = jnp.any(params.bias.asked_S), jnp.any(params.mask.asked_S)
 
@@ -280,6 +284,8 @@ def apply_penalties_rows(
     was sampled n > 0 times loses n * frequency + presence.
     """
     prompted_SV, sampled_SV = count_tokens(logits_SV.shape, penalties, past)
+    # prompt and completion, as in the paper and in vLLM; the other penalties count sampled tokens
+    # alone
     factor_SV = jnp.where(prompted_SV | (sampled_SV > 0), penalties.repetition_S[:, None], 1)
     out_SV = jnp.where(logits_SV > 0, logits_SV / factor_SV, logits_SV * factor_SV)
     out_SV = out_SV - penalties.frequency_S[:, None] * sampled_SV.astype(jnp.float32)
@@ -308,6 +314,8 @@ def count_tokens(
 def apply_mask(logits_SV: Float32[Array, "S V"], mask: Mask) -> Float32[Array, "S V"]:
     """Set to -inf every token that the constraint of a row does not allow next."""
     S, V = logits_SV.shape
+    # 32 tokens a word: a mask of bytes would take eight times as long to the device, for every
+    # token
     bits = jnp.asarray(mask.words_SW)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed_SV = bits.reshape(S, -1)[:, :V] == 1
     return jnp.where(mask.asked_S[:, None] & ~allowed_SV, -jnp.inf, logits_SV)

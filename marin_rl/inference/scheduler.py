@@ -151,6 +151,7 @@ class JobQueue:
         kept = [job for job in self._jobs if job not in gone]
         if len(kept) < len(self._jobs):
             self._jobs = deque(kept)
+            # counted again: requests may leave from anywhere, with some samples handed out
             self._waiting = sum(job.waiting for job in kept)
 
 
@@ -201,6 +202,8 @@ def schedule(
     while queue and tokens > 0:
         job = queue.head
         scores_only = job.request.sampling.max_tokens == 0
+        # first come first served: a small request behind a large one waits with it, so none is
+        # starved
         if not any(free) and not scores_only:
             break
         if not job.started_at:
@@ -248,6 +251,7 @@ def _free_and_kept(
         for job in islice(queue, len(free))
         if (match := batch.kept_for(job, weights)) is not None
     }
+    # looked up for as many requests as there are slots: no more can begin in this step
     wanted = {seq_slot for seq_slot, _ in kept.values()}
     return _by_lane(lanes, sorted(free, key=wanted.__contains__)), kept
 
@@ -324,4 +328,5 @@ def _lane_of(free: list[list[int]], cached: Mapping[int, CachedPrefix]) -> int:
     def merit(lane: int) -> tuple[bool, int]:
         return lane in cached and bool(free[lane]), len(free[lane])
 
+    # a copy within a lane is cheaper than running the prompt again in another
     return max(range(len(free)), key=merit)

@@ -41,6 +41,7 @@ def warm_up(runner: Runner, policy: Policy, inputs: SlotInputs, extras: ExtraRow
     if runner.bank is not None:
         runner.decode(policy, _on_all_adapters(runner, inputs), extras, nothing)
     if keeps_prefixes:
+        # a position that is padding: the program runs, and writes nothing
         nowhere = Extension(0, -1, np.zeros(1, np.int32))
         runner.extend(policy, [nowhere], inputs.adapter_S)
         give_back_freed_memory()
@@ -51,6 +52,7 @@ def warm_up(runner: Runner, policy: Policy, inputs: SlotInputs, extras: ExtraRow
         runner.score(policy, np.zeros(bucket, np.int32), 0)
         give_back_freed_memory()
     runner.copy([(0, 0)])
+    # until the first request: a trainer in this process may want the memory
     runner.memory.release()
 
 

@@ -91,6 +91,7 @@ def _by_head(spec: DecoderSpec, parts: list[Array | None]) -> Array | None:
 
 def _with_groups(parts: list[Array | None]) -> list[Array]:
     """Keys and values [K, H, …] as queries [K, G, H, …] are; absent ones are left out."""
+    # key and value as one more query of their group each: so one product gives all three for a head
     query, *others = parts
     present = [other[:, None] for other in others if other is not None]
     return present if query is None else [query, *present]
@@ -104,6 +105,8 @@ def _by_piece(parts: list[Array | None]) -> Array | None:
     present = [part for part in parts if part is not None]
     if not present:
         return None
+    # by the mesh's pieces: gate and up of the same columns must lie on one device, where they are
+    # multiplied
     count = pieces(present[0].shape[0], TENSOR)
     cut = [part.reshape(count, -1, *part.shape[1:]) for part in present]
     return constrain(jnp.concatenate(cut, axis=1).reshape(-1, *present[0].shape[1:]), TENSOR)

@@ -195,6 +195,8 @@ def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
     stacked = model.transformer.layers
     if not isinstance(stacked, Stacked):
         raise InputError("the engine reads stacked layers: set scan_layers to true")
+    # by reference: what the trainer updates by replacing arrays, and never in place, may be read
+    # while it trains
     layer = cast(_DecoderLayer, stacked.stacked)
     _check_supported(model.config, layer)
     embedding = model.embeddings.token_embeddings.weight.array
@@ -281,6 +283,7 @@ def _read_layers(layer: _DecoderLayer) -> Layers:
 def _matrix(linear: Linear | LoraLinear | QuantizedLinear) -> Affine:
     if isinstance(linear, LoraLinear):
         a, b = linear.lora_A.array, linear.lora_B.array
+        # one scale for each layer, so that slicing the stack by layer slices it too
         own = OwnLowRank(a, b, jnp.full(a.shape[:1], linear.scale, jnp.float32))
         return _matrix(linear.wrapped)._replace(own=own)
     bias = None if linear.bias is None else linear.bias.array
