@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from marin_rl.batching.plan import advantage_choice
+from marin_rl.batching.dispositions import advantage_choice
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import CorruptObject, InputError, ObjectMissing
 from marin_rl.storage.commits import committed_manifest, count_in, read_manifest

@@ -2,8 +2,8 @@
 
 Two passes over the shards. The first reads the scalar columns of the whole round (no tokens) and
 decides what becomes of every rollout (plan.py). The second streams tokens row group by row group
-and scatters them into the rows of one step at a time (here, or packing.py). The result depends
-on the committed shards and the configuration alone.
+and scatters them into the rows of one step at a time (padding.py, or packing.py). The result
+depends on the committed shards and the configuration alone.
 """
 
 # pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
@@ -16,17 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from marin_rl.batching import segments, selection, turns
+from marin_rl.batching import segments, selection
+from marin_rl.batching.dispositions import columns_needed, looks_at_turns, numbers
 from marin_rl.batching.group_filters import columns_of, filter_of, with_scores
 from marin_rl.batching.packing import Kept, fill_packed
-from marin_rl.batching.plan import (
-    RoundPlan,
-    columns_needed,
-    dispositions_table,
-    looks_at_turns,
-    numbers,
-    plan_round,
-)
+from marin_rl.batching.padding import fill_steps
+from marin_rl.batching.plan import RoundPlan, dispositions_table, plan_round
 from marin_rl.batching.reuse import (
     RECORD,
     Groups,
@@ -50,7 +45,7 @@ from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.tables.batches import BatchWriter, StepRows, write_dispositions
 from marin_rl.storage.tables.rollouts import manifest_to_be, rollouts_manifest
 from marin_rl.types import SlotRef, TrainingBatch
-from schemas.batches import ARRAYS, INTEGER_ARRAYS, SCHEMA_VERSION
+from schemas.batches import SCHEMA_VERSION
 from schemas.manifests import Manifest
 
 PROGRAM_VERSION = 4  # counts up when the same rollouts would give other batches
@@ -312,126 +307,3 @@ def _totals(
             "policy_version_max": float(numbers(scalars, "policy_version_max")[kept].max()),
         }
     return totals
-
-
-def fill_steps(
-    plan: RoundPlan, scalars: pa.Table, row_groups: Iterator[pa.Table]
-) -> Iterator[StepRows]:
-    """The rows of each step in turn, out of row groups with tokens, masks and log-probabilities.
-
-    A row is a segment, and so is a row of `scalars` and of the row groups: a rollout of several is
-    cut. With a column `returns` too where rewards are received turn by turn, and `advantages` where
-    they differ from turn to turn.
-
-    Raises CorruptObject when the row groups are not those the plan was made from.
-    """
-    names = scalars["rollout_id"].combine_chunks(), scalars["environment"].combine_chunks()
-    kept = np.flatnonzero(plan.kept_S)
-    counts = iter((*plan.rows_of_step, 0))
-    step = _Step(plan, next(counts))
-    start = 0
-    for table in row_groups:
-        chunk = _Chunk(plan, start, table)
-        start += table.num_rows
-        taken = 0
-        while taken < chunk.rows:
-            taken += step.take(chunk, taken)
-            if step.full:
-                yield step.rows(kept, names)
-                step = _Step(plan, next(counts), step.end)
-    expected = len(plan.segments.rollout_S)
-    if start != expected:
-        raise CorruptObject(f"expected {expected} rollouts, found {start} in the shards")
-
-
-class _Chunk:
-    """The kept segments of one row group, padded: arrays (rows, T)."""
-
-    def __init__(self, plan: RoundPlan, start: int, table: pa.Table) -> None:
-        here = slice(start, start + table.num_rows)
-        rollout_s, tokens_s = plan.segments.rollout_S[here], plan.segments.tokens_S[here]
-        kept_s = plan.kept_N[rollout_s]
-        if len(kept_s) != table.num_rows:
-            expected = len(plan.segments.rollout_S)
-            raise CorruptObject(f"expected {expected} rollouts, found more in the shards")
-        rollout_k = rollout_s[kept_s]
-        self.rows = len(rollout_k)
-        lengths = tokens_s[kept_s].astype(np.int32)
-        # Comparison of two axes in place of a loop over rollouts; padding has segment 0.
-        positions = np.arange(plan.length, dtype=np.int32)
-        valid = positions < lengths[:, None]
-        keep = None if kept_s.all() else np.flatnonzero(kept_s)
-        mask = _padded(table, "loss_mask", keep, valid, np.int32)
-        on = mask.astype(np.float32)
-        returns = plan.reward_N[rollout_k, None].astype(np.float32)
-        if turns.RETURNS in table.column_names:
-            returns = _padded(table, turns.RETURNS, keep, valid, np.float32)
-        advantages = plan.advantage_N[rollout_k, None].astype(np.float32)
-        if turns.ADVANTAGES in table.column_names:
-            advantages = _padded(table, turns.ADVANTAGES, keep, valid, np.float32)
-        self.arrays = {
-            "token_ids": _padded(table, "token_ids", keep, valid, np.int32),
-            "loss_mask": mask,
-            "segment_ids": valid.astype(np.int32),
-            "positions": positions * valid,
-            # 0 off the mask: tokens that the policy did not sample have no logprob of its own.
-            "policy_logprobs": _padded(table, "logprobs", keep, valid, np.float32) * on,
-            "advantages": on * advantages,
-            "returns": on * returns,
-        }
-
-
-class _Step:
-    """The rows of one optimizer step while they are being filled."""
-
-    def __init__(self, plan: RoundPlan, rows: int, start: int = 0) -> None:
-        self.start, self.end, self._step_rows = start, start + rows, 0
-        shape = rows, plan.length
-        self._arrays = {
-            # Not zeroed: `take` writes every row before the step is yielded.
-            name: np.empty(shape, np.int32 if name in INTEGER_ARRAYS else np.float32)
-            for name in ARRAYS
-        }
-
-    @property
-    def full(self) -> bool:
-        return self._step_rows == self.end - self.start
-
-    def take(self, chunk: _Chunk, taken: int) -> int:
-        """Copy what fits of `chunk` after its first `taken` rows; how many rows that was."""
-        count = min(chunk.rows - taken, self.end - self.start - self._step_rows)
-        for name, array in self._arrays.items():
-            source = chunk.arrays[name][taken : taken + count]
-            array[self._step_rows : self._step_rows + count] = source
-        self._step_rows += count
-        return count
-
-    def rows(self, kept: np.ndarray, names: tuple[pa.Array, pa.Array]) -> StepRows:
-        """Rows to be written; `kept` are the indices of the kept rollouts of the round."""
-        rollout_ids, environments = (_singletons(n, kept[self.start : self.end]) for n in names)
-        return StepRows(arrays=self._arrays, rollout_ids=rollout_ids, environments=environments)
-
-
-def _padded(
-    table: pa.Table, name: str, keep: np.ndarray | None, valid: np.ndarray, dtype: type
-) -> np.ndarray:
-    """The lists of the kept rows as one zero-padded array; `valid` marks their tokens."""
-    column = table[name].combine_chunks()
-    column = column if keep is None else column.take(pa.array(keep))
-    values = column.flatten().to_numpy(zero_copy_only=True)
-    # Checked here, since the assignment below would fail without the rollout's name.
-    if len(values) != np.count_nonzero(valid):
-        raise CorruptObject(
-            f"rollouts {table['rollout_id'][0].as_py()} and following: {len(values)} {name}, but "
-            f"{np.count_nonzero(valid)} tokens are counted in n_prompt_tokens and "
-            "n_completion_tokens"
-        )
-    padded = np.zeros(valid.shape, dtype)
-    padded[valid] = values
-    return padded
-
-
-def _singletons(names: pa.Array, indices: np.ndarray) -> pa.ListArray:
-    """Lists of one name each, as a padded row holds one sequence."""
-    offsets = pa.array(np.arange(len(indices) + 1, dtype=np.int32))
-    return pa.ListArray.from_arrays(offsets, names.take(pa.array(indices)))

@@ -1,0 +1,303 @@
+"""Dispositions: what becomes of each rollout of a round, and the advantage of those that are kept.
+
+Decided from the scalar columns alone, before any token is read. A rollout is a candidate in the
+round it was generated in and in no other: it leaves that round consumed or dropped for a reason, so
+it can be trained on at most once; but for those of groups that a later round uses again
+(`reuse`), which are planned as that round's own are. What staleness bounds is the age of the policy
+that sampled it, which is above 0 when generation runs ahead of training. Leaves out where kept
+rollouts lie in batches (plan.py).
+
+Axes: N rollouts of a round in shard order, P groups.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, Float64, Int64
+
+from marin_rl.batching import filters
+from marin_rl.batching.round_advantages import (
+    AdvantageChoice,
+    group_statistics,
+    round_advantages,
+)
+from marin_rl.batching.selection import SURPLUS, select_groups, unfinished
+from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
+from marin_rl.config import Config, ObjectiveConfig
+from marin_rl.errors import ConfigError
+from schemas.rollouts import UNFINISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundDecision:
+    """Dispositions and advantages of the N rollouts of a round, in shard order.
+
+    `reason_N` is "" for the kept, whose disposition is "consumed"; `advantage_N` is 0 for the
+    others. `turns` has the advantages of turns where they have their own. `selected` is the number
+    of groups that were taken where more may be sampled, else None.
+    """
+
+    disposition_N: np.ndarray
+    reason_N: np.ndarray
+    reward_N: Float64[np.ndarray, " N"]
+    advantage_N: Float64[np.ndarray, " N"]
+    group_N: Int64[np.ndarray, " N"]
+    turns: TurnAdvantages | None
+    selected: int | None
+
+    @property
+    def kept_N(self) -> Bool[np.ndarray, " N"]:
+        """The rollouts that are trained on."""
+        return self.disposition_N == "consumed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Drops:
+    """Kind and reason of what is dropped; "" where no filter has dropped a rollout so far."""
+
+    kind_N: np.ndarray
+    reason_N: np.ndarray
+
+    @classmethod
+    def none(cls, count: int) -> "_Drops":
+        """Nothing is dropped of `count` rollouts."""
+        return cls(np.full(count, "", dtype=object), np.full(count, "", dtype=object))
+
+    @property
+    def left_N(self) -> Bool[np.ndarray, " N"]:
+        """The rollouts that are not dropped so far."""
+        return self.kind_N == ""
+
+    def add(self, mask_N: np.ndarray, kind: str, reason: str | np.ndarray) -> None:
+        """Drop, in place, what the mask holds for and nothing has dropped before."""
+        # The first reason stays, so the order of calls decides: failed, stale, filtered.
+        newly_N = mask_N & self.left_N
+        self.kind_N[newly_N] = kind
+        self.reason_N[newly_N] = reason if isinstance(reason, str) else reason[newly_N]
+
+
+def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision:
+    """Decide, from the scalar columns of all rollouts of a round.
+
+    Raises ConfigError for rewards that the advantage is not made for.
+    """
+    objective = config.objective
+    choice = advantage_choice(objective)
+    reward_N = _shaped_rewards(scalars, config)
+    group_N, groups = _groups(scalars)
+    drops = _before_groups(scalars, reward_N, config, round)
+    # NaN rather than a reward: what failed or is stale is in no mean that others are compared with.
+    eligible_N = np.where(drops.left_N, reward_N, np.nan)
+    greedy_N = _greedy(scalars, choice)
+    # Counted after the drops above: of a group of four with three failures, one has no baseline.
+    fewest = max(config.rollouts.group_size_min, choice.members_min)
+    short_P = _short_groups(eligible_N, group_N, groups, greedy_N, fewest)
+    drops.add(short_P[group_N], "filtered", "short_group")
+    # Short groups leave the statistics of the round too, which batch_std and whitening divide by.
+    compared_N = np.where(short_P[group_N], np.nan, eligible_N)
+    advantages_of = partial(_advantages, scalars, group_N, groups, objective)
+    advantages = advantages_of(compared_N)
+    if _drops_equal_rewards(config, choice):
+        spread_P = advantages.spread_P
+        if objective.overlong == "soft_penalty":  # what is too long is no less right
+            own_N = numbers(scalars, "reward", np.float64)
+            spread_P = advantages_of(np.where(np.isnan(compared_N), np.nan, own_N)).spread_P
+        drops.add(filters.zero_signal(spread_P)[group_N], "filtered", "zero_signal")
+    selected = None
+    if config.selects_groups:
+        taken_P = _select(scalars, drops, group_N, groups, config)
+        # The round is what is taken: nothing else is in the statistics that scales divide by.
+        advantages = advantages_of(np.where(taken_P[group_N], compared_N, np.nan))
+        selected = int(taken_P.sum())
+    if greedy_N is not None:
+        drops.add(greedy_N, "filtered", "greedy")
+    # Last, since its reward still counts in its group: overlong filtering masks the loss alone
+    # (DAPO, arXiv:2503.14476, section 3.4).
+    if objective.overlong == "mask":
+        drops.add(filters.truncated(statuses(scalars)), "filtered", "overlong")
+    return RoundDecision(
+        disposition_N=np.where(drops.left_N, "consumed", drops.kind_N),
+        reason_N=drops.reason_N,
+        reward_N=reward_N,
+        advantage_N=np.where(drops.left_N, advantages.advantage_N, 0.0),
+        group_N=group_N,
+        turns=advantages.turns,
+        selected=selected,
+    )
+
+
+def _short_groups(
+    eligible_N: Float64[np.ndarray, " N"],
+    group_N: Int64[np.ndarray, " N"],
+    groups: int,
+    greedy_N: Bool[np.ndarray, " N"] | None,
+    fewest: int,
+) -> Bool[np.ndarray, " P"]:
+    """Groups with fewer than `fewest` rewards, or without that of the greedy member."""
+    short_P = filters.short(group_statistics(eligible_N, group_N, groups).count, fewest)
+    if greedy_N is None:
+        return short_P
+    # Without the reward of its greedy member, a group of remax has nothing to compare with.
+    return short_P | (
+        np.bincount(group_N[greedy_N & np.isfinite(eligible_N)], minlength=groups) == 0
+    )
+
+
+def _drops_equal_rewards(config: Config, choice: AdvantageChoice) -> bool:
+    """True if groups whose members are all worth the same are dropped."""
+    # A KL or entropy term has a gradient where all rewards are equal: such groups are kept then.
+    regularised = config.objective.regularised and not config.samples_on
+    return config.filters.zero_signal and choice.within_groups and not regularised
+
+
+def _before_groups(
+    scalars: pa.Table, reward_N: Float64[np.ndarray, " N"], config: Config, round: int
+) -> _Drops:
+    """Drop rollouts for their own sake, whatever their group is."""
+    status_N, sampled_N = statuses(scalars), numbers(scalars, "n_completion_tokens")
+    drops = _Drops.none(len(reward_N))
+    drops.add(unfinished(scalars), "filtered", UNFINISHED)
+    # A broken rollout may have tokens or none; its status says more than either reason does.
+    broken_N = (status_N == "error") | (status_N == "aborted")
+    reason_N = np.where(sampled_N == 0, "no_tokens", "no_reward").astype(object)
+    reason_N[broken_N] = status_N[broken_N]
+    drops.add(filters.failed(status_N, reward_N, sampled_N), "failed", reason_N)
+    version_N = numbers(scalars, "policy_version_min")
+    drops.add(filters.stale(version_N, round, config.staleness_rounds_max), "stale", "policy_age")
+    if config.filters.truncated:
+        drops.add(filters.truncated(status_N), "filtered", "truncated")
+    return drops
+
+
+def _select(
+    scalars: pa.Table,
+    drops: _Drops,
+    group_N: Int64[np.ndarray, " N"],
+    groups: int,
+    config: Config,
+) -> np.ndarray:
+    """Filter groups that the round does not take; True for those that it takes, `[P]`."""
+    signal_P = np.bincount(group_N[drops.left_N], minlength=groups) > 0
+    round_N = numbers(scalars, "round")
+    # What a round uses again was chosen before, and is of an earlier round.
+    again_P = np.bincount(group_N[round_N < round_N.max(initial=0)], minlength=groups) > 0
+    selection = select_groups(scalars, group_N, signal_P & ~again_P, config)
+    for mask_P, reason in (
+        (selection.failing_P, selection.failing_reason),
+        (selection.surplus_P, SURPLUS),
+    ):
+        drops.add(mask_P[group_N], "filtered", reason)
+    return selection.taken_P | (signal_P & again_P)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RoundAdvantages:
+    """Advantages of rollouts, of their turns where these have their own, and groups' spreads.
+
+    A spread is 0 where nothing tells the members of a group apart.
+    """
+
+    advantage_N: Float64[np.ndarray, " N"]
+    spread_P: Float64[np.ndarray, " P"]
+    turns: TurnAdvantages | None = None
+
+
+def _advantages(
+    scalars: pa.Table,
+    group_N: Int64[np.ndarray, " N"],
+    groups: int,
+    objective: ObjectiveConfig,
+    reward_N: Float64[np.ndarray, " N"],
+) -> _RoundAdvantages:
+    choice, discount = advantage_choice(objective), objective.turn_discount
+    parted = Turns.of(scalars) if looks_at_turns(objective) else None
+    greedy_N = _greedy(scalars, choice)
+    try:
+        if parted is None or discount is None:
+            tokens_N = None if parted is None else parted.trained_n
+            return _RoundAdvantages(
+                advantage_N=round_advantages(reward_N, group_N, groups, choice, tokens_N, greedy_N),
+                spread_P=_spreads(reward_N, group_N, groups, choice),
+            )
+        by_turn = turn_advantages(parted, reward_N, group_N, groups, discount, choice)
+    except ValueError as error:
+        raise ConfigError(f"objective.advantage: {error}") from error
+    return _RoundAdvantages(advantage_N=by_turn.mean_n, spread_P=by_turn.spread_P, turns=by_turn)
+
+
+def _spreads(
+    reward_N: Float64[np.ndarray, " N"],
+    group_N: Int64[np.ndarray, " N"],
+    groups: int,
+    choice: AdvantageChoice,
+) -> Float64[np.ndarray, " P"]:
+    """Spread of each group's rewards; of advantages where unequal rewards may be worth the same.
+
+    To pass_at_k they are where each of `pass_k` members, or none of them, has a success.
+    """
+    if "k" in choice.facts.inputs:
+        reward_N = round_advantages(reward_N, group_N, groups, replace(choice, scale="none"))
+    return group_statistics(reward_N, group_N, groups).spread
+
+
+def advantage_choice(objective: ObjectiveConfig) -> AdvantageChoice:
+    """The part of an objective that advantages depend on; what comes after KL is left to it."""
+    return AdvantageChoice(
+        estimator=objective.advantage,
+        scale="none" if objective.whitens_tokens else objective.advantage_scale,
+        pass_k=objective.pass_k,
+        success_threshold=objective.success_threshold,
+    )
+
+
+def _shaped_rewards(scalars: pa.Table, config: Config) -> Float64[np.ndarray, " N"]:
+    """The environment's rewards, less what the objective takes off for length."""
+    reward_N = numbers(scalars, "reward", np.float64)
+    objective = config.objective
+    if objective.overlong != "soft_penalty":
+        return reward_N
+    return reward_N - filters.overlong_penalty(
+        numbers(scalars, "n_completion_tokens"),
+        config.sampling.max_tokens,
+        objective.overlong_buffer,
+        objective.overlong_penalty,
+    )
+
+
+def _greedy(scalars: pa.Table, choice: AdvantageChoice) -> Bool[np.ndarray, " N"] | None:
+    """The last member of each group, which `rollouts.greedy_baseline` has sampled greedily.
+
+    None for an estimator that does not compare with it.
+    """
+    if "greedy_G" not in choice.facts.inputs:
+        return None
+    return numbers(scalars, "index_in_group") == numbers(scalars, "group_size") - 1
+
+
+def _groups(scalars: pa.Table) -> tuple[Int64[np.ndarray, " N"], int]:
+    """Group numbers in order of appearance, and how many groups there are."""
+    encoded = scalars["group_id"].combine_chunks().dictionary_encode()
+    return encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
+
+
+def statuses(scalars: pa.Table) -> np.ndarray:
+    """Status of each rollout, as `types.Rollout.status` has it."""
+    return scalars["status"].to_numpy(zero_copy_only=False)
+
+
+def numbers(table: pa.Table, name: str, dtype: type = np.int64) -> np.ndarray:
+    """A column as numbers; null becomes NaN."""
+    return table[name].to_numpy(zero_copy_only=False).astype(dtype)
+
+
+def looks_at_turns(objective: ObjectiveConfig) -> bool:
+    """True if advantages depend on where a rollout's trained tokens and rewards are."""
+    return objective.turn_discount is not None or advantage_choice(objective).needs_tokens
+
+
+def columns_needed(objective: ObjectiveConfig) -> tuple[str, ...]:
+    """Columns without tokens that a plan reads in addition to the scalar ones."""
+    greedy = "greedy_G" in objective.estimator.inputs
+    return ("index_in_group", "group_size") if greedy else ()
