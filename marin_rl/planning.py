@@ -9,7 +9,7 @@ Reads a Hugging Face `config.json` for the parameter count when the folder is he
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from marin_rl.config import Config, ModelConfig, ModelFamily
 from marin_rl.errors import InputError
@@ -178,69 +178,70 @@ def plan(config: Config) -> Plan:
     """Multiply a configuration out."""
     architecture = architecture_of(config)
     size = config.rounds * config.rollouts.group_size
-    rollouts, rollouts_max = size * config.candidates_per_batch, size * config.examples_per_round
+    rollouts_max = size * config.examples_per_round
     of_turns = config.sampling.max_tokens * (config.environment.turns_max or 1)
     sampled = rollouts_max * min(of_turns, config.policy.context_length)
     groups = config.rollouts.groups_per_round
     if config.replay is not None:
         groups += config.replay.groups or groups
     trained = size * groups * config.policy.context_length
-    parameters = architecture.parameters if architecture else None
-    trained_parameters = _trained(config, architecture) if architecture else None
-    critic = config.training.critic
-    learners = 2 if critic is not None and critic.trunk == "own" else 1
-    value_bytes = 4 if config.policy.compute_dtype == "float32" else 2
-    slots = config.inference.engine.slots
-    embedded = not config.inference.endpoints
+    model = _ModelPlan() if architecture is None else _model_plan(config, architecture)
     return Plan(
         rounds=config.rounds,
         shards=config.rounds * config.rollouts.shards_per_round,
-        rollouts=rollouts,
+        rollouts=size * config.candidates_per_batch,
         rollouts_max=rollouts_max,
         tokens_sampled_max=sampled,
         tokens_trained_max=trained * config.training.epochs,
-        parameters=parameters,
-        trained_parameters=trained_parameters,
-        training_bytes=(
-            None
-            if parameters is None or trained_parameters is None
-            # gradient, Adam; and the base of an adapter, in the dtype that is computed in
-            else learners * trained_parameters * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)
-            + (_base_bytes(config, architecture, value_bytes) if architecture else 0)
-        ),
-        activation_bytes=(
-            architecture.activation_bytes(
-                config.training.microbatch_sequences * config.policy.context_length,
-                value_bytes,
-                recomputed=config.training.gradient_checkpointing,
-            )
-            if architecture
-            else None
-        ),
-        engine_cache_bytes=(
-            architecture.cache_bytes(slots * config.policy.context_length, value_bytes)
-            if architecture and embedded
-            else None
-        ),
-        engine_weight_bytes=(
-            _engine_weight_bytes(config, architecture, value_bytes)
-            if architecture and embedded
-            else None
-        ),
         rollout_disk_bytes=int(
             rollouts_max * config.policy.context_length * ROLLOUT_BYTES_PER_TOKEN
         ),
         batch_disk_bytes=int(trained * BATCH_BYTES_PER_TOKEN),
         score_disk_bytes=int(sampled * SCORE_BYTES_PER_TOKEN),
-        checkpoint_disk_bytes=(
-            None
-            if parameters is None or trained_parameters is None
-            else (config.rounds + 1)
-            * learners
-            * trained_parameters
-            * (PARAMETER_BYTES + OPTIMIZER_BYTES)
-            + _base_disk_bytes(config, parameters)
+        **model._asdict(),
+    )
+
+
+class _ModelPlan(NamedTuple):
+    """The fields of a plan that need a model's sizes; None where these are not known."""
+
+    parameters: int | None = None
+    trained_parameters: int | None = None
+    training_bytes: int | None = None
+    activation_bytes: int | None = None
+    engine_cache_bytes: int | None = None
+    engine_weight_bytes: int | None = None
+    checkpoint_disk_bytes: int | None = None
+
+
+def _model_plan(config: Config, architecture: Architecture) -> _ModelPlan:
+    trained = _trained(config, architecture)
+    critic = config.training.critic
+    learners = 2 if critic is not None and critic.trunk == "own" else 1
+    value_bytes = 4 if config.policy.compute_dtype == "float32" else 2
+    context = config.policy.context_length
+    # Gradient and Adam; and the base of an adapter, in the dtype that is computed in.
+    training = learners * trained * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)
+    training += _base_bytes(config, architecture, value_bytes)
+    # Checkpoint 0 as well as one for each round.
+    checkpoints = (config.rounds + 1) * learners * trained * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+    of_model = _ModelPlan(
+        parameters=architecture.parameters,
+        trained_parameters=trained,
+        training_bytes=training,
+        activation_bytes=architecture.activation_bytes(
+            config.training.microbatch_sequences * context,
+            value_bytes,
+            recomputed=config.training.gradient_checkpointing,
         ),
+        checkpoint_disk_bytes=checkpoints + _base_disk_bytes(config, architecture.parameters),
+    )
+    if config.inference.endpoints:
+        return of_model
+    slots = config.inference.engine.slots
+    return of_model._replace(
+        engine_cache_bytes=architecture.cache_bytes(slots * context, value_bytes),
+        engine_weight_bytes=_engine_weight_bytes(config, architecture, value_bytes),
     )
 
 

@@ -257,25 +257,15 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
     with its numbers as each group is done. Raises what no single group can bear: StalePolicy,
     InputError. Cancelling cancels every request.
     """
-    inference = config.inference
     meter = Meter(replace(progress, total=len(requests)))
     template = TemplateBridge(config.policy)
     finished = await asyncio.to_thread(pieces.read) if pieces is not None else {}
-    if policy.canary is not None and connect is None:
-        connect = _fleet_of(config, policy)
-    async with (connect or client_of(inference, template.prompt))(
-        endpoints=policy.endpoints,
-        model=policy.model,
-        api_key=os.environ.get(inference.api_key_variable),
-        timeout_s=inference.request_timeout_s,
-        attempts_max=inference.request_attempts_max,
-        in_flight_max=inference.requests_in_flight_max,
-        turns_per_request=inference.turns_per_request or 1,
-    ) as connected:
+    async with _connected(config, policy, connect, template) as connected:
         client: ChatClient = connected
         if partial_sampling is not None:
             client = await partial_sampling.client(connected, policy, requests)
         elif interruption is not None:
+            inference = config.inference
             at_once = inference.requests_in_flight_max * (inference.turns_per_request or 1)
             client = InterruptibleClient(connected, interruption, at_once)
         samplers = {
@@ -296,6 +286,26 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
         if first is None:
             return await all_of(sampling)
         return await first_done(sampling, requests, policy, first, config.rollouts.group_size_min)
+
+
+def _connected(
+    config: Config, policy: ServedPolicy, connect: Connect | None, template: TemplateBridge
+) -> PolicyClient:
+    """The client of a policy's endpoints, by `connect` or as the configuration says."""
+    inference = config.inference
+    if connect is None:
+        # A policy with a canary is served by a fleet, which the client proves as it joins.
+        fleet = policy.canary is not None
+        connect = _fleet_of(config, policy) if fleet else client_of(inference, template.prompt)
+    return connect(
+        endpoints=policy.endpoints,
+        model=policy.model,
+        api_key=os.environ.get(inference.api_key_variable),
+        timeout_s=inference.request_timeout_s,
+        attempts_max=inference.request_attempts_max,
+        in_flight_max=inference.requests_in_flight_max,
+        turns_per_request=inference.turns_per_request or 1,
+    )
 
 
 def _driver_of(

@@ -17,7 +17,7 @@ from marin_rl.environments.base import Environment, reward_of
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.episode_pool import Replayable, open_episodes
 from marin_rl.environments.finished import ReturnsRollouts
-from marin_rl.environments.mixture import part_for
+from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import InputError, MarinRLError, RewardFault
 from marin_rl.inference.client.text_client import TextClient
@@ -128,15 +128,8 @@ async def try_episode(
             dialogue += [said, *result.messages]
     finally:
         await episode.close()
-    received = [r.received for _, r in steps if r.received is not None]
-    reward = sum(received)
-    if not received or any(result.scored for _, result in steps):
-        scorer = scorer_for(part.environment, part.config)
-        after = dialogue[len(start.messages) : len(dialogue) - len(steps[-1][1].messages)]
-        (score,) = await scorer.score(example, [steps[-1][0].content], (), [after])
-        if isinstance(score, MarinRLError):
-            raise score
-        reward += reward_of(score)
+    after = dialogue[len(start.messages) : len(dialogue) - len(steps[-1][1].messages)]
+    reward = await _reward_of_steps(part, example, steps, after)
     return TriedEpisode(
         example_id=example.example_id,
         start=start.messages,
@@ -146,6 +139,24 @@ async def try_episode(
         ended=steps[-1][1].done,
         seconds=tuple(seconds),
     )
+
+
+async def _reward_of_steps(
+    part: Part, example: Example, steps: Sequence[tuple[Turn, StepResult]], after: list[Message]
+) -> float:
+    """What steps were rewarded with, and the score of the end where the environment scores it.
+
+    `after` are the messages from the model's first turn to its last. Raises RewardFault.
+    """
+    received = [result.received for _, result in steps if result.received is not None]
+    reward = sum(received)
+    if received and not any(result.scored for _, result in steps):
+        return reward
+    scorer = scorer_for(part.environment, part.config)
+    (score,) = await scorer.score(example, [steps[-1][0].content], (), [after])
+    if isinstance(score, MarinRLError):
+        raise score
+    return reward + reward_of(score)
 
 
 def checking_policy(environment: Environment, example: Example) -> Policy:
