@@ -21,7 +21,7 @@ from marin_rl.inference.adapters import (
     BankSizes,
     LoadedAdapter,
 )
-from marin_rl.inference.batch import Job
+from marin_rl.inference.jobs import Job
 from marin_rl.lora import Adapter
 
 

@@ -7,8 +7,8 @@ Owns when they are allocated, computed again and freed. Leaves out what they hol
 import jax
 import jax.numpy as jnp
 
-from marin_rl.inference.batch import WeightsKey
 from marin_rl.inference.execution_plan import ExecutionPlan
+from marin_rl.inference.jobs import WeightsKey
 from marin_rl.inference.kv_cache import Cache, empty_cache
 from marin_rl.inference.placement import SLOTS, TENSOR, Placement
 from marin_rl.inference.policy import Policy

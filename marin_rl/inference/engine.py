@@ -43,11 +43,12 @@ from levanter.models.lm_model import LmHeadModel
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.adapter_loads import AdapterLoads
-from marin_rl.inference.batch import Job, RunningBatch
+from marin_rl.inference.batch import RunningBatch
 from marin_rl.inference.batch_invariance import Invariance
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.engine_step import EngineStep
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.jobs import Job
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.pending_requests import PendingRequests
 from marin_rl.inference.policy import Policy

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from marin_rl.inference.attention import SHARE
-from marin_rl.inference.batch import Chunk, Job, RunningBatch, RunningSequence
+from marin_rl.inference.batch import Chunk, RunningBatch
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.generation import Delta, GenerationResult
+from marin_rl.inference.jobs import Job, RunningSequence
 from marin_rl.inference.pending_requests import PendingRequests
 from marin_rl.inference.pieces import Extension
 from marin_rl.inference.policy import Policy

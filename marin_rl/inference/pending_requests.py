@@ -8,9 +8,10 @@ import threading
 from concurrent.futures import Future
 
 from marin_rl.errors import InferenceError
-from marin_rl.inference.batch import Job, RunningBatch
+from marin_rl.inference.batch import RunningBatch
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.generation import GenerationResult
+from marin_rl.inference.jobs import Job
 from marin_rl.inference.scheduler import JobQueue
 
 

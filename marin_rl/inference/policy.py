@@ -7,7 +7,7 @@ Leaves out reading them from a model (`weights`) and the copy that programs run 
 from dataclasses import dataclass, replace
 
 from marin_rl.inference.adapters import LoadedAdapter
-from marin_rl.inference.batch import WeightsKey
+from marin_rl.inference.jobs import WeightsKey
 from marin_rl.inference.weights import Weights
 
 

@@ -22,10 +22,11 @@ from marin_rl.config import EngineConfig
 from marin_rl.cpu_streams import Lanes, side_by_side
 from marin_rl.errors import InputError
 from marin_rl.inference.adapters import AdapterBank, Bank, with_bank
-from marin_rl.inference.batch import Chunk, SlotInputs, WeightsKey
+from marin_rl.inference.batch import Chunk, SlotInputs
 from marin_rl.inference.device_memory import DeviceMemory
 from marin_rl.inference.execution_plan import first_plan, proven
 from marin_rl.inference.generation import PromptScores
+from marin_rl.inference.jobs import WeightsKey
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import prompt_scores, score_tokens
 from marin_rl.inference.pieces import Extension, packed, piece_size

@@ -19,13 +19,14 @@ from numpy import ndarray
 
 from marin_rl.cpu_streams import Lanes
 from marin_rl.errors import InputError
-from marin_rl.inference.batch import CachedPrefix, Job, PrefixKey, RunningBatch, WeightsKey
+from marin_rl.inference.batch import RunningBatch
 from marin_rl.inference.generation import (
     LOGIT_BIAS_MAX,
     STOP_TOKENS_MAX,
     TOP_LOGPROBS_MAX,
     GenerationRequest,
 )
+from marin_rl.inference.jobs import CachedPrefix, Job, PrefixKey, WeightsKey
 from marin_rl.inference.pieces import Extension
 
 

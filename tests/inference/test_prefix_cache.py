@@ -14,10 +14,10 @@ from support.engine_adapters import loaded_of
 from support.engines import bits, engine_of, prompt_of, result_of, together
 from support.models import tiny_model
 
-from marin_rl.inference.batch import Job
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.generation import GenerationRequest, GenerationResult
+from marin_rl.inference.jobs import Job
 from marin_rl.inference.pieces import CALL_STEPS, Extension, packed
 from marin_rl.types import Sampling
 

@@ -5,8 +5,9 @@ from concurrent.futures import Future
 import numpy as np
 from support.engine_adapters import loaded_of
 
-from marin_rl.inference.batch import Job, PrefixKey, RunningBatch, WeightsKey
+from marin_rl.inference.batch import RunningBatch
 from marin_rl.inference.generation import GenerationRequest
+from marin_rl.inference.jobs import Job, PrefixKey, WeightsKey
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.scheduler import JobQueue, Lanes, Schedule, schedule
 from marin_rl.types import Sampling
