@@ -11,7 +11,8 @@ from support.run_factories import HOSTILE, ROUNDS, shown_run, whole_run
 from typer.testing import CliRunner
 
 from marin_rl.cli import app
-from marin_rl.storage.runs import ROUNDS_PLANNED, Run
+from marin_rl.storage.run_progress import ROUNDS_PLANNED
+from marin_rl.storage.runs import Run
 
 RUN = "shown"
 AUDIT_KEYS = [  # as docs/command-line.md names them

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from marin_rl.config import differences, fingerprint_fields
 from marin_rl.storage.commits import read_manifest, ref_of
-from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, progress, rollouts_slot
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, rollouts_slot
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_row_groups

@@ -15,15 +15,8 @@ from marin_rl.inference.client.fleet_sources import board_of, worker_board
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
-from marin_rl.storage.runs import (
-    RoundProgress,
-    Run,
-    latest_reward_model,
-    latest_sft,
-    progress,
-    rounds_planned,
-    runs_under,
-)
+from marin_rl.storage.run_progress import RoundProgress, progress, rounds_planned
+from marin_rl.storage.runs import Run, latest_reward_model, latest_sft, runs_under
 from marin_rl.storage.tables.metrics import read_metrics
 
 Options = Mapping[str, Any] | None

@@ -16,15 +16,14 @@ from marin_rl.analysis.dialogues import BRIEF, sample_rollouts
 from marin_rl.analysis.status import Followed, Unreadable, each_run
 from marin_rl.analysis.warnings import ROUNDS_JUDGED, warnings_of
 from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.run_progress import RoundProgress, rounds_planned
 from marin_rl.storage.runs import (
     LOCK_KEY,
-    RoundProgress,
     Run,
     batches_slot,
     checkpoint_slot,
     latest_sft,
     rollouts_slot,
-    rounds_planned,
 )
 from marin_rl.storage.stores.locks import Holder, holder_in
 

@@ -73,7 +73,7 @@ def _check_start(
 
 def _round_of(run: "Run", chosen: int | None) -> int:
     """Return the chosen round, else the last one that has batches. Raises ObjectMissing."""
-    from marin_rl.storage.runs import progress
+    from marin_rl.storage.run_progress import progress
 
     if chosen is not None:
         return chosen

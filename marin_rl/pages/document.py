@@ -20,7 +20,8 @@ from marin_rl.pages.records import Page, RoundSlots, Slot
 from marin_rl.pages.rounds import Amount, RoundPart, read_round
 from marin_rl.pages.slots import facts_of, round_slots
 from marin_rl.pages.tokens import TokenTexts
-from marin_rl.storage.runs import RoundProgress, Run
+from marin_rl.storage.run_progress import RoundProgress
+from marin_rl.storage.runs import Run
 
 TOKENS_OF_A_PAGE = 400_000
 CHARACTERS_OF_A_PAGE = 2_500_000

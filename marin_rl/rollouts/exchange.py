@@ -21,7 +21,8 @@ from jaxtyping import Float32, Int32
 
 from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import message_body
-from marin_rl.storage.runs import Run, progress
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards
 from marin_rl.types import Rollout, RolloutGroup, Turn
 

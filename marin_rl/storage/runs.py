@@ -7,7 +7,7 @@ before the fork from its parents' folders; its `store` resolves that for all rea
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from marin_rl.config import (
     override,
     parse_config,
 )
-from marin_rl.errors import ConfigError, CorruptObject, ObjectMissing, StorageError
+from marin_rl.errors import ConfigError, ObjectMissing, StorageError
 from marin_rl.slot_ref import SlotRef
 from marin_rl.storage.commits import (
     read_manifest,
@@ -58,18 +58,14 @@ from marin_rl.storage.stores.locks import run_lock
 from schemas.fields import is_name
 
 __all__ = [
-    "LOCK_KEY", "RETENTION", "ROUNDS_PLANNED", "RoundProgress", "Run", "RunRef",
-    "as_continued", "base_slot", "batches_slot", "check_run_id", "checkpoint_named",
-    "checkpoint_slot", "committed", "committed_checkpoint", "evals_slot",
+    "LOCK_KEY", "Run", "RunRef", "base_slot", "batches_slot", "check_run_id",
+    "checkpoint_named", "checkpoint_slot", "committed", "committed_checkpoint", "evals_slot",
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
-    "pairs_slot", "place_named", "progress", "refuse_other_content",
-    "reward_model_slot", "rollouts_slot", "round_name", "round_of", "rounds_planned",
-    "runs_under", "sft_slot", "shard_key",
+    "pairs_slot", "place_named", "refuse_other_content", "reward_model_slot", "rollouts_slot",
+    "round_name", "round_of", "runs_under", "sft_slot", "shard_key",
 ]  # fmt: skip
 
 LOCK_KEY = ".lock"
-ROUNDS_PLANNED = "rounds_planned"  # in a checkpoint's `extra`: `rounds`, as its writer had it
-RETENTION = "retention"  # likewise the rule of retention
 CHILDREN_NAMED_MAX = 10  # of a root that does not hold the run that was asked for
 
 
@@ -254,67 +250,6 @@ class Run:
             yield
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundProgress:
-    """Committed slots of one round. `checkpoint` is the policy the round starts from."""
-
-    round: int
-    shards: int = 0
-    rollouts: bool = False
-    batches: bool = False
-    checkpoint: bool = False
-    evaluation: bool = False
-    metrics: bool = False
-
-
-def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
-    """Committed slots by round, ascending: one fresh listing per kind of slot.
-
-    A checkpoint takes a listing of its own, which is spared for those `known` to be committed. For
-    people and for starting up; the loop itself looks at the known keys of its round.
-    """
-    slots: dict[int, dict[str, Any]] = {}
-    for kind in ("rollouts", "batches", "evals", "metrics"):
-        for key in run.store.list(kind):
-            _, name, *path = key.split("/")
-            round = round_of(name)
-            if round is not None:
-                _mark(slots.setdefault(round, {}), kind, "/".join(path))
-    # Children only: a listing of all keys would name every file of every checkpoint.
-    for name in run.store.children("checkpoints"):
-        round = round_of(name)
-        if round is None:
-            continue
-        if round in known or "manifest.json" in run.store.children(f"checkpoints/{name}"):
-            slots.setdefault(round, {})["checkpoint"] = True
-    return {round: RoundProgress(round=round, **slots[round]) for round in sorted(slots)}
-
-
-def rounds_planned(run: Run, trained: int) -> int:
-    """Number of rounds planned for a run that trained `trained`, by its own latest checkpoint.
-
-    run.json has what was planned when the run began; `rounds` may be another at each continuation.
-    """
-    slot = checkpoint_slot(trained)
-    # A new fork starts from its parent's checkpoint, which records the parent's plan.
-    latest = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
-    planned = latest[0].extra.get(ROUNDS_PLANNED) if latest else None
-    if planned is None:
-        return max(run.config.rounds, trained)
-    if not isinstance(planned, int) or not 0 <= planned < 2**31:
-        raise CorruptObject(
-            f"{run.store.url_of(slot)}: expected a number of rounds as {ROUNDS_PLANNED}, found "
-            f"{str(planned)[:100]!r}"
-        )
-    return max(planned, trained)
-
-
-def as_continued(run: Run) -> dict[str, Any]:
-    """Free keys that a checkpoint's `extra` records, in force until the next checkpoint."""
-    rule = run.config.retention.model_dump(mode="json")
-    return {ROUNDS_PLANNED: run.config.rounds, RETENTION: rule}
-
-
 def committed(run: Run, slot: str) -> SlotRef | None:
     """The reference of a slot that a manifest commits; None while it is not committed."""
     existing = read_manifest(run.store, slot)
@@ -418,17 +353,6 @@ def _may_be_run(top: ObjectStore, name: str) -> bool:
 def is_run_name(name: str) -> bool:
     """True if a run may have this name; `lost+found`, for one, may not."""
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
-
-
-def _mark(round: dict[str, Any], kind: str, name: str) -> None:
-    if kind == "metrics":
-        # A single object, committed by its own creation, without a manifest.
-        round["metrics"] = True
-    elif name == "manifest.json":
-        # `name` is the path below the slot: such a file in an attempt's folder is only a part.
-        round["evaluation" if kind == "evals" else kind] = True
-    elif kind == "rollouts" and name.startswith("shard-"):
-        round["shards"] = round.get("shards", 0) + 1
 
 
 def _descending(numbers: Iterator[int | None]) -> list[int]:

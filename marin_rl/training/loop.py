@@ -21,7 +21,8 @@ from marin_rl.metrics import over_steps
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.storage.commits import new_attempt
-from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed
+from marin_rl.storage.run_progress import as_continued
+from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter
 from marin_rl.tokenizers import TokenizerIdentity

@@ -19,7 +19,8 @@ from flows.session import resume_point
 from marin_rl.config import Config, load_config
 from marin_rl.errors import MarinRLError
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.storage.runs import Run, latest_checkpoint, progress
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards

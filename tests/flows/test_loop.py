@@ -20,7 +20,8 @@ from flows.rl_loop import rl_loop, start
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, ObjectMissing, RunLocked
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.storage.runs import Run, checkpoint_slot, committed, progress
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 
 

@@ -10,7 +10,8 @@ from support.servers import check_told, deaf_server
 from flows.rl_loop import start
 from marin_rl.errors import StalePolicy
 from marin_rl.runtime import runtime_for
-from marin_rl.storage.runs import Run, latest_checkpoint, progress, round_of
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run, latest_checkpoint, round_of
 
 
 def test_the_last_rounds_weights_stop_the_flow_with_both_digests(

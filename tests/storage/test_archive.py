@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from marin_rl.analysis.scan import scan_rollouts
 from marin_rl.cli import app
 from marin_rl.errors import CorruptObject, InputError
-from marin_rl.storage.runs import Run, latest_checkpoint, progress
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.storage.upkeep.archive import verify_archive, write_archive
 from marin_rl.storage.upkeep.forks import fork_run
 from marin_rl.storage.upkeep.fsck import check_run

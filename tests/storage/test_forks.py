@@ -12,16 +12,8 @@ from marin_rl.config import RetentionConfig
 from marin_rl.errors import ConfigError, ObjectMissing, StorageError
 from marin_rl.rounds import close_round
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.runs import (
-    ROUNDS_PLANNED,
-    Run,
-    checkpoint_slot,
-    committed,
-    latest_checkpoint,
-    progress,
-    rounds_planned,
-    runs_under,
-)
+from marin_rl.storage.run_progress import ROUNDS_PLANNED, progress, rounds_planned
+from marin_rl.storage.runs import Run, checkpoint_slot, committed, latest_checkpoint, runs_under
 from marin_rl.storage.stores.filesystem import PutOutcome
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.upkeep import forks, gc

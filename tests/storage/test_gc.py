@@ -20,7 +20,8 @@ from marin_rl.storage.commits import (
     new_manifest,
     read_manifest,
 )
-from marin_rl.storage.runs import Run, as_continued, checkpoint_slot, committed, latest_checkpoint
+from marin_rl.storage.run_progress import as_continued
+from marin_rl.storage.runs import Run, checkpoint_slot, committed, latest_checkpoint
 from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
 from marin_rl.storage.tables.tombstones import commit_tombstone
 from marin_rl.storage.upkeep.forks import borrowed_from, fork_run

@@ -21,6 +21,7 @@ from marin_rl.storage.layout import STREAM, pack_of
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import intake_in
 from marin_rl.storage.tables.packs import PackChain
+from marin_rl.storage.tables.parquet import load_or_none
 from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.storage.tables.streamed import number_of
 from marin_rl.storage.upkeep.gc import Collection
@@ -105,7 +106,7 @@ def reads_packs(chain: SmallChain) -> None:
 
 def reads_no_packs(chain: SmallChain) -> None:
     """Wrong: goes on behind the packs of others without a look at their groups."""
-    while chain._load(chain._next_key) is not None:
+    while load_or_none(chain.run.store, chain._next_key) is not None:
         chain.length += 1
 
 

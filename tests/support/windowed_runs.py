@@ -4,7 +4,8 @@ import pyarrow as pa
 
 from marin_rl.analysis.verify import verify_run
 from marin_rl.config import Config
-from marin_rl.storage.runs import Run, progress
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import read_intake
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import audit_run

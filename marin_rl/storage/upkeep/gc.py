@@ -39,9 +39,9 @@ from marin_rl.errors import (
 )
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
 from marin_rl.storage.fleet import FLEET, heartbeat_age_s
+from marin_rl.storage.run_progress import RETENTION
 from marin_rl.storage.runs import (
     LOCK_KEY,
-    RETENTION,
     Run,
     checkpoint_slot,
     latest_checkpoint,

@@ -1,0 +1,89 @@
+"""Progress of a run: which slots of each round are committed, and how many rounds are planned.
+
+Read from listings and manifests at each call; nothing here is written but what a checkpoint records
+of the free keys that its writer went by. Leaves out the run itself and single slots (`runs`).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from marin_rl.errors import CorruptObject
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.layout import checkpoint_slot, round_of
+from marin_rl.storage.runs import Run
+
+ROUNDS_PLANNED = "rounds_planned"  # in a checkpoint's `extra`: `rounds`, as its writer had it
+RETENTION = "retention"  # likewise the rule of retention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundProgress:
+    """Committed slots of one round. `checkpoint` is the policy the round starts from."""
+
+    round: int
+    shards: int = 0
+    rollouts: bool = False
+    batches: bool = False
+    checkpoint: bool = False
+    evaluation: bool = False
+    metrics: bool = False
+
+
+def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
+    """Committed slots by round, ascending: one fresh listing per kind of slot.
+
+    A checkpoint takes a listing of its own, which is spared for those `known` to be committed. For
+    people and for starting up; the loop itself looks at the known keys of its round.
+    """
+    slots: dict[int, dict[str, Any]] = {}
+    for kind in ("rollouts", "batches", "evals", "metrics"):
+        for key in run.store.list(kind):
+            _, name, *path = key.split("/")
+            round = round_of(name)
+            if round is not None:
+                _mark(slots.setdefault(round, {}), kind, "/".join(path))
+    # Children only: a listing of all keys would name every file of every checkpoint.
+    for name in run.store.children("checkpoints"):
+        round = round_of(name)
+        if round is None:
+            continue
+        if round in known or "manifest.json" in run.store.children(f"checkpoints/{name}"):
+            slots.setdefault(round, {})["checkpoint"] = True
+    return {round: RoundProgress(round=round, **slots[round]) for round in sorted(slots)}
+
+
+def rounds_planned(run: Run, trained: int) -> int:
+    """Number of rounds planned for a run that trained `trained`, by its own latest checkpoint.
+
+    run.json has what was planned when the run began; `rounds` may be another at each continuation.
+    """
+    slot = checkpoint_slot(trained)
+    # A new fork starts from its parent's checkpoint, which records the parent's plan.
+    latest = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
+    planned = latest[0].extra.get(ROUNDS_PLANNED) if latest else None
+    if planned is None:
+        return max(run.config.rounds, trained)
+    if not isinstance(planned, int) or not 0 <= planned < 2**31:
+        raise CorruptObject(
+            f"{run.store.url_of(slot)}: expected a number of rounds as {ROUNDS_PLANNED}, found "
+            f"{str(planned)[:100]!r}"
+        )
+    return max(planned, trained)
+
+
+def as_continued(run: Run) -> dict[str, Any]:
+    """Free keys that a checkpoint's `extra` records, in force until the next checkpoint."""
+    rule = run.config.retention.model_dump(mode="json")
+    return {ROUNDS_PLANNED: run.config.rounds, RETENTION: rule}
+
+
+def _mark(round: dict[str, Any], kind: str, name: str) -> None:
+    if kind == "metrics":
+        # A single object, committed by its own creation, without a manifest.
+        round["metrics"] = True
+    elif name == "manifest.json":
+        # `name` is the path below the slot: such a file in an attempt's folder is only a part.
+        round["evaluation" if kind == "evals" else kind] = True
+    elif kind == "rollouts" and name.startswith("shard-"):
+        round["shards"] = round.get("shards", 0) + 1
