@@ -144,7 +144,7 @@ async def try_episode(
 async def _reward_of_steps(
     part: Part, example: Example, steps: Sequence[tuple[Turn, StepResult]], after: list[Message]
 ) -> float:
-    """What steps were rewarded with, and the score of the end where the environment scores it.
+    """Sum of the rewards of steps, and of the score of the end where the environment scores it.
 
     `after` are the messages from the model's first turn to its last. Raises RewardFault.
     """
