@@ -39,7 +39,7 @@ class Followed:
         self._evaluations: dict[int, dict[str, float]] = {}
 
     def progress(self) -> dict[int, RoundProgress]:
-        """Committed slots by round, as `storage.runs.progress` returns them."""
+        """Committed slots by round, as `storage.run_progress.progress` returns them."""
         slots = progress(self.run, self._checkpoints)
         if not self._metrics.keys() <= {number for number, item in slots.items() if item.metrics}:
             self.times_begun += 1  # rounds that were closed are gone: this is another run

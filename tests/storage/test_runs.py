@@ -25,7 +25,7 @@ from marin_rl.errors import (
     RunLocked,
     StorageError,
 )
-from marin_rl.storage import runs
+from marin_rl.storage import run_progress, runs
 from marin_rl.storage.commits import commit_manifest, new_manifest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.storage.stores.filesystem import open_store
@@ -371,7 +371,7 @@ def test_names_of_slots() -> None:
 
 def test_progress_is_which_slots_are_committed(config: Config) -> None:
     run = Run.create_or_open(config)
-    assert runs.progress(run) == {}
+    assert run_progress.progress(run) == {}
     assert runs.latest_checkpoint(run) is None
     commit(run, "checkpoints/round-00000", rows=3)
     for shard in range(3):
@@ -384,9 +384,9 @@ def test_progress_is_which_slots_are_committed(config: Config) -> None:
     run.store.put_part("metrics/notes.txt", b"not a round")
 
     everything = {"rollouts": True, "batches": True, "evaluation": True, "metrics": True}
-    assert runs.progress(run) == {
-        0: runs.RoundProgress(round=0, shards=3, checkpoint=True, **everything),
-        1: runs.RoundProgress(round=1, shards=1),
+    assert run_progress.progress(run) == {
+        0: run_progress.RoundProgress(round=0, shards=3, checkpoint=True, **everything),
+        1: run_progress.RoundProgress(round=1, shards=1),
     }
     latest = runs.latest_checkpoint(run)
     assert latest is not None
