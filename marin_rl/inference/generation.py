@@ -53,7 +53,7 @@ class GenerationRequest:
     logprobs of the model's own distribution (temperature 1 and nothing else applied) next to those
     of the sampling distribution, `score_prompt` for those of the prompt's tokens; only with it may
     `sampling.max_tokens` be 0. `adapter` is the number of the load of the adapter to sample with
-    (`Engine.load_adapter`); 0 is the base model.
+    (`Engine.load_adapter`); 0 is the base model. A `probe` is scheduled before requests that wait.
     """
 
     prompt_ids: Int32[np.ndarray, " P"]
@@ -70,6 +70,7 @@ class GenerationRequest:
     score_prompt: bool = False
     constraint: Callable[[], TokenConstraint] | None = None
     adapter: int = 0
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

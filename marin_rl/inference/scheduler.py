@@ -1,9 +1,9 @@
 """Scheduler: bounds and queue of requests, sequence slots for waiting samples, prefills and copies.
 
 Owns the check of a request against what the engine could ever serve, the queue of requests, the
-order (first come, first served), the choice of a lane, the sharing of a prompt among the samples of
-one request in a lane, and the bound on prompts that are let in at once. Leaves out running anything
-(`runner`).
+order (first come, first served, and probes before all others), the choice of a lane, the sharing of
+a prompt among the samples of one request in a lane, and the bound on prompts that are let in at
+once. Leaves out running anything (`runner`).
 """
 
 import math
@@ -109,7 +109,10 @@ def _check_numbers(request: GenerationRequest) -> None:
 
 
 class JobQueue:
-    """Requests with samples that wait, first come first served. Not locked: its owner is."""
+    """Requests with samples that wait, first come first served, and probes before all others.
+
+    Not locked: its owner is.
+    """
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -132,8 +135,12 @@ class JobQueue:
         return iter(self._jobs)
 
     def append(self, job: Job) -> None:
-        """Let a new request wait."""
-        self._jobs.append(job)
+        """Let a new request wait; a probe only for the probes before it."""
+        if job.request.probe:
+            probes = sum(each.request.probe for each in self._jobs)
+            self._jobs.insert(probes, job)
+        else:
+            self._jobs.append(job)
         self._waiting += job.waiting
 
     def take(self, samples: int) -> None:

@@ -145,6 +145,15 @@ def test_seeds_and_compact_logprobs_that_do_not_fit_are_refused(
     assert told in answer["error"]["message"]
 
 
+def test_a_probe_is_one_short_sample(asked: Ask) -> None:
+    short = chat_body(probe=True, max_tokens=16)
+    assert asked("POST", CHAT, short)[0] == 200
+    for more in ({"n": 2}, {"max_tokens": 17}, {"max_tokens": None}):
+        status, _, answer = asked("POST", CHAT, short | more)
+        assert status == 400
+        assert "expected n 1 and max_tokens of at most 16" in answer["error"]["message"]
+
+
 def test_tokenize_and_back(asked: Ask) -> None:
     _, _, answer = asked("POST", "/tokenize", {"messages": MESSAGES})
     assert answer["tokens"] == PROMPT

@@ -119,6 +119,7 @@ def _prepare(kind: type[ChatBody], service: Service, data: bytes) -> EngineReque
         raw_logprobs=body.raw,
         constraint=_constraint(chat),
         adapter=target.load,
+        probe=bool(body.probe),
     )
     if not body.stream:
         return EngineRequest(model=target.model, requests=[request], end=partial(_complete, chat))

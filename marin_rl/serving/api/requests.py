@@ -42,6 +42,7 @@ SAMPLES_MAX = 2**20
 STOP_STRINGS_MAX = 16
 STOP_CHARACTERS_MAX = 256
 METADATA_MAX = 16
+PROBE_TOKENS_MAX = 16
 
 # Less would divide logits beyond what float32 holds.
 TEMPERATURE_MIN = 1e-3
@@ -168,7 +169,7 @@ class SamplingBody(SamplingFields):
     logprobs_mode: LogprobsMode | None = None
     user: Label | None = None
     cache_salt: Label | None = None  # prompts share no cache across requests here
-    priority: int | None = None  # requests are served in the order in which they came
+    priority: int | None = None  # requests are served in the order in which they came, but probes
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SamplingBody":
@@ -198,6 +199,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
     compact_logprobs: bool | None = None
+    probe: bool | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -222,6 +224,12 @@ class ChatBody(SamplingBody):
             raise ValueError("top_logprobs: they have no compact form")
         if self.compact_logprobs and self.stream:
             raise ValueError("compact_logprobs: a stream has no compact form")
+        size = self.new_tokens_max
+        if self.probe and (self.samples > 1 or size is None or size > PROBE_TOKENS_MAX):
+            raise ValueError(
+                "probe: it goes before all that wait, so expected n 1 and max_tokens of at most "
+                f"{PROBE_TOKENS_MAX}"
+            )
         if self.tool_choice is not None:
             self._check_choice()
         return self
