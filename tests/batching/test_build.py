@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from marin_rl.batching.plan import bucket
 from marin_rl.batching.scalar_columns import with_version_sums
 from marin_rl.config import BatchingConfig
 from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
+from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
 from marin_rl.storage.upkeep.audit import audit_round
@@ -54,6 +56,44 @@ def test_policies_of_tokens_are_summed_where_a_rollout_has_several():
     assert summed["n_tokens_kept"].to_pylist() == [1, 0]
     assert summed["n_tokens_continued"].to_pylist() == [2, 0]
     assert "policy_versions" not in summed.column_names
+
+
+@pytest.mark.parametrize("packing", ["sequences", "shared_prompt"])
+def test_rollouts_of_several_policies_are_packed_as_they_are_padded(
+    tmp_path: Path, packing: str
+) -> None:
+    """Each token keeps its mask, its sampler's logprob and its advantage, wherever it lies."""
+    several = {"policy_versions": [0, 0, 1, 1, 2], "version": 1}
+    members = [
+        rollout("g/0", reward=0.0, completion=[7, 8], version=2),
+        replace(rollout("g/1", index=1, completion=[4, 3], **several), policy_version_max=2),
+        rollout("g/2", index=2, reward=0.5, completion=[9], version=1),
+    ]
+    bounds = {"staleness_rounds_max": 2}
+    padded, packed = (
+        _run(tmp_path / name, asynchrony={"partial_rollout": True}, batching={**bounds, **more})
+        for name, more in (("padded", {}), ("packed", {"packing": packing, "row_tokens": 128}))
+    )
+    refs = [_built(run, [group_of("g", members)], round=2) for run in (padded, packed)]
+    ways = [list(read_batches(run, ref)) for run, ref in zip((padded, packed), refs, strict=True)]
+    assert len(ways[1][0].token_ids) == 1, "one row"
+    assert _trained(ways[0]) == _trained(ways[1])
+    totals = [committed_manifest(run.store, ref.slot).totals for run, ref in
+              zip((padded, packed), refs, strict=True)]  # fmt: skip
+    named = ("tokens/in_flight/", "staleness/")
+    mixed = [{k: v for k, v in each.items() if k.startswith(named)} for each in totals]
+    assert mixed[0] == mixed[1]
+    assert (mixed[0]["tokens/in_flight/kept"], mixed[0]["tokens/in_flight/continued"]) == (1, 1)
+
+
+def _trained(batches: list[TrainingBatch]) -> list[tuple[float, ...]]:
+    """Token, logprob, advantage and position of each trained token, in the order of rollouts."""
+    rows = []
+    for batch in batches:
+        mask = batch.loss_mask > 0
+        arrays = batch.token_ids, batch.policy_logprobs, batch.advantages, batch.positions
+        rows += list(zip(*(array[mask].tolist() for array in arrays), strict=True))
+    return rows
 
 
 def test_a_round_by_hand(tmp_path: Path) -> None:
