@@ -19,7 +19,7 @@ from marin_rl.errors import ConfigError, MarinRLError, StorageError
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.storage.runs import Run, round_of
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.types import ServedPolicy, SlotRef
+from marin_rl.types import Canary, ServedPolicy, SlotRef
 
 # JAX and Levanter take seconds to import, and commands that only read a run need neither.
 if TYPE_CHECKING:
@@ -244,6 +244,8 @@ class RunRuntime:
             weights=published.weights,
         )
         config = self._run.config
+        # A server that is sent its weights may be of an earlier version of marin-rl.
+        sent = bool(config.inference.endpoints) and not config.inference.has_fleet
         proof = prove(
             policy,
             weights.trained,
@@ -252,8 +254,26 @@ class RunRuntime:
             dtype=jnp.dtype(config.policy.compute_dtype),
             temperature=config.sampling.temperature,
             connect=client_of(config.inference, TemplateBridge(config.policy).prompt),
+            probes=config.in_flight_updates and not sent,  # sampling goes on, before a queue
         )
-        return replace(policy, canary=proof.canary) if config.inference.has_fleet else policy
+        if not config.inference.has_fleet:
+            return policy
+        if config.in_flight_updates:
+            self._leave_canary(policy, proof.canary)
+        return replace(policy, canary=proof.canary)
+
+    def _leave_canary(self, policy: ServedPolicy, canary: Canary) -> None:
+        """Record the canary by which clients prove this version while others are sampled by."""
+        from marin_rl.inference.client.fleet_sources import canary_board
+        from marin_rl.storage.canaries import ProvenVersion
+        from marin_rl.storage.fleet import run_sha256
+
+        proven = ProvenVersion(
+            version=policy.weight_version,
+            parameters_digest=policy.parameters_digest,
+            canary=canary,
+        )
+        canary_board(self._run).add(run_sha256(self._run.folder), proven)
 
     def _transfer(self, seconds: float, size: int, endpoints: Sequence[str]) -> dict[str, float]:
         """Cost of the weight transfer. Endpoints that must have the weights already get none."""

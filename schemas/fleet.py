@@ -15,6 +15,7 @@ LABELS_MAX = 32
 SETTINGS_MAX = 200
 ADAPTERS_MAX = 1024
 CANARY_TOKENS_MAX = 1024
+CANARIES_MAX = 16  # versions: more than any bound of staleness, which endpoints that lag may have
 CHUNKS_MAX = 4096  # of one worker
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -77,6 +78,21 @@ class CanaryRecord(Record):
     tolerance: Number
 
 
+class ProvenRecord(Record):
+    """A checkpoint that the trainer has proven, and the canary that proves endpoints with it."""
+
+    version: Count
+    parameters_digest: Sha256
+    canary: CanaryRecord
+
+
+class CanariesRecord(Record):
+    """The canaries of the newest checkpoints of a run: see `storage.canaries`."""
+
+    run_sha256: Sha256
+    canaries: Annotated[list[ProvenRecord], Field(max_length=CANARIES_MAX)]
+
+
 class SamplingRecord(Record):
     """The policy and settings by which a run's workers are to sample: see `storage.workers`.
 
@@ -131,6 +147,13 @@ class TargetEnvelope(Record):
     """The object that a target lies in."""
 
     target: TargetRecord
+    signature: Text = ""
+
+
+class CanariesEnvelope(Record):
+    """The object that canaries lie in."""
+
+    canaries: CanariesRecord
     signature: Text = ""
 
 

@@ -9,6 +9,7 @@ from marin_rl.config import Config, fingerprint_fields, load_config, parse_confi
 from marin_rl.display.plans import plan_rows
 from marin_rl.errors import ConfigError
 from marin_rl.planning import plan
+from marin_rl.rollouts.recorded_defaults import as_begun
 
 DEBUG = Path(__file__).parents[1] / "configs" / "debug.yaml"
 SIGNAL = "filters.zero_signal=true"
@@ -142,8 +143,13 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
             "objective.importance_correction to truncated or masked",
         ),
         (
-            [*IN_FLIGHT, *REMOTE, "inference.publish=pull"],
-            r"endpoints that come and go \(http://host/v1, publish pull\)",
+            [
+                *IN_FLIGHT,
+                "inference.endpoints=[http://host/v1 zone=eu]",
+                "inference.publish=update_weights_from_disk",
+            ],
+            r"endpoints that come and go \(http://host/v1 zone=eu, publish update_weights_from_disk"
+            r"\): one that joins would be sent the weights that sampling began with",
         ),
         (
             [*IN_FLIGHT, *REMOTE, "inference.publish=vllm_reload"],
@@ -251,3 +257,10 @@ def test_weights_that_change_in_flight_are_a_choice_of_the_window() -> None:
     assert not plain.recompute_kv_cache
     endpoints = configured(*IN_FLIGHT, *REMOTE, "inference.publish=update_weights_from_disk")
     assert endpoints.in_flight_updates
+    for entry in ("registered", "[http://host/v1,http://other/v1]", "file:/fleet.txt"):
+        follow = (f"inference.endpoints={entry}", "inference.publish=pull")
+        assert configured(*IN_FLIGHT, *follow).without_root_workers == ""
+        adapted = configured(*IN_FLIGHT, *follow, "policy.lora.rank=4")
+        assert as_begun(adapted).inference.serve_merged is True, "requests end on an adapter"
+    adapted = configured(*WINDOW, *follow, "policy.lora.rank=4")
+    assert as_begun(adapted).inference.serve_merged is False

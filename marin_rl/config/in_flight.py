@@ -37,10 +37,11 @@ def check_endpoints(inference: InferenceConfig) -> None:
             "token; expected the embedded engine, endpoints of `marin-rl serve` with publish "
             "update_weights_from_disk, or in_flight_updates false"
         )
-    if inference.has_fleet:
+    if inference.has_fleet and not inference.pulled:
         raise ValueError(
             f"{KEY} with endpoints that come and go ({', '.join(inference.endpoints)}, publish "
-            f"{inference.publish}): they are asked for the weights of one version by name; "
-            "expected a list of URLs with publish update_weights_from_disk, the embedded engine, "
+            f"{inference.publish}): one that joins would be sent the weights that sampling began "
+            "with, whatever the others have by then; expected publish pull (servers that follow "
+            "the run), a list of URLs with publish update_weights_from_disk, the embedded engine, "
             "or in_flight_updates false"
         )

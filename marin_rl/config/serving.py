@@ -341,9 +341,10 @@ class InferenceConfig(Section):
         as_begun=True,
         description="how a server of ours serves a policy with an adapter: true, as whole weights "
         "W + scale B A; false, as the base and the adapter next to it, which differs in the last "
-        "bits and swaps faster; null: as the run began, and false for new runs whose servers "
-        "follow them (publish: pull), else true; marin-rl serve RUN --follow without --register "
-        "serves each version under a name of its own unless it is true",
+        "bits and swaps faster; null: as the run began, and for new runs whose servers "
+        "follow them (publish: pull) false, or true with asynchrony.in_flight_updates; else true; "
+        "marin-rl serve RUN --follow without --register serves each version under a name of its "
+        "own unless it is true",
     )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()

@@ -1,19 +1,27 @@
 """Client of a run whose policy changes within completions (`asynchrony.in_flight_updates`).
 
 A version is that of a checkpoint of the run, and its parameters are those that the checkpoint's
-manifest names: also for workers on other machines, which nothing else tells of it.
+manifest names: also for workers on other machines, which nothing else tells of it. Endpoints of a
+fleet are proven by the canary of each version, which the trainer leaves next to the run.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
-from marin_rl.errors import ObjectMissing, StalePolicy
+from marin_rl.errors import EndpointUnavailable, ObjectMissing, StalePolicy, StorageError
+from marin_rl.inference.client.fleet_sources import EndpointSource, canary_board
 from marin_rl.inference.client.in_flight_client import InFlightClient
+from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.storage.commits import committed_manifest
+from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.runs import Run, checkpoint_slot
-from marin_rl.types import ServedPolicy
+from marin_rl.types import Canary, ServedPolicy
+
+_log = logging.getLogger(__name__)
 
 
 def in_flight_client(run: Run, policy: ServedPolicy) -> Callable[..., PolicyClient] | None:
@@ -23,19 +31,64 @@ def in_flight_client(run: Run, policy: ServedPolicy) -> Callable[..., PolicyClie
     """
     if not run.config.in_flight_updates:
         return None
-    known = {policy.weight_version: policy.parameters_digest}
-
-    async def digest_of(version: int) -> str:
-        if version not in known:
-            known[version] = await asyncio.to_thread(_digest_of, run, version)
-        return known[version]
-
+    versions = _Versions(run, {policy.weight_version: policy.parameters_digest})
+    name, version = run.config.inference.model, policy.weight_version
+    if not run.config.inference.has_fleet:
+        return partial(InFlightClient, name=name, version=version, digest_of=versions.digest_of)
+    if policy.canary is not None:
+        versions.canaries[version] = policy.canary
+    names = policy.tokenizer_digest, policy.chat_template_digest
     return partial(
-        InFlightClient,
-        name=run.config.inference.model,
-        version=policy.weight_version,
-        digest_of=digest_of,
+        InFlightFleetClient,
+        name=name,
+        version=version,
+        digest_of=versions.digest_in_time,
+        canary_of=versions.canary_of,
+        source=EndpointSource.of(run.config, *names),
+        zone=run.config.inference.zone,
+        fleet_timeout_s=run.config.inference.fleet_timeout_s,
     )
+
+
+@dataclass(slots=True)
+class _Versions:
+    """Digests and canaries of a run's checkpoints, by version, as far as they were asked for."""
+
+    run: Run
+    digests: dict[int, str]
+    canaries: dict[int, Canary] = field(default_factory=dict[int, Canary])
+
+    async def digest_of(self, version: int) -> str:
+        """Digest of the parameters of a version. Raises StalePolicy for one without checkpoint."""
+        if version not in self.digests:
+            self.digests[version] = await asyncio.to_thread(_digest_of, self.run, version)
+        return self.digests[version]
+
+    async def digest_in_time(self, version: int) -> str:
+        """The same; EndpointUnavailable, so that it is tried again, while the store is away."""
+        try:
+            return await self.digest_of(version)
+        except StorageError as error:
+            raise EndpointUnavailable(f"cannot verify version {version}: {error}") from error
+
+    async def canary_of(self, version: int) -> Canary | None:
+        """The canary of a version; None as long as the trainer has not proven it."""
+        if version not in self.canaries:
+            digest = await self.digest_in_time(version)
+            canary = await asyncio.to_thread(_canary_of, self.run, version, digest)
+            if canary is None:
+                return None
+            self.canaries[version] = canary
+        return self.canaries[version]
+
+
+def _canary_of(run: Run, version: int, digest: str) -> Canary | None:
+    try:
+        proven = canary_board(run).read(run_sha256(run.folder)).get(version)
+    except StorageError as error:
+        _log.warning("cannot read the canaries of %s: %s", run.run_id, error)
+        return None
+    return proven.canary if proven is not None and proven.parameters_digest == digest else None
 
 
 def _digest_of(run: Run, version: int) -> str:

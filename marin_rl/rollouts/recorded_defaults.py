@@ -16,14 +16,15 @@ def as_begun(config: Config) -> Config:
 
 
 def serve_merged_of(config: Config) -> bool | None:
-    """False where servers follow a run with an adapter, else None: no choice.
+    """False where servers follow a run with an adapter; None where they do not: no choice.
 
-    They have the base once, and load a few megabytes for each version.
+    They have the base once, and load a few megabytes for each version. True where weights change in
+    flight: requests end on the adapter that they began with, but go on with merged weights.
     """
     policy = config.policy
     if policy.lora is None or policy.quantize_base is not None or not config.inference.pulled:
         return None
-    return False
+    return config.in_flight_updates
 
 
 CHOICES: Mapping[str, Callable[[Config], bool | None]] = {

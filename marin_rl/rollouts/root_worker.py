@@ -129,28 +129,46 @@ class RootWorker:
         return True
 
     async def _take(self, pulse: Pulse, order: SamplingOrder) -> bool:
-        """Turn to the policy of an order; False while chunks of the one before are under way."""
-        begun = pulse.begun
+        """Turn to the policy of an order; False while chunks of the one before are under way.
+
+        Where new weights come in flight, these go on with them.
+        """
+        begun, goes_on = pulse.begun, self._goes_on(pulse)
         if self._policy is not None and begun is not None:
             if not order.replaces(begun) and not pulse.interruption.requested:
                 pulse.begun = order
                 return True
-            if self._tasks:
-                if order.replaces(begun):  # its endpoints have gone on: what is left cannot end
-                    for task in self._tasks.values():
-                        task.cancel()
+            if self._tasks and not goes_on:
+                self._leave(begun, order)
                 return False
         if self._policy is None or begun is None or order.replaces(begun):
-            await asyncio.to_thread(self._check, order)
-            if (policy := await self._proven_in_time(pulse, order)) is None:
+            if (policy := await self._checked(pulse, order)) is None:
                 return False
             self._policy = policy
-            line = f"policy {order.policy.model}: proven at {', '.join(self._policy.endpoints)}"
-            self.report(line, {"state": "proven", "model": order.policy.model})
         # In this order: the thread compares what is ordered with what is begun.
         pulse.version, pulse.begun = order.policy.weight_version, order
-        pulse.interruption = Interruption()
+        if not goes_on:
+            pulse.interruption = Interruption()
         return True
+
+    def _leave(self, begun: SamplingOrder, order: SamplingOrder) -> None:
+        """Cancel what is under way by an order that another one has replaced."""
+        if order.replaces(begun):  # its endpoints have gone on: what is left cannot end
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _goes_on(self, pulse: Pulse) -> bool:
+        """True if chunks under way go on with the policy of the next order."""
+        return self.run.config.in_flight_updates and not pulse.interruption.requested
+
+    async def _checked(self, pulse: Pulse, order: SamplingOrder) -> ServedPolicy | None:
+        """The policy of an order, checked and proven; None where another order came first."""
+        await asyncio.to_thread(self._check, order)
+        policy = await self._proven_in_time(pulse, order)
+        if policy is not None:
+            line = f"policy {order.policy.model}: proven at {', '.join(policy.endpoints)}"
+            self.report(line, {"state": "proven", "model": order.policy.model})
+        return policy
 
     async def _proven_in_time(self, pulse: Pulse, order: SamplingOrder) -> ServedPolicy | None:
         """The proven policy of an order; None where another order came first."""

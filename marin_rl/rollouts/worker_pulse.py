@@ -35,6 +35,7 @@ class Pulse:
         self.version, self.groups = -1, 0
         self.interruption, self.begun = Interruption(), self.order
         self._beat_s, self._run_sha256 = float(beat_s), run_sha256(run.folder)
+        self._goes_on = run.config.in_flight_updates  # what is under way, with the next policy
         self._beat, self._started_at, self._due = 0, time.time(), 0.0
         self._lock, self._stopping = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._live, name="pulse", daemon=True)
@@ -75,9 +76,14 @@ class Pulse:
         """Read the order; where it ends what is under way, say so. Raises StorageError."""
         self.order = order = self.board.order()
         begun = self.begun
-        if begun is not None and (order is None or order.state != "open" or order.replaces(begun)):
+        closed = order is None or order.state != "open"
+        if begun is not None and (closed or self._is_replaced(begun, order)):
             self.interruption.request(between_groups=True)
         return order
+
+    def _is_replaced(self, begun: SamplingOrder, order: SamplingOrder | None) -> bool:
+        """True if what is under way by one order ends before the next one's policy samples."""
+        return not self._goes_on and order is not None and order.replaces(begun)
 
     def _live(self) -> None:
         while not self._stopping.wait(LOOK_S):
@@ -92,6 +98,8 @@ class Pulse:
 async def watch_order(run: Run, policy: ServedPolicy, interruption: Interruption) -> None:
     """Request an interruption once a run's trainer closes its sampling, or goes on.
 
+    Where new weights come in flight, going on ends nothing.
+
     For workers of a pool and nodes of a cluster, which get no request of another machine.
     """
     if run.config.without_root_workers:
@@ -104,7 +112,8 @@ async def watch_order(run: Run, policy: ServedPolicy, interruption: Interruption
             _log.warning("cannot look for the order of %s: %s", run.run_id, error)
         else:
             done = order is None or order.state != "open"
-            if done or (order and order.policy.checkpoint != policy.checkpoint):
+            goes_on = run.config.in_flight_updates
+            if done or (order and order.policy.checkpoint != policy.checkpoint and not goes_on):
                 interruption.request(between_groups=True)
                 return
         await asyncio.sleep(LOOK_S)

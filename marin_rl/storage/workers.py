@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from marin_rl.errors import ObjectMissing, StorageError
+from marin_rl.storage.canaries import canary_in, canary_record
 from marin_rl.storage.fleet import FLEET, WORKER_SUFFIX, SignedRecords
-from marin_rl.types import Canary, ServedPolicy, SlotRef
+from marin_rl.types import ServedPolicy, SlotRef
 from schemas.fleet import SamplingEnvelope, WorkerEnvelope
 
 SAMPLING_KEY = f"{FLEET}/sampling.json"
@@ -165,7 +166,6 @@ def _key(worker: str) -> str:
 def _record_of(order: SamplingOrder) -> dict[str, Any]:
     policy = order.policy
     assert policy.canary is not None, "policies of a fleet have one"
-    canary = asdict(policy.canary)
     return {
         # Without endpoints and keys: a worker samples with its own, and needs none of the
         # trainer's.
@@ -177,12 +177,11 @@ def _record_of(order: SamplingOrder) -> dict[str, Any]:
         "chat_template": policy.chat_template_digest,
         "checkpoint": policy.checkpoint.slot,
         "checkpoint_sha256": policy.checkpoint.sha256,
-        "canary": canary | {name: list(canary[name]) for name in ("token_ids", "logprobs")},
+        "canary": canary_record(policy.canary),
     }
 
 
 def _order_in(record: Mapping[str, Any]) -> SamplingOrder:
-    canary = record["canary"]
     policy = ServedPolicy(
         endpoints=(),  # each worker's own configuration names them
         model=record["model"],
@@ -191,12 +190,7 @@ def _order_in(record: Mapping[str, Any]) -> SamplingOrder:
         tokenizer_digest=record["tokenizer"],
         chat_template_digest=record["chat_template"],
         checkpoint=SlotRef(slot=record["checkpoint"], sha256=record["checkpoint_sha256"]),
-        canary=Canary(
-            temperature=canary["temperature"],
-            token_ids=tuple(canary["token_ids"]),
-            logprobs=tuple(canary["logprobs"]),
-            tolerance=canary["tolerance"],
-        ),
+        canary=canary_in(record["canary"]),
     )
     plain: dict[str, Any] = {name: record.get(name) for name in _PLAIN}
     return SamplingOrder(policy=policy, **plain)

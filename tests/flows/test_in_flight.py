@@ -1,9 +1,11 @@
 """Weights that change within completions: what each token is, and what a run makes of it."""
 
 import asyncio
+import logging
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,15 +19,28 @@ from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
 from marin_rl.config import Config
 from marin_rl.errors import StalePolicy
+from marin_rl.inference.client.fleet_sources import board_of, canary_board
+from marin_rl.inference.engine import Engine
 from marin_rl.rollouts.streaming import sample_chunk
 from marin_rl.runtime import RunRuntime
+from marin_rl.serving.launch import proven_server
+from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
+from marin_rl.serving.weights.checkpoint_watcher import (
+    CheckpointWatcher,
+    following,
+    whole_checkpoints,
+)
+from marin_rl.storage.canaries import CANARIES_KEY
+from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.layout import stream_key
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.parquet import load_present
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.tables.stream import groups_in, numbers_of
+from marin_rl.tokenizers import tokenizer_for
+from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.training.replay import replay_round
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy, SlotRef
 
@@ -81,12 +96,24 @@ def checkpoint(run: Run, version: int) -> SlotRef:
 
 
 def sampled_over(
-    run: Run, runtime: RunRuntime, policy: ServedPolicy, chunk: int, version: int
+    run: Run,
+    runtime: RunRuntime,
+    policy: ServedPolicy,
+    chunk: int,
+    version: int,
+    engines: Sequence[Engine] = (),
+    before_others: Callable[[], None] = lambda: None,
 ) -> list[RolloutGroup]:
-    """The groups of a chunk whose completions are under way when a checkpoint is served."""
-    assert runtime._server is not None
-    engine, failed = runtime._server.engine, list[BaseException]()
-    before = engine.stats.tokens
+    """The groups of a chunk whose completions are under way when a checkpoint is served.
+
+    `engines` are those that sample, by default the run's own. They rest in the middle of
+    completions until the first of them has the checkpoint; then that goes on, and after a call of
+    `before_others` the others do.
+    """
+    if not engines:
+        assert runtime._server is not None
+        engines = [runtime._server.engine]
+    failed, before = list[BaseException](), tokens_of(engines)
 
     def sample() -> None:
         try:
@@ -99,16 +126,25 @@ def sampled_over(
         threading.Thread(target=runtime.serve, args=(checkpoint(run, version),)),
     ]
     threads[0].start()
-    wait_until(lambda: engine.stats.tokens > before or bool(failed))
-    engine.pause()
+    wait_until(lambda: all(map(int.__lt__, before, tokens_of(engines))) or bool(failed))
+    for engine in engines:
+        engine.pause()
     threads[1].start()
-    wait_until(lambda: engine.policy.weight_version == version)
-    engine.resume()
+    wait_until(lambda: engines[0].policy.weight_version == version)
+    engines[0].resume()
+    before_others()
+    for engine in engines[1:]:
+        engine.resume()
     for thread in threads:
         thread.join()
     if failed:
         raise failed[0]
     return groups_in(run, numbers_of(run.config, chunk))
+
+
+def tokens_of(engines: Sequence[Engine]) -> list[int]:
+    """Tokens that each engine has sampled."""
+    return [engine.stats.tokens for engine in engines]
 
 
 def digests_of(run: Run, chunk: int) -> dict[str, str]:
@@ -123,10 +159,16 @@ def test_each_token_has_the_logprob_of_the_policy_that_sampled_it(
     served: tuple[Run, RunRuntime, ServedPolicy],
 ) -> None:
     run, runtime, policy = served
-    groups = sampled_over(run, runtime, policy, CHUNK, 2)
+    assert_tokens(run, sampled_over(run, runtime, policy, CHUNK, 2), CHUNK)
+    assert runtime._server is not None
+    assert runtime._server.engine.stats.recomputed_sequences > 0
+
+
+def assert_tokens(run: Run, groups: Sequence[RolloutGroup], chunk: int) -> None:
+    """Of groups that new weights came upon: versions, log-probabilities and digests by token."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     models = {version: read_checkpoint(run, version) for version in (0, 2)}
-    digests = digests_of(run, CHUNK)
+    digests = digests_of(run, chunk)
     assert mixed(rollouts)
     for rollout in rollouts:
         sampled = rollout.loss_mask == 1
@@ -148,8 +190,6 @@ def test_each_token_has_the_logprob_of_the_policy_that_sampled_it(
         turn = rollout.turns[-1].inference_metadata
         assert turn is not None
         assert turn.weight_version == of_sampled[-1]
-    assert runtime._server is not None
-    assert runtime._server.engine.stats.recomputed_sequences > 0
 
 
 def test_weights_that_go_back_are_refused(
@@ -159,3 +199,73 @@ def test_weights_that_go_back_are_refused(
     later = runtime.serve(checkpoint(run, 1))
     with pytest.raises(StalePolicy, match="expected tokens of version 1 or later, found some of 0"):
         sampled_over(run, runtime, later, CHUNK + 1, 0)
+
+
+@contextmanager
+def server_of(run: Run) -> Iterator[PolicyServer]:
+    """A server of checkpoint 0, as `marin-rl serve RUN`."""
+    tokenizer = tokenizer_for(run.config.policy)
+    server = proven_server(read_checkpoint(run, 0), tokenizer, run.config)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def followed(run: Run, server: PolicyServer) -> AbstractContextManager[CheckpointWatcher]:
+    """Have a server take the checkpoint that the trainer asks for, as `--follow` does."""
+    take, board = whole_checkpoints(server.updater, run), board_of(run.config.inference, run.folder)
+    return following(take, run, 0, board=board, poll_s=0.02)
+
+
+def sampling_from(run: Run, servers: Sequence[PolicyServer]) -> Run:
+    """The run with servers that follow it as its endpoints."""
+    urls = {"endpoints": tuple(server.base_url for server in servers), "publish": "pull"}
+    inference = run.config.inference.model_copy(update=urls)
+    return replace(run, config=run.config.model_copy(update={"inference": inference}))
+
+
+def test_servers_that_follow_go_on_with_the_weights_of_later_checkpoints(played: Config) -> None:
+    run = Run.open(played.root, played.run_id)
+    with server_of(run) as server:
+        remote = sampling_from(run, [server])
+        with closing(RunRuntime(remote)) as runtime:
+            policy = runtime.serve(checkpoint(run, 0))
+            assert policy.canary is not None
+            with followed(remote, server):
+                groups = sampled_over(remote, runtime, policy, CHUNK + 2, 2, [server.engine])
+    assert_tokens(remote, groups, CHUNK + 2)
+    assert server.engine.stats.recomputed_sequences > 0
+    proven = canary_board(remote).read(run_sha256(run.folder))
+    assert {version: each.parameters_digest for version, each in proven.items()} == {
+        version: read_checkpoint(run, version).parameters_digest for version in (0, 2)
+    }
+
+
+def test_a_server_with_other_weights_under_the_right_name_is_lost_and_no_group_is(
+    played: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its completions are sampled again by the other server."""
+    run, caplog_level = Run.open(played.root, played.run_id), caplog.at_level(logging.WARNING)
+    with server_of(run) as honest, server_of(run) as liar, caplog_level:
+        remote = sampling_from(run, [honest, liar])
+        run.folder.delete(CANARIES_KEY)
+        right = read_checkpoint(run, 2)
+        scaled = {name: 1.5 * array for name, array in named_parameters(right.model).items()}
+
+        def go_wrong() -> None:
+            wait_until(lambda: 2 in canary_board(remote).read(run_sha256(run.folder)))
+            wrong = with_parameters(right.model, scaled)
+            liar.engine.swap(wrong, 2, right.parameters_digest)
+
+        with closing(RunRuntime(remote)) as runtime:
+            policy = runtime.serve(checkpoint(run, 0))
+            assert len(policy.endpoints) == 2
+            engines = [honest.engine, liar.engine]
+            with followed(remote, honest):
+                groups = sampled_over(remote, runtime, policy, CHUNK + 3, 2, engines, go_wrong)
+    assert_tokens(remote, groups, CHUNK + 3)
+    assert len(groups) == len(numbers_of(run.config, CHUNK + 3))
+    assert all(len(group.rollouts) == group.group_size for group in groups)
+    assert f"endpoint {liar.base_url} is lost" in caplog.text

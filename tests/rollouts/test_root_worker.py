@@ -14,12 +14,13 @@ from support.streams import stream_of
 
 from marin_rl.config import load_config
 from marin_rl.errors import ConfigError
-from marin_rl.inference.client.fleet_sources import worker_board
+from marin_rl.inference.client.fleet_sources import canary_board, worker_board
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.root_worker import RootWorker, stream_digest
 from marin_rl.rollouts.streaming import now_utc, sample_chunk
 from marin_rl.rollouts.worker_pulse import watch_order
+from marin_rl.storage.canaries import ProvenVersion
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
@@ -249,3 +250,48 @@ def test_the_next_policy_is_proven_before_it_samples(run: Run, server: HeldServe
     stream.read(())
     assert {group.version for group in stream.groups.values()} <= {0, 1}
     assert {body["model"] for body in server.requests if body["max_tokens"] == 1} == {MODEL, model}
+
+
+def test_groups_under_way_go_on_with_a_policy_that_comes_in_flight(
+    run: Run, server: HeldServer
+) -> None:
+    """Nothing is cancelled, and what the next policy samples is accepted with its version."""
+    config = run.config
+    assert config.asynchrony is not None
+    chosen = config.asynchrony.model_copy(update={"in_flight_updates": True})
+    run = replace(run, config=config.model_copy(update={"asynchrony": chosen}))
+    board, order, digest = worker_board(run), order_of(run), "cd" * 32
+    later, model = (
+        checkpoint(run, 1, extra={"parameters_digest": digest}),
+        f"policy@00001-{digest:.8}",
+    )
+    policy = replace(
+        order.policy, model=model, weight_version=1, parameters_digest=digest, checkpoint=later
+    )
+    server.aliases = ("policy",)
+    server.extra = {"weight_version": 0, "parameters_digest": DIGEST}
+
+    async def work() -> int:
+        server.released.clear()
+        board.announce(order)
+        working = asyncio.ensure_future(RootWorker(run, follow=True).work())
+        await until(server.asked.is_set)
+        server.model = model
+        server.extra = {"weight_version": 1, "parameters_digest": digest}
+        proven = ProvenVersion(version=1, parameters_digest=digest, canary=CANARY)
+        canary_board(run).add(run_sha256(run.folder), proven)
+        board.announce(replace(order, policy=policy))
+        server.released.set()
+        await until(lambda: len(looked(run).numbers) == 8)
+        board.announce(replace(order, policy=policy, state="ended"))
+        return await working
+
+    assert asyncio.run(work()) == 8
+    stream = looked(run)
+    stream.read(())
+    assert {group.version for group in stream.groups.values()} == {1}
+    asked = [body for body in server.requests if body["max_tokens"] > 1]
+    assert len(asked) == 8, "no group was begun again"
+    assert {body["model"] for body in asked} == {"policy"}
+    canaries = [body for body in server.requests if body["max_tokens"] == 1]
+    assert {body["model"] for body in canaries} == {MODEL, model}

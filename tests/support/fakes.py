@@ -81,7 +81,7 @@ class FakePolicyServer:
         api_key: str | None = None,
         has_chat_tokens: bool = True,
     ) -> None:
-        self.model = model
+        self.model, self.aliases = model, tuple[str, ...]()
         self.script = script
         self.compact = compact
         self.context_length = context_length
@@ -260,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(401, f"wrong key {self.headers['authorization']}")
         elif self.path.endswith("/tokens") and not fake.has_chat_tokens:
             self._send(404, {"detail": "Not Found"})
-        elif body["model"] != fake.model:
+        elif body["model"] not in (fake.model, *fake.aliases):
             self._error(404, f"The model `{body['model']}` does not exist", param="model")
         elif self.path == "/v1/completions":
             self._send(200, fake.plain_answer(body))

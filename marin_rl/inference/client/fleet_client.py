@@ -37,7 +37,12 @@ from marin_rl.inference.client.policy_client import (
     PolicyClient,
     model_ids,
 )
-from marin_rl.inference.client.protocol import ChatRequest, decode_answer
+from marin_rl.inference.client.protocol import (
+    ChatAnswer,
+    ChatRequest,
+    Completion,
+    decode_answer,
+)
 from marin_rl.inference.client.publishing import Publisher, Send
 from marin_rl.types import Canary, Sampling
 
@@ -57,6 +62,8 @@ class FleetClient(PolicyClient):
     `timeout_s` bounds an answer, the canary's too, `fleet_timeout_s` how long no endpoint is
     ready. Between two looks at an endpoint are `probe_s`.
     """
+
+    probes = False  # an endpoint of another kind may know no requests that go before others
 
     def __init__(
         self,
@@ -113,7 +120,9 @@ class FleetClient(PolicyClient):
                 member = await self._member(session)
                 member.sent(samples)
                 try:
-                    return await self._attempt(member.url, method, path, body, gate=nullcontext())
+                    data = await self._attempt(member.url, method, path, body, gate=nullcontext())
+                    await self._check_sampled(member, data)
+                    return data
                 except (EndpointUnavailable, StalePolicy) as error:
                     failures += self._failed(member, error)
                     if failures >= self._attempts_max:
@@ -122,6 +131,12 @@ class FleetClient(PolicyClient):
                     member.answered(samples)
                     member.not_before = self._not_before.get(member.url, 0.0)
                 await asyncio.sleep(_pause_s(failures))
+
+    async def _check_sampled(self, member: Member, data: bytes) -> None:
+        """Raise StalePolicy for an answer that this endpoint may not give.
+
+        Nothing is checked here: a request names the weights that are to answer it.
+        """
 
     def _failed(self, member: Member, error: InferenceError) -> int:
         """Take note of a fault; 1 where it counts as one of the request's attempts."""
@@ -208,9 +223,9 @@ class FleetClient(PolicyClient):
     async def _look(self, member: Member) -> None:
         """Ask an endpoint how it is; make it ready, or lose it."""
         try:
-            if member.state == "ready" and self._weights is not None:
-                await self._weights.check(self._sender(member))
-            elif member.state != "ready":
+            if member.state == "ready":
+                await self._check_ready(member)
+            else:
                 await self._admit(member)
                 self._joined(member)
             member.reported(await self._load(member))
@@ -236,6 +251,11 @@ class FleetClient(PolicyClient):
         member.state, member.reason = "ready", ""
         self._empty_s()
         self._changed.set()
+
+    async def _check_ready(self, member: Member) -> None:
+        """Raise StalePolicy where an endpoint that is ready says that it serves other weights."""
+        if self._weights is not None:
+            await self._weights.check(self._sender(member))
 
     async def _admit(self, member: Member) -> None:
         """Raise StalePolicy, BadResponse or what the client raises unless it serves the policy."""
@@ -278,25 +298,23 @@ class FleetClient(PolicyClient):
 
     async def _prove(self, member: Member, canary: Canary) -> None:
         """Compare an endpoint's answer to the canary with the trainer's numbers."""
+        answer = await self._ask_canary(member, canary, self.model)
+        self._check(answer, 1)
+        compare(answer.completions[0], canary)
+
+    async def _ask_canary(self, member: Member, canary: Canary, model: str) -> ChatAnswer:
+        """An endpoint's answer to the canary by the weights with this id. Raises as `chat` does."""
         sampling = Sampling(
             temperature=canary.temperature, max_tokens=len(canary.token_ids), seed=CANARY_SEED
         )
-        request = ChatRequest(model=self.model, messages=CANARY_PROMPT, n=1, sampling=sampling)
-        answer = decode_answer(await self._probe(member, "POST", request.path, request.body()))
-        self._check(answer, 1)
-        (completion,) = answer.completions
-        if completion.token_ids.tolist() != list(canary.token_ids):
-            raise StalePolicy(
-                f"samples other tokens for the canary: expected {list(canary.token_ids)}, found "
-                f"{completion.token_ids.tolist()}: other weights, or numbers of another machine; "
-                "the next round proves it by itself"
-            )
-        gap = float(np.abs(completion.logprobs - np.asarray(canary.logprobs, np.float32)).max())
-        if not gap <= canary.tolerance:
-            raise StalePolicy(
-                f"expected the trainer's log-probabilities of the canary, found them {gap:.6f} "
-                f"apart, above inference.canary_tolerance ({canary.tolerance:g})"
-            )
+        request = ChatRequest(
+            model=model, messages=CANARY_PROMPT, n=1, sampling=sampling, probe=self.probes
+        )
+        # In the time of a request: an endpoint may have a queue, where it waits as any other.
+        data = await self._attempt(
+            member.url, "POST", request.path, request.body(), gate=nullcontext()
+        )
+        return decode_answer(data)
 
     async def _load(self, member: Member) -> Any:
         try:
@@ -311,6 +329,22 @@ class FleetClient(PolicyClient):
         limit_s = min(PROBE_TIMEOUT_S, self._timeout_s) if member.state == "ready" else None
         return await self._attempt(
             member.url, method, path, body, gate=nullcontext(), timeout_s=limit_s
+        )
+
+
+def compare(completion: Completion, canary: Canary) -> None:
+    """Raise StalePolicy unless a completion has the canary's tokens with the trainer's numbers."""
+    if completion.token_ids.tolist() != list(canary.token_ids):
+        raise StalePolicy(
+            f"samples other tokens for the canary: expected {list(canary.token_ids)}, found "
+            f"{completion.token_ids.tolist()}: other weights, or numbers of another machine; "
+            "the next round proves it by itself"
+        )
+    gap = float(np.abs(completion.logprobs - np.asarray(canary.logprobs, np.float32)).max())
+    if not gap <= canary.tolerance:
+        raise StalePolicy(
+            f"expected the trainer's log-probabilities of the canary, found them {gap:.6f} "
+            f"apart, above inference.canary_tolerance ({canary.tolerance:g})"
         )
 
 

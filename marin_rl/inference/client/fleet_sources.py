@@ -15,6 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from marin_rl.config import REGISTERED, Config, InferenceConfig, split_labels
 from marin_rl.errors import ConfigError
+from marin_rl.storage.canaries import CanaryBoard
 from marin_rl.storage.fleet import (
     FleetBoard,
     Identity,
@@ -144,6 +145,11 @@ def board_of(inference: InferenceConfig, folder: ObjectStore) -> FleetBoard:
 def worker_board(run: Run) -> WorkerBoard:
     """The records of a run's workers, with the API token of this process's environment."""
     return WorkerBoard(run.folder, os.environ.get(run.config.inference.api_key_variable))
+
+
+def canary_board(run: Run) -> CanaryBoard:
+    """The canaries of a run, with the API token of this process's environment."""
+    return CanaryBoard(run.folder, os.environ.get(run.config.inference.api_key_variable))
 
 
 def identity_of(

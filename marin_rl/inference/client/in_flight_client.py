@@ -49,12 +49,7 @@ class InFlightClient(PolicyClient):
                 "digest of its weights; expected endpoints of `marin-rl serve`, or "
                 "in_flight_updates false"
             )
-        expected = await self._digest_of(version)
-        if answer.parameters_digest != expected:
-            raise StalePolicy(
-                f"expected samples of the parameters {expected} for version {version}, found "
-                f"{answer.parameters_digest}: the endpoint serves other weights than this run's"
-            )
+        await self._check_digest(version, answer.parameters_digest)
         completions = [await self._dated(each, version) for each in answer.completions]
         return replace(
             answer, completions=tuple(completions), weight_version=None, parameters_digest=None
@@ -65,11 +60,7 @@ class InFlightClient(PolicyClient):
         versions = completion.policy_versions
         if versions is None:
             versions = np.full(len(completion.token_ids), version, np.int32)
-        if int(versions.min(initial=version)) < self._version:
-            raise StalePolicy(
-                f"expected tokens of version {self._version} or later, found some of "
-                f"{versions.min()}: the endpoint went back to earlier weights"
-            )
+        self._check_version(int(versions.min(initial=version)))
         last = int(versions[-1]) if len(versions) else version
         constant = bool((versions == self._version).all())
         return replace(
@@ -77,6 +68,23 @@ class InFlightClient(PolicyClient):
             policy_versions=None if constant else versions,
             parameters_digest=await self._digest_of(last),
         )
+
+    async def _check_digest(self, version: int, digest: str) -> None:
+        """Raise StalePolicy unless a version of this run has these parameters."""
+        expected = await self._digest_of(version)
+        if digest != expected:
+            raise StalePolicy(
+                f"expected samples of the parameters {expected} for version {version}, found "
+                f"{digest}: the endpoint serves other weights than this run's"
+            )
+
+    def _check_version(self, version: int) -> None:
+        """Raise StalePolicy for a version before the one that this client began with."""
+        if version < self._version:
+            raise StalePolicy(
+                f"expected tokens of version {self._version} or later, found some of "
+                f"{version}: the endpoint went back to earlier weights"
+            )
 
     def _check(self, answer: ChatAnswer, n: int) -> None:
         served = parse_served_model_id(answer.model)

@@ -74,8 +74,8 @@ class ChatRequest:
     """`n` samples of one conversation from one served model.
 
     With `prompt_ids` the prompt is these very ids, and the server renders nothing. `tools` are
-    functions as OpenAI's clients send them, each with its JSON schema. `session` is for the client
-    alone.
+    functions as OpenAI's clients send them, each with its JSON schema. A `probe`, of a few tokens,
+    goes before all that wait at a server of ours. `session` is for the client alone.
     """
 
     model: str
@@ -84,6 +84,7 @@ class ChatRequest:
     sampling: Sampling
     prompt_ids: Int32[np.ndarray, " P"] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    probe: bool = False
     session: str = ""
 
     @property
@@ -107,6 +108,8 @@ class ChatRequest:
             body["tokens"] = self.prompt_ids.tolist()
         if self.tools:
             body["tools"] = [dict(tool) for tool in self.tools]
+        if self.probe:
+            body["probe"] = True
         if self.sampling.seed is not None:
             body["seed"] = self.sampling.seed
         return body
@@ -337,6 +340,24 @@ def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]
     if not isinstance(choices, list) or not choices:
         raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
     return body, sorted((_mapping(c, "a choice") for c in choices), key=_index)
+
+
+def named_versions(data: bytes) -> tuple[int | None, str | None, frozenset[int]]:
+    """The version and digest that an answer names, and the versions of its tokens.
+
+    Raises BadResponse.
+    """
+    body, choices = read_choices(data)
+    version = _weight_version(body.get("weight_version"))
+    digest = _optional(body.get("parameters_digest"), str, "parameters_digest")
+    versions = set[int]()
+    for choice in choices:
+        own = choice.get("policy_versions")
+        if own is not None:
+            versions.update(_token_ids(own, "policy_versions").tolist())
+        elif version is not None:
+            versions.add(version)
+    return version, digest, frozenset(versions)
 
 
 def read_tool_calls(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:

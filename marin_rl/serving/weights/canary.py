@@ -23,7 +23,7 @@ from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import BadResponse, InferenceError, StalePolicy
 from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED, CANARY_TOKENS
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatAnswer
+from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.lora import Adapter, merged
@@ -102,20 +102,21 @@ def prove(
     dtype: jnp.dtype | type = jnp.float32,
     temperature: float = 1.0,
     connect: Connect = PolicyClient,
+    probes: bool = False,
 ) -> Proof:
     """Compare the canary of every endpoint with the log-probabilities of the trainer, in nats.
 
     `dtype` is what endpoints compute in, `temperature` what rollouts are sampled at, for theirs are
     to be log-probabilities at it; 0 is greedy, whose log-probabilities are those at 1. `connect`
-    makes the client of an endpoint. Raises StalePolicy above `tolerance_of` the dtype, with the
-    expected digest and the served one: that of the first of the `suspects` (asked for only then)
-    whose parameters give the endpoint's numbers, else what the endpoint says of itself. Raises
-    BadResponse for an endpoint that leaves temperature out of its numbers, and what the client
-    raises.
+    makes the client of an endpoint; with `probes` the canary goes before what waits there. Raises
+    StalePolicy above `tolerance_of` the dtype, with the expected digest and the served one: that of
+    the first of the `suspects` (asked for only then) whose parameters give the endpoint's numbers,
+    else what the endpoint says of itself. Raises BadResponse for an endpoint that leaves
+    temperature out of its numbers, and what the client raises.
     """
     worst, tolerance = 0.0, tolerance_of(config, dtype)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature or 1.0)
-    answers = _sampled(policy, config, sampling, connect)
+    answers = _sampled(policy, config, sampling, connect, probes=probes)
     for endpoint, answer in zip(policy.endpoints, answers, strict=True):
         gap = _gap(model, answer, sampling.temperature)
         if not gap.within(tolerance):
@@ -208,9 +209,15 @@ def _loaded(engine: Engine, adapter: Adapter | None) -> int:
 
 
 def _sampled(
-    policy: ServedPolicy, config: InferenceConfig, sampling: Sampling, connect: Connect
+    policy: ServedPolicy,
+    config: InferenceConfig,
+    sampling: Sampling,
+    connect: Connect,
+    *,
+    probes: bool,
 ) -> list[ChatAnswer]:
     """The canary's answer from every endpoint, in order."""
+    request = ChatRequest(model=policy.model, messages=PROMPT, n=1, sampling=sampling, probe=probes)
 
     async def ask(endpoint: str) -> ChatAnswer:
         async with connect(
@@ -221,7 +228,7 @@ def _sampled(
             attempts_max=config.request_attempts_max,
             in_flight_max=1,
         ) as client:
-            return await client.chat(PROMPT, 1, sampling)
+            return await client.answer(request)
 
     async def ask_all() -> list[ChatAnswer]:
         return await asyncio.gather(*(ask(endpoint) for endpoint in policy.endpoints))

@@ -1,0 +1,54 @@
+"""Canaries next to a run: one for each proven checkpoint, signed, of the newest ones."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.policy_runs import small_run
+
+from marin_rl.errors import CorruptObject
+from marin_rl.storage.canaries import CANARIES_KEY, CanaryBoard, ProvenVersion
+from marin_rl.storage.runs import Run
+from marin_rl.types import Canary
+from schemas.fleet import CANARIES_MAX
+
+RUN = "0" * 64
+FIRST = ProvenVersion(
+    version=0,
+    parameters_digest="a" * 64,
+    canary=Canary(temperature=0.5, token_ids=(1, 2), logprobs=(-0.5, -1.0), tolerance=1e-3),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return small_run(tmp_path)
+
+
+def test_each_version_is_added_and_a_second_proof_takes_the_place_of_the_first(run: Run) -> None:
+    board = CanaryBoard(run.folder, None)
+    assert board.read(RUN) == {}
+    later = replace(FIRST, version=1, parameters_digest="b" * 64)
+    again = replace(later, canary=replace(later.canary, tolerance=0.25))
+    for proven in (FIRST, later, again):
+        board.add(RUN, proven)
+    assert board.read(RUN) == {0: FIRST, 1: again}
+    assert board.read("1" * 64) == {}, "another run of that name"
+
+
+def test_the_newest_are_kept(run: Run) -> None:
+    board = CanaryBoard(run.folder, None)
+    for version in range(CANARIES_MAX + 3):
+        board.add(RUN, replace(FIRST, version=version))
+    assert sorted(board.read(RUN)) == [*range(3, CANARIES_MAX + 3)]
+
+
+def test_records_of_another_token_prove_nothing_and_are_replaced(run: Run) -> None:
+    CanaryBoard(run.folder, None).add(RUN, FIRST)
+    board = CanaryBoard(run.folder, "secret")
+    with pytest.raises(CorruptObject, match="expected a record signed with this process's API"):
+        board.read(RUN)
+    later = replace(FIRST, version=1)
+    board.add(RUN, later)
+    assert board.read(RUN) == {1: later}, "nothing is taken over that this token did not sign"
+    assert b"secret" not in run.folder.read(CANARIES_KEY)
