@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from prefect.exceptions import Pause
+
 from flows.evaluate import round_after
 from flows.rounds import learn, sample
 from flows.session import pause_if_suspended
@@ -107,7 +109,8 @@ async def play_ahead(run: RunRef, checkpoint: SlotRef) -> SlotRef:
 async def run_together(*work: Coroutine[Any, Any, None]) -> None:
     """Run coroutines, of which the first samples; where another fails, sampling is cancelled.
 
-    Raises what failed first.
+    Where another ends because the flow run was suspended, sampling ends by itself, with nothing
+    lost. Raises what failed first.
     """
     sampling, *others = (asyncio.ensure_future(each) for each in work)
     for each in others:
@@ -124,7 +127,8 @@ async def run_together(*work: Coroutine[Any, Any, None]) -> None:
 
 
 def failed(ended: "asyncio.Future[None]") -> bool:
-    return not ended.cancelled() and ended.exception() is not None
+    """True if a coroutine ended by an error; being suspended is none."""
+    return not ended.cancelled() and not isinstance(ended.exception(), Pause | None)
 
 
 class Rounds(ABC):

@@ -106,11 +106,13 @@ def open_session(
 async def pause_if_suspended() -> None:
     """Raise Prefect's Pause where a deployment's flow run was suspended meanwhile.
 
-    Prefect tells a running flow by an event, which a busy server may drop.
+    Prefect tells a running flow by an event, which a busy server may drop. One that heard it ends
+    even if it was resumed since: another process goes on, and tasks of this one begin no more.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow_run.deployment_id is None:
         return  # only a worker could start it again
+    context.flow_run_suspension_request.raise_if_requested()
     with suppress(httpx.HTTPError, PrefectHTTPStatusError):  # of a server that is away for a moment
         async with get_client() as client:
             state = (await client.read_flow_run(context.flow_run.id)).state

@@ -93,12 +93,15 @@ class _WindowedRounds(Rounds):
         try:
             with reported(self._evaluated):
                 while self._taken + 1 < self._rounds.stop:
-                    await self._pause_if_suspended(sampling)
+                    await pause_if_suspended()
                     await self._newest_policy(sampling)
                     await self._fill(sampling)
                     await self._wait(sampling)
                 await self._workers.close("ended")
                 await self._evaluate_until(self._rounds.stop)
+        except Pause:
+            await self._drain(sampling, pausing=True)
+            raise
         finally:
             self._ended = True
             for chunk in sampling.chunks.values():
@@ -106,18 +109,6 @@ class _WindowedRounds(Rounds):
             await asyncio.gather(*sampling.chunks.values(), return_exceptions=True)
             with suppress(StorageError):  # what sampling failed by is raised
                 await self._workers.close()
-
-    async def _pause_if_suspended(self, sampling: _Sampling) -> None:
-        """Raise Prefect's Pause where the flow run was suspended, with nothing lost by it.
-
-        What is under way ends at the next border of groups, or of pieces, on every machine.
-        """
-        try:
-            await pause_if_suspended()
-        except Pause:
-            sampling.interruption.request(between_groups=True)
-            await self._drain(sampling)
-            raise
 
     async def _newest_policy(self, sampling: _Sampling) -> None:
         """Serve the latest checkpoint, once what earlier ones sample is finished.
@@ -136,15 +127,18 @@ class _WindowedRounds(Rounds):
         await self._workers.open(policy, self._taken + 1)
         sampling.policy, sampling.version = policy, version
 
-    async def _drain(self, sampling: _Sampling) -> None:
+    async def _drain(self, sampling: _Sampling, *, pausing: bool = False) -> None:
         """Wait for the chunks under way: no group is of two policies.
 
         Where completions are sampled in pieces, for the pieces under way: the next policy goes on.
+        With `pausing` chunks end at the next border of groups, or of pieces, on every machine.
         """
-        sampling.interruption.request()
+        sampling.interruption.request(between_groups=pausing)
         await self._workers.close()
-        for task in [*sampling.chunks.values()]:
-            await task
+        chunks = [*sampling.chunks.values()]
+        for ended in await asyncio.gather(*chunks, return_exceptions=pausing):
+            if isinstance(ended, BaseException) and not isinstance(ended, Pause):
+                raise ended  # a task that ends in a suspended flow run raises Pause
         await self._workers.drained()
         sampling.chunks.clear()
         sampling.interruption = Interruption()

@@ -3,6 +3,7 @@
 No container is built here: images, volumes and networks are checked by their files alone.
 """
 
+import json
 import os
 import re
 import shlex
@@ -49,6 +50,23 @@ def test_prefect_writes_where_its_user_may() -> None:
     places = re.findall(r"\b(PREFECT_HOME|PREFECT_UI_STATIC_DIRECTORY)=(\S+)", dockerfile)
     assert [name for name, _ in places] == ["PREFECT_HOME", "PREFECT_UI_STATIC_DIRECTORY"]
     assert all(place.startswith("/home/marin/") for _, place in places)
+
+
+def test_own_runs_are_remembered_on_a_volume_that_is_not_that_of_the_runs() -> None:
+    """Else a run is another person's to the container that comes after the one that began it."""
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    (place,) = re.findall(r"\bXDG_STATE_HOME=(\S+)", dockerfile)
+    (volumes,) = re.findall(r"^VOLUME (.+)$", dockerfile, re.MULTILINE)
+    assert place in json.loads(volumes)
+    made = re.search(r"mkdir (.+?) \\\n +&& chown marin (.+)\n", dockerfile)
+    assert made is not None
+    assert all(place in folders.split() for folders in made.groups())
+    mounts = dict(mount.split(":") for mount in COMPOSE["x-marin"]["volumes"])
+    assert mounts["state"] == place
+    assert mounts["runs"] == "/runs"
+    for name in ("worker", "engine"):
+        (container,) = pods()[name]["containers"]
+        assert {"name": "state", "mountPath": place} in container["volumeMounts"]
 
 
 def copied_from_the_context() -> list[str]:
@@ -103,7 +121,7 @@ def test_the_library_begins_without_git(tmp_path: Path) -> None:
 def test_the_services_are_a_server_a_database_a_worker_and_a_fleet() -> None:
     services = COMPOSE["services"]
     assert set(services) == {"database", "prefect", "deployments", "worker", "engine"}
-    assert COMPOSE["volumes"].keys() == {"runs", "cache", "database"}
+    assert COMPOSE["volumes"].keys() == {"runs", "cache", "state", "database"}
     assert "engine" in services
     for name in ("database", "prefect", "engine"):
         assert services[name]["healthcheck"]["test"], name

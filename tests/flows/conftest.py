@@ -1,6 +1,7 @@
 """One temporary Prefect server for all tests of this folder, brought up as `marin-rl run` does."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,13 @@ def api() -> Iterator[str]:
     """The URL of a Prefect API that flows inside the test report to."""
     with prefect_api(warm=ROOMS) as url:
         yield url
+
+
+@pytest.fixture
+def ended() -> Iterator[ExitStack]:
+    """Ends what is entered into it, whatever happens."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="session")

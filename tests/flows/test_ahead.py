@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prefect.exceptions import Pause
 from support.cases import printed_seed
 from support.faults import NamedOperations, Outcome, outcome
 from support.flow_runs import DEBUG, ForkServer, debug
 
-from flows.ahead import Results
+from flows.ahead import Results, run_together
 from flows.rl_loop import start
 from flows.session import resume_point
 from marin_rl.config import Config, load_config
@@ -138,6 +139,40 @@ def test_results_reach_those_who_wait_and_those_who_come_later() -> None:
         assert await results.of(0) == 7
 
     asyncio.run(exchange())
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [(Pause(), ["sampled"]), (ValueError("broken"), ["cancelled"])],
+    ids=lambda value: type(value).__name__,
+)
+def test_sampling_is_cancelled_by_an_error_and_not_by_a_suspension(
+    error: BaseException, ends: list[str]
+) -> None:
+    """It ends by itself where the flow run is suspended, whichever coroutine hears of it first."""
+    seen = list[str]()
+
+    async def sample(trained: asyncio.Event) -> None:
+        try:
+            await trained.wait()
+            for _ in range(3):  # longer than an error takes to get here
+                await asyncio.sleep(0)
+            seen.append("sampled")
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    async def train(trained: asyncio.Event) -> None:
+        trained.set()
+        raise error
+
+    async def play() -> None:
+        trained = asyncio.Event()
+        await run_together(sample(trained), train(trained))
+
+    with pytest.raises(type(error)):
+        asyncio.run(play())
+    assert seen == ends
 
 
 KILLS = 8 if "MARIN_RL_FAULTS_PLAYED" in os.environ else 16  # a sample, as of other faults

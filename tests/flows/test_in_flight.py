@@ -36,7 +36,7 @@ from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.layout import stream_key
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
-from marin_rl.storage.tables.parquet import load_present
+from marin_rl.storage.tables.parquet import FETCHES_MAX, iter_present
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.tables.stream import groups_in, numbers_of
 from marin_rl.tokenizers import tokenizer_for
@@ -139,7 +139,7 @@ def sampled_over(
         thread.join()
     if failed:
         raise failed[0]
-    return groups_in(run, numbers_of(run.config, chunk))
+    return [*groups_in(run, numbers_of(run.config, chunk))]
 
 
 def tokens_of(engines: Sequence[Engine]) -> list[int]:
@@ -150,7 +150,8 @@ def tokens_of(engines: Sequence[Engine]) -> list[int]:
 def digests_of(run: Run, chunk: int) -> dict[str, str]:
     """The policy digest of each rollout of a chunk, as its object names it."""
     keys = [stream_key(number) for number in numbers_of(run.config, chunk)]
-    tables = [decode_shard(data) for data in load_present(run.store, keys) if data is not None]
+    objects = iter_present(run.store, keys, FETCHES_MAX)
+    tables = [decode_shard(data) for data in objects if data is not None]
     rows = [row for table in tables for row in table.to_pylist()]
     return {row["rollout_id"]: row["policy_digest"] for row in rows}
 

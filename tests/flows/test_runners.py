@@ -7,9 +7,7 @@ and parameters of an undisturbed local one.
 import asyncio
 import importlib.util
 import json
-import os
-import subprocess
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,7 +16,6 @@ from uuid import UUID
 
 import httpx
 import pytest
-import yaml
 from prefect import flow, get_client, task
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -27,11 +24,9 @@ from prefect.events import emit_event
 from prefect.states import Completed, Pending, Running
 from pydantic import TypeAdapter
 from support.faults import outcome
-from support.fleet_servers import RegisteredServer
-from support.flow_runs import DEBUG, REPOSITORY, debug
-from support.forked_python import python
-from support.nodes import Node, RayCluster, pool_worker, wait
-from support.prefect_server import PrefectServer
+from support.flow_runs import DEBUG, debug
+from support.machines import FLEET, Machines
+from support.nodes import RayCluster, pool_worker, wait
 from support.streams import stream_of
 from support.windowed_runs import checked
 
@@ -53,7 +48,6 @@ from tasks.fan_out import (
 from tasks.generate import generate
 from tasks.options import STAGE, StageRunner, open_run
 
-CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", "prefect.toml")
 ROUNDS = 2
 WINDOW = (
     "policy.init=random",
@@ -61,7 +55,6 @@ WINDOW = (
     "asynchrony.max_staleness=2",
     "asynchrony.sampler=windowed",
 )
-FLEET = ("inference.endpoints=registered", "inference.publish=pull")
 
 pytestmark = pytest.mark.timeout(3000)
 
@@ -72,77 +65,6 @@ def alone(api: str, tmp_path_factory: pytest.TempPathFactory) -> Config:
     config = debug(tmp_path_factory.mktemp("alone"), f"rounds={ROUNDS}")
     start(config)
     return config
-
-
-@pytest.fixture
-def ended() -> Iterator[ExitStack]:
-    """Ends what is entered into it, whatever happens."""
-    with ExitStack() as stack:
-        yield stack
-
-
-class Machines:
-    """A Prefect server, a checkout, a run with registered servers, and the process of its flow."""
-
-    def __init__(self, folder: Path, ended: ExitStack, *overrides: str) -> None:
-        self.folder, self._ended = folder, ended
-        for name in CHECKOUT:
-            (folder / name).symlink_to(REPOSITORY / name)
-        server = PrefectServer(folder / "prefect", python())
-        server.start()
-        ended.callback(server.kill)
-        self.environment = {
-            **os.environ,
-            "PREFECT_API_URL": server.url,
-            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-            "RL_ROOT": str(folder),
-            "PYTHONPATH": str(folder),
-        }
-        self.overrides = (f"rounds={ROUNDS}", *FLEET, *overrides)
-        self.config = debug(folder / "runs", *self.overrides)
-        self.run = Run.create_or_open(self.config)
-
-    def call(self, *command: str) -> None:
-        """Run a command of Prefect in the checkout."""
-        done = subprocess.run(
-            [python(), "-m", "prefect", *command],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def serve(self, name: str) -> RegisteredServer:
-        """Start an endpoint, which announces itself."""
-        server = RegisteredServer(self.run, self.folder / f"{name}.log")
-        self._ended.callback(server.end)
-        return server
-
-    def play(self, environment: Mapping[str, str] | None = None) -> Node:
-        """Start the run's flow."""
-        tree = yaml.safe_load(DEBUG.read_text())
-        file = self.folder / "run.yaml"
-        file.write_text(yaml.safe_dump(tree))
-        given = [f"--set={item}" for item in self.overrides]
-        command = [python(), "-m", "marin_rl", "run", str(file), "--run-id", "whole"]
-        command += ["--set=policy.init=sft", f"--set=root={self.config.root}", *given]
-        log = self.folder / "flow.log"
-        node = Node(command, self.folder, {**self.environment, **(environment or {})}, log)
-        self._ended.callback(node.end)
-        return node
-
-    def shards(self, round: int) -> int:
-        """Committed shards of a round."""
-        names = self.run.store.children(f"rollouts/round-{round:05d}")
-        return sum(name.startswith("shard-") for name in names)
-
-    def finish(self, flow: Node) -> None:
-        """Wait for the end of the flow, which succeeds."""
-        wait(lambda: flow.process.poll() is not None, "the end of the flow")
-        assert flow.process.returncode == 0, flow.log.read_text()[-4000:]
 
 
 def pending_flow_runs(environment: Mapping[str, str]) -> int:
@@ -156,11 +78,14 @@ def pending_flow_runs(environment: Mapping[str, str]) -> int:
 @pytest.mark.bits
 def test_two_workers_of_a_pool(alone: Config, tmp_path: Path, ended: ExitStack) -> None:
     machines = Machines(
-        tmp_path, ended, "flow.runner=work_pool", "flow.shards_per_flow_run=1", "flow.retries=5"
+        tmp_path,
+        ended,
+        f"rounds={ROUNDS}",
+        "flow.runner=work_pool",
+        "flow.shards_per_flow_run=1",
+        "flow.retries=5",
     )
-    machines.call("work-pool", "create", "rl-pool", "--type", "process", "--overwrite")
-    machines.call("--no-prompt", "deploy", "--all")
-    machines.call("automation", "create", "--from-file", "flows/automations.yaml")
+    machines.site.deploy()
     endpoints = [machines.serve("first"), machines.serve("second")]
     workers = [pool_worker(tmp_path, machines.environment, name) for name in ("one", "two")]
     for worker in workers:
@@ -180,10 +105,10 @@ def test_two_workers_of_a_pool(alone: Config, tmp_path: Path, ended: ExitStack) 
 @pytest.mark.slow
 def test_a_worker_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> None:
     """Chunks are claimed by the flow, sampled by whichever worker, and sampled again if it dies."""
-    machines = Machines(tmp_path, ended, "flow.runner=work_pool", "flow.retries=5", *WINDOW)
-    machines.call("work-pool", "create", "rl-pool", "--type", "process", "--overwrite")
-    machines.call("--no-prompt", "deploy", "--all")
-    machines.call("automation", "create", "--from-file", "flows/automations.yaml")
+    machines = Machines(
+        tmp_path, ended, f"rounds={ROUNDS}", "flow.runner=work_pool", "flow.retries=5", *WINDOW
+    )
+    machines.site.deploy()
     machines.serve("endpoint")
     workers = [pool_worker(tmp_path, machines.environment, name) for name in ("one", "two")]
     for worker in workers:
@@ -209,7 +134,7 @@ def test_a_node_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> None:
     ended.callback(cluster.end)
     second = cluster.add("second")
     ray = ("flow.runner=ray", f"flow.ray_address={cluster.address}", "flow.retries=5")
-    machines = Machines(tmp_path, ended, *ray, *WINDOW)
+    machines = Machines(tmp_path, ended, f"rounds={ROUNDS}", *ray, *WINDOW)
     machines.serve("endpoint")
     flow = machines.play(cluster.environment)
     wait(lambda: stream_of(machines.run).numbers != frozenset(), "the first group", flow)
@@ -226,7 +151,12 @@ def test_two_nodes_of_a_ray_cluster(alone: Config, tmp_path: Path, ended: ExitSt
     ended.callback(cluster.end)
     second = cluster.add("second")
     machines = Machines(
-        tmp_path, ended, "flow.runner=ray", f"flow.ray_address={cluster.address}", "flow.retries=5"
+        tmp_path,
+        ended,
+        f"rounds={ROUNDS}",
+        "flow.runner=ray",
+        f"flow.ray_address={cluster.address}",
+        "flow.retries=5",
     )
     endpoints = [machines.serve("first"), machines.serve("other")]
     flow = machines.play(cluster.environment)

@@ -121,6 +121,22 @@ async def _suspended() -> None:
     await pause_if_suspended()
 
 
+@flow
+async def _resumed() -> None:
+    """Hears that it is suspended, and asks once another process goes on."""
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    context.flow_run.deployment_id = uuid4()
+    context.flow_run_suspension_request.mark_requested(Suspended(timeout_seconds=60))
+    await pause_if_suspended()
+
+
+def test_a_flow_that_heard_of_its_suspension_ends_though_it_was_resumed(api: str) -> None:
+    with pytest.raises(Pause):
+        asyncio.run(_resumed())
+
+
 def test_a_suspended_flow_ends_before_its_next_round_even_if_no_event_tells_it(api: str) -> None:
     with pytest.raises(Pause) as raised:
         asyncio.run(_suspended())

@@ -170,6 +170,9 @@ def check_rounds(config: Config) -> None:
     rows = read_metrics(run).to_pylist()
     assert [row["round"] for row in rows[:ROUNDS]] == list(range(ROUNDS))
     gaps = [row["sampling/logp_difference/max"] for row in rows[:ROUNDS]]
+    print(
+        f"{config.inference.publish}: log-probabilities of {ROUNDS} rounds differ by up to {gaps}"
+    )
     assert max(gaps) < 1e-4, gaps
     assert all(row["weights/bytes"] > 0 for row in rows[:ROUNDS])
 

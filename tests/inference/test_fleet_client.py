@@ -1,7 +1,9 @@
 """A client of endpoints that come, go, break and lie, against fake servers on loopback."""
 
 import asyncio
+import itertools
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -50,16 +52,30 @@ async def one(client: FleetClient) -> np.ndarray:
     return (await client.chat(MESSAGES, 1, SAMPLING)).completions[0].token_ids
 
 
-def test_an_endpoint_that_ends_and_one_that_begins_cost_nothing(tmp_path: Path) -> None:
-    listed = tmp_path / "fleet.txt"
+@pytest.mark.parametrize("first_breaks", ["after it has left the fleet", "at once"])
+def test_an_endpoint_that_ends_and_one_that_begins_cost_nothing(
+    tmp_path: Path, first_breaks: str
+) -> None:
+    """One answers as many requests as it is let, and breaks off all further ones as it ends."""
+    listed, answered = tmp_path / "fleet.txt", 10
+    numbers, busy, ended = itertools.count(), threading.Event(), threading.Event()
+
+    def fault(_body: object) -> str | None:
+        if next(numbers) < answered:
+            return None
+        busy.set()
+        ended.wait()
+        return "drop"
 
     async def use(client: FleetClient) -> int:
-        first.delay_s = 0.05
+        first.fault = fault
         calls = [asyncio.create_task(one(client)) for _ in range(30)]
-        await asyncio.to_thread(wait_until, lambda: bool(first.requests))
+        await asyncio.to_thread(busy.wait)
         await asyncio.to_thread(first.__exit__, None, None, None)
-        first.fault = lambda _: "drop"  # what it still answers breaks off
         listed.write_text(f"{second.url}\n")
+        if first_breaks != "at once":
+            await asyncio.to_thread(wait_until, lambda: second.looks > 0)
+        ended.set()
         answers = await asyncio.gather(*calls)
         assert all(ids.tolist()[-1] == END for ids in answers)
         return len(second.requests)
@@ -69,7 +85,7 @@ def test_an_endpoint_that_ends_and_one_that_begins_cost_nothing(tmp_path: Path) 
         first.__enter__()
         listed.write_text(f"{first.url}\n")
         asked = ask(EndpointSource([f"file:{listed}"]), use, in_flight_max=4, attempts_max=1)
-    assert asked >= 20
+    assert asked == 30 - answered
 
 
 def test_waiting_requests_go_to_an_endpoint_that_comes_later(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Counts of what waits in a stream, with a bounded number of objects in memory."""
+"""A stream on a remote store is read with a bounded number of its objects in memory."""
 
 import gc
 import threading
@@ -8,8 +8,13 @@ from dataclasses import replace
 
 from support.streams import Streaming, made
 
+from marin_rl.rollouts.streaming import group_id_of, now_utc
+from marin_rl.storage.layout import STREAM
+from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import MemoryStore
+from marin_rl.storage.tables.intakes import Settled, collect_shard
 from marin_rl.storage.tables.parquet import FETCHES_MAX
+from marin_rl.storage.tables.stream import GroupStream, groups_in
 from marin_rl.storage.upkeep.streams import waiting_rollouts
 
 GROUPS = 3 * FETCHES_MAX
@@ -20,15 +25,17 @@ class Held(bytearray):
 
 
 class CountingStore(MemoryStore):
-    """A store that counts how many of the objects it has read are in memory at once."""
+    """A store that counts how many objects of the stream that it has read are in memory at once."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._lock = threading.Lock()
         self.reads = self.now = self.peak = 0
 
-    def read(self, key: str) -> Held:  # type: ignore[override]
-        """Read an object, and count it until it is collected."""
+    def read(self, key: str) -> Held | bytes:  # type: ignore[override]
+        """Read an object; count one of the stream until it is collected."""
+        if not key.startswith(STREAM):
+            return super().read(key)
         data = Held(super().read(key))
         with self._lock:
             self.reads += 1
@@ -37,19 +44,60 @@ class CountingStore(MemoryStore):
         weakref.finalize(data, self._given_back)
         return data
 
+    def check(self, reads: int) -> None:
+        """Check that objects were read, few at once, and that all were given back."""
+        gc.collect()
+        assert self.reads >= reads
+        assert self.now == 0
+        assert self.peak <= FETCHES_MAX + 2, "those under way, that which is decoded, the next one"
+
     def _given_back(self) -> None:
         with self._lock:
             self.now -= 1
 
 
 def test_objects_of_a_remote_stream_in_memory_are_as_many_as_are_fetched_at_once() -> None:
+    streaming = filled()
+    streaming.chain(1).append(made([GROUPS, GROUPS + 1]))
+    run, store = counted(streaming.run)
+    assert waiting_rollouts(run) == 2 * (GROUPS + 2)
+    store.check(GROUPS + 1)
+
+
+def filled() -> Streaming:
+    """A stream on a store that is not local, of GROUPS groups with an object each."""
     streaming = Streaming(f"memory://{uuid.uuid4().hex}", groups=GROUPS)
     streaming.put(*((number, 0) for number in range(GROUPS)))
-    streaming.chain(1).append(made([GROUPS, GROUPS + 1]))
-    store = CountingStore(streaming.run.store.url)
-    run = replace(streaming.run, store=store)
-    assert waiting_rollouts(run) == 2 * (GROUPS + 2)
-    gc.collect()
-    assert store.reads >= GROUPS + 1
-    assert store.now == 0
-    assert store.peak <= FETCHES_MAX + 2, "those under way, that which is decoded, the next one"
+    return streaming
+
+
+def counted(run: Run) -> tuple[Run, CountingStore]:
+    """The run over a store that counts what is in memory."""
+    store = CountingStore(run.store.url)
+    return replace(run, store=store), store
+
+
+def test_a_trainer_reads_its_stream_with_as_few_objects_in_memory() -> None:
+    """Groups as they come, claims, and the shard of a round."""
+    streaming = filled()
+    for chunk in range(GROUPS):
+        streaming.stream.claim(chunk, "w", 0, now_utc())
+    intake = streaming.take(0)
+    run, store = counted(streaming.run)
+    stream = GroupStream(run)
+    stream.look()
+    assert len(stream.claims) == GROUPS
+    stream.read(Settled())
+    assert len(stream.groups) == GROUPS
+    store.check(2 * GROUPS)
+    run, store = counted(streaming.run)
+    collect_shard(run, 0, 0, intake)
+    store.check(GROUPS)
+
+
+def test_a_worker_reads_its_chunk_with_as_few_objects_in_memory() -> None:
+    streaming = filled()
+    run, store = counted(streaming.run)
+    read = (group.group_id for group in groups_in(run, range(GROUPS + 1)))
+    assert [*read] == [group_id_of(number) for number in range(GROUPS)]
+    store.check(GROUPS)

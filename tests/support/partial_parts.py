@@ -5,7 +5,7 @@ a chain in which that is another one than the last would have been gone on with 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,8 @@ class SmallParts(PartialGroups):
         self.player, self.version, self.last = player, version, FIRST
         return self
 
-    def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
-        return [load_or_none(self.run.store, key) for key in keys]
+    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+        return (load_or_none(self.run.store, key) for key in keys)
 
     def _decoded(self, key: str, data: pa.Buffer) -> RolloutGroup:
         part = group_of(key, ())

@@ -142,8 +142,8 @@ class WindowedBucket(Bucket):
 class SmallStream(GroupStream):
     """A stream whose groups are a few bytes of JSON, read one after the other."""
 
-    def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
-        return [load_or_none(self.run.store, key) for key in keys]
+    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+        return (load_or_none(self.run.store, key) for key in keys)
 
     def _decoded(self, key: str, data: Any) -> tuple[StreamedGroup, ...]:
         raw, number = data.to_pybytes(), stream_group_of(key)

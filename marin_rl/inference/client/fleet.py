@@ -118,6 +118,10 @@ class Fleet:
                 member.state = "new"
         return [member for member in self.members.values() if not member.endpoint.refused]
 
+    def has(self, member: Member) -> bool:
+        """True unless the member has left; one that comes again is another."""
+        return self.members.get(member.url) is member
+
     @property
     def ready(self) -> list[Member]:
         """Members that may be asked."""

@@ -143,7 +143,8 @@ class FleetClient(PolicyClient):
         if isinstance(error, StalePolicy):
             self._lose(member, str(error))  # it has gone on to other weights, or is another server
         # Nothing was answered, so the next endpoint, or the same one restarted, is asked the same.
-        return int(member.state == "ready")
+        # One that has left the fleet keeps the state in which it left.
+        return int(member.state == "ready" and self._fleet.has(member))
 
     async def _member(self, session: str) -> Member:
         """The endpoint to ask, once there is one. Raises FleetEmpty, ConfigError."""

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -344,9 +344,10 @@ def fetches_at_once(bytes_max: int) -> int:
 def iter_present(
     store: ObjectStore, keys: Iterable[str], at_once: int
 ) -> Iterator[pa.Buffer | None]:
-    """As `load_present`, but of a remote store no more than `at_once` objects are in memory.
+    """Objects as buffers, in order, None for what is not there; remote ones concurrently.
 
-    The caller has one more, unless it lets go of it.
+    Of a remote store no more than `at_once` objects are in memory. The caller has one more, unless
+    it lets go of it.
     """
     return in_order(store, lambda key: load_or_none(store, key), keys, at_once)
 
@@ -357,14 +358,6 @@ def load_or_none(store: ObjectStore, key: str) -> pa.Buffer | None:
         return load(store, key)
     except ObjectMissing:
         return None
-
-
-def load_present(store: ObjectStore, keys: Sequence[str]) -> list[pa.Buffer | None]:
-    """Objects as buffers, in order, None for what is not there; remote ones concurrently."""
-    if not keys or store.local_path(keys[0]) is not None:
-        return [load_or_none(store, key) for key in keys]
-    with ThreadPoolExecutor(FETCHES_MAX) as pool:
-        return list(pool.map(partial(load_or_none, store), keys))
 
 
 def digest_of(data: pa.Buffer | bytes) -> str:

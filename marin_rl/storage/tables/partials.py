@@ -7,14 +7,14 @@ piece added to a member; one with a prompt begins the member again, whatever cam
 a stream go when a sealed round has their group, those of a shard once the shard is committed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
 from marin_rl.storage.layout import partial_key, partial_name, pieces_folder
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import load_present
+from marin_rl.storage.tables.parquet import FETCHES_MAX, iter_present
 from marin_rl.storage.tables.pieces import commit_groups, table_sampled_as
 from marin_rl.storage.tables.rollouts import groups_of
 from marin_rl.storage.tables.streamed import WORKER
@@ -49,16 +49,17 @@ class PartialGroups:
         # one.
         while waiting:
             keys = [self.key(group_id, number) for group_id in waiting]
-            read = zip(waiting, keys, self._load(keys), strict=True)
-            there = [(group_id, key, data) for group_id, key, data in read if data is not None]
-            for group_id, key, data in there:
-                chains.setdefault(group_id, []).append(self._decoded(key, data))
-            waiting, number = [group_id for group_id, *_ in there], number + 1
+            there = list[str]()
+            for group_id, key, data in zip(waiting, keys, self._load(keys), strict=True):
+                if data is not None:
+                    chains.setdefault(group_id, []).append(self._decoded(key, data))
+                    there.append(group_id)
+            waiting, number = there, number + 1
         self.lengths = {group_id: len(chain) for group_id, chain in chains.items()}
         return chains
 
-    def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
-        return load_present(self.run.store, keys)
+    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+        return iter_present(self.run.store, keys, FETCHES_MAX)
 
     def _decoded(self, key: str, data: pa.Buffer) -> RolloutGroup:
         table = table_sampled_as(self.fingerprint, data, self.run.store.url_of(key))

@@ -28,7 +28,13 @@ from marin_rl.storage.layout import (
 )
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore
-from marin_rl.storage.tables.parquet import PARTS_MAX, in_order, load_present
+from marin_rl.storage.tables.parquet import (
+    FETCHES_MAX,
+    PARTS_MAX,
+    in_order,
+    iter_present,
+    load_or_none,
+)
 from marin_rl.storage.tables.pieces import commit_groups
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
 from marin_rl.storage.tables.streamed import WORKER, Sampled, StreamedGroup, streamed_groups
@@ -148,8 +154,8 @@ class GroupStream:
             if item is not None:
                 self.groups |= {group.number: group for group in self._decoded(key, item)}
 
-    def _load(self, keys: Sequence[str]) -> list[pa.Buffer | None]:
-        return load_present(self.run.store, keys)
+    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+        return iter_present(self.run.store, keys, FETCHES_MAX)
 
     def _read_packs(self, keys: Sequence[str]) -> None:
         """Read the packs that were not read before, a few at a time; forget those that are gone."""
@@ -169,7 +175,7 @@ class GroupStream:
         """Groups of each object, none where it is gone."""
 
         def groups_of_object(key: str) -> tuple[StreamedGroup, ...]:
-            (data,) = self._load([key])
+            data = load_or_none(self.run.store, key)
             return () if data is None else self._decoded(key, data)
 
         return in_order(self.run.store, groups_of_object, keys, PARTS_MAX)
@@ -279,8 +285,9 @@ def _record(data: bytes, source: str) -> dict[str, Any]:
         raise CorruptObject(f"{source}: {error}") from None
 
 
-def groups_in(run: Run, numbers: Sequence[int]) -> list[RolloutGroup]:
-    """Committed groups of the stream by number, those that are there."""
-    data = load_present(run.store, [stream_key(number) for number in numbers])
-    tables = [decode_shard(item) for item in data if item is not None]
-    return [group for table in tables for group in groups_of(table)]
+def groups_in(run: Run, numbers: Sequence[int]) -> Iterator[RolloutGroup]:
+    """Yield the committed groups of the stream by number, those that are there."""
+    keys = [stream_key(number) for number in numbers]
+    for key, data in zip(keys, iter_present(run.store, keys, FETCHES_MAX), strict=True):
+        if data is not None:
+            yield from groups_of(decode_shard(data, source=run.store.url_of(key)))
