@@ -146,7 +146,7 @@ def test_tokens_of_versions_that_are_proven_are_taken_with_their_versions() -> N
     assert server.completions == 3
 
 
-def test_what_the_trainer_has_just_proven_is_not_proven_again() -> None:
+def test_a_version_that_the_trainer_has_just_proven_is_not_proven_again() -> None:
     server = Changing()
 
     async def use(client: InFlightFleetClient) -> None:
