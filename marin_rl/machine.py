@@ -199,9 +199,11 @@ def _comm(task: Path) -> str:
 
 def _device() -> str:
     """The kind of JAX's devices; empty before it has started, which this does not do."""
-    if not running_pool_threads():
-        return ""
     # no import: the data side reads facts too, and never depends on JAX
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    # by its backends and not by the pool, which JAX_PLATFORMS=cuda starts none of
+    if bridge is None or not bridge.backends_are_initialized():
+        return ""
     return str(sys.modules["jax"].local_devices()[0].device_kind)
 
 

@@ -18,7 +18,7 @@ heads, G query heads of each, Q = G times C, H head size.
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import haliax as hax
 import jax
@@ -109,15 +109,23 @@ def _seen(
     return same & (keys > 0) & (key_index[..., None, :] <= index[..., None])
 
 
+A = TypeVar("A", bound=Attention)
+
+
+def with_attention_fields(kind: type[A], attention: Attention) -> A:
+    """An attention of another `kind` with the same arrays, which are not copied."""
+    assert attention.config.logits_soft_cap is None, "no supported family caps its logits"
+    fields = dataclasses.fields(attention)
+    return kind(**{field.name: getattr(attention, field.name) for field in fields})
+
+
 class RowAttention(Attention):
     """Levanter's attention with a `Sight` in the place of its mask."""
 
     @classmethod
     def of(cls, attention: Attention) -> "RowAttention":
         """The same attention; its arrays are not copied."""
-        assert attention.config.logits_soft_cap is None, "no supported family caps its logits"
-        fields = dataclasses.fields(attention)
-        return cls(**{field.name: getattr(attention, field.name) for field in fields})
+        return with_attention_fields(cls, attention)
 
     def __call__(  # type: ignore[override]  # a Sight says more than Levanter's masks can
         self, x: NamedArray, mask: Sight, *, key: Any = None, pos_ids: Any = None

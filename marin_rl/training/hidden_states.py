@@ -7,21 +7,31 @@ Axes: B sequences, T positions, E embedding.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, Int
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.gemma import GemmaLMHeadModel
 
+from marin_rl.training import fused_attention
 from marin_rl.training.attention import Rotation, RowAttention, Sight, sight_of, with_rotation
+from marin_rl.training.fused_attention import FusedAttention, Pairs
 from marin_rl.training.quantized_layers import Blocks, folded, lies_quantized
 
 # More layers than this are scanned: see `_blocks` for what either way costs.
 UNROLLED_LAYERS_MAX = 8
+
+# Longest rows that plain attention computes on a GPU: of each head it keeps an array of positions
+# by positions.
+PLAIN_POSITIONS_MAX_GPU = 1024
+
+Mask = AttentionMask | Sight | Pairs
 
 
 def states_before_last_mlp(
@@ -30,20 +40,33 @@ def states_before_last_mlp(
     segment_ids_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
     prompts_BT: Int[Array, "B T"] | None,
+    *,
+    alone: bool = False,
 ) -> Float[Array, "B T E"]:
-    """Levanter's activations, up to where positions stop exchanging anything."""
+    """Levanter's activations, up to where positions stop exchanging anything.
+
+    `alone`: every row is one sequence, followed by padding.
+    """
     batch = Axis("batch", token_ids_BT.shape[0])
     position = Axis("position", token_ids_BT.shape[1])
     named = partial(hax.named, axis=(batch, position))
     layers: Any = model.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
     # By segment as well as causal: neighbours in a packed row must not see one another.
-    mask: AttentionMask | Sight = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
+    mask: Mask = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
     states = _embedded(model, named(token_ids_BT))
     # Positions within a sequence and not within the row: a packed completion is rotated as it was
     # when it was sampled.
     positions: NamedArray | Rotation = named(positions_BT)
-    if prompts_BT is not None:
-        layers, mask = _with_sight(layers), sight_of(segment_ids_BT, prompts_BT)
+    if prompts_BT is None and _too_long(position.size):
+        prompts_BT = segment_ids_BT
+    if fused_attention.takes(_head_size(layers), states.dtype):
+        layers = _with_attention(layers, FusedAttention.of)
+        mask = Pairs(None) if alone else fused_attention.pairs_of(segment_ids_BT, prompts_BT)
+    elif prompts_BT is not None:
+        layers, mask = (
+            _with_attention(layers, RowAttention.of),
+            sight_of(segment_ids_BT, prompts_BT),
+        )
         layers, positions = with_rotation(layers, positions, states.dtype)
     *body, last = _blocks(layers, model.config.num_layers)
     for block in body:
@@ -59,10 +82,19 @@ def is_plain(model: Any) -> bool:
     return attention.config.attn_backend is AttentionBackend.VANILLA
 
 
-def _with_sight(layers: Any) -> Any:
-    """The layers with an attention that takes a `Sight`."""
+def _too_long(positions: int) -> bool:
+    """True for rows that plain attention would need too much memory for."""
+    return jax.default_backend() == "gpu" and positions > PLAIN_POSITIONS_MAX_GPU
+
+
+def _head_size(layers: Any) -> int:
+    return layers.stacked.self_attn.config.HeadSize.size
+
+
+def _with_attention(layers: Any, of: Callable[[Any], Any]) -> Any:
+    """The layers with another attention, that `of` makes of theirs."""
     stacked = layers.stacked
-    changed = dataclasses.replace(stacked, self_attn=RowAttention.of(stacked.self_attn))
+    changed = dataclasses.replace(stacked, self_attn=of(stacked.self_attn))
     return dataclasses.replace(layers, stacked=changed)
 
 
@@ -102,7 +134,5 @@ def _blocks(layers: Any, count: int) -> list[Any]:
     return [partial(_fold, shorter), last]
 
 
-def _fold(
-    layers: Any, states: Any, mask: AttentionMask | Sight, *, pos_ids: NamedArray | Rotation
-) -> Any:
+def _fold(layers: Any, states: Any, mask: Mask, *, pos_ids: NamedArray | Rotation) -> Any:
     return layers.fold(states, mask=mask, key=None, pos_ids=pos_ids)

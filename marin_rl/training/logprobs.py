@@ -27,6 +27,8 @@ from marin_rl.training.losses import scores_of_logits
 
 # A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
 TOKENS_PER_CHUNK = 256
+# On a GPU, where adding a chunk's gradient of the head to the sum costs more than the chunk itself.
+TOKENS_PER_CHUNK_GPU = 2048
 
 Head = Callable[[Float[Array, "*N E"]], Float[Array, "*N"]]
 
@@ -42,7 +44,8 @@ class Packing(NamedTuple):
     """Packing of rows.
 
     `packed_rows`: with several sequences, so that most of a row is out of most of its tokens'
-    sight; that changes speed and memory alone. `shared_prompts`: a segment that begins at a
+    sight. Without it a row is one sequence, followed by padding; a GPU counts on that in 16 bits,
+    elsewhere it changes speed and memory alone. `shared_prompts`: a segment that begins at a
     position above 0 continues the last segment before it that begins at 0.
     """
 
@@ -138,7 +141,12 @@ def _scored(
         # computes only those in sight.
         prompts_BT = segment_ids_BT
     states_BTE = states_before_last_mlp(
-        model, token_ids_BT, segment_ids_BT, positions_BT, prompts_BT
+        model,
+        token_ids_BT,
+        segment_ids_BT,
+        positions_BT,
+        prompts_BT,
+        alone=packing == ALONE,
     )
     # Flat, so that chunks run on over the ends of rows and only the last one has to be filled up.
     flat: Any = _scores_where(
@@ -322,7 +330,8 @@ def _masked_first(mask_N: Bool[Array, " N"], axes: tuple[str, ...]) -> tuple[Arr
     needs all devices, and one that is done sooner would only wait.
     """
     size = mask_N.shape[0]
-    chunk = min(TOKENS_PER_CHUNK, size)
+    on_gpu = jax.default_backend() == "gpu"
+    chunk = min(TOKENS_PER_CHUNK_GPU if on_gpu else TOKENS_PER_CHUNK, size)
     # Stable, so that the mask alone decides the order in which gradients are summed.
     order_N = jnp.argsort(~mask_N, stable=True).astype(jnp.int32)
     # The last chunk is filled up with an index past the end: reads give 0, writes are dropped.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marin_rl.training import attention
+from marin_rl.training import attention, fused_attention
 from marin_rl.training.attention import attend, sight_of
 
 HEADS, GROUP, SIZE = 2, 3, 5
@@ -98,3 +98,34 @@ def test_a_square_of_the_row_never_exists():
     program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(shapes, keys).compile().as_text()
     assert f"{length},{length}]" not in program
     assert "f32[1,16,1,64,64]" in program.replace("f32[16,64,64]", "f32[1,16,1,64,64]")
+
+
+def test_attention_of_a_gpu_sees_the_same_pairs():
+    rng = np.random.default_rng(5)
+    length = 24
+    segments, prompts = rows_of(rng, length)
+    shape = (2, length, HEADS, GROUP, SIZE)
+    query = rng.normal(size=shape).astype(np.float32)
+    keys, values = rng.normal(size=(2, 2, length, HEADS, SIZE)).astype(np.float32)
+    pairs = fused_attention.pairs_of(jnp.asarray(segments), jnp.asarray(prompts))
+    assert pairs.seen is not None
+    found = fused_attention.attend_fused(
+        jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), pairs.seen.array, 1.0, "xla"
+    )
+    expected = dense(query, keys, values, segments, prompts)
+    inside = segments > 0  # padding gets some finite mean
+    np.testing.assert_allclose(np.asarray(found)[inside], np.asarray(expected)[inside], atol=2e-5)
+    assert np.isfinite(np.asarray(found)).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "asks"),
+    [
+        ("", False),
+        ("--xla_gpu_exclude_nondeterministic_ops=true", True),
+        ("--xla_dump_to=/tmp --xla_gpu_deterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+    ],
+)
+def test_the_kernel_of_a_gpu_is_left_out_where_bits_are_to_be_the_same(flags, asks):
+    assert fused_attention.asks_for_determinism(flags) is asks
