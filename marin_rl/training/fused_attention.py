@@ -50,7 +50,8 @@ def takes(head_size: int, dtype: jnp.dtype) -> bool:
 
 def asks_for_determinism(flags: str) -> bool:
     """True where XLA_FLAGS leaves only operations that give the same bits every time."""
-    pairs = dict(flag.partition("=")[::2] for flag in flags.split())
+    parts = (flag.partition("=") for flag in flags.split())
+    pairs = {name: value for name, _, value in parts}
     off = ("false", "0")
     return any(name in pairs and pairs[name].lower() not in off for name in DETERMINISTIC)
 
