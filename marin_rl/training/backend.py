@@ -21,6 +21,7 @@ from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.training.adapters import first_adapter
 from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, policy_settings
 from marin_rl.training.gradients import combine
+from marin_rl.training.model import device_array
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.state import CheckpointSlot, first_parameters, fresh_state
 from marin_rl.training.step import Gradients, trainable_of
@@ -99,7 +100,7 @@ class Backend(Protocol):
         ...
 
     def load_weights(self, weights: Mapping[str, Any]) -> Future[None]:
-        """Replace trainable parameters; the optimizer's moments stay."""
+        """Replace trainable parameters by copies; the optimizer's moments stay."""
         ...
 
     def save(
@@ -245,7 +246,7 @@ class DeviceBackend:
             )
         # Masters are float32, whatever a model folder has; an adapter's may be configured.
         dtypes = {name: array.dtype for name, array in self._state.parameters.items()}
-        copies = {name: jnp.asarray(array, dtypes[name]) for name, array in weights.items()}
+        copies = {name: device_array(array, dtypes[name]) for name, array in weights.items()}
         layout, template = self._program.layout, self._program.template
         self._state = self._state._replace(parameters=layout.place_parameters(copies, template))
 

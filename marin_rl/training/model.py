@@ -150,13 +150,16 @@ def named_parameters(model: eqx.Module) -> dict[str, jax.Array]:
     return {path: array.array for path, array in _named_arrays(model).items()}
 
 
-def device_array(array: Any) -> jax.Array:
-    """An array of JAX; one of NumPy is copied, so that it may be written to afterwards.
+def device_array(array: Any, dtype: Any = None) -> jax.Array:
+    """An array of JAX, of its own dtype or another; one of NumPy is copied, so that it may be
+    written to afterwards.
 
     `jnp.asarray` would compile a program for each shape of NumPy's arrays.
     """
     # A CPU's array may be the very memory that it is given, so that is a copy.
-    return array if isinstance(array, jax.Array) else jax.device_put(np.array(array))
+    if isinstance(array, jax.Array):
+        return array.astype(dtype or array.dtype)
+    return jax.device_put(np.array(array, dtype))
 
 
 def with_parameters(model: M, parameters: Mapping[str, Any]) -> M:

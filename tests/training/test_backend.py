@@ -184,6 +184,15 @@ def test_two_losses_share_one_state(backend, debug):
     assert policy.result().measures is not None
 
 
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that begins where JAX would use the memory of an array itself."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def test_loaded_weights_are_those_that_are_trained(backend, debug, tokenizer):
     other = build_model(debug(LAYER).policy, len(tokenizer), 5)
     backend.load_weights(host(named_parameters(other))).result()
@@ -191,6 +200,10 @@ def test_loaded_weights_are_those_that_are_trained(backend, debug, tokenizer):
         np.testing.assert_array_equal(backend.get_weights().result()[name], array)
     weights = host(named_parameters(other))
     (name, *_) = weights
+    own = {each: aligned(array) for each, array in weights.items()}
+    backend.load_weights(own).result()
+    own[name] += 1  # what the caller does with its arrays afterwards
+    np.testing.assert_array_equal(backend.get_weights().result()[name], weights[name])
     with pytest.raises(InputError, match=re.escape(name) + r" expected .* found None"):
         backend.load_weights({n: a for n, a in weights.items() if n != name}).result()
     with pytest.raises(InputError, match=r"expected .* found"):
