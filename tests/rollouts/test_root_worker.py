@@ -282,12 +282,12 @@ def test_groups_under_way_go_on_with_a_policy_that_comes_in_flight(
         canary_board(run).add(run_sha256(run.folder), proven)
         board.announce(replace(order, policy=policy))
         server.released.set()
-        await until(lambda: len(looked(run).numbers) == 8)
+        await until(lambda: len(stream_of(run).numbers) == 8)
         board.announce(replace(order, policy=policy, state="ended"))
         return await working
 
     assert asyncio.run(work()) == 8
-    stream = looked(run)
+    stream = stream_of(run)
     stream.read(())
     assert {group.version for group in stream.groups.values()} == {1}
     asked = [body for body in server.requests if body["max_tokens"] > 1]
