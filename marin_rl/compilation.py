@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from marin_rl.machine import (
     M_MMAP_THRESHOLD,
@@ -91,6 +92,18 @@ def _warn_of_no_cache(error: Exception) -> None:
         error,
         CACHE_VARIABLE,
     )
+
+
+def device_array(array: Any, dtype: Any = None) -> jax.Array:
+    """An array of JAX, of its own dtype or another; one of NumPy is copied, so that it may be
+    written to afterwards.
+
+    `jnp.asarray` would compile a program for each shape of NumPy's arrays.
+    """
+    # A CPU's array may be the very memory that it is given, so that is a copy.
+    if isinstance(array, jax.Array):
+        return array.astype(dtype or array.dtype)
+    return jax.device_put(np.array(array, dtype))
 
 
 def compiled_apart(jitted: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -290,7 +291,7 @@ async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it
 
 def _connected(
     config: Config, policy: ServedPolicy, connect: Connect | None, template: TemplateBridge
-) -> PolicyClient:
+) -> AbstractAsyncContextManager[ChatClient]:
     """The client of a policy's endpoints, by `connect` or as the configuration says."""
     inference = config.inference
     if connect is None:

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.compilation import device_array
 from marin_rl.config import Config
 from marin_rl.errors import InputError
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.training.adapters import first_adapter
 from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, policy_settings
 from marin_rl.training.gradients import combine
-from marin_rl.training.model import device_array
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.state import CheckpointSlot, first_parameters, fresh_state
 from marin_rl.training.step import Gradients, trainable_of

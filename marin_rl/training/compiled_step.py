@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.compilation import device_array
 from marin_rl.config import Config
 from marin_rl.cpu_streams import STEP_LANES, gains_from_lanes
 from marin_rl.errors import NonFiniteUpdate
@@ -21,12 +22,7 @@ from marin_rl.training.adapters import Modules, modules_of, with_adapter
 from marin_rl.training.critic import make_critic
 from marin_rl.training.logprobs import packing_of
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
-from marin_rl.training.model import (
-    device_array,
-    matrix_mask,
-    parameter_shapes,
-    with_gradient_checkpointing,
-)
+from marin_rl.training.model import matrix_mask, parameter_shapes, with_gradient_checkpointing
 from marin_rl.training.optimizer import AdamW, learning_rate_schedule, make_optimizer
 from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.state import state_like, template_of, vocabulary_of

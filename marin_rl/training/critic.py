@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.round_advantages import whitened as whitened_tokens
+from marin_rl.compilation import device_array
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
 from marin_rl.training.adapters import HEAD, trained_shapes
@@ -40,7 +41,6 @@ from marin_rl.training.logprobs import (
 )
 from marin_rl.training.losses import FloatArray, Values
 from marin_rl.training.model import (
-    device_array,
     matrix_mask,
     named_parameters,
     parameter_shapes,

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from marin_rl.compilation import device_array
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.training.losses import on_mask
-from marin_rl.training.model import device_array
 from marin_rl.user_code import load
 
 FloatBT = Float[Array | np.ndarray, "B T"]

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.compilation import device_array
 from marin_rl.config import PolicyConfig
 from marin_rl.digests import digest_of
 from marin_rl.errors import InputError
@@ -148,18 +149,6 @@ def _is_named(node: Any) -> bool:
 def named_parameters(model: eqx.Module) -> dict[str, jax.Array]:
     """Parameters by path in the module, in a fixed order."""
     return {path: array.array for path, array in _named_arrays(model).items()}
-
-
-def device_array(array: Any, dtype: Any = None) -> jax.Array:
-    """An array of JAX, of its own dtype or another; one of NumPy is copied, so that it may be
-    written to afterwards.
-
-    `jnp.asarray` would compile a program for each shape of NumPy's arrays.
-    """
-    # A CPU's array may be the very memory that it is given, so that is a copy.
-    if isinstance(array, jax.Array):
-        return array.astype(dtype or array.dtype)
-    return jax.device_put(np.array(array, dtype))
 
 
 def with_parameters(model: M, parameters: Mapping[str, Any]) -> M:

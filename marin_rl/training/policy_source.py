@@ -12,6 +12,7 @@ import numpy as np
 from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.compilation import device_array
 from marin_rl.config import fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing
 from marin_rl.lora import Adapter, Shapes
@@ -34,7 +35,6 @@ from marin_rl.training.adapters import (
     without_lora,
 )
 from marin_rl.training.model import (
-    device_array,
     digest_of,
     load_hf,
     matrix_mask,

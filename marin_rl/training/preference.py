@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import PairBatch, padded
 from marin_rl.batching.plan import bucket
+from marin_rl.compilation import device_array
 from marin_rl.config import BatchingConfig, PolicyConfig
 from marin_rl.errors import CorruptObject
 from marin_rl.lora.quantization import is_quantized
@@ -30,7 +31,7 @@ from marin_rl.storage.checkpoints import restore_checkpoint
 from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
-from marin_rl.training.model import device_array, digest_of, with_parameters
+from marin_rl.training.model import digest_of, with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
 from marin_rl.training.policy_source import read_base
 from marin_rl.training.scalar_adapters import frozen_trunk, scalar_template

@@ -17,10 +17,10 @@ from haliax import NamedArray
 from haliax.nn import Linear
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.compilation import device_array
 from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedWeight, axes_of
 from marin_rl.lora import merged_weight
 from marin_rl.lora.quantization import FIELDS, dequantized
-from marin_rl.training.model import device_array
 
 
 def with_quantized(template: LmHeadModel, scheme: str | None) -> LmHeadModel:

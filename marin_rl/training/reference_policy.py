@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Float, Float64, Int64
 
 from marin_rl.batching.round_advantages import AdvantageChoice, round_advantages
+from marin_rl.compilation import device_array
 from marin_rl.config import ObjectiveConfig
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.training.losses import kl_estimate
-from marin_rl.training.model import device_array
 from marin_rl.training.step_types import StepArrays
 from marin_rl.training.trajectories import rollout_numbers
 from marin_rl.types import SlotRef, TrainingBatch

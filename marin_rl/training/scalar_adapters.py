@@ -11,11 +11,12 @@ from typing import Any
 import equinox as eqx
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.compilation import device_array
 from marin_rl.config import PolicyConfig
 from marin_rl.lora.quantization import is_quantized, quantize_base
 from marin_rl.training.adapters import HEAD, Modules, trained_shapes, with_adapter
 from marin_rl.training.critic import TRUNK, ScalarHead, ScalarModel
-from marin_rl.training.model import device_array, named_parameters, parameter_shapes
+from marin_rl.training.model import named_parameters, parameter_shapes
 from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.step_types import Parameters
 

@@ -17,6 +17,7 @@ import optax
 from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.compilation import device_array
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.lora import LoraModule, policy_digest
@@ -37,7 +38,6 @@ from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import Critic
 from marin_rl.training.model import (
     build_model,
-    device_array,
     digest_of,
     hf_template,
     load_hf,

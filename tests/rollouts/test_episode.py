@@ -414,7 +414,8 @@ def test_only_episodes_ask_the_client_for_samples() -> None:
         for room in ("marin_rl", "flows", "tasks")
         for path in (top / room).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "chat"
+        if isinstance(node, ast.Attribute)
+        and (node.attr == "chat" or ast.unparse(node) == "client.answer")
     }
     assert callers == {
         "marin_rl/rollouts/episode.py",

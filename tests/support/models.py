@@ -19,7 +19,8 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.models.mistral import MistralConfig, MistralLMHeadModel
 from levanter.models.qwen import Qwen3Config, Qwen3LMHeadModel, QwenConfig, QwenLMHeadModel
 
-from marin_rl.training.model import device_array, is_matrix
+from marin_rl.compilation import device_array
+from marin_rl.training.model import is_matrix
 
 VOCABULARY = 103
 LENGTH = 128

@@ -9,6 +9,7 @@ from support.batches import VOCAB, random_batch, tiny_policy
 from support.steps import make_step
 from support.trained_runs import batches_of, begin, play
 
+from marin_rl.compilation import device_array
 from marin_rl.config import ObjectiveConfig
 from marin_rl.digests import digest_of
 from marin_rl.errors import ConfigError, CorruptObject, InputError, ObjectMissing
@@ -30,7 +31,6 @@ from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import (
     build_model,
-    device_array,
     named_parameters,
     parameter_shapes,
     save_hf,

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 from support.batches import compilations
 
-from marin_rl.compilation import CACHE_VARIABLE, compiled_apart, enable_compilation_cache
+from marin_rl.compilation import (
+    CACHE_VARIABLE,
+    compiled_apart,
+    device_array,
+    enable_compilation_cache,
+)
 from marin_rl.config import TrainingConfig
 from marin_rl.machine import machine_key
-from marin_rl.training.model import device_array
 from marin_rl.training.optimizer import first_moments, make_optimizer, policy_adamw
 
 # Past the once-per-process guard, and past what the session has set.

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from marin_rl.compilation import device_array
 from marin_rl.config import ObjectiveConfig, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.training.custom_loss import check_loss
 from marin_rl.training.logprobs import TokenScores
-from marin_rl.training.model import device_array
 from marin_rl.training.step_loss import step_loss
 from marin_rl.training.step_metrics import step_metrics, token_measures
 from marin_rl.training.step_types import StepArrays, StepSettings
