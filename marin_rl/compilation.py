@@ -2,7 +2,8 @@
 
 A restarted run finds the programs of the one before in a cache on disk, a CPU keeps the memory that
 programs free instead of asking the kernel for zeroed pages at every step, what compiling freed goes
-back once, and what lives as long as the process is not looked at again and again.
+back once, what lives as long as the process is not looked at again and again, and arrays reach the
+device without a program of their own.
 """
 
 import gc
