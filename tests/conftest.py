@@ -136,6 +136,7 @@ LONGEST = (
     "test_bench_runs.py",
     "test_doc_stories.py",
     "flows/test_runners.py",
+    "flows/test_suspended.py",
     "flows/test_every_operation.py",
     "training/test_recipes.py",
     "flows/test_server_dies.py",

@@ -4,6 +4,7 @@ Their flow is a deployment's, which a worker of the pool plays. The endpoint is 
 requests wait there, so that groups are under way when the flow run is suspended; none is lost.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -14,14 +15,17 @@ from uuid import UUID
 import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.flow_runs import suspend_flow_run
 from prefect.settings import temporary_settings
-from support.flow_runs import REPOSITORY
+from support.faults import outcome
+from support.flow_runs import REPOSITORY, debug
 from support.machines import Machines, Site
-from support.nodes import Node, pool_worker, wait
+from support.nodes import Node, RayCluster, pool_worker, ray_environment, wait
 from support.streams import stream_of
 from support.windowed_runs import checked
 
+from flows.rl_loop import start
 from flows.server import free_port
 from marin_rl.errors import RunLocked
 from marin_rl.inference.client.fleet import load_in
@@ -32,7 +36,10 @@ from marin_rl.storage.tables.intakes import Settled
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.storage.upkeep.fsck import check_run
 
+HAS_RAY = importlib.util.find_spec("prefect_ray") is not None
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs the extra: marin-rl[ray]")
 ROUNDS, ADMIN_KEY = 3, "a-token-of-the-tests"
+UNFINISHED = {"Scheduled", "Pending", "Running"}  # a part that was given out again is cancelled
 ONE_BY_ONE = "inference.requests_in_flight_max=1"  # of a process: the other groups wait
 WINDOW = (
     "policy.init=random",
@@ -40,6 +47,11 @@ WINDOW = (
     "rollouts.shards_per_round=1",  # chunks of a whole round
     "asynchrony.max_staleness=2",
     "asynchrony.sampler=windowed",
+)
+AHEAD = (
+    "asynchrony.max_staleness=1",
+    "rollouts.groups_per_round=16",
+    "rollouts.shards_per_round=4",
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -54,10 +66,12 @@ def module_ended() -> Iterator[ExitStack]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, module_ended: ExitStack) -> Site:
-    """A Prefect server, the deployments, and a worker of their pool."""
+    """A Prefect server, the deployments, and two workers of their pool, who may use Ray."""
     site = Site(tmp_path_factory.mktemp("site"), module_ended)
     site.deploy()
-    module_ended.callback(pool_worker(site.folder, site.environment, "trainer").end)
+    environment = site.environment | ray_environment(site.folder)
+    for name in ("one", "two"):
+        module_ended.callback(pool_worker(site.folder, environment, name).end)
     return site
 
 
@@ -113,7 +127,7 @@ class Suspendable:
     """A run whose flow a worker of the pool plays."""
 
     def __init__(self, client: SyncPrefectClient, machines: Machines) -> None:
-        self.client, self.run = client, machines.run
+        self.client, self.machines, self.run = client, machines, machines.run
         deployment = client.read_deployment_by_name("rl-loop/demo")
         parameters = {"config": machines.config.model_dump(mode="json")}
         self.flow_run: UUID = client.create_flow_run_from_deployment(
@@ -129,6 +143,13 @@ class Suspendable:
         return str(state.name)
 
     @property
+    def parts(self) -> list[str]:
+        """The names of the states of flow runs that this one gave out."""
+        of_this = FlowRunFilterParentFlowRunId(any_=[self.flow_run])
+        runs = self.client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=of_this))
+        return [str(run.state_name) for run in runs]
+
+    @property
     def free(self) -> bool:
         """True if no process works on the run."""
         try:
@@ -138,7 +159,9 @@ class Suspendable:
             return False
 
     def unfinished(self) -> bool:
-        """True while chunks that are claimed are not whole."""
+        """True while chunks that are claimed, or shards of round 0, are not whole."""
+        if not self.run.config.windowed:
+            return self.machines.shards(0) < self.run.config.rollouts.shards_per_round
         stream = stream_of(self.run)
         return any(not is_finished(stream, Settled(), chunk) for chunk in stream.claims)
 
@@ -155,6 +178,8 @@ class Suspendable:
 
     def _has_begun(self) -> bool:
         assert self.state, "it did not fail"
+        if not self.run.config.windowed:
+            return self.machines.shards(0) > 0
         return bool(stream_of(self.run).claims) and self.unfinished()
 
 
@@ -169,16 +194,18 @@ def root_worker(machines: Machines, name: str) -> Node:
 
 def suspended_and_resumed(client: SyncPrefectClient, machines: Machines) -> None:
     """Play a run, suspended in the middle of its sampling, to its end."""
-    endpoint = Endpoint(machines)
+    endpoint, windowed = Endpoint(machines), machines.config.windowed
     played = Suspendable(client, machines)
     played.paused_amid_sampling(endpoint)
     with temporary_settings(updates={"api.url": machines.site.url}):
         suspend_flow_run(flow_run_id=played.flow_run, timeout=3000)
-    wait(lambda: order_of(machines) == "closed", "the order to be closed")
+    if windowed:
+        wait(lambda: order_of(machines) == "closed", "the order to be closed")
     assert not played.free, "it waits for what is under way"
     endpoint.resume()
     wait(lambda: played.free, "the flow to end")
     assert played.state == "Suspended"
+    assert not UNFINISHED & {*played.parts}, "what was under way has ended by itself"
     assert not endpoint.busy
     asked, groups = endpoint.requests, stream_of(machines.run).numbers
     print(f"{len(groups)} groups wait in the stream")
@@ -189,7 +216,10 @@ def suspended_and_resumed(client: SyncPrefectClient, machines: Machines) -> None
     assert stream_of(machines.run).numbers == groups, "see above"
     client.resume_flow_run(played.flow_run)
     wait(lambda: played.state == "Completed", "the end of the flow")
-    assert order_of(machines) == "ended"
+    assert order_of(machines) == ("ended" if windowed else None)
+    assert not UNFINISHED & {*played.parts}
+    if machines.config.flow.runner == "work_pool":
+        assert "Completed" in played.parts
 
 
 def order_of(machines: Machines) -> str | None:
@@ -198,12 +228,32 @@ def order_of(machines: Machines) -> str | None:
     return None if order is None else order.state
 
 
-def test_a_window_of_root_workers_is_suspended_and_goes_on(
-    client: SyncPrefectClient, site: Site, tmp_path: Path, ended: ExitStack
+@pytest.mark.parametrize("runner", ["work_pool", "root", pytest.param("ray", marks=needs_ray)])
+def test_a_window_is_suspended_and_goes_on(
+    client: SyncPrefectClient, site: Site, tmp_path: Path, ended: ExitStack, runner: str
 ) -> None:
-    overrides = [f"rounds={ROUNDS}", "flow.runner=root", ONE_BY_ONE, *WINDOW]
+    overrides = [f"rounds={ROUNDS}", f"flow.runner={runner}", ONE_BY_ONE, *WINDOW]
+    if runner == "ray":
+        cluster = RayCluster(site.folder, free_port())
+        ended.callback(cluster.end)
+        cluster.add("second")
+        overrides.append(f"flow.ray_address={cluster.address}")
     machines = Machines(tmp_path, ended, *overrides, site=site)
-    for name in ("one", "two"):
-        ended.callback(root_worker(machines, name).end)
+    if runner == "root":
+        for name in ("three", "four"):
+            ended.callback(root_worker(machines, name).end)
     suspended_and_resumed(client, machines)
     checked(machines.config)
+
+
+@pytest.mark.bits
+def test_rounds_in_order_are_suspended_and_end_in_the_same_bits(
+    api: str, client: SyncPrefectClient, site: Site, tmp_path: Path, ended: ExitStack
+) -> None:
+    """Sampled ahead of training: what is trained ends, too, and no shard under way is lost."""
+    alone = debug(tmp_path / "alone", f"rounds={ROUNDS}", *AHEAD)
+    start(alone)
+    pool = ("flow.runner=work_pool", "flow.shards_per_flow_run=1")
+    machines = Machines(tmp_path, ended, f"rounds={ROUNDS}", ONE_BY_ONE, *pool, *AHEAD, site=site)
+    suspended_and_resumed(client, machines)
+    assert outcome(alone).same_as(outcome(machines.config)) == []

@@ -60,24 +60,29 @@ def pool_worker(folder: Path, environment: dict[str, str], name: str) -> Node:
     return Node([*command, "--name", name], folder, environment, folder / f"{name}.log")
 
 
+def ray_environment(folder: Path) -> dict[str, str]:
+    """Variables of the nodes of a cluster, and of flows that use it; a token in `folder`."""
+    token = folder / "token"
+    if not token.exists():
+        token.write_text(secrets.token_hex(32))
+    # All of a busy machine: Ray's own limits are 30 s to 100 s, and count from a start.
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_agent_register_timeout_ms": "600000",
+        "RAY_worker_register_timeout_seconds": "600",
+        "RAY_health_check_timeout_ms": "60000",
+        "RAY_gcs_server_request_timeout_seconds": "600",
+    }
+
+
 class RayCluster:
     """A head and further nodes on this machine, of one processor each, with a token of its own."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self._folder = folder
-        self.address = f"127.0.0.1:{port}"
-        token = folder / "token"
-        token.write_text(secrets.token_hex(32))
-        # All of a busy machine: Ray's own limits are 30 s to 100 s, and count from a start.
-        self.environment = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_agent_register_timeout_ms": "600000",
-            "RAY_worker_register_timeout_seconds": "600",
-            "RAY_health_check_timeout_ms": "60000",
-            "RAY_gcs_server_request_timeout_seconds": "600",
-        }
+        self.address, self.environment = f"127.0.0.1:{port}", ray_environment(folder)
         head = ("--head", f"--port={port}", "--include-dashboard=false", "--num-cpus=1")
         self.nodes = [self._start("head", *head)]
 
