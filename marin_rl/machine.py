@@ -67,7 +67,7 @@ def pool_threads() -> int:
     running = running_pool_threads()
     if running:
         return running
-    devices = max(int(_flags().get(_DEVICES_FLAG) or 1), _number("JAX_NUM_CPU_DEVICES"))
+    devices = max(int(xla_flags().get(_DEVICES_FLAG) or 1), _number("JAX_NUM_CPU_DEVICES"))
     return max(_number(THREADS_VARIABLE) or cores(), devices)
 
 
@@ -104,7 +104,9 @@ def machine_facts() -> dict[str, str]:
     if device:
         facts["device"] = device
     ignored = (_ISA_FLAG, _DEVICES_FLAG, "--xla_dump")
-    flags = [f"{name}={value}" for name, value in _flags().items() if not name.startswith(ignored)]
+    flags = [
+        f"{name}={value}" for name, value in xla_flags().items() if not name.startswith(ignored)
+    ]
     if flags:
         facts["xla_flags"] = " ".join(sorted(flags))
     return facts | {name.lower(): os.environ[name] for name in _JAX_SETTINGS if name in os.environ}
@@ -136,7 +138,7 @@ def changed_facts(recorded: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def instruction_set() -> str:
     """The largest of XLA's instruction sets that the processor has and XLA_FLAGS allows."""
-    largest, limit = processor_instruction_set(), _flags().get(_ISA_FLAG, "").upper()
+    largest, limit = processor_instruction_set(), xla_flags().get(_ISA_FLAG, "").upper()
     known = [name for name, _ in _INSTRUCTION_SETS]
     if largest not in known or limit not in known:
         return largest
@@ -171,7 +173,7 @@ def _cpu_info() -> str:
         return ""
 
 
-def _flags() -> dict[str, str]:
+def xla_flags() -> dict[str, str]:
     """XLA_FLAGS by name; the last of several of one name counts."""
     pairs = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     return {name: value for name, _, value in pairs}

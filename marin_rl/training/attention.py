@@ -17,6 +17,7 @@ heads, G query heads of each, Q = G times C, H head size.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,26 +110,32 @@ def _seen(
     return same & (keys > 0) & (key_index[..., None, :] <= index[..., None])
 
 
-A = TypeVar("A", bound=Attention)
+A = TypeVar("A", bound="ProjectedAttention")
 
 
-def with_attention_fields(kind: type[A], attention: Attention) -> A:
-    """An attention of another `kind` with the same arrays, which are not copied."""
-    assert attention.config.logits_soft_cap is None, "no supported family caps its logits"
-    fields = dataclasses.fields(attention)
-    return kind(**{field.name: getattr(attention, field.name) for field in fields})
-
-
-class RowAttention(Attention):
-    """Levanter's attention with a `Sight` in the place of its mask."""
+class ProjectedAttention(Attention, ABC):
+    """Levanter's projections around an attention of our own, whose mask is another than its."""
 
     @classmethod
-    def of(cls, attention: Attention) -> "RowAttention":
-        """The same attention; its arrays are not copied."""
-        return with_attention_fields(cls, attention)
+    def of(cls: type[A], attention: Attention) -> A:
+        """The same projections; their arrays are not copied."""
+        assert attention.config.logits_soft_cap is None, "no supported family caps its logits"
+        fields = dataclasses.fields(attention)
+        return cls(**{field.name: getattr(attention, field.name) for field in fields})
 
-    def __call__(  # type: ignore[override]  # a Sight says more than Levanter's masks can
-        self, x: NamedArray, mask: Sight, *, key: Any = None, pos_ids: Any = None
+    @abstractmethod
+    def attended(
+        self,
+        query_BTKGH: Float[Array, "B T K G H"],
+        keys_BTKH: Float[Array, "B T K H"],
+        values_BTKH: Float[Array, "B T K H"],
+        mask: Any,
+        scale: float,
+    ) -> Float[Array, "B T K G H"]:
+        """Softmax attention of queries that are to be scaled, over what the mask lets them see."""
+
+    def __call__(  # type: ignore[override]  # a mask says more than Levanter's can
+        self, x: NamedArray, mask: Any, *, key: Any = None, pos_ids: Any = None
     ) -> NamedArray:
         """Attend over x [batch, position, embed]; `key` is for dropout, which there is none of."""
         del key
@@ -138,12 +145,26 @@ class RowAttention(Attention):
         query = query.rearrange((batch, position, *heads))
         order = (batch, position, "kv_head", "head_size")
         scale = self.config.scaling_factor or query.axis_size("head_size") ** -0.5
-        # The query is scaled once, and not the scores of each block.
-        attended = attend(
-            query.array * scale, keys.rearrange(order).array, values.rearrange(order).array, mask
-        )
+        pair = keys.rearrange(order).array, values.rearrange(order).array
+        attended = self.attended(query.array, *pair, mask, scale)
         named = hax.named(attended, query.axes).flatten_axes(heads[:2], "heads")
         return self.o_proj(named.astype(x.dtype), key=None)
+
+
+class RowAttention(ProjectedAttention):
+    """Attention in blocks over what a `Sight` lets each query see."""
+
+    def attended(
+        self,
+        query_BTKGH: Float[Array, "B T K G H"],
+        keys_BTKH: Float[Array, "B T K H"],
+        values_BTKH: Float[Array, "B T K H"],
+        mask: Sight,
+        scale: float,
+    ) -> Float[Array, "B T K G H"]:
+        """See ProjectedAttention."""
+        # The query is scaled once, and not the scores of each block.
+        return attend(query_BTKGH * scale, keys_BTKH, values_BTKH, mask)
 
 
 def attend(

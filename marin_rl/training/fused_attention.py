@@ -8,7 +8,6 @@ kernel does not take, meshes, and XLA's deterministic operations, with which it 
 Axes: B rows, T positions, K key heads, G query heads of each, H head size.
 """
 
-import os
 from typing import Any, Literal, NamedTuple
 
 import haliax as hax
@@ -16,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Bool, Float, Int
-from levanter.layers.attention import Attention
 
-from marin_rl.training.attention import with_attention_fields
+from marin_rl.machine import xla_flags
+from marin_rl.training.attention import ProjectedAttention
 
 # Of cuDNN: head sizes are multiples of 8, and up to 128 on every GPU that has the kernel.
 HEAD_SIZE_MULTIPLE, HEAD_SIZE_MAX = 8, 128
@@ -40,7 +39,7 @@ def takes(head_size: int, dtype: jnp.dtype) -> bool:
     """True where the kernel is there for this process's device, on its own, and takes the heads."""
     if jax.default_backend() != "gpu" or jax.sharding.get_abstract_mesh().shape:
         return False
-    if asks_for_determinism(os.environ.get("XLA_FLAGS", "")):
+    if asks_for_determinism():
         return False
     fits = head_size % HEAD_SIZE_MULTIPLE == 0 and head_size <= HEAD_SIZE_MAX
     sixteen_bits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
@@ -48,12 +47,10 @@ def takes(head_size: int, dtype: jnp.dtype) -> bool:
     return fits and sixteen_bits and float(capability) >= CAPABILITY_MIN
 
 
-def asks_for_determinism(flags: str) -> bool:
+def asks_for_determinism() -> bool:
     """True where XLA_FLAGS leaves only operations that give the same bits every time."""
-    parts = (flag.partition("=") for flag in flags.split())
-    pairs = {name: value for name, _, value in parts}
-    off = ("false", "0")
-    return any(name in pairs and pairs[name].lower() not in off for name in DETERMINISTIC)
+    flags = xla_flags()
+    return any(flags.get(name, "false").lower() not in ("false", "0") for name in DETERMINISTIC)
 
 
 def pairs_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"] | None) -> Pairs:
@@ -69,34 +66,20 @@ def pairs_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"] | Non
     return Pairs(hax.named(seen_BTT, (batch, position, position.alias("key_position"))))
 
 
-class FusedAttention(Attention):
-    """Levanter's attention with `Pairs` in the place of its mask."""
+class FusedAttention(ProjectedAttention):
+    """Attention by the kernel over `Pairs`."""
 
-    @classmethod
-    def of(cls, attention: Attention) -> "FusedAttention":
-        """The same attention; its arrays are not copied."""
-        return with_attention_fields(cls, attention)
-
-    def __call__(  # type: ignore[override]  # `Pairs` in place of Levanter's masks
-        self, x: NamedArray, mask: Pairs, *, key: Any = None, pos_ids: Any = None
-    ) -> NamedArray:
-        """Attend over x [batch, position, embed]; `key` is for dropout, which there is none of."""
-        del key
-        query, keys, values = self._compute_qkv(x, key=None, pos_ids=pos_ids)
-        batch, position = x.resolve_axis("batch"), x.resolve_axis("position")
-        heads = ("kv_head", "q_heads_per_group", "head_size")
-        query = query.rearrange((batch, position, *heads))
-        order = (batch, position, "kv_head", "head_size")
-        scale = self.config.scaling_factor or query.axis_size("head_size") ** -0.5
-        attended = attend_fused(
-            query.array,
-            keys.rearrange(order).array,
-            values.rearrange(order).array,
-            None if mask.seen is None else mask.seen.array,
-            scale,
-        )
-        named = hax.named(attended, query.axes).flatten_axes(heads[:2], "heads")
-        return self.o_proj(named.astype(x.dtype), key=None)
+    def attended(
+        self,
+        query_BTKGH: Float[Array, "B T K G H"],
+        keys_BTKH: Float[Array, "B T K H"],
+        values_BTKH: Float[Array, "B T K H"],
+        mask: Pairs,
+        scale: float,
+    ) -> Float[Array, "B T K G H"]:
+        """See ProjectedAttention."""
+        seen = None if mask.seen is None else mask.seen.array
+        return attend_fused(query_BTKGH, keys_BTKH, values_BTKH, seen, scale)
 
 
 def attend_fused(

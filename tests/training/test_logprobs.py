@@ -1,6 +1,7 @@
 """Log-probabilities against the whole forward pass, and the laws of packing and chunking."""
 
 import dataclasses
+from functools import partial
 
 import haliax as hax
 import jax
@@ -11,9 +12,9 @@ from levanter.layers.attention import AttentionMask
 from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
 
-from marin_rl.training import hidden_states
+from marin_rl.training import fused_attention, hidden_states
 from marin_rl.training import logprobs as trainer_logprobs
-from marin_rl.training.logprobs import Packing, token_logprobs
+from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
 from marin_rl.training.model import (
     build_model,
     matrix_mask,
@@ -134,10 +135,9 @@ def test_every_family_scores_and_has_gradients_as_its_whole_forward_pass(family)
     assert min(float(jnp.max(jnp.abs(gradient))) for gradient in expected.values()) > 1e-3
 
 
-def test_packed_sequences_score_as_if_alone():
-    model, batch = model_of(layers=1), random_batch(2)
-    alone = jitted(model, *arrays_of(batch))
-    packed = dataclasses.replace(
+def packed_of(batch):
+    """The sequences of a batch of two rows as one row."""
+    return dataclasses.replace(
         batch,
         **{
             name: np.concatenate(getattr(batch, name), axis=0)[None]
@@ -146,7 +146,12 @@ def test_packed_sequences_score_as_if_alone():
         segment_ids=np.concatenate(batch.segment_ids * np.array([[1], [2]], np.int32))[None],
         returns=np.zeros((1, 2 * LENGTH), np.float32),
     )
-    together = jitted(model, *arrays_of(packed))
+
+
+def test_packed_sequences_score_as_if_alone():
+    model, batch = model_of(layers=1), random_batch(2)
+    alone = jitted(model, *arrays_of(batch))
+    together = jitted(model, *arrays_of(packed_of(batch)))
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_allclose(other[0], one.reshape(-1), rtol=1e-5, atol=1e-5)
 
@@ -244,3 +249,28 @@ def test_a_prompt_that_is_shared_changes_no_score_and_no_gradient(name):
     for name_, gradient in expected.items():
         scale = np.abs(gradient).max() + 1e-8
         np.testing.assert_allclose(found[name_] / scale, gradient / scale, atol=2e-5)
+
+
+ROWS = {
+    "alone": (ALONE, lambda: arrays_of(random_batch(2))),
+    "packed": (Packing(packed_rows=True), lambda: arrays_of(packed_of(random_batch(2)))),
+    "shared": (Packing(True, shared_prompts=True), lambda: group_apart_and_shared()[1]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_score_by_the_attention_of_a_gpu_as_by_that_of_a_cpu(name, monkeypatch):
+    """As a GPU's model is put together, with XLA's operations in the place of cuDNN's kernel."""
+    packing, rows = ROWS[name]
+    model, arrays = model_of(**MODELS["qwen3"] | {"layers": 1}), rows()
+    expected = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)
+    taken = []
+    kernel = partial(fused_attention.attend_fused, implementation="xla")
+    monkeypatch.setattr(fused_attention, "takes", lambda *_: True)
+    monkeypatch.setattr(
+        fused_attention, "attend_fused", lambda *given: taken.append(given[3]) or kernel(*given)
+    )
+    found = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)
+    assert [mask is None for mask in taken] == [name == "alone"]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
