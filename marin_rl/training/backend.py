@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import device_array
@@ -22,6 +23,7 @@ from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.training.adapters import first_adapter
 from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, policy_settings
 from marin_rl.training.gradients import combine
+from marin_rl.training.logprobs import ALONE
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.state import CheckpointSlot, first_parameters, fresh_state
 from marin_rl.training.step import Gradients, trainable_of
@@ -157,7 +159,10 @@ class DeviceBackend:
         return self._state
 
     def forward_backward(self, batch: StepRows, loss: Loss) -> Future[Forward]:
-        """See Backend. A loss is compiled when it is first used."""
+        """See Backend. A loss is compiled when it is first used.
+
+        Raises InputError for rows of several sequences whose loss counts on one a row.
+        """
 
         def fetch(outcome: Any) -> Forward:
             metrics, measures = jax.device_get(outcome)
@@ -203,6 +208,7 @@ class DeviceBackend:
 
     def _forward_backward(self, batch: StepRows, loss: Loss) -> Any:
         program = self._program
+        _check_packing(batch, loss.settings)
         passes = program.forward_backward(loss.settings)
         trainable, frozen = trainable_of(self._state, self._frozen, warming=loss.warming)
         with program.layout.active():
@@ -249,6 +255,16 @@ class DeviceBackend:
         copies = {name: device_array(array, dtypes[name]) for name, array in weights.items()}
         layout, template = self._program.layout, self._program.template
         self._state = self._state._replace(parameters=layout.place_parameters(copies, template))
+
+
+def _check_packing(batch: StepRows, settings: StepSettings) -> None:
+    # A GPU's attention sees all of a row where the settings say that it is one sequence.
+    sequences = int(np.max(batch.arrays.segment_ids, initial=0))
+    if sequences > 1 and settings.packing == ALONE:
+        raise InputError(
+            f"expected one sequence a row, found rows of {sequences}: give the loss settings whose "
+            "packing is that of the rows (training.logprobs.packing_of)"
+        )
 
 
 def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:

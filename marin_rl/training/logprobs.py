@@ -44,9 +44,9 @@ class Packing(NamedTuple):
     """Packing of rows.
 
     `packed_rows`: with several sequences, so that most of a row is out of most of its tokens'
-    sight. Without it a row is one sequence, followed by padding; a GPU counts on that in 16 bits,
-    elsewhere it changes speed and memory alone. `shared_prompts`: a segment that begins at a
-    position above 0 continues the last segment before it that begins at 0.
+    sight. Without it a row is one sequence, followed by padding: attention on a GPU counts on that,
+    and a backend refuses other rows. `shared_prompts`: a segment that begins at a position
+    above 0 continues the last segment before it that begins at 0.
     """
 
     packed_rows: bool = False

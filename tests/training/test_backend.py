@@ -184,6 +184,18 @@ def test_two_losses_share_one_state(backend, debug):
     assert policy.result().measures is not None
 
 
+def test_rows_of_several_sequences_are_refused_by_a_loss_of_one_a_row(backend, debug):
+    rows = to_fixed_shape(random_batch(4), 2, 4)
+    segments = rows.arrays.segment_ids.copy()
+    segments[..., -2:] = 2
+    packed = rows._replace(arrays=rows.arrays._replace(segment_ids=segments))
+    alone = policy_settings(debug(LAYER))
+    with pytest.raises(
+        InputError, match=r"expected one sequence a row, found rows of 2: .*packing"
+    ):
+        backend.forward_backward(packed, Loss(settings=alone)).result()
+
+
 def aligned(array: np.ndarray) -> np.ndarray:
     """A copy that begins where JAX would use the memory of an array itself."""
     memory = np.empty(array.nbytes + 64, np.uint8)
