@@ -137,13 +137,13 @@ class InFlightFleetClient(InFlightClient, FleetClient):
         count = _tokens_of(version, answer.weight_version, completion)
         if not count:
             raise self._unproven(member, version)
+        # Whole, it must have all of the canary's tokens; cut by later weights, the first of them.
+        part = slice(count if count < len(completion.token_ids) else None)
+        expected = replace(canary, token_ids=canary.token_ids[part], logprobs=canary.logprobs[part])
         own = replace(
-            completion, token_ids=completion.token_ids[:count], logprobs=completion.logprobs[:count]
+            completion, token_ids=completion.token_ids[part], logprobs=completion.logprobs[part]
         )
-        token_ids, logprobs = canary.token_ids, canary.logprobs
-        if count < len(completion.token_ids):
-            token_ids, logprobs = token_ids[:count], logprobs[:count]
-        compare(own, replace(canary, token_ids=token_ids, logprobs=logprobs))
+        compare(own, expected)
 
     async def _canary_in_time(self, member: Member, version: int) -> Canary:
         """The canary of a version, once the trainer has proven that.
