@@ -74,9 +74,12 @@ def itself_compiled_quickly() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API of one Prefect server that commands report to: one of its own costs each 6 s."""
+    """The API of one Prefect server that commands report to: one of its own costs each 6 s.
+
+    It ends with the file: one that waits takes a fiftieth of a core.
+    """
     server = PrefectServer(tmp_path_factory.mktemp("prefect"))
     server.start()
     yield server.url

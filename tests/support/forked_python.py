@@ -38,12 +38,15 @@ from support.preloading import COMMANDS, close_down, code_of, import_for_forks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TESTS = REPOSITORY / "tests"
-MODULES = ("marin_rl", "prefect", "prefect.engine", "flows.stack")
+# A worker of a pool starts a supervisor for each flow run, which becomes the flow run's engine.
+SUPERVISOR = "prefect.runner._workspace_supervisor"
+MODULES = ("marin_rl", "prefect", "prefect.engine", SUPERVISOR, "flows.stack")
 ROOMS = (
     *COMMANDS,
     "flows.stages",
     "prefect.cli",
     "prefect.flow_engine",
+    SUPERVISOR,
     "prefect.server.api.server",
     "prefect.workers.process",
     "uvicorn.protocols.http.auto",
