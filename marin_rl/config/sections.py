@@ -39,7 +39,7 @@ class RunSections(Section):
         default={}, description="fsspec options (endpoint, project; never secrets)"
     )
     seed: int = Field(
-        default=0, ge=0, lt=2**31, description="root of every random number of the run"
+        default=0, ge=0, lt=2**31, description="root of every random number of the run, with its run_id"
     )
     rounds: Count = Field(
         default=10, le=1_000_000, description="number of rounds to train", json_schema_extra=PLAN
