@@ -39,7 +39,10 @@ class RunSections(Section):
         default={}, description="fsspec options (endpoint, project; never secrets)"
     )
     seed: int = Field(
-        default=0, ge=0, lt=2**31, description="root of every random number of the run, with its run_id"
+        default=0,
+        ge=0,
+        lt=2**31,
+        description="root, with run_id, of every random number of the run",
     )
     rounds: Count = Field(
         default=10, le=1_000_000, description="number of rounds to train", json_schema_extra=PLAN
