@@ -4,6 +4,7 @@ The run's lock keeps a second process on this machine away. Trackers and reports
 events; neither can stop the flow.
 """
 
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -88,6 +89,10 @@ def open_session(
     quieten()
     publish(ProgressEvent(run_id=config.run_id, stage="start", total=config.rounds))
     preflight(config, checks)
+    # Here, for Levanter's attention cannot be imported by two threads at once: a worker's flow run
+    # that trains while it samples would do so, and fail. By hand `prefect_api` has done it already.
+    for module in HEAVY:
+        importlib.import_module(module)
     with ExitStack() as stack:
         # Before the run is created: a runner that cannot work is no reason to begin one.
         stack.enter_context(fanning_out(config, shared_api=not has_temporary_api()))

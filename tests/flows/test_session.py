@@ -1,6 +1,7 @@
 """Configuration of a flow, and its resume point: from committed slots alone."""
 
 import asyncio
+import sys
 from pathlib import Path
 from uuid import uuid4
 
@@ -11,7 +12,7 @@ from prefect.exceptions import Pause
 from prefect.states import Suspended
 
 from flows.evaluate import round_after
-from flows.session import pause_if_suspended, resolve_config, resume_point
+from flows.session import open_session, pause_if_suspended, resolve_config, resume_point
 from flows.sft import steps_of
 from marin_rl.config import load_config, parse_config
 from marin_rl.errors import ConfigError
@@ -41,6 +42,17 @@ def close(run: Run, round: int) -> None:
 def point(run: Run) -> int | None:
     found = resume_point(run)
     return None if found is None else round_after(found)
+
+
+def test_what_every_flow_needs_is_imported_before_it_has_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needed_by_flows.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("flows.session.HEAVY", ("needed_by_flows",))
+    config = parse_config({"root": str(tmp_path), "run_id": "session"})
+    with open_session(config, checks=()):
+        assert "needed_by_flows" in sys.modules
 
 
 def test_a_new_run_has_nowhere_to_go_on_from(run: Run) -> None:
