@@ -44,7 +44,7 @@ def point(run: Run) -> int | None:
     return None if found is None else round_after(found)
 
 
-def test_what_every_flow_needs_is_imported_before_it_has_threads(
+def test_modules_that_every_flow_needs_are_imported_before_it_has_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "needed_by_flows.py").touch()
