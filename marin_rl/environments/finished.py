@@ -2,13 +2,17 @@
 
 Owns the protocol and its records. An environment is asked for the rollouts of an example, with the
 address of the policy; it asks that for completions as it likes, and returns messages, each with the
-ids that it added to the sequence. Leaves out the checks of what comes back, and what a run makes of
-it (`rollouts.finished`), and the process that a user's environment runs in (`finished_pool`).
+ids that it added to the sequence. Leaves out the other checks of what comes back, and what a run
+makes of it (`rollouts.finished`), and the process of a user's environment (`finished_pool`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from marin_rl.errors import RewardFault
 from marin_rl.types import Example, Role, Sampling, ToolCall
@@ -68,6 +72,17 @@ class FinishedRollout:
     reward: float | Mapping[str, float]
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def check_finite(rollout: FinishedRollout) -> None:
+    """Raise ValueError for a logprob or a reward that is not a finite number, or no reward."""
+    for number, message in enumerate(rollout.messages):
+        if not np.isfinite(np.asarray(message.logprobs, np.float64)).all():
+            raise ValueError(f"message {number}: expected finite logprobs")
+    reward = rollout.reward
+    values = list(reward.values()) if isinstance(reward, Mapping) else [reward]
+    if not values or not all(isinstance(v, Real) and math.isfinite(v) for v in values):
+        raise ValueError(f"expected a finite reward, found {reward!r:.80}")
 
 
 @runtime_checkable

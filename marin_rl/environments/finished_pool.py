@@ -14,11 +14,16 @@ from typing import Any
 
 import numpy as np
 import orjson
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.finished import FinishedRollout, PolicyAddress, ReturnsRollouts
+from marin_rl.environments.finished import (
+    FinishedRollout,
+    PolicyAddress,
+    ReturnsRollouts,
+    check_finite,
+)
 from marin_rl.environments.scoring import fault_of, worker_setup
 from marin_rl.environments.worker import constructed
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault
@@ -29,7 +34,7 @@ ROLLOUTS_TIMEOUT_S = 3600.0  # of all rollouts of an example, unless the configu
 
 _EXAMPLE = TypeAdapter(Example)
 _POLICY = TypeAdapter(PolicyAddress)
-_ROLLOUTS = TypeAdapter(list[FinishedRollout | str])
+_ROLLOUT = TypeAdapter(FinishedRollout | str)
 
 Rollouts = Sequence[FinishedRollout | RewardFault]
 
@@ -93,14 +98,33 @@ class _Pool:
             raise EndpointUnavailable(answer["unavailable"])
         if "fault" in answer:
             raise RewardFault(answer["fault"])
-        return [
-            RewardFault(each) if isinstance(each, str) else each
-            for each in _ROLLOUTS.validate_python(answer["rollouts"])
-        ]
+        return list(map(_decoded, answer["rollouts"]))
 
     def close(self) -> None:
         """End all workers."""
         self._pool.close()
+
+
+def _decoded(record: Any) -> FinishedRollout | RewardFault:
+    """Return a rollout of a worker's answer, or its fault."""
+    try:
+        rollout = _ROLLOUT.validate_python(record)
+    except ValidationError as error:
+        return fault_of(error)
+    return RewardFault(rollout) if isinstance(rollout, str) else rollout
+
+
+def _encoded(rollout: object) -> orjson.Fragment | str:
+    """Return the JSON of a rollout, or its fault in words, so that one costs no other."""
+    if isinstance(rollout, RewardFault):
+        return str(rollout)
+    try:
+        if not isinstance(rollout, FinishedRollout):
+            raise TypeError(f"expected a FinishedRollout, found {type(rollout).__name__}")
+        check_finite(rollout)  # JSON has null in the place of NaN
+        return orjson.Fragment(orjson.dumps(rollout, option=orjson.OPT_SERIALIZE_NUMPY))
+    except (TypeError, ValueError) as error:
+        return str(fault_of(error))
 
 
 def begin(settings: Mapping[str, Any]) -> "_Worker":
@@ -128,9 +152,7 @@ class _Worker:
         np.random.seed(example.seed % 2**32)  # noqa: NPY002 - the one that old code draws from
         try:
             rollouts = await self._environment.rollouts(example, policy)
-            plain = [str(each) if isinstance(each, RewardFault) else each for each in rollouts]
-            answer: dict[str, Any] = {"rollouts": plain}
-            return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+            return orjson.dumps({"rollouts": list(map(_encoded, rollouts))})
         except EndpointUnavailable as error:
             return orjson.dumps({"unavailable": str(error)})
         except MemoryError:

@@ -20,6 +20,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 
 from marin_rl.environments.base_environment import BaseEnvironment
 from marin_rl.environments.finished import FinishedMessage, FinishedRollout
@@ -66,6 +67,9 @@ class Pull(BaseEnvironment):
                 raise EndpointUnavailable("the server is away")
             case "fault":
                 return RewardFault("no luck") if n else self.good(kind, n)
+            case "one is good":
+                wrong = [self.good("nan", n), replace(self.good(kind, n), info={"a": {1}}), "text"]
+                return wrong[n - 1] if n else self.good(kind, n)
         return self.good(kind, n)
 
     def good(self, kind, n):
@@ -103,10 +107,9 @@ class Pull(BaseEnvironment):
 
 
 REFUSED = {
-    # The JSON of a worker's answer has null in the place of a number that is not finite.
-    "nan": r"ValidationError: .*\n0\.FinishedRollout\.messages\.",
-    "reward": r"ValidationError: .*\n0\.FinishedRollout\.reward\.",
-    "positive": "expected finite logprobs of at most 0",
+    "nan": "message 1: expected finite logprobs",
+    "reward": "expected a finite reward, found inf",
+    "positive": "expected logprobs of at most 0",
     "vocabulary": "expected ids below .*, found 9999",
     "many": "expected a logprob for each sampled id, found 4 for 3 ids",
     "user": "a message of user has sampled ids",
@@ -117,7 +120,7 @@ REFUSED = {
     "raises": r"KeyError: 'out of order' \(.*line",
     "away": "EndpointUnavailable: the server is away",
 }
-TOGETHER = ("good", "two turns", "two segments", "fault", *REFUSED)
+TOGETHER = ("good", "two turns", "two segments", "fault", "one is good", *REFUSED)
 
 
 def configuration(folder: Path, *kinds: str) -> Config:
@@ -224,6 +227,15 @@ def test_a_fault_costs_its_own_rollout(groups: Groups) -> None:
     first, *others = groups["fault"]
     assert first.status == "complete"
     assert {other.error for other in others} == {"RewardFault: no luck"}
+
+
+def test_a_rollout_that_no_process_can_send_costs_itself_alone(groups: Groups) -> None:
+    first, *others = groups["one is good"]
+    assert first.status == "complete"
+    reasons = ("expected finite logprobs", "not JSON serializable", "expected a FinishedRollout")
+    for other, reason in zip(others, reasons, strict=True):
+        assert other.status == "error"
+        assert reason in str(other.error)
 
 
 def test_they_are_not_played_again(played: tuple[Run, Groups]) -> None:
