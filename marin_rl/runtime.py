@@ -224,7 +224,7 @@ class RunRuntime:
     def _serve_proven(self, weights: "Weights", checkpoint: SlotRef) -> ServedPolicy:
         import jax.numpy as jnp
 
-        from marin_rl.inference.client.sglang_client import client_of
+        from marin_rl.inference.client.routes import client_of
         from marin_rl.rollouts.bridge import TemplateBridge
         from marin_rl.serving.weights.canary import prove
 
@@ -253,7 +253,7 @@ class RunRuntime:
             lambda: self._suspects(version),
             dtype=jnp.dtype(config.policy.compute_dtype),
             temperature=config.sampling.temperature,
-            connect=client_of(config.inference, TemplateBridge(config.policy).prompt),
+            connect=client_of(config.inference, TemplateBridge(config.policy)),
             probes=config.in_flight_updates and not sent,  # sampling goes on, before a queue
         )
         if not config.inference.has_fleet:

@@ -307,10 +307,12 @@ class InferenceConfig(Section):
         "signed the trainer's certificate; null: those that the system trusts (SSL_CERT_FILE)",
         json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    route: Literal["chat", "sglang"] | None = Field(
+    route: Literal["chat", "sglang", "vllm_generate"] | None = Field(
         default=None,
         description="how endpoints are asked: by OpenAI's chat routes with token ids, as vLLM and "
-        "marin-rl have them, or by SGLang's /generate; null: chat",
+        "marin-rl have them, by SGLang's /generate, or by /inference/v1/generate (vllm_generate), "
+        "which vLLM 0.32 has with --enable-scale-out and whose answers name the weights of each "
+        "token; null: chat",
         json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     requests_in_flight_max: Count = runtime_field(
@@ -356,6 +358,12 @@ class InferenceConfig(Section):
                 "route: sglang samples from the base model alone; expected the chat route with "
                 "publish: lora_adapter"
             )
+        if self.route == "vllm_generate" and self.publish == "lora_adapter":
+            raise ValueError(
+                "route: vllm_generate names the weights of each token by the label of whole "
+                "weights, which adapters have none of; expected the chat route with "
+                "publish: lora_adapter"
+            )
         return self
 
     @property
@@ -372,8 +380,12 @@ class InferenceConfig(Section):
         """
         if not self.endpoints or self.publish == "lora_adapter" or self.route == "sglang":
             return False
-        listed = all(entry.startswith("http") and " " not in entry for entry in self.endpoints)
-        return not listed or self.publish in ("pull", "vllm_reload")
+        return not self.is_listed or self.publish in ("pull", "vllm_reload")
+
+    @property
+    def is_listed(self) -> bool:
+        """True where endpoints are a plain list of URLs."""
+        return all(entry.startswith("http") and " " not in entry for entry in self.endpoints)
 
     @model_validator(mode="after")
     def _tls_has_a_certificate(self) -> "InferenceConfig":

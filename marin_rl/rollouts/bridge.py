@@ -127,6 +127,14 @@ class TemplateBridge:
         (text,) = self._dialogues(offered, (dialogue,))
         return np.array(self._encoded(text), np.int32)
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of sampled ids, without special tokens. Raises InputError."""
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         from marin_rl.tokenizers import tokenizer_for

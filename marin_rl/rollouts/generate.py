@@ -30,11 +30,10 @@ from marin_rl.errors import (
     ToolFault,
 )
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.fleet_client import FleetClient
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.publishing import Publisher
-from marin_rl.inference.client.sglang_client import client_of
+from marin_rl.inference.client.routes import client_of, fleet_client_of
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.concurrent import all_of
@@ -297,7 +296,7 @@ def _connected(
     if connect is None:
         # A policy with a canary is served by a fleet, which the client proves as it joins.
         fleet = policy.canary is not None
-        connect = _fleet_of(config, policy) if fleet else client_of(inference, template.prompt)
+        connect = _fleet_of(config, policy, template) if fleet else client_of(inference, template)
     return connect(
         endpoints=policy.endpoints,
         model=policy.model,
@@ -355,11 +354,11 @@ def _finished_driver(config: Config, policy: ServedPolicy, part: Part) -> Finish
     )
 
 
-def _fleet_of(config: Config, policy: ServedPolicy) -> Connect:
+def _fleet_of(config: Config, policy: ServedPolicy, template: TemplateBridge) -> Connect:
     """A client of the endpoints that are there at the moment, for those that serve `policy`."""
     names = policy.tokenizer_digest, policy.chat_template_digest
     return partial(
-        FleetClient,
+        fleet_client_of(config.inference, template),
         source=EndpointSource.of(config, *names),
         canary=policy.canary,
         weights=_sent_weights(config, policy),

@@ -16,6 +16,8 @@ from marin_rl.inference.client.fleet_sources import EndpointSource, canary_board
 from marin_rl.inference.client.in_flight_client import InFlightClient
 from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
 from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.vllm_client import VllmInFlightClient
+from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.runs import Run, checkpoint_slot
@@ -38,8 +40,12 @@ def in_flight_client(run: Run, policy: ServedPolicy) -> Callable[..., PolicyClie
     if policy.canary is not None:
         versions.canaries[version] = policy.canary
     names = policy.tokenizer_digest, policy.chat_template_digest
+    fleet: Callable[..., InFlightFleetClient] = InFlightFleetClient
+    if run.config.inference.route == "vllm_generate":
+        template = TemplateBridge(run.config.policy)
+        fleet = partial(VllmInFlightClient, render=template.prompt, text_of=template.text)
     return partial(
-        InFlightFleetClient,
+        fleet,
         name=name,
         version=version,
         digest_of=versions.digest_in_time,

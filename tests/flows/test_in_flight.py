@@ -13,19 +13,20 @@ import pytest
 from support.engines import wait_until
 from support.flow_runs import debug
 from support.models import full_logprobs
+from support.vllm_stand_in import VllmStandIn
 from support.windowed_runs import checked
 
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
 from marin_rl.config import Config
-from marin_rl.errors import StalePolicy
+from marin_rl.errors import MarinRLError, StalePolicy
 from marin_rl.inference.client.fleet_sources import board_of, canary_board
 from marin_rl.inference.engine import Engine
 from marin_rl.rollouts.streaming import sample_chunk
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
+from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint
 from marin_rl.serving.weights.checkpoint_watcher import (
     CheckpointWatcher,
     following,
@@ -40,7 +41,7 @@ from marin_rl.storage.tables.parquet import FETCHES_MAX, iter_present
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.tables.stream import groups_in, numbers_of
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.training.model import named_parameters, with_parameters
+from marin_rl.training.model import build_model, named_parameters, with_parameters
 from marin_rl.training.replay import replay_round
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy, SlotRef
 
@@ -97,7 +98,7 @@ def checkpoint(run: Run, version: int) -> SlotRef:
 
 def sampled_over(
     run: Run,
-    runtime: RunRuntime,
+    runtime: "RunRuntime | Unproven",
     policy: ServedPolicy,
     chunk: int,
     version: int,
@@ -111,6 +112,7 @@ def sampled_over(
     `before_others` the others do.
     """
     if not engines:
+        assert isinstance(runtime, RunRuntime)
         assert runtime._server is not None
         engines = [runtime._server.engine]
     failed, before = list[BaseException](), tokens_of(engines)
@@ -270,3 +272,87 @@ def test_a_server_with_other_weights_under_the_right_name_is_lost_and_no_group_i
     assert len(groups) == len(numbers_of(run.config, CHUNK + 3))
     assert all(len(group.rollouts) == group.group_size for group in groups)
     assert f"endpoint {liar.base_url} is lost" in caplog.text
+
+
+def asking_vllm(run: Run, vllm: VllmStandIn) -> Run:
+    """The run with a vLLM as its endpoint, which is sent its weights."""
+    changes = {
+        "endpoints": (vllm.url,), "publish": "vllm_reload", "route": "vllm_generate",
+        "fleet_timeout_s": 60.0,
+    }  # fmt: skip
+    inference = run.config.inference.model_copy(update=changes)
+    return replace(run, config=run.config.model_copy(update={"inference": inference}))
+
+
+@contextmanager
+def vllm_of(config: Config) -> Iterator[VllmStandIn]:
+    """A vLLM with random weights of a run's shape."""
+    tokenizer = tokenizer_for(config.policy)
+    server = PolicyServer(
+        build_model(config.policy, len(tokenizer), seed=99),
+        tokenizer,
+        config.inference,
+        context_length=config.policy.context_length,
+    )
+    with VllmStandIn(server) as vllm:
+        yield vllm
+
+
+def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
+    played: Config,
+) -> None:
+    """No group is committed before the new weights are proven where its tokens were sampled."""
+    run = Run.open(played.root, played.run_id)
+    run.folder.delete(CANARIES_KEY)
+    proven = list[int]()
+
+    with vllm_of(played) as vllm:
+        remote = asking_vllm(run, vllm)
+        with closing(RunRuntime(remote)) as runtime:
+            policy = runtime.serve(checkpoint(run, 0))
+            assert (policy.model, vllm.version) == ("policy", 1)
+            vllm.asked.clear()
+            engines = [vllm.server.engine]
+            groups = sampled_over(remote, runtime, policy, CHUNK + 4, 2, engines)
+            proven.extend(canary_board(remote).read(run_sha256(run.folder)))
+        assert [path.partition("?")[0] for path in vllm.asked] == [
+            "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume",
+        ]  # fmt: skip
+        assert vllm.label == f"00002-{read_checkpoint(run, 2).parameters_digest[:8]}"
+        assert vllm.server.engine.stats.recomputed_sequences > 0
+    assert_tokens(remote, groups, CHUNK + 4)
+    assert proven == [0, 2]
+
+
+def test_wrong_weights_that_vllm_loads_are_proven_by_no_token(
+    played: Config,
+) -> None:
+    """The trainer's proof fails, and what was sampled with them is not committed."""
+    run = Run.open(played.root, played.run_id)
+    run.folder.delete(CANARIES_KEY)
+
+    def scaled(loaded: Loaded) -> Loaded:
+        arrays = {name: 1.5 * array for name, array in named_parameters(loaded.model).items()}
+        return replace(loaded, model=with_parameters(loaded.model, arrays))
+
+    with vllm_of(played) as vllm:
+        remote = asking_vllm(run, vllm)
+        inference = remote.config.inference.model_copy(update={"fleet_timeout_s": 2.0})
+        remote = replace(remote, config=remote.config.model_copy(update={"inference": inference}))
+        with closing(RunRuntime(remote)) as runtime:
+            policy = runtime.serve(checkpoint(run, 0))
+            vllm.loads = scaled
+            with pytest.raises(MarinRLError, match="has not proven|no endpoint served"):
+                sampled_over(remote, Unproven(runtime), policy, CHUNK + 5, 2, [vllm.server.engine])
+    assert not [*groups_in(run, numbers_of(run.config, CHUNK + 5))]
+
+
+class Unproven:
+    """A runtime whose proof of new weights must fail."""
+
+    def __init__(self, runtime: RunRuntime) -> None:
+        self._runtime = runtime
+
+    def serve(self, ref: SlotRef) -> None:
+        with pytest.raises(StalePolicy, match="does not sample from"):
+            self._runtime.serve(ref)

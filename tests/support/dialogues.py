@@ -9,7 +9,7 @@ from support.fakes import served_policy
 from marin_rl.config import EnvironmentConfig, InferenceConfig, PolicyConfig
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.inference.client.sglang_client import client_of
+from marin_rl.inference.client.routes import client_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.trajectories import GroupRequest, Trajectory
@@ -55,7 +55,7 @@ def play_dialogues(
     request: GroupRequest,
     environment: EchoTwice,
     turns_per_request: int = 1,
-    route: Literal["chat", "sglang"] = "chat",
+    route: Literal["chat", "sglang", "vllm_generate"] = "chat",
     model: str = "",
 ) -> list[Trajectory]:
     """Play a group against a server; `turns_per_request` and `route` as in `inference`.
@@ -67,7 +67,7 @@ def play_dialogues(
     )
 
     async def run() -> list[Trajectory]:
-        async with client_of(InferenceConfig(route=route), BRIDGE.prompt)(
+        async with client_of(InferenceConfig(route=route), BRIDGE)(
             endpoints=policy.endpoints, model=policy.model, turns_per_request=turns_per_request
         ) as client:
             driver = EpisodeDriver(

@@ -101,7 +101,7 @@ def check_in_flight(config: RunSections) -> None:
     """Refuse new weights in flight for objectives and endpoints that cannot bear them."""
     if config.in_flight_updates:
         check_objective(config.objective)
-        check_endpoints(config.inference)
+        check_endpoints(config.inference, recompute_kv_cache=config.recompute_kv_cache)
 
 
 def check_pieces(config: RunSections) -> None:

@@ -41,7 +41,6 @@ from marin_rl.inference.client.protocol import (
     ChatAnswer,
     ChatRequest,
     Completion,
-    decode_answer,
 )
 from marin_rl.inference.client.publishing import Publisher, Send
 from marin_rl.types import Canary, Sampling
@@ -312,10 +311,7 @@ class FleetClient(PolicyClient):
             model=model, messages=CANARY_PROMPT, n=1, sampling=sampling, probe=self.probes
         )
         # In the time of a request: an endpoint may have a queue, where it waits as any other.
-        data = await self._attempt(
-            member.url, "POST", request.path, request.body(), gate=nullcontext()
-        )
-        return decode_answer(data)
+        return await self._ask_at(member.url, request, nullcontext())
 
     async def _load(self, member: Member) -> Any:
         try:

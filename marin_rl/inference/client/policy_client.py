@@ -140,6 +140,14 @@ class PolicyClient(ChatClient):
                 "null for others"
             ) from error
 
+    async def _ask_at(
+        self, url: str, request: ChatRequest, gate: AbstractAsyncContextManager[Any]
+    ) -> ChatAnswer:
+        """Answer of one endpoint, asked once; not checked. Raises as `chat` does."""
+        return decode_answer(
+            await self._attempt(url, "POST", request.path, request.body(), gate=gate)
+        )
+
     def _check(self, answer: ChatAnswer, n: int) -> None:
         """Raise StalePolicy or BadResponse for an answer that cannot be trained on."""
         # The id has the digest of the weights: tokens of others are never trained on as this

@@ -98,7 +98,7 @@ class ChatRequest:
             "model": self.model,
             "messages": [message_body(message) for message in self.messages],
             "n": self.n,
-            **_sampling_fields(self.sampling),
+            **sampling_fields(self.sampling),
             "logprobs": True,
             "top_logprobs": 0,
             "return_token_ids": True,
@@ -159,7 +159,7 @@ class TurnsRequest:
             "model": self.model,
             "prompt": [prompt.tolist() for prompt in self.prompts],
             "seeds": list(self.seeds),
-            **_sampling_fields(self.sampling),
+            **sampling_fields(self.sampling),
             "return_token_ids": True,
             "compact_logprobs": True,
         }
@@ -187,7 +187,7 @@ class PlainRequest:
         return {
             "model": self.model,
             "prompt": self.prompt.tolist(),
-            **_sampling_fields(self.sampling),
+            **sampling_fields(self.sampling),
             **({} if seed is None else {"seed": seed}),
             "logprobs": 0,
             "return_token_ids": True,
@@ -195,7 +195,7 @@ class PlainRequest:
         }
 
 
-def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """Fields of a body that are the same for all its samples; filters that are off are left out."""
     fields: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -281,7 +281,7 @@ def decode_turns(data: bytes) -> list[ChatAnswer]:
         ChatAnswer(
             model=str(body.get("model", "")),
             prompt_token_ids=_token_ids(choice.get("prompt_token_ids"), "prompt_token_ids"),
-            completions=(_decode_completion(choice, choice.get("text")),),
+            completions=(decode_completion(choice, choice.get("text")),),
             request_id=str(body.get("id") or ""),
             weight_version=_weight_version(body.get("weight_version")),
             parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
@@ -293,7 +293,7 @@ def decode_turns(data: bytes) -> list[ChatAnswer]:
 
 def sglang_body(prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling) -> dict[str, Any]:
     """Return the body of SGLang's `/generate` for one sample of a prompt."""
-    parameters = _sampling_fields(sampling)
+    parameters = sampling_fields(sampling)
     parameters["max_new_tokens"] = parameters.pop("max_tokens")
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
@@ -327,7 +327,7 @@ def decode_sglang(data: bytes, model: str, prompt_ids: Int32[np.ndarray, " P"]) 
     return ChatAnswer(
         model=model,
         prompt_token_ids=prompt_ids,
-        completions=(_decode_completion(choice, body.get("text")),),
+        completions=(decode_completion(choice, body.get("text")),),
         request_id=str(meta.get("id") or ""),
         weight_version=int(version) if version.isdecimal() else None,
     )
@@ -401,10 +401,11 @@ def error_body(
 
 def _decode_choice(choice: Mapping[str, Any]) -> Completion:
     message = _mapping(choice.get("message"), "a choice's message")
-    return _decode_completion(choice, message.get("content"))
+    return decode_completion(choice, message.get("content"))
 
 
-def _decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
+def decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
+    """Read a choice's ids, log-probabilities and versions. Raises BadResponse."""
     token_ids = _token_ids(choice.get("token_ids"), "token_ids")
     logprobs = _logprobs(choice)
     if len(logprobs) != len(token_ids):

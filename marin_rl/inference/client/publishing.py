@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from marin_rl.errors import EndpointUnavailable, InputError, RequestRejected, StalePolicy
-from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE, served_model_id
+from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE
+from marin_rl.inference.client.vllm_protocol import label_of
 
 SAFETENSORS_HEADER_MAX = 100 * 2**20
 
@@ -42,7 +43,7 @@ class Publisher:
     @property
     def label(self) -> str:
         """The version that vLLM is given: round and digest, as in a served id."""
-        return served_model_id("", self.version, self.digest).removeprefix("@")
+        return label_of(self.version, self.digest)
 
     async def publish(self, send: Send) -> None:
         """Have one endpoint serve the weights; `send` takes paths from its root.

@@ -1,0 +1,61 @@
+"""A client of routes that take a prompt's ids: every prompt is rendered here, and sent as ids.
+
+Each sample is a request of its own, with its own seed: n samples of one request might share it.
+Connections, retries and checks are `PolicyClient`'s. Leaves out the routes themselves
+(`sglang_client`, `vllm_client`).
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from marin_rl.errors import BridgeFault, RequestRejected
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest
+from marin_rl.types import Message
+
+Ids = Int32[np.ndarray, " P"]
+# Ids of a whole dialogue and the opening of the model's next turn.
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Ids]
+
+
+class TokensClient(PolicyClient):
+    """`PolicyClient` that renders prompts by `render`, and asks for each sample by itself."""
+
+    def __init__(self, *, render: Render, **options: Any) -> None:
+        super().__init__(**options)
+        self._render = render
+
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer of as many requests as it has samples, to the ids of one prompt.
+
+        Raises InputError for a tokenizer that cannot be read.
+        """
+        prompt_ids, first = self._prompt_of(request), request.sampling.seed
+        seeds = [None if first is None else first + index for index in range(request.n)]
+        single = [
+            replace(request, n=1, sampling=replace(request.sampling, seed=seed)) for seed in seeds
+        ]
+        answers = await asyncio.gather(*(self._sample(each, prompt_ids) for each in single))
+        completions = tuple(answer.completions[0] for answer in answers)
+        answer = replace(answers[0], completions=completions)
+        self._check(answer, request.n)
+        return answer
+
+    def _prompt_of(self, request: ChatRequest) -> Ids:
+        """The ids of a request's prompt. Raises RequestRejected, InputError."""
+        if request.prompt_ids is not None:
+            return request.prompt_ids
+        try:
+            return self._render(request.messages, request.tools)
+        except BridgeFault as error:
+            raise RequestRejected(str(error)) from None
+
+    @abstractmethod
+    async def _sample(self, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
+        """Answer to a request for one sample."""

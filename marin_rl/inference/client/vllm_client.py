@@ -1,0 +1,221 @@
+"""A client for vLLM's own route: ids in, ids, log-probabilities and versions of weights out.
+
+Prompts are sent as ids (`tokens_client`) to `/inference/v1/generate`, which vLLM serves where it is
+started with `--enable-scale-out`, and `marin-rl serve` always. The answers of all of these clients
+but the last have tokens of one version alone.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from marin_rl.errors import (
+    BadResponse,
+    EndpointUnavailable,
+    InferenceError,
+    NoSuchRoute,
+    RequestRejected,
+    StalePolicy,
+)
+from marin_rl.inference.client.fleet import Member
+from marin_rl.inference.client.fleet_client import FleetClient
+from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
+from marin_rl.inference.client.protocol import (
+    GENERATE_ROUTE,
+    ChatAnswer,
+    ChatRequest,
+    parse_served_model_id,
+    read_choices,
+)
+from marin_rl.inference.client.tokens_client import Ids, TokensClient
+from marin_rl.inference.client.vllm_protocol import (
+    Generated,
+    Text,
+    decode_generated,
+    generate_body,
+    parse_label,
+    spans_of,
+)
+from marin_rl.types import Canary
+
+if TYPE_CHECKING:
+    import openai
+
+
+class VllmClient(TokensClient):
+    """`TokensClient` over `/inference/v1/generate`; `text_of` decodes the ids of an answer."""
+
+    def __init__(self, *, text_of: Text, **options: Any) -> None:
+        super().__init__(**options)
+        self._text_of = text_of
+
+    async def _ask_at(
+        self, url: str, request: ChatRequest, gate: AbstractAsyncContextManager[Any]
+    ) -> ChatAnswer:
+        """Answer of one endpoint, asked once. Raises as `chat` does."""
+        prompt_ids = self._prompt_of(request)
+        body = generate_body(request.model, prompt_ids, request.sampling)
+        data = await self._attempt(url, "POST", GENERATE_ROUTE, body, gate=gate)
+        return await self._decoded(data, request, prompt_ids)
+
+    async def _sample(self, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
+        body = generate_body(request.model, prompt_ids, request.sampling)
+        data = await self._send("POST", GENERATE_ROUTE, body, request.session)
+        return await self._decoded(data, request, prompt_ids)
+
+    async def _decoded(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
+        def text_of(ids: list[int]) -> str:
+            return _until(self._text_of(ids), request.sampling.stop)
+
+        generated = decode_generated(data, request.model, prompt_ids, text_of)
+        return await self._identified(generated)
+
+    async def _identified(self, generated: Generated) -> ChatAnswer:
+        """The answer, once the weights that it names are those that may answer."""
+        self._check_labels(generated.labels)
+        return generated.answer
+
+    def _check_labels(self, labels: Sequence[str]) -> None:
+        """Raise StalePolicy for tokens of other weights than the model's, or of several."""
+        served = parse_served_model_id(self.model)
+        if served is None:
+            wrong = labels[1:]
+        else:
+            named = {label: parse_label(label) for label in labels}
+            wrong = [
+                label
+                for label, model in named.items()
+                if model is None
+                or model.weight_version != served.weight_version
+                or not served.digest.startswith(model.digest)
+            ]
+        if wrong:
+            raise StalePolicy(
+                f"asked for the model {self.model!r}, but tokens were sampled by weights "
+                f"{', '.join(map(repr, labels)):.200}: new weights came in between"
+            )
+
+    async def _attempt(
+        self, url: str, method: str, path: str, body: dict[str, Any] | None, **options: Any
+    ) -> bytes:
+        if path == GENERATE_ROUTE:  # it is next to /v1, not below it
+            path = url.removesuffix("/v1") + path
+        return await super()._attempt(url, method, path, body, **options)
+
+    def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
+        refusal = super()._refusal(url, error)
+        asked = error.request.url.path.endswith(GENERATE_ROUTE)
+        if asked and (error.status_code == 403 or isinstance(refusal, NoSuchRoute)):
+            return RequestRejected(
+                f"{self._message(url, error.message)}: inference.route vllm_generate needs "
+                f"{GENERATE_ROUTE}, which vLLM 0.32 serves where it is started with "
+                "--enable-scale-out"
+            )
+        return refusal
+
+
+class VllmFleetClient(FleetClient, VllmClient):
+    """`FleetClient` over `/inference/v1/generate`: all tokens are of the weights that were sent."""
+
+    async def _check_sampled(self, member: Member, data: bytes) -> None:
+        _, choices = read_choices(data)
+        labels = {label for choice in choices for label in _labels_of(choice)}
+        if self._weights is not None and labels - {self._weights.label}:
+            raise StalePolicy(
+                f"expected tokens of weights {self._weights.label!r}, found some of "
+                f"{', '.join(map(repr, sorted(labels))):.200}"
+            )
+
+
+class VllmInFlightClient(InFlightFleetClient, VllmClient):
+    """`InFlightFleetClient` of vLLM: its labels say the version and digest of each token's weights.
+
+    An endpoint that begins with weights of its own, after a restart, is lost until the trainer has
+    sent it a checkpoint.
+    """
+
+    probes = False
+
+    async def _identified(self, generated: Generated) -> ChatAnswer:
+        """The answer with the version of each token, and the digest of the last one's weights."""
+        answer, spans = generated.answer, generated.spans
+        if not spans:
+            raise EndpointUnavailable("the endpoint answered with no token")
+        known = {label: await self._version_in(label) for label in generated.labels}
+        versions = np.array(
+            [known[s.label] for s in spans for _ in range(s.start, s.end)], np.int32
+        )
+        (completion,) = answer.completions
+        last = int(versions[-1])
+        return replace(
+            answer,
+            completions=(replace(completion, policy_versions=versions),),
+            weight_version=last,
+            parameters_digest=await self._digest_of(last),
+        )
+
+    async def _check_sampled(self, member: Member, data: bytes) -> None:
+        _, choices = read_choices(data)
+        labels = {label for choice in choices for label in _labels_of(choice)}
+        for version in sorted([await self._version_in(label) for label in labels]):
+            self._check_version(version)
+            await self._prove_version(member, version)
+
+    async def _version_in(self, label: str) -> int:
+        """The version that a label names. Raises StalePolicy unless it is a checkpoint's."""
+        model = parse_label(label)
+        if model is None or not model.digest:
+            raise StalePolicy(
+                f"names its weights {label!r}, which are none of this run's: it was restarted, and "
+                "gets weights with the next checkpoint"
+            )
+        digest = await self._digest_of(model.weight_version)
+        if not digest.startswith(model.digest):
+            raise StalePolicy(
+                f"expected samples of the parameters {digest[:16]} for version "
+                f"{model.weight_version}, found {model.digest}: the endpoint serves other weights "
+                "than this run's"
+            )
+        return model.weight_version
+
+    async def _check_ready(self, member: Member) -> None:
+        # One whose reload failed stays paused, with the label of the weights before.
+        if _field(await self._probe(member, "GET", _at(member, "/is_paused")), "is_paused") is True:
+            raise EndpointUnavailable("is paused")
+        await super()._check_ready(member)
+
+    async def _served(self, member: Member) -> int:
+        data = await self._probe(member, "GET", _at(member, "/weight_info"))
+        version = await self._version_in(str(_field(data, "weight_version")))
+        if version < self._version:
+            raise StalePolicy(f"serves version {version}, before {self._version}")
+        return version
+
+    async def _ask_canary(self, member: Member, canary: Canary, model: str) -> ChatAnswer:
+        return await super()._ask_canary(member, canary, self.model)  # all versions have one name
+
+
+def _labels_of(choice: Any) -> list[str]:
+    ids = choice.get("token_ids")
+    return [span.label for span in spans_of(choice, len(ids) if isinstance(ids, list) else 0)]
+
+
+def _until(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first stop string in it."""
+    ends = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _at(member: Member, path: str) -> str:
+    return member.url.removesuffix("/v1") + path
+
+
+def _field(data: bytes, name: str) -> object:
+    try:
+        return orjson.loads(data)[name]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise BadResponse(f"expected an object with {name}, found {data[:80]!r}") from error

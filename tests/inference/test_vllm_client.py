@@ -1,0 +1,228 @@
+"""vLLM's route from ids to ids: what is sent, what is taken, and what each refusal says."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from support.dialogues import BRIDGE
+from support.models import tiny_model
+from support.servers import CONTEXT, ENGINE, character_tokenizer, serving
+from support.vllm_stand_in import VllmStandIn
+
+from marin_rl.config import InferenceConfig
+from marin_rl.errors import BadResponse, RequestRejected, StalePolicy
+from marin_rl.inference.client.protocol import ChatAnswer
+from marin_rl.inference.client.routes import client_of
+from marin_rl.inference.client.vllm_protocol import (
+    decode_generated,
+    generate_body,
+    label_of,
+    parse_label,
+    spans_of,
+)
+from marin_rl.serving.server import PolicyServer
+from marin_rl.types import Message, Sampling
+
+MESSAGES = (Message(role="user", content="ab"),)
+SAMPLING = Sampling(max_tokens=8, seed=5)
+ROUTE = InferenceConfig(route="vllm_generate")
+
+
+def span(label: object = "a", start: object = 0, end: object = 2) -> dict[str, object]:
+    return {"version": label, "start": start, "end": end}
+
+
+@contextmanager
+def stand_in(**options: Any) -> Iterator[VllmStandIn]:
+    """A vLLM with random weights."""
+    server = PolicyServer(
+        tiny_model(),
+        character_tokenizer(),
+        InferenceConfig(engine=ENGINE),
+        context_length=CONTEXT,
+    )
+    with VllmStandIn(server, **options) as vllm:
+        yield vllm
+
+
+def ask(url: str, model: str = "policy", n: int = 1, sampling: Sampling = SAMPLING) -> ChatAnswer:
+    async def run() -> ChatAnswer:
+        async with client_of(ROUTE, BRIDGE)(endpoints=[url], model=model) as client:
+            return await client.chat(MESSAGES, n, sampling)
+
+    return asyncio.run(run())
+
+
+def test_samples_of_vllm_are_those_of_the_chat_route() -> None:
+    with stand_in() as vllm:
+        answer = ask(vllm.url, n=3)
+        chat = vllm.server.base_url
+
+        async def by_chat() -> list[ChatAnswer]:
+            async with client_of(InferenceConfig(), BRIDGE)(
+                endpoints=[chat], model="policy"
+            ) as client:
+                client._check = lambda _answer, _n: None  # the server says its exact id
+                return [
+                    await client.chat(MESSAGES, 1, Sampling(max_tokens=8, seed=5 + index))
+                    for index in range(3)
+                ]
+
+        for completion, other in zip(answer.completions, asyncio.run(by_chat()), strict=True):
+            expected = other.completions[0]
+            assert answer.prompt_token_ids.tolist() == other.prompt_token_ids.tolist()
+            assert completion.token_ids.tolist() == expected.token_ids.tolist()
+            assert (completion.text, completion.finish_reason) == (
+                expected.text, expected.finish_reason,
+            )  # fmt: skip
+            np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-5)
+            assert completion.policy_versions is None
+    assert len({tuple(c.token_ids.tolist()) for c in answer.completions}) == 3
+
+
+def test_a_vllm_without_the_option_is_refused_by_its_name() -> None:
+    refused = pytest.raises(RequestRejected, match=r"started with --enable-scale-out")
+    with stand_in(scale_out=False) as vllm, refused:
+        ask(vllm.url)
+
+
+def test_tokens_of_other_weights_than_the_model_or_of_several_are_refused() -> None:
+    with serving(parameters_digest="ab" * 32, weight_version=3) as server:
+        assert len(ask(server.base_url, server.model_id).completions[0].token_ids) > 0
+        other = f"policy@00002-{'cd' * 4}"
+        with pytest.raises(StalePolicy, match=r"policy@00002"):
+            ask(server.base_url, other)
+    with stand_in() as vllm:
+
+        def mixed(choice: dict[str, Any]) -> None:
+            whole = choice["weight_versions"][0]["end"]
+            choice["weight_versions"] = [span("a", 0, 1), span("b", 1, whole)]
+
+        vllm.spoil = mixed
+        with pytest.raises(StalePolicy, match=r"weights 'a', 'b': new weights came in between"):
+            ask(vllm.url)
+
+
+def test_a_stop_string_ends_a_text_and_stays_in_its_ids() -> None:
+    stops = tuple("aeiouAEIOU!?.,;:")
+    with stand_in() as vllm:
+        sampling = Sampling(max_tokens=40, seed=3, stop=stops)
+        completion = ask(vllm.url, sampling=sampling).completions[0]
+    assert completion.finish_reason == "stop"
+    assert not set(completion.text) & set(stops)
+    assert BRIDGE.text(completion.token_ids.tolist())[: len(completion.text)] == completion.text
+    assert len(BRIDGE.text(completion.token_ids.tolist())) > len(completion.text)
+
+
+@pytest.mark.parametrize(
+    ("label", "version", "digest"),
+    [("00012-1a2b3c4d", 12, "1a2b3c4d"), ("7", 7, ""), ("100000-1a2b3c4d", 100000, "1a2b3c4d")],
+)
+def test_labels_say_version_and_digest(label: str, version: int, digest: str) -> None:
+    model = parse_label(label)
+    assert model is not None
+    assert (model.weight_version, model.digest) == (version, digest)
+    if digest:
+        assert label_of(version, digest + "0" * 56) == label
+
+
+@pytest.mark.parametrize("label", ["default", "", "00012", "x@00012-1a2b3c4d", "-1", "1.0", "٣"])
+def test_labels_of_another_make_say_nothing(label: str) -> None:
+    model = parse_label(label)
+    assert model is None or (model.weight_version, model.digest) == (12, "")
+
+
+def test_spans_cover_all_tokens_in_order() -> None:
+    spans = spans_of({"weight_versions": [span("a", 0, 2), span("b", 2, 3)]}, 3)
+    assert [(each.label, each.start, each.end) for each in spans] == [("a", 0, 2), ("b", 2, 3)]
+    assert spans_of({"weight_versions": []}, 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        (None, "gave no weight_versions"),
+        ({"0": 1}, "gave no weight_versions"),
+        ([], "of all 3 tokens, found 0 in them"),
+        ([span("a", 0, 2)], "of all 3 tokens, found 2 in them"),
+        ([span("a", 0, 4)], "of all 3 tokens, found 4 in them"),
+        ([span("a", 1, 3)], "begins at 0"),
+        ([span("a", 0, 2), span("b", 1, 3)], "begins at 2"),
+        ([span("b", 2, 3), span("a", 0, 2)], "begins at 0"),
+        ([span("a", 0, 0), span("b", 0, 3)], "begins at 0"),
+        ([span(3, 0, 3)], "a text and a span"),
+        ([span("a", 0, 3.0)], "a text and a span"),
+        ([span("a", False, 3)], "a text and a span"),
+        ([{"version": "a", "start": 0}], "with version, start and end"),
+        (["a"], "with version, start and end"),
+    ],
+)
+def test_spans_that_do_not_cover_all_tokens_exactly_are_refused(
+    spans: object, message: str
+) -> None:
+    with pytest.raises(BadResponse, match=message):
+        spans_of({"weight_versions": spans}, 3)
+
+
+def spoiled(change: Callable[[dict[str, Any]], object]) -> bytes:
+    """An answer of three tokens that has been changed."""
+    content = [{"token_id": token, "logprob": -1.0} for token in (5, 6, 7)]
+    choice = {
+        "index": 0,
+        "token_ids": [5, 6, 7],
+        "logprobs": {"content": content},
+        "finish_reason": "length",
+        "weight_versions": [span("default", 0, 3)],
+    }
+    answer = {"request_id": "r", "choices": [choice]}
+    change(answer)
+    return orjson.dumps(answer)
+
+
+def choice_in(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a["choices"].append(choice_in(a)), "expected one choice, found 2"),
+        (lambda a: choice_in(a).update(logprobs=None), "gave no logprobs"),
+        (lambda a: choice_in(a)["logprobs"]["content"].pop(), "one logprob per token id"),
+        (lambda a: choice_in(a).update(token_ids=None), "gave no token_ids"),
+        (lambda a: choice_in(a).update(token_ids=[5, 6, -7]), "token_ids from 0"),
+        (lambda a: choice_in(a).update(token_ids=[5, 6]), "one logprob per token id"),
+        (
+            lambda a: choice_in(a)["logprobs"]["content"][1].update(token_id=9),
+            "logprobs of the tokens 5, 6, 7, found those of 5, 9, 7",
+        ),
+    ],
+)
+def test_answers_that_are_not_whole_are_refused(
+    change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    prompt = np.array([1, 2], np.int32)
+    decode_generated(spoiled(lambda _: None), "policy", prompt, str)
+    with pytest.raises(BadResponse, match=message):
+        decode_generated(spoiled(change), "policy", prompt, str)
+
+
+def test_a_body_has_what_vllm_reads() -> None:
+    sampling = Sampling(max_tokens=8, temperature=0.5, top_p=0.9, top_k=3, seed=7, stop=("x",))
+    assert generate_body("policy", np.array([1, 2], np.int32), sampling) == {
+        "model": "policy",
+        "token_ids": [1, 2],
+        "sampling_params": {
+            "max_tokens": 8,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 3,
+            "stop": ["x"],
+            "logprobs": 0,
+            "seed": 7,
+        },
+    }
