@@ -104,12 +104,13 @@ def sampled_over(
     version: int,
     engines: Sequence[Engine] = (),
     before_others: Callable[[], None] = lambda: None,
+    is_loaded: Callable[[], bool] | None = None,
 ) -> list[RolloutGroup]:
     """The groups of a chunk whose completions are under way when a checkpoint is served.
 
     `engines` are those that sample, by default the run's own. They rest in the middle of
-    completions until the first of them has the checkpoint; then that goes on, and after a call of
-    `before_others` the others do.
+    completions until the first of them has the checkpoint, or `is_loaded` says so; then that goes
+    on, and after a call of `before_others` the others do.
     """
     if not engines:
         assert isinstance(runtime, RunRuntime)
@@ -132,7 +133,7 @@ def sampled_over(
     for engine in engines:
         engine.pause()
     threads[1].start()
-    wait_until(lambda: engines[0].policy.weight_version == version)
+    wait_until(is_loaded or (lambda: engines[0].policy.weight_version == version))
     engines[0].resume()
     before_others()
     for engine in engines[1:]:
@@ -312,8 +313,15 @@ def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
             policy = runtime.serve(checkpoint(run, 0))
             assert (policy.model, vllm.version) == ("policy", 1)
             vllm.asked.clear()
-            engines = [vllm.server.engine]
-            groups = sampled_over(remote, runtime, policy, CHUNK + 4, 2, engines)
+            groups = sampled_over(
+                remote,
+                runtime,
+                policy,
+                CHUNK + 4,
+                2,
+                [vllm.server.engine],
+                is_loaded=lambda: vllm.label.startswith("00002"),
+            )
             proven.extend(canary_board(remote).read(run_sha256(run.folder)))
         assert [path.partition("?")[0] for path in vllm.asked] == [
             "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume",
@@ -342,8 +350,16 @@ def test_wrong_weights_that_vllm_loads_are_proven_by_no_token(
         with closing(RunRuntime(remote)) as runtime:
             policy = runtime.serve(checkpoint(run, 0))
             vllm.loads = scaled
-            with pytest.raises(MarinRLError, match="has not proven|no endpoint served"):
-                sampled_over(remote, Unproven(runtime), policy, CHUNK + 5, 2, [vllm.server.engine])
+            with pytest.raises(MarinRLError, match=r"no endpoint served|has not proven"):
+                sampled_over(
+                    remote,
+                    Unproven(runtime),
+                    policy,
+                    CHUNK + 5,
+                    2,
+                    [vllm.server.engine],
+                    is_loaded=lambda: vllm.label.startswith("00002"),
+                )
     assert not [*groups_in(run, numbers_of(run.config, CHUNK + 5))]
 
 
