@@ -95,6 +95,7 @@ def test_the_recipe_dapo_samples_until_a_round_has_its_groups() -> None:
 REPLAY = "asynchrony.replay.max_uses=2"
 WINDOW = ("asynchrony.max_staleness=1", "asynchrony.sampler=windowed")
 IN_FLIGHT = (*WINDOW, "asynchrony.in_flight_updates=true")
+VLLM = ("inference.publish=vllm_reload", "inference.route=vllm_generate")
 REMOTE = ("inference.endpoints=[http://host/v1]",)
 
 
@@ -153,7 +154,29 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
         ),
         (
             [*IN_FLIGHT, *REMOTE, "inference.publish=vllm_reload"],
-            "do not answer with the policy of each token",
+            "publish vllm_reload and route chat: vLLM answers with the policy of each token on one "
+            "route alone",
+        ),
+        (
+            [
+                *IN_FLIGHT,
+                *REMOTE,
+                "inference.publish=update_weights_from_disk",
+                "inference.route=vllm_generate",
+            ],
+            "expected publish vllm_reload and route vllm_generate together",
+        ),
+        (
+            [*IN_FLIGHT, *VLLM, "inference.endpoints=file:/fleet.txt"],
+            "one that joins would have no weights of the run until the next checkpoint",
+        ),
+        (
+            [*IN_FLIGHT, *REMOTE, *VLLM, "asynchrony.recompute_kv_cache=false"],
+            "only together with the caches of completions under way",
+        ),
+        (
+            [*REMOTE, "inference.publish=lora_adapter", "inference.route=vllm_generate"],
+            "expected the chat route with publish: lora_adapter",
         ),
         (
             [
@@ -257,6 +280,8 @@ def test_weights_that_change_in_flight_are_a_choice_of_the_window() -> None:
     assert not plain.recompute_kv_cache
     endpoints = configured(*IN_FLIGHT, *REMOTE, "inference.publish=update_weights_from_disk")
     assert endpoints.in_flight_updates
+    vllm = configured(*IN_FLIGHT, *REMOTE, *VLLM)
+    assert (vllm.in_flight_updates, vllm.recompute_kv_cache) == (True, True)
     for entry in ("registered", "[http://host/v1,http://other/v1]", "file:/fleet.txt"):
         follow = (f"inference.endpoints={entry}", "inference.publish=pull")
         assert configured(*IN_FLIGHT, *follow).without_root_workers == ""

@@ -60,17 +60,14 @@ def ask(url: str, model: str = "policy", n: int = 1, sampling: Sampling = SAMPLI
 def test_samples_of_vllm_are_those_of_the_chat_route() -> None:
     with stand_in() as vllm:
         answer = ask(vllm.url, n=3)
-        chat = vllm.server.base_url
+        server = vllm.server
 
         async def by_chat() -> list[ChatAnswer]:
             async with client_of(InferenceConfig(), BRIDGE)(
-                endpoints=[chat], model="policy"
+                endpoints=[server.base_url], model=server.model_id
             ) as client:
-                client._check = lambda _answer, _n: None  # the server says its exact id
-                return [
-                    await client.chat(MESSAGES, 1, Sampling(max_tokens=8, seed=5 + index))
-                    for index in range(3)
-                ]
+                samplings = [Sampling(max_tokens=8, seed=5 + index) for index in range(3)]
+                return [await client.chat(MESSAGES, 1, sampling) for sampling in samplings]
 
         for completion, other in zip(answer.completions, asyncio.run(by_chat()), strict=True):
             expected = other.completions[0]
