@@ -47,7 +47,8 @@ ROUNDS, RANK = 3, 8
 CHUNK = 50  # of groups that the run itself never samples
 # vLLM's attention on a CPU begins at heads of 32. Its reload leaves a tied head there with the
 # packed copy of the old weights, which the canary names.
-LONG = 512  # positions, so that new weights come in the middle of completions
+# Positions, so that new weights come in the middle of completions.
+LONG = ("policy.context_length=512", "batching.length_buckets=[512]")
 WIDE = ("policy.model.hidden_size=64", "policy.model.tie_embeddings=false")
 
 pytestmark = [
@@ -118,7 +119,7 @@ class Vllm:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     """A vLLM with random weights of the runs' shape."""
     folder = tmp_path_factory.mktemp("vllm")
-    config = debug(folder / "unused", *WIDE, f"policy.context_length={LONG}")
+    config = debug(folder / "unused", *WIDE, *LONG)
     tokenizer = tokenizer_for(config.policy)
     save_hf(build_model(config.policy, len(tokenizer), seed=99), tokenizer, folder / "start")
     started = Vllm(folder / "start", config.policy.context_length)
@@ -263,7 +264,7 @@ def changing(api: str, server: Vllm, played: Config) -> Config:
     config = debug(
         server.folder.parent / "changing",
         *WIDE,
-        f"policy.context_length={LONG}",
+        *LONG,
         f"rounds={ROUNDS}",
         "policy.init=random",
         f"inference.endpoints={server.url}",

@@ -333,10 +333,16 @@ class PolicyClient(ChatClient):
             return NoSuchRoute(f"{message}: no such route; does the base URL end in /v1?")
         if error.status_code in (401, 403):
             return RequestRejected(
-                f"{message}: set the variable that inference.api_key_variable names, for new "
-                "weights the one of inference.server.admin_key_variable"
+                f"{message}: {self._advice(error.status_code, error.request.url.path)}"
             )
         return RequestRejected(message)
+
+    def _advice(self, status: int, route: str) -> str:
+        """Return what to do about a 401 or a 403 of a route."""
+        return (
+            "set the variable that inference.api_key_variable names, for new weights the one of "
+            "inference.server.admin_key_variable"
+        )
 
     def _message(self, url: str, message: object) -> str:
         """The endpoint's own words, short, and never with our key in them."""

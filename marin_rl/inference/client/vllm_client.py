@@ -8,7 +8,7 @@ but the last have tokens of one version alone.
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -16,9 +16,6 @@ import orjson
 from marin_rl.errors import (
     BadResponse,
     EndpointUnavailable,
-    InferenceError,
-    NoSuchRoute,
-    RequestRejected,
     StalePolicy,
 )
 from marin_rl.inference.client.fleet import Member
@@ -41,9 +38,6 @@ from marin_rl.inference.client.vllm_protocol import (
     spans_of,
 )
 from marin_rl.types import Canary
-
-if TYPE_CHECKING:
-    import openai
 
 
 class VllmClient(TokensClient):
@@ -106,16 +100,13 @@ class VllmClient(TokensClient):
             path = url.removesuffix("/v1") + path
         return await super()._attempt(url, method, path, body, **options)
 
-    def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
-        refusal = super()._refusal(url, error)
-        asked = error.request.url.path.endswith(GENERATE_ROUTE)
-        if asked and (error.status_code == 403 or isinstance(refusal, NoSuchRoute)):
-            return RequestRejected(
-                f"{self._message(url, error.message)}: inference.route vllm_generate needs "
-                f"{GENERATE_ROUTE}, which vLLM 0.32 serves where it is started with "
-                "--enable-scale-out"
+    def _advice(self, status: int, route: str) -> str:
+        if status == 403 and route.endswith(GENERATE_ROUTE):
+            return (
+                f"inference.route vllm_generate needs {GENERATE_ROUTE}, which vLLM 0.32 serves "
+                "where it is started with --enable-scale-out"
             )
-        return refusal
+        return super()._advice(status, route)
 
 
 class VllmFleetClient(FleetClient, VllmClient):
