@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -330,6 +331,31 @@ def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
         assert vllm.server.engine.stats.recomputed_sequences > 0
     assert_tokens(remote, groups, CHUNK + 4)
     assert proven == [0, 2]
+
+
+def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(
+    api: str, tmp_path: Path
+) -> None:
+    window = (
+        "asynchrony.max_staleness=1",
+        "asynchrony.sampler=windowed",
+        "asynchrony.in_flight_updates=true",
+        "rounds=2",
+        "policy.init=random",
+    )
+    with vllm_of(debug(tmp_path, *window)) as vllm:
+        config = debug(
+            tmp_path,
+            *window,
+            f"inference.endpoints={vllm.url}",
+            "inference.publish=vllm_reload",
+            "inference.route=vllm_generate",
+        )
+        start(config)
+        assert vllm.version >= 1
+    run = checked(config)
+    rows = read_metrics(run).to_pylist()
+    assert max(row["sampling/logp_difference/max"] for row in rows[:2]) < 1e-4
 
 
 def test_wrong_weights_that_vllm_loads_are_proven_by_no_token(
