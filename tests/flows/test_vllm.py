@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ CHUNK = 50  # of groups that the run itself never samples
 # vLLM's attention on a CPU begins at heads of 32. Its reload leaves a tied head there with the
 # packed copy of the old weights, which the canary names.
 # Positions, so that new weights come in the middle of completions.
-LONG = ("policy.context_length=512", "batching.length_buckets=[512]")
+LONG = ("policy.context_length=128", "batching.length_buckets=[128]")
 WIDE = ("policy.model.hidden_size=64", "policy.model.tie_embeddings=false")
 
 pytestmark = [
@@ -273,7 +274,7 @@ def changing(api: str, server: Vllm, played: Config) -> Config:
         "asynchrony.max_staleness=2",
         "asynchrony.sampler=windowed",
         "asynchrony.in_flight_updates=true",
-        "sampling.max_tokens=400",
+        "sampling.max_tokens=100",
     )
     start(config)
     return config
@@ -295,6 +296,9 @@ def test_completions_under_way_go_on_with_the_weights_that_vllm_is_sent(
     changing: Config, server: Vllm
 ) -> None:
     run = Run.open(changing.root, changing.run_id)
+    # Few at a time, so that some are under way for long.
+    inference = run.config.inference.model_copy(update={"requests_in_flight_max": 2})
+    run = replace(run, config=run.config.model_copy(update={"inference": inference}))
     first, second = (committed_checkpoint(run, version) for version in (0, 2))
     assert first is not None
     assert second is not None
