@@ -6,13 +6,9 @@ MARIN_RL_VLLM names the Python of an environment with vLLM. The CPU build takes 
 
 import asyncio
 import os
-import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +27,11 @@ from marin_rl.errors import InputError, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.publishing import Publisher
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.rollouts.streaming import sample_chunk
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.storage.runs import Run, committed_checkpoint
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards
-from marin_rl.storage.tables.stream import groups_in, numbers_of
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.model import build_model, save_hf
@@ -45,7 +39,6 @@ from marin_rl.training.model import build_model, save_hf
 PYTHON = os.environ.get("MARIN_RL_VLLM", "")
 STARTS_S = 1500
 ROUNDS, RANK = 3, 8
-CHUNK = 50  # of groups that the run itself never samples
 # vLLM's attention on a CPU begins at heads of 32. Its reload leaves a tied head there with the
 # packed copy of the old weights, which the canary names.
 # Positions, so that new weights come in the middle of completions.
@@ -292,43 +285,6 @@ def test_a_window_takes_tokens_of_the_weights_that_their_labels_name(changing: C
     assert max(gaps) < 1e-4
 
 
-def test_completions_under_way_go_on_with_the_weights_that_vllm_is_sent(
-    changing: Config, server: Vllm
-) -> None:
-    run = Run.open(changing.root, changing.run_id)
-    # Few at a time, so that some are under way for long.
-    inference = run.config.inference.model_copy(update={"requests_in_flight_max": 2})
-    run = replace(run, config=run.config.model_copy(update={"inference": inference}))
-    first, second = (committed_checkpoint(run, version) for version in (0, 2))
-    assert first is not None
-    assert second is not None
-    with closing(RunRuntime(run)) as runtime, ThreadPoolExecutor() as pool:
-        policy = runtime.serve(first)
-        before = sampled_tokens(server)
-        sampling = pool.submit(lambda: asyncio.run(sample_chunk(run, CHUNK, policy, "test")))
-        while sampled_tokens(server) == before:
-            assert not sampling.done(), sampling.result()
-        # what is under way waits, and goes on once the trainer has sent its weights
-        assert httpx.post(f"{root(server)}/pause?mode=keep", timeout=30).status_code == 200
-        later = runtime.serve(second)
-        sampling.result()
-    groups = [*groups_in(run, numbers_of(run.config, CHUNK))]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    models = {version: read_checkpoint(run, version).model for version in (0, 2)}
-    rows = [
-        {name: getattr(rollout, name) for name in
-         ("token_ids", "loss_mask", "logprobs", "policy_versions", "policy_version_min")}
-        for rollout in rollouts
-    ]  # fmt: skip
-    mixed = [row for row in rows if row["policy_versions"] is not None
-             and len(set(row["policy_versions"][row["loss_mask"] == 1].tolist())) == 2]  # fmt: skip
-    gaps = [gap_of(row, models) for row in rows]
-    print(f"{len(mixed)} of {len(rows)} rollouts under way have two policies, up to {max(gaps)}")
-    assert mixed, "weights came in the middle of completions"
-    assert max(gaps) < 1e-4, "vLLM computes the caches of what is under way again"
-    assert later.weight_version == 2
-
-
 def gap_of(row: Mapping[str, Any], models: Mapping[int, Any]) -> float:
     """Largest distance of a token's log-probability from that by the policy it is of, in nats."""
     ids, sampled = np.asarray(row["token_ids"]), np.asarray(row["loss_mask"]) == 1
@@ -344,14 +300,6 @@ def gap_of(row: Mapping[str, Any], models: Mapping[int, Any]) -> float:
         for version in set(own.tolist())
     ]
     return float(max(gaps))
-
-
-def sampled_tokens(server: Vllm) -> float:
-    """Tokens that vLLM has sampled, by its metrics."""
-    text = httpx.get(f"{root(server)}/metrics", timeout=30).text
-    found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
-    assert found is not None, text[:2000]
-    return float(found[1])
 
 
 def root(server: Vllm) -> str:
