@@ -14,9 +14,12 @@ from support.servers import CONTEXT, ENGINE, character_tokenizer, serving
 from support.vllm_stand_in import VllmStandIn
 
 from marin_rl.config import InferenceConfig
-from marin_rl.errors import BadResponse, RequestRejected, StalePolicy
-from marin_rl.inference.client.protocol import ChatAnswer
+from marin_rl.errors import BadResponse, FleetEmpty, RequestRejected, StalePolicy
+from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED, CANARY_TOKENS
+from marin_rl.inference.client.fleet_sources import EndpointSource
+from marin_rl.inference.client.protocol import ChatAnswer, served_model_id
 from marin_rl.inference.client.routes import client_of
+from marin_rl.inference.client.vllm_client import VllmInFlightClient
 from marin_rl.inference.client.vllm_protocol import (
     decode_generated,
     generate_body,
@@ -25,11 +28,13 @@ from marin_rl.inference.client.vllm_protocol import (
     spans_of,
 )
 from marin_rl.serving.server import PolicyServer
-from marin_rl.types import Message, Sampling
+from marin_rl.types import Canary, Message, Sampling
 
 MESSAGES = (Message(role="user", content="ab"),)
 SAMPLING = Sampling(max_tokens=8, seed=5)
 ROUTE = InferenceConfig(route="vllm_generate")
+FIRST = 2
+DIGESTS = {version: f"{version}" * 64 for version in (1, 2)}
 
 
 def span(label: object = "a", start: object = 0, end: object = 2) -> dict[str, object]:
@@ -113,6 +118,80 @@ def test_a_stop_string_ends_a_text_and_stays_in_its_ids() -> None:
     assert not set(completion.text) & set(stops)
     assert BRIDGE.text(completion.token_ids.tolist())[: len(completion.text)] == completion.text
     assert len(BRIDGE.text(completion.token_ids.tolist())) > len(completion.text)
+
+
+async def digest_of(version: int) -> str:
+    return DIGESTS[version]
+
+
+def in_flight(vllm: VllmStandIn, **options: Any) -> VllmInFlightClient:
+    """A client that takes tokens of version 2 and later, proven by the canary of its weights."""
+    sampling = Sampling(max_tokens=CANARY_TOKENS, seed=CANARY_SEED)
+
+    async def canary_of(_version: int) -> Canary:
+        async with client_of(ROUTE, BRIDGE)(endpoints=[vllm.url], model="policy") as client:
+            sampled = (await client.chat(CANARY_PROMPT, 1, sampling)).completions[0]
+        tokens, logprobs = sampled.token_ids.tolist(), sampled.logprobs.tolist()
+        return Canary(
+            temperature=1.0, token_ids=tuple(tokens), logprobs=tuple(logprobs), tolerance=1e-4
+        )
+
+    return VllmInFlightClient(
+        name="policy",
+        version=FIRST,
+        model=served_model_id("policy", FIRST, DIGESTS[FIRST]),
+        digest_of=digest_of,
+        canary_of=canary_of,
+        source=EndpointSource([vllm.url]),
+        render=BRIDGE.prompt,
+        text_of=BRIDGE.text,
+        probe_s=0.02,
+        **options,
+    )
+
+
+def label(vllm: VllmStandIn, version: int, digest: str) -> None:
+    vllm.post("/update_weight_version", "", {"new_version": label_of(version, digest)})
+
+
+def test_tokens_have_the_version_and_digest_of_the_label() -> None:
+    async def run(vllm: VllmStandIn) -> ChatAnswer:
+        async with in_flight(vllm, fleet_timeout_s=60.0) as client:
+            return await client.chat(MESSAGES, 1, SAMPLING)
+
+    with stand_in() as vllm:
+        label(vllm, FIRST, DIGESTS[FIRST])
+        (completion,) = asyncio.run(run(vllm)).completions
+    assert completion.policy_versions is None  # all are of the version that it began with
+    assert completion.parameters_digest == DIGESTS[FIRST]
+
+
+def paused(vllm: VllmStandIn) -> None:
+    label(vllm, FIRST, DIGESTS[FIRST])
+    vllm.post("/pause", "mode=keep", {})
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda _vllm: None, "names its weights 'default'.* it was restarted"),
+        (lambda vllm: label(vllm, 2, "f" * 64), "serves other weights than this run's"),
+        (lambda vllm: label(vllm, 1, DIGESTS[1]), "serves version 1, before 2"),
+        (paused, "is paused: new weights are being loaded, or could not be"),
+    ],
+)
+def test_a_vllm_with_other_weights_or_none_is_lost_with_the_reason(
+    make: Callable[[VllmStandIn], None], reason: str
+) -> None:
+    async def run(vllm: VllmStandIn) -> None:
+        async with in_flight(vllm, fleet_timeout_s=1.0) as client:
+            await client.chat(MESSAGES, 1, SAMPLING)
+
+    with stand_in() as vllm:
+        make(vllm)
+        with pytest.raises(FleetEmpty, match=reason):
+            asyncio.run(run(vllm))
+        vllm.post("/resume", "", {})
 
 
 @pytest.mark.parametrize(

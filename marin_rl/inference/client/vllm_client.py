@@ -173,11 +173,18 @@ class VllmInFlightClient(InFlightFleetClient, VllmClient):
             )
         return model.weight_version
 
+    async def _admit(self, member: Member) -> None:
+        await self._check_running(member)  # or the canary would wait
+        await super()._admit(member)
+
     async def _check_ready(self, member: Member) -> None:
+        await self._check_running(member)
+        await super()._check_ready(member)
+
+    async def _check_running(self, member: Member) -> None:
         # One whose reload failed stays paused, with the label of the weights before.
         if _field(await self._probe(member, "GET", _at(member, "/is_paused")), "is_paused") is True:
-            raise EndpointUnavailable("is paused")
-        await super()._check_ready(member)
+            raise EndpointUnavailable("is paused: new weights are being loaded, or could not be")
 
     async def _served(self, member: Member) -> int:
         data = await self._probe(member, "GET", _at(member, "/weight_info"))
