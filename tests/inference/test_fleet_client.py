@@ -15,6 +15,7 @@ from support.fakes import END, FakePolicyServer, logprob_of
 
 from marin_rl.errors import EndpointUnavailable, FleetEmpty
 from marin_rl.inference.client import fleet_client
+from marin_rl.inference.client.fleet import Member
 from marin_rl.inference.client.fleet_client import FleetClient
 from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
 from marin_rl.inference.client.protocol import served_model_id
@@ -149,6 +150,40 @@ def test_an_honest_endpoint_joins(tmp_path: Path) -> None:
     with FakePolicyServer(MODEL, says_a) as proven, FakePolicyServer(MODEL, says_a) as new:
         ask(EndpointSource([proven.url, new.url]), use, endpoints=(proven.url,), canary=CANARY)
         assert (len(proven.requests), len(new.requests)) == (4, 1 + 4)
+
+
+def test_first_requests_are_spread_over_all_that_were_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second joins once the first has."""
+    monkeypatch.setattr(fleet_client, "SPREAD_S", 60.0)
+
+    class JoinsInTurn(FleetClient):
+        async def _admit(self, member: Member) -> None:
+            if member.url == second.url:
+                await asyncio.to_thread(wait_until, lambda: bool(self._fleet.ready))
+            await super()._admit(member)
+
+    async def run() -> None:
+        both = (first.url, second.url)
+        async with JoinsInTurn(
+            source=EndpointSource(both), endpoints=both, model=MODEL, probe_s=0.02
+        ) as client:
+            await asyncio.gather(*[one(client) for _ in range(8)])
+
+    with FakePolicyServer(MODEL) as first, FakePolicyServer(MODEL) as second:
+        asyncio.run(run())
+        assert (len(first.requests), len(second.requests)) == (4, 4)
+
+
+def test_first_requests_wait_for_no_endpoint_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_client, "SPREAD_S", 0.05)
+    with FakePolicyServer(MODEL) as server:
+        proven = (server.url, "http://127.0.0.1:9/v1", "http://not-in-the-source/v1")
+        ask(EndpointSource([server.url, proven[1]]), one, endpoints=proven)
+        assert len(server.requests) == 1
 
 
 def test_requests_of_a_session_go_to_one_endpoint() -> None:

@@ -49,6 +49,7 @@ PROBE_S = 1.0  # between two looks at a ready endpoint
 PROBE_TIMEOUT_S = 10.0  # of a look at a ready endpoint
 MISSES_MAX = 3  # looks in a row that a ready endpoint may leave unanswered: it may just be busy
 PROBE_PAUSE_MAX_S = 8.0  # between two looks at one that is away
+SPREAD_S = 1.0  # for which first requests wait for endpoints that were proven just now
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class FleetClient(PolicyClient):
         self._looks: dict[str, asyncio.Task[None]] = {}
         self._due: dict[str, tuple[float, float]] = {}  # when to look again, and the pause
         self._changed, self._hurry = asyncio.Event(), asyncio.Event()
+        self._awaited, self._spread = set(endpoints), asyncio.Event()
         self._empty_since: float | None = None
         self._fault: ConfigError | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -147,6 +149,7 @@ class FleetClient(PolicyClient):
 
     async def _member(self, session: str) -> Member:
         """The endpoint to ask, once there is one. Raises FleetEmpty, ConfigError."""
+        await self._wait_for_proven()
         while True:
             member = self._fleet.choose(session, time.monotonic())
             if member is not None:
@@ -163,6 +166,16 @@ class FleetClient(PolicyClient):
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)
+
+    async def _wait_for_proven(self) -> None:
+        """Wait a moment for each endpoint that was proven just now to be looked at.
+
+        Else the one that answers its look first would be sent all requests of a chunk.
+        """
+        if self._awaited and not self._spread.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._spread.wait(), SPREAD_S)
+            self._spread.set()
 
     def _place_of(self, session: str) -> str:
         return self._fleet.place_of(session)
@@ -236,6 +249,9 @@ class FleetClient(PolicyClient):
                 self._lose(member, str(error))
         except (InferenceError, InputError, OSError) as error:
             self._lose(member, str(error))
+        self._awaited.discard(member.url)
+        if not self._awaited:
+            self._spread.set()
         pause_s = self._probe_s
         if member.state != "ready":
             before_s = self._due.get(member.url, (0.0, self._probe_s / 2))[1]
