@@ -55,7 +55,7 @@ def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
 )
 def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
     config = EngineConfig(slots=16, chunk_steps=chunk_steps, prefill_rows=4)
-    engine = Engine(tiny_model(max_seq_len=1024, num_layers=1), config, context_length=1024)
+    engine = Engine(tiny_model(max_seq_len=1024), config, context_length=1024)
     try:
         arrivals = Arrivals(engine, mixed_requests(seed=11, count=60), waiting=6)
         engine.pause()
