@@ -4,8 +4,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
+
+from support.http_threads import HttpThread
 
 
 @contextmanager
@@ -28,12 +29,5 @@ def chat_stand_in(*texts: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def log_message(self, format: str, *args: Any) -> None:
             """Write nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", bodies
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with HttpThread(ThreadingHTTPServer(("127.0.0.1", 0), Answers), "/v1") as running:
+        yield running.url, bodies

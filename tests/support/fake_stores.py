@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from urllib.request import Request, urlopen
@@ -25,6 +25,7 @@ from moto.moto_server.werkzeug_app import (
     create_backend_app,
 )
 from support.faults import Names
+from support.http_threads import HttpThread
 from werkzeug.serving import make_server
 
 
@@ -157,21 +158,9 @@ def fake_gcs() -> Iterator[FakeGCS]:
     handler = type("Handler", (_Handler,), {"state": state})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    with _serving(server) as state.url:
+    with HttpThread(server) as running:
+        state.url = running.url
         yield state
-
-
-@contextmanager
-def _serving(server: HTTPServer) -> Iterator[str]:
-    """Serve in a thread of its own; yields the URL."""
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _error(status: int, message: str) -> tuple[int, Any]:
@@ -350,7 +339,8 @@ def fake_s3() -> Iterator[FakeS3]:
         return _fail(fault, environ, start)
 
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Quiet)
-    with _serving(server) as state.url:
+    with HttpThread(server) as running:
+        state.url = running.url
         yield state
 
 

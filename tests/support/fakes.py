@@ -13,8 +13,10 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
+
+from support.http_threads import HttpThread
 
 from marin_rl.types import ServedPolicy, SlotRef
 
@@ -67,7 +69,7 @@ def served_policy(url: str, model: str, **changes: Any) -> ServedPolicy:
     return ServedPolicy(**values | changes)
 
 
-class FakePolicyServer:
+class FakePolicyServer(HttpThread):
     """`with FakePolicyServer(model="policy@00000-00000000") as server: … server.url`."""
 
     def __init__(
@@ -100,27 +102,7 @@ class FakePolicyServer:
         self.in_flight = 0
         self.in_flight_most = 0
         self.lock = threading.Lock()
-        self._http = _Server(self)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
-
-    @property
-    def url(self) -> str:
-        """The base URL that clients are given."""
-        return f"http://127.0.0.1:{self._http.server_port}/v1"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        super().__init__(_Server(self), "/v1")
 
     def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
         """The chat completion for a request, with at most one fault in it."""

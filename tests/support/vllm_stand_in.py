@@ -7,7 +7,6 @@ them again.
 """
 
 import json
-import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -15,6 +14,7 @@ from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
+from support.http_threads import HttpThread
 
 from marin_rl.inference.client.protocol import GENERATE_ROUTE
 from marin_rl.serving.server import PolicyServer
@@ -24,7 +24,7 @@ NAME = "policy"
 DISABLED = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out"
 
 
-class VllmStandIn:
+class VllmStandIn(HttpThread):
     """`with VllmStandIn(server) as vllm: … vllm.url`; `server` is started and stopped by it.
 
     `asked` are the paths of its requests for other things than tokens, in order. `loads` turns what
@@ -38,13 +38,7 @@ class VllmStandIn:
         self.spoil: Callable[[dict[str, Any]], None] = lambda _choice: None
         self._labels = {0: "default"}  # by the engine's own version
         self._loaded: Loaded | None = None
-        self._http = _Server(self)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
-
-    @property
-    def url(self) -> str:
-        """The base URL that clients are given."""
-        return f"http://127.0.0.1:{self._http.server_port}/v1"
+        super().__init__(_Server(self), "/v1")
 
     @property
     def version(self) -> int:
@@ -58,8 +52,7 @@ class VllmStandIn:
 
     def __enter__(self) -> Self:
         self.server.start()
-        self._thread.start()
-        return self
+        return super().__enter__()
 
     def __exit__(
         self,
@@ -67,9 +60,7 @@ class VllmStandIn:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        super().__exit__(kind, error, trace)
         self.server.stop()
 
     def get(self, path: str) -> dict[str, Any] | None:

@@ -113,8 +113,7 @@ class VllmFleetClient(FleetClient, VllmClient):
     """`FleetClient` over `/inference/v1/generate`: all tokens are of the weights that were sent."""
 
     async def _check_sampled(self, member: Member, data: bytes) -> None:
-        _, choices = read_choices(data)
-        labels = {label for choice in choices for label in _labels_of(choice)}
+        labels = _labels_in(data)
         if self._weights is not None and labels - {self._weights.label}:
             raise StalePolicy(
                 f"expected tokens of weights {self._weights.label!r}, found some of "
@@ -150,8 +149,7 @@ class VllmInFlightClient(InFlightFleetClient, VllmClient):
         )
 
     async def _check_sampled(self, member: Member, data: bytes) -> None:
-        _, choices = read_choices(data)
-        labels = {label for choice in choices for label in _labels_of(choice)}
+        labels = _labels_in(data)
         for version in sorted([await self._version_in(label) for label in labels]):
             self._check_version(version)
             await self._prove_version(member, version)
@@ -197,9 +195,12 @@ class VllmInFlightClient(InFlightFleetClient, VllmClient):
         return await super()._ask_canary(member, canary, self.model)  # all versions have one name
 
 
-def _labels_of(choice: Any) -> list[str]:
-    ids = choice.get("token_ids")
-    return [span.label for span in spans_of(choice, len(ids) if isinstance(ids, list) else 0)]
+def _labels_in(data: bytes) -> set[str]:
+    """The labels of all weights that an answer names. Raises BadResponse."""
+    _, choices = read_choices(data)
+    counts = [len(ids) if isinstance(ids := each.get("token_ids"), list) else 0 for each in choices]
+    spans = map(spans_of, choices, counts)
+    return {span.label for of_choice in spans for span in of_choice}
 
 
 def _until(text: str, stops: Sequence[str]) -> str:
