@@ -32,6 +32,7 @@ from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.storage.workers import WorkerBeat
 
 ROUNDS = 6
+PROVEN = "proven at http"
 FLEET = ("inference.endpoints=registered", "inference.publish=pull")
 WINDOW = (
     *FLEET,
@@ -131,7 +132,10 @@ def workers_of(run: Run) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_workers_with_the_root_alone_are_killed_and_added(tmp_path: Path) -> None:
-    """Two of them, one killed with SIGKILL; a third is added in the middle."""
+    """Two of them, one killed with SIGKILL; a third is added in the middle.
+
+    Each that is left is for a while the only one, so that the run cannot end without it.
+    """
     config = debug(tmp_path / "runs", *WINDOW)
     run = Run.create_or_open(config)
     server = RegisteredServer(run, tmp_path / "server.log")
@@ -141,7 +145,11 @@ def test_workers_with_the_root_alone_are_killed_and_added(tmp_path: Path) -> Non
         wait(lambda: numbers_in(run) != frozenset(), "the first group", flow)
         seen = workers_of(run)
         workers[0].kill()
+        wait(lambda: PROVEN in workers[1].log.read_text(), "the second worker", flow)
+        workers[1].process.send_signal(signal.SIGSTOP)
         workers.append(root_worker(run, tmp_path, "three"))
+        wait(lambda: PROVEN in workers[2].log.read_text(), "the third worker", flow)
+        workers[1].process.send_signal(signal.SIGCONT)
         wait(lambda: flow.process.poll() is not None, "the end of the flow")
         assert flow.process.returncode == 0, flow.log.read_text()[-4000:]
         for worker in workers[1:]:
@@ -149,7 +157,7 @@ def test_workers_with_the_root_alone_are_killed_and_added(tmp_path: Path) -> Non
             told = worker.log.read_text()
             assert worker.process.returncode == 0, told[-4000:]
             assert "imported prefect: False" in told
-            assert "proven at http" in told
+            assert PROVEN in told
     finally:
         for node in (*workers, flow):
             node.end()
