@@ -83,9 +83,10 @@ class RootWorkers:
         return None
 
     async def drained(self) -> None:
-        """Wait until no worker that is alive has a chunk under way."""
+        """Wait until no worker that is alive has a chunk under way; the order is over."""
         while self._serves:
-            await in_thread(self._watch.look)
+            # What was read before the order ended may leave out a chunk that began since.
+            await in_thread(self._watch.look, 0)
             if not any(beat.chunks for beat in self._watch.alive.values()):
                 return
             await asyncio.sleep(POLL_S)

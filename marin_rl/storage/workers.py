@@ -123,10 +123,13 @@ class WorkerWatch:
     )
     _looked_at: float | None = None
 
-    def look(self) -> None:
-        """Read the heartbeats, unless that was done a moment ago. Raises StoreUnavailable."""
+    def look(self, age_s_max: float | int = LOOK_S) -> None:
+        """Read the heartbeats, unless that was done less than `age_s_max` seconds ago.
+
+        Raises StoreUnavailable.
+        """
         now = self.clock()
-        if self._looked_at is not None and now - self._looked_at < LOOK_S:
+        if self._looked_at is not None and now - self._looked_at < age_s_max:
             return
         self._looked_at = now
         seen = {}

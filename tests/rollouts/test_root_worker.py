@@ -25,8 +25,8 @@ from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.stream import numbers_of
-from marin_rl.storage.workers import SamplingOrder
+from marin_rl.storage.tables.stream import GroupStream, numbers_of
+from marin_rl.storage.workers import SamplingOrder, WorkerBeat, WorkerBoard
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
 from marin_rl.types import Canary, ServedPolicy
 
@@ -107,6 +107,81 @@ def test_a_worker_fills_the_room_and_no_more(run: Run, server: HeldServer) -> No
     assert asyncio.run(RootWorker(run).work()) == 0, "there is no room"
     board.announce(replace(order, groups_open_max=12, rounds=8))
     assert asyncio.run(RootWorker(run).work()) == 0, "no round could take more of checkpoint 0"
+
+
+def test_the_trainer_reads_of_a_chunk_before_it_is_claimed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would take a chunk that begins between two heartbeats for none."""
+    board, claim = worker_board(run), GroupStream.claim
+    board.announce(order_of(run))
+    seen: list[tuple[int, tuple[int, ...]]] = []
+
+    def watched(stream: GroupStream, chunk: int, *arguments: Any) -> bool:
+        (beat,) = board.beats().values()
+        seen.append((chunk, beat.chunks))
+        return claim(stream, chunk, *arguments)
+
+    monkeypatch.setattr(GroupStream, "claim", watched)
+    asyncio.run(RootWorker(run, beat_s=3600).work())
+    assert seen == [(0, (0,)), (1, (1,)), (2, (2,)), (3, (3,))]
+
+
+def test_an_order_that_ends_before_a_claim_is_obeyed(
+    run: Run, server: HeldServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer ends it and sees no chunk: there must be none afterwards."""
+    board, order, beat = worker_board(run), order_of(run), WorkerBoard.beat
+    board.announce(order)
+    drained: list[bool] = []
+
+    def overtaken(written_to: WorkerBoard, written: WorkerBeat) -> None:
+        if written.chunks and not drained:
+            board.announce(order.in_state("closed"))
+            drained.append(not any(each.chunks for each in board.beats().values()))
+        beat(written_to, written)
+
+    monkeypatch.setattr(WorkerBoard, "beat", overtaken)
+    assert asyncio.run(RootWorker(run, beat_s=3600).work()) == 0
+    assert drained == [True]
+    assert stream_of(run).claims == {}
+    assert [body["max_tokens"] for body in server.requests] == [1], "the canary alone"
+
+
+def test_a_chunk_that_another_worker_claimed_is_announced_no_longer(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that waits for it would wait as long as the worker lives."""
+    board, order, claim = worker_board(run), order_of(run), GroupStream.claim
+    board.announce(order)
+
+    def first(stream: GroupStream, chunk: int, _worker: str, *arguments: Any) -> bool:
+        assert claim(stream, chunk, "another", *arguments)
+        return False
+
+    async def announced() -> list[tuple[int, ...]]:
+        with monkeypatch.context() as patch:
+            patch.setattr(GroupStream, "claim", first)
+            written = recorded_beats(patch)
+            working = asyncio.create_task(RootWorker(run, follow=True, beat_s=3600).work())
+            await until(lambda: len(written) > 2)
+            board.announce(order.in_state("ended"))
+            await working
+        return written
+
+    assert asyncio.run(announced()) == [(), (0,), ()]
+
+
+def recorded_beats(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The chunks of each heartbeat that is written from now on."""
+    written, beat = list[tuple[int, ...]](), WorkerBoard.beat
+
+    def recorded(board: WorkerBoard, each: WorkerBeat) -> None:
+        beat(board, each)
+        written.append(each.chunks)
+
+    patch.setattr(WorkerBoard, "beat", recorded)
+    return written
 
 
 @pytest.mark.parametrize(
