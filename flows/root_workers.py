@@ -85,9 +85,7 @@ class RootWorkers:
     async def drained(self) -> None:
         """Wait until no worker that is alive has a chunk under way; the order is over."""
         while self._serves:
-            # What was read before the order ended may leave out a chunk that began since.
-            await in_thread(self._watch.look, 0)
-            if not any(beat.chunks for beat in self._watch.alive.values()):
+            if await in_thread(self._watch.drained):
                 return
             await asyncio.sleep(POLL_S)
 

@@ -243,7 +243,7 @@ class RootWorker:
         )
         try:
             for chunk in open_chunks(stream, settled, claimant):
-                if not (pulse.chunks or await self._may_begin(pulse, order, chunk)):
+                if not (pulse.chunks or await asyncio.to_thread(pulse.may_begin, order, chunk)):
                     break
                 begun = begun_by(stream, chunk, claimant)
                 began = version if begun is None else begun
@@ -255,17 +255,6 @@ class RootWorker:
             announced, pulse.chunks = pulse.chunks, tuple(sorted(self._tasks))
         if announced and not pulse.chunks:  # a trainer may wait for what others had claimed before
             await asyncio.to_thread(pulse.write)
-
-    async def _may_begin(self, pulse: Pulse, order: SamplingOrder, chunk: int) -> bool:
-        """Announce a chunk that is about to be claimed; False where the order is over by now.
-
-        The trainer ends its order, and then reads who has something under way. A worker writes that
-        it has, and then reads the order: one of the two sees the other, and nothing begins unseen.
-        """
-        pulse.chunks = (chunk,)
-        await asyncio.to_thread(pulse.write)
-        latest = await asyncio.to_thread(pulse.look)
-        return latest is not None and latest.state == "open" and not latest.replaces(order)
 
     def _begin(self, pulse: Pulse, run: Run, chunk: int, settled: Settled) -> None:
         assert self._policy is not None, "it is proven first"

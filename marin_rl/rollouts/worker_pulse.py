@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from marin_rl.errors import StorageError
 from marin_rl.inference.client.fleet_sources import worker_board
@@ -29,14 +30,22 @@ class Pulse:
     The event loop may be busy for seconds; a worker that is alive is to beat all the same.
     """
 
-    def __init__(self, run: Run, board: WorkerBoard, name: str, beat_s: float | int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        board: WorkerBoard,
+        name: str,
+        beat_s: float | int,
+        clock: Callable[[], float] = time.time,  # that heartbeats are dated by
+    ) -> None:
         self.name, self.board, self.order = name, board, board.order()
         self.chunks: tuple[int, ...] = ()
         self.version, self.groups = -1, 0
         self.interruption, self.begun = Interruption(), self.order
         self._beat_s, self._run_sha256 = float(beat_s), run_sha256(run.folder)
         self._goes_on = run.config.in_flight_updates  # what is under way, with the next policy
-        self._beat, self._started_at, self._due = 0, time.time(), 0.0
+        self._clock = clock
+        self._beat, self._started_at, self._due = 0, clock(), 0.0
         self._lock, self._stopping = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._live, name="pulse", daemon=True)
 
@@ -67,10 +76,22 @@ class Pulse:
                     weight_version=self.version,
                     groups=self.groups,
                     started_at=self._started_at,
-                    beat_at=time.time(),
+                    beat_at=self._clock(),
                 )
             )
             self._due = time.monotonic() + self._beat_s
+
+    def may_begin(self, order: SamplingOrder, chunk: int) -> bool:
+        """Announce a chunk that is about to be claimed; False where the order is over by now.
+
+        The trainer ends its order, and then reads who has something under way. A worker writes that
+        it has, and then reads the order: one of the two sees the other, and nothing begins unseen.
+        Raises StorageError.
+        """
+        self.chunks = (chunk,)
+        self.write()
+        latest = self.look()
+        return latest is not None and latest.state == "open" and not latest.replaces(order)
 
     def look(self) -> SamplingOrder | None:
         """Read the order; where it ends what is under way, say so. Raises StorageError."""

@@ -141,6 +141,15 @@ class WorkerWatch:
             seen[name] = (beat, before[1] if same and before is not None else now)
         self._seen = seen
 
+    def drained(self) -> bool:
+        """Look; True if no worker that is alive has a chunk under way. Raises StoreUnavailable.
+
+        For a trainer whose order is over: what it read before may leave out a chunk that began
+        since.
+        """
+        self.look(0)
+        return not any(beat.chunks for beat in self.alive.values())
+
     @property
     def alive(self) -> Mapping[str, WorkerBeat]:
         """The last beat of each worker that is alive, as far as the last look shows."""

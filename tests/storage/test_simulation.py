@@ -26,10 +26,15 @@ from support.schedules import (
     trusts_exists,
     trusts_silence,
 )
+from support.small_orders import (
+    begins_between_heartbeats,
+    drains,
+    drains_before_it_closes,
+    looks_before_it_announces,
+)
 from support.small_packs import gc_of_packs_in_use, reads_no_packs, writes_over_packs
 from support.windowed_world import (
     WindowedScheduler,
-    announces,
     forgets_older_parts,
     forgets_what_is_settled,
     gc_of_parts,
@@ -134,7 +139,10 @@ def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> N
         {"commit_pack": writes_over_packs, "packs": 1},
         {"gc": gc_of_packs_in_use, "packs": 2},
         {"commit_group": stamps_the_latest_order, "orders": 1},
-        {"announce": announces, "orders": 1, "hasty": True},
+        {"drain": drains, "orders": 1, "hasty": True},
+        {"begin": begins_between_heartbeats, "orders": 1},
+        {"begin": looks_before_it_announces, "orders": 1, "first": 85},
+        {"drain": drains_before_it_closes, "orders": 1, "first": 135},
     ],
     ids=lambda wrong: next(iter(wrong.values())).__name__,
 )

@@ -46,7 +46,8 @@ FATES = {"create": CREATE_FATES, "write": WRITE_FATES, "delete": WRITE_FATES}
 class Scheduler:
     """Plays one schedule. Most steps go to the process in the foreground; the others sleep."""
 
-    processes_max = PROCESSES_MAX
+    processes_max, steps_max = PROCESSES_MAX, STEPS_MAX
+    days = 0.02  # share of steps in which days pass
     stays = 0.95  # share of steps after which the same process goes on
 
     def __init__(self, seed: int, **world: Any) -> None:
@@ -59,7 +60,7 @@ class Scheduler:
     def play(self) -> World:
         """All steps, then settle. Raises AssertionError where a law is broken."""
         with clock_of(self.world):
-            for _ in range(self.choices.randrange(20, STEPS_MAX)):
+            for _ in range(self.choices.randrange(20, self.steps_max)):
                 self._step()
             self.world.settle()
         badly = [p.result for p in self.world.processes if not ended_well(p)]
@@ -75,7 +76,7 @@ class Scheduler:
         if not waiting or (roll < 0.08 and len(world.processes) < self.processes_max):
             self.foreground = self._newcomer()
             return
-        if roll < 0.1:
+        if roll < 0.08 + self.days:
             world.let_days_pass(self.choices.choice((0.5, 8.5, 30)))
             return
         if self.foreground not in waiting or roll > self.stays:
