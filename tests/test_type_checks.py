@@ -1,17 +1,21 @@
 """The library's types and shapes are checked while tests run, those without arrays by less work."""
 
+import functools
 import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from beartype import beartype
 from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float, Int, TypeCheckError
 from jaxtyping import _import_hook as import_hook
+from support import type_checks
 from support.run_factories import configuration, policy
-from support.type_checks import has_plain_signature
+from support.type_checks import checked_by_kind, has_plain_signature
 
 from marin_rl import machine
 from marin_rl.storage.layout import checkpoint_slot
@@ -55,6 +59,51 @@ def test_only_signatures_without_arrays_and_open_names_are_plain() -> None:
         True, False, False, False, False,
     ]  # fmt: skip
     assert not has_plain_signature(generated)
+
+
+def test_calls_are_checked_once_for_each_shape_dtype_and_result() -> None:
+    checks = list[str]()
+
+    def counted(function: Any) -> Any:
+        checked_too = beartype(function)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            checks.append(function.__name__)
+            return checked_too(*arguments, **named)
+
+        return call
+
+    def halves(a: Float[np.ndarray, " rows"], shorter: int = 0) -> Float[np.ndarray, " rows"]:
+        return a[shorter:] / 2
+
+    checked = checked_by_kind(halves, counted)
+    for _ in range(3):
+        assert checked(np.ones(4)).tolist() == [0.5] * 4
+    once = len(checks)
+    assert checked(np.ones(3)).shape == (3,)
+    assert len(checks) == 2 * once, "another shape, the same checks"
+    with pytest.raises(TypeCheckError):
+        checked(np.ones(4), shorter=1)
+    with pytest.raises(TypeCheckError):
+        checked(np.ones(4, int))
+    assert checked(np.ones(4), shorter=0).shape == (4,)
+    with pytest.raises(TypeCheckError, match="return"):
+        checked(np.ones(4), shorter=1)  # alike but for the result
+
+
+def test_a_function_inside_another_is_checked_the_first_time() -> None:
+    def outer() -> Any:
+        def inner(number: int) -> int:
+            return number
+
+        return inner
+
+    again = functools.partial(type_checks.checked, typechecker=beartype)
+    first, second = again(outer()), again(outer())
+    with pytest.raises(BeartypeCallHintViolation):
+        first("3")
+    assert second("3") == "3"
 
 
 def test_threads_that_import_at_once_compile_one_after_the_other() -> None:

@@ -2,7 +2,9 @@
 
 jaxtyping binds the arguments of every call, opens a scope for the names of dimensions, and has the
 arguments checked before the call and once more with the result. A function whose signature has no
-array has no dimensions to compare: beartype alone says the same of it, in a tenth of the time.
+array has no dimensions to compare: beartype alone says the same of it, in a tenth of the time. What
+a signature with arrays says of a call depends on types, shapes and dtypes, but for items of lists:
+calls that are alike in those are checked once.
 """
 
 import dataclasses
@@ -18,8 +20,12 @@ from beartype.roar import BeartypeException
 from jaxtyping import _import_hook as import_hook
 
 with_shapes = jaxtyping.jaxtyped
+TUPLE_MAX = 8  # of tuples whose items are told apart
 # Private functions here are called for each number of a file: a check costs more than the call.
 UNCHECKED = frozenset({"marin_rl.storage.tables.footers"})
+# Code of functions inside functions. Each call of the outer one makes another, whose checks take a
+# millisecond to make: the first is checked.
+_inner_seen = set[types.CodeType]()
 
 
 def install() -> None:
@@ -64,19 +70,66 @@ def checked(thing: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
         if dataclasses.is_dataclass(thing) and "__init__" in vars(thing):
             thing.__init__ = again(thing.__init__)
         return thing
-    if thing.__module__ in UNCHECKED and thing.__qualname__.startswith("_"):
-        return thing
-    return checked_function(thing, typechecker)
+    return thing if stays_unchecked(thing) else checked_function(thing, typechecker)
+
+
+def stays_unchecked(function: Any) -> bool:
+    """Return True for a function whose checks would cost more than its calls."""
+    if "<locals>" in function.__qualname__ and inspect.isfunction(function):
+        seen = function.__code__ in _inner_seen
+        _inner_seen.add(function.__code__)
+        return seen
+    return function.__module__ in UNCHECKED and function.__qualname__.startswith("_")
 
 
 def checked_function(thing: Any, typechecker: Callable[[Any], Any]) -> Any:
     """Return a function with its types checked, and shapes if its signature has any."""
     if not has_plain_signature(thing):
-        return with_shapes(thing, typechecker=typechecker)
+        return checked_by_kind(thing, typechecker)
     try:
         return typechecker(thing)
     except BeartypeException:  # it resolves less in a function's own annotations than in a copy's
-        return with_shapes(thing, typechecker=typechecker)
+        return checked_by_kind(thing, typechecker)
+
+
+def checked_by_kind(thing: Any, typechecker: Callable[[Any], Any]) -> Any:
+    """Return a function whose calls are checked with shapes, once for each kind of call."""
+    check = with_shapes(thing, typechecker=typechecker)
+    if not inspect.isfunction(thing) or not returns_at_once(thing):
+        return check
+    passed: dict[Any, set[Any]] = {}
+
+    @functools.wraps(thing)
+    def call(*arguments: Any, **named: Any) -> Any:
+        kind = tuple(map(kind_of, arguments)), tuple((n, kind_of(v)) for n, v in named.items())
+        results = passed.get(kind)
+        if results is None:
+            result = check(*arguments, **named)
+            passed[kind] = {kind_of(result)}
+            return result
+        result = thing(*arguments, **named)
+        if (kind_of_result := kind_of(result)) not in results:
+            given = functools.wraps(thing)(lambda *_, **__: result)
+            with_shapes(given, typechecker=typechecker)(*arguments, **named)
+            results.add(kind_of_result)
+        return result
+
+    return call
+
+
+def kind_of(value: Any) -> Any:
+    """Return what the check of a value depends on: its type, shape and dtype; of a tuple, each."""
+    if isinstance(value, tuple) and len(value) <= TUPLE_MAX:
+        return type(value), *map(kind_of, value)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    arrays_alike = isinstance(shape, tuple) and dtype is not None
+    return (type(value), shape, dtype) if arrays_alike else type(value)
+
+
+def returns_at_once(function: Any) -> bool:
+    """Return True for a function that is no generator and no coroutine."""
+    other = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return not any(is_so(function) for is_so in other)
 
 
 def has_plain_signature(function: Any) -> bool:
