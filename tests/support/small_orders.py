@@ -50,8 +50,8 @@ class SmallBoard(WorkerBoard):
 
 @dataclass
 class OrderLaw:
-    """What was ordered and who beats, as the bucket has it: AssertionError for what is begun or
-    committed while all is quiet.
+    """Orders and heartbeats as the bucket has them: AssertionError for chunks begun or committed
+    while all is quiet.
     """
 
     world: Any
