@@ -20,7 +20,7 @@ from beartype.roar import BeartypeException
 from jaxtyping import _import_hook as import_hook
 
 with_shapes = jaxtyping.jaxtyped
-TUPLE_MAX = 8  # of tuples whose items are told apart
+TUPLE_MAX = 8  # items of a tuple that are looked at
 # Private functions here are called for each number of a file: a check costs more than the call.
 UNCHECKED = frozenset({"marin_rl.storage.tables.footers"})
 # Code of functions inside functions. Each call of the outer one makes another, whose checks take a
