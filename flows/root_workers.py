@@ -8,7 +8,6 @@ side (`rollouts.root_worker`).
 import asyncio
 import time
 from collections.abc import Collection
-from contextlib import suppress
 
 from marin_rl.errors import FleetEmpty, StorageError
 from marin_rl.inference.client.fleet_sources import worker_board
@@ -61,8 +60,9 @@ class RootWorkers:
             commit_every_s=asynchrony.commit_every_s,
             policy=policy,
         )
-        await in_thread(self._board.announce, order)
+        # First: a store that does not answer may have written it, and then it is to be closed.
         self._order, self._missed_since = order, None
+        await in_thread(self._board.announce, order)
 
     async def close(self, state: State = "closed") -> None:
         """Have workers begin no further group until the next `open`. Raises StorageError.
@@ -73,14 +73,20 @@ class RootWorkers:
             return
         order = self._order or await in_thread(self._known)
         if order is not None and order.state not in (state, "ended"):
+            await in_thread(self._board.announce, order.in_state(state))
             self._order = order.in_state(state)
-            await in_thread(self._board.announce, self._order)
 
     def _known(self) -> SamplingOrder | None:
-        """The order of an earlier process of this run, where it can be read."""
-        with suppress(StorageError):  # one of another token is none
+        """The order of an earlier process of this run, where it can be read.
+
+        Raises StoreUnavailable: workers may go on by an order that was not read.
+        """
+        try:
             return self._board.order()
-        return None
+        except StorageError as error:
+            if error.transient:
+                raise
+            return None  # one of another token is none
 
     async def drained(self) -> None:
         """Wait until no worker that is alive has a chunk under way; the order is over."""
@@ -93,8 +99,7 @@ class RootWorkers:
         """Those workers with claims that are not alive any more."""
         if not self._serves:
             return frozenset()
-        await in_thread(self._watch.look)
-        return self._watch.gone({claim.worker for claim in claims})
+        return await in_thread(self._watch.gone, {claim.worker for claim in claims})
 
     def check(self, *, needed: bool) -> None:
         """Raise FleetEmpty where workers are needed, and none was there for long enough."""

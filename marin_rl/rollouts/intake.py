@@ -54,7 +54,6 @@ def _gone(run: Run, stream: GroupStream) -> frozenset[str]:
     if not any(worker.startswith(WORKERS) for worker in workers):
         return frozenset()
     watch = _watches.setdefault(run.folder.url, WorkerWatch(worker_board(run)))
-    watch.look()
     return watch.gone(workers)
 
 

@@ -231,7 +231,8 @@ class RootWorker:
         stream = GroupStream(run, fingerprint=order.stream)
         settled = await asyncio.to_thread(self._settled, run, order)
         await asyncio.to_thread(stream.look)
-        await asyncio.to_thread(watch.look)
+        claiming = {claim.worker for claim in stream.claims.values()}
+        gone = await asyncio.to_thread(watch.gone, claiming)
         version = order.policy.weight_version
         claimant = Claimant(
             worker=self.name,
@@ -239,7 +240,7 @@ class RootWorker:
             now=now_utc(),
             oldest=self._taken - run.config.staleness_rounds_max,
             busy={*self._tasks},
-            gone=watch.gone({claim.worker for claim in stream.claims.values()}),
+            gone=gone,
         )
         try:
             for chunk in open_chunks(stream, settled, claimant):

@@ -95,11 +95,12 @@ class Pulse:
 
     def look(self) -> SamplingOrder | None:
         """Read the order; where it ends what is under way, say so. Raises StorageError."""
+        # Both before the order is read: with a later one new chunks would be ended by an old order.
+        begun, interruption = self.begun, self.interruption
         self.order = order = self.board.order()
-        begun = self.begun
         closed = order is None or order.state != "open"
         if begun is not None and (closed or self._is_replaced(begun, order)):
-            self.interruption.request(between_groups=True)
+            interruption.request(between_groups=True)
         return order
 
     def _is_replaced(self, begun: SamplingOrder, order: SamplingOrder | None) -> bool:

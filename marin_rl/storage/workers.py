@@ -122,6 +122,7 @@ class WorkerWatch:
         default_factory=dict[str, tuple[WorkerBeat, float]]
     )
     _looked_at: float | None = None
+    _gone: frozenset[str] = frozenset()  # by a look after their claims were read
 
     def look(self, age_s_max: float | int = LOOK_S) -> None:
         """Read the heartbeats, unless that was done less than `age_s_max` seconds ago.
@@ -157,11 +158,19 @@ class WorkerWatch:
         return {n: beat for n, (beat, at) in self._seen.items() if now - at <= self.lost_s}
 
     def gone(self, workers: Collection[str]) -> frozenset[str]:
-        """Those of some workers that write heartbeats, and are not alive."""
-        alive = self.alive
+        """Look; those of some workers that write heartbeats, and are not alive.
+
+        For workers whose claims were read before this. Raises StoreUnavailable.
+        """
+        self.look()
         # Others, such as a flow's own tasks, write no heartbeats: of them only a claim's age says
         # anything.
-        return frozenset(w for w in workers if w.startswith(WORKERS) and w not in alive)
+        beating = frozenset(worker for worker in workers if worker.startswith(WORKERS))
+        if not beating.difference(self.alive) <= self._gone:
+            # One that started since the last look: it wrote a heartbeat before it claimed anything.
+            self.look(0)
+        self._gone = beating.difference(self.alive)
+        return self._gone
 
 
 _BEAT = tuple(WorkerBeat.__dataclass_fields__)

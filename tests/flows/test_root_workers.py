@@ -9,9 +9,11 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from support.fakes import served_policy
 from support.fleet_servers import RegisteredServer
 from support.flow_runs import DEBUG, REPOSITORY, debug
 from support.forked_python import python
@@ -23,13 +25,14 @@ from flows.server import free_port
 from marin_rl.analysis.status import worker_rows
 from marin_rl.config import Config, parse_config
 from marin_rl.display.tables import workers_table
-from marin_rl.errors import ConfigError, FleetEmpty
+from marin_rl.errors import ConfigError, FleetEmpty, StoreUnavailable
 from marin_rl.inference.client.fleet_sources import worker_board
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.tables.stream import GroupStream
-from marin_rl.storage.workers import WorkerBeat
+from marin_rl.storage.workers import WorkerBeat, WorkerBoard
+from marin_rl.types import Canary, ServedPolicy
 
 ROUNDS = 6
 PROVEN = "proven at http"
@@ -76,6 +79,76 @@ def test_a_run_without_workers_ends_with_an_error_that_says_what_to_start(tmp_pa
     asyncio.run(workers.gone([]))  # looks
     time.sleep(0.01)
     workers.check(needed=True)
+
+
+def fails_once(patch: pytest.MonkeyPatch, name: str, *, served: bool) -> None:
+    """Have the next call of a method of the workers' board fail, before or after its effect."""
+    method = getattr(WorkerBoard, name)
+
+    def away(board: WorkerBoard, *arguments: Any) -> None:
+        patch.setattr(WorkerBoard, name, method)
+        if served:
+            method(board, *arguments)
+        raise StoreUnavailable("503")
+
+    patch.setattr(WorkerBoard, name, away)
+
+
+def policy_of(version: int) -> ServedPolicy:
+    """A policy that is proven, as far as an order says."""
+    canary = Canary(temperature=1.0, token_ids=(97,), logprobs=(-1.0,), tolerance=1e-3)
+    return served_policy("", "policy", weight_version=version, canary=canary)
+
+
+def state_of(run: Run) -> str:
+    """State of the order that workers read."""
+    order = worker_board(run).order()
+    assert order is not None
+    return order.state
+
+
+def test_an_order_that_could_not_be_closed_is_closed_by_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or workers would sample on for a flow that has ended."""
+    run = Run.create_or_open(debug(tmp_path, *WINDOW))
+    workers = RootWorkers(run)
+    asyncio.run(workers.open(policy_of(0), 0))
+    fails_once(monkeypatch, "announce", served=False)
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(workers.close())
+    assert state_of(run) == "open"
+    asyncio.run(workers.close())
+    assert state_of(run) == "closed"
+
+
+def test_an_order_of_which_the_answer_was_lost_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create_or_open(debug(tmp_path, *WINDOW))
+    workers = RootWorkers(run)
+    asyncio.run(workers.open(policy_of(0), 0))
+    asyncio.run(workers.close())
+    fails_once(monkeypatch, "announce", served=True)
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(workers.open(policy_of(1), 0))
+    assert state_of(run) == "open"
+    asyncio.run(workers.close())
+    assert state_of(run) == "closed"
+
+
+def test_the_order_of_an_earlier_process_is_not_taken_for_none_while_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow that was suspended before its first order would leave workers to sample."""
+    run = Run.create_or_open(debug(tmp_path, *WINDOW))
+    asyncio.run(RootWorkers(run).open(policy_of(0), 0))
+    again = RootWorkers(run)
+    fails_once(monkeypatch, "order", served=False)
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(again.close())
+    asyncio.run(again.close())
+    assert state_of(run) == "closed"
 
 
 def test_status_shows_workers_with_their_chunks(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.root_worker import RootWorker, stream_digest
 from marin_rl.rollouts.streaming import now_utc, sample_chunk
-from marin_rl.rollouts.worker_pulse import watch_order
+from marin_rl.rollouts.worker_pulse import Pulse, watch_order
 from marin_rl.storage.canaries import ProvenVersion
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.fleet import run_sha256
@@ -170,6 +170,27 @@ def test_a_chunk_that_another_worker_claimed_is_announced_no_longer(
         return written
 
     assert asyncio.run(announced()) == [(), (0,), ()]
+
+
+def test_a_look_that_began_by_an_older_order_ends_no_newer_chunks(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order is read in a thread while the worker goes on to the next policy."""
+    board, order, read = worker_board(run), order_of(run), WorkerBoard.order
+    board.announce(order)
+    pulse = Pulse(run, board, "worker-a", beat_s=3600)
+    earlier, latest = pulse.interruption, Interruption()
+    replaced = replace(order.policy, checkpoint=checkpoint(run, 1))
+
+    def overtaken(board: WorkerBoard) -> SamplingOrder | None:
+        board.announce(replace(order, policy=replaced))
+        pulse.begun, pulse.interruption = read(board), latest
+        return read(board)
+
+    monkeypatch.setattr(WorkerBoard, "order", overtaken)
+    pulse.look()
+    assert not latest.requested
+    assert earlier.requested
 
 
 def recorded_beats(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -82,7 +82,7 @@ def test_a_worker_is_alive_while_its_beat_goes_on(store: ObjectStore) -> None:
     asked = {"flow", "worker-a", "worker-b"}
     assert watch.gone(asked) == {"worker-a", "worker-b"}, "not the flow, which writes none"
     board.beat(replace(BEAT, beat_at=0.0))
-    watch.look()
+    now = 1.0
     assert watch.gone(asked) == {"worker-b"}
     now = 50.0
     board.beat(replace(BEAT, beat=2, beat_at=0.0))
@@ -94,6 +94,19 @@ def test_a_worker_is_alive_while_its_beat_goes_on(store: ObjectStore) -> None:
     watch.look()
     assert watch.alive == {}
     assert watch.gone(asked) == {"worker-a", "worker-b"}
+
+
+def test_a_worker_that_started_after_the_last_look_is_not_gone(store: ObjectStore) -> None:
+    """Its claim is read before the next look is due; its chunks would be sampled twice."""
+    board, now = WorkerBoard(store, None), 0.0
+    watch = WorkerWatch(board, lost_s=60, clock=lambda: now)
+    board.beat(BEAT)
+    assert watch.gone({"worker-a", "worker-z"}) == {"worker-z"}
+    board.beat(replace(BEAT, worker="worker-b"))
+    assert watch.gone({"worker-a", "worker-b", "worker-z"}) == {"worker-z"}
+    board.withdraw("worker-b")
+    now = 2.0
+    assert watch.gone({"worker-a", "worker-b"}) == {"worker-b"}
 
 
 def test_gc_removes_the_heartbeats_of_workers_that_are_long_gone(tmp_path: Path) -> None:
