@@ -75,6 +75,13 @@ def itself_compiled_quickly() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def long_runs() -> Iterator[None]:
+    """A module that trains for minutes by what other tests call with shapes checked."""
+    with type_checks.shapes_unchecked():
+        yield
+
+
+@pytest.fixture(scope="module")
 def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API of one Prefect server that commands report to: one of its own costs each 6 s.
 

@@ -22,6 +22,7 @@ def _compiled_quickly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("long_runs")
 def test_held_out_accuracy_climbs(tmp_path: Path) -> None:
     shorter = (f"rounds={ROUNDS}", f"evaluation.every_rounds={ROUNDS}")
     config = load_config(DEMO, [f"root={tmp_path}", "run_id=demo-test", *shorter])

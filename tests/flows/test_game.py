@@ -23,6 +23,7 @@ def _compiled_quickly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("long_runs")
 def test_held_out_turns_fall(tmp_path: Path) -> None:
     config = load_config(GAME, [f"root={tmp_path}", "run_id=game-test", f"rounds={ROUNDS}"])
     print(f"seed {config.seed}")

@@ -1,10 +1,12 @@
-"""`make up`, deployments, `make down`: a real Prefect server and worker, on a free port."""
+"""`make up`, deployments, `make down`: a real Prefect server and worker, on a free port.
+
+The processes of the stack and of its flows are forked: a dozen of them would each import for 5 s.
+"""
 
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import tomllib
@@ -23,6 +25,7 @@ from prefect.events.schemas.automations import EventTrigger
 from prefect.settings import temporary_settings
 from prefect.states import Cancelling, Suspended
 from support.flow_runs import REPOSITORY, ROUNDS, debug
+from support.forked_python import python
 
 from flows.server import free_port, healthy
 from flows.session import resolve_config
@@ -37,7 +40,6 @@ CHECKOUT = ("flows", "tasks", "marin_rl", "schemas", "configs", "prefect.yaml", 
 TIMEOUT_S = 400.0
 
 pytestmark = pytest.mark.timeout(1800)  # one test waits for several things, each so long at most
-PREFECT = (sys.executable, "-m", "prefect")
 
 
 class Stack:
@@ -55,9 +57,9 @@ class Stack:
         }
 
     def call(self, *command: str, expect: int = 0) -> str:
-        """Run a command in the folder; what it said."""
+        """Run a Python module in the folder; what it said."""
         done = subprocess.run(
-            command,
+            [python(), "-m", *command],
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -91,11 +93,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         (folder / name).symlink_to(REPOSITORY / name)
     up = Stack(folder, f"http://127.0.0.1:{free_port()}/api")
     try:
-        told = up.call(sys.executable, "-m", "flows.stack", "up")
+        told = up.call("flows.stack", "up")
         assert f"Prefect API at {up.url}: starting" in told
         yield up
     finally:
-        told = up.call(sys.executable, "-m", "flows.stack", "down")
+        told = up.call("flows.stack", "down")
     assert "worker: ended" in told
     assert "server: ended" in told
     assert not healthy(up.url)
@@ -236,14 +238,19 @@ def test_only_flows_of_our_pool_are_judged() -> None:
 @pytest.mark.slow
 def test_up_again_leaves_what_runs_alone(stack: Stack) -> None:
     pid = (stack.folder / ".run" / "worker.pid").read_text()
-    assert "answers already" in stack.call(sys.executable, "-m", "flows.stack", "up")
+    assert "answers already" in stack.call("flows.stack", "up")
     assert (stack.folder / ".run" / "worker.pid").read_text() == pid
 
 
 @pytest.mark.slow
 def test_a_deployment_runs_as_documented(stack: Stack) -> None:
     told = stack.call(
-        *PREFECT, "deployment", "run", "rl-loop/demo", "--watch", *stack.parameters("whole", ROUNDS)
+        "prefect",
+        "deployment",
+        "run",
+        "rl-loop/demo",
+        "--watch",
+        *stack.parameters("whole", ROUNDS),
     )
     assert "Flow run finished successfully" in told
     run = Run.open(str(stack.runs), "whole")
@@ -251,7 +258,7 @@ def test_a_deployment_runs_as_documented(stack: Stack) -> None:
     assert found is not None
     assert found.slot == checkpoint_slot(ROUNDS)
     wrong = [*stack.parameters("wrong", ROUNDS), "-p", 'overrides=["training.learning_rat=1"]']
-    stack.call(*PREFECT, "deployment", "run", "rl-loop/demo", "--watch", *wrong, expect=1)
+    stack.call("prefect", "deployment", "run", "rl-loop/demo", "--watch", *wrong, expect=1)
     assert not (stack.runs / "wrong").exists()
 
 
@@ -309,7 +316,7 @@ def test_a_flow_outlives_its_worker(stack: Stack, client: SyncPrefectClient) -> 
     os.kill(int((stack.folder / ".run" / "worker.pid").read_text()), signal.SIGKILL)
     wait(lambda: state(client, flow_run) == "Completed", "the flow to end without its worker")
     assert stack.rounds("orphan") == ROUNDS
-    stack.call(sys.executable, "-m", "flows.stack", "up")
+    stack.call("flows.stack", "up")
 
 
 @pytest.mark.slow
@@ -323,15 +330,15 @@ def test_a_killed_flow_is_crashed_and_goes_on_by_command_and_by_itself(
     wait(lambda: state(client, flow_run) == "Crashed", "the worker to notice")
     before = stack.rounds("killed")
     wait(lambda: given_up(stack) > said, "the worker to have said all of it")
-    stack.call(*PREFECT, "flow-run", "retry", str(flow_run))
+    stack.call("prefect", "flow-run", "retry", str(flow_run))
     wait(lambda: stack.rounds("killed") > before, "the rounds to go on by command")
 
     _, going_on = automations()
-    stack.call(*PREFECT, "automation", "resume", going_on.name)
+    stack.call("prefect", "automation", "resume", going_on.name)
     kill(stack, "killed")
     before = stack.rounds("killed")
     wait(lambda: stack.rounds("killed") > before, "the rounds to go on by themselves")
-    stack.call(*PREFECT, "automation", "pause", going_on.name)
+    stack.call("prefect", "automation", "pause", going_on.name)
     client.set_flow_run_state(flow_run, Cancelling())
     wait(lambda: state(client, flow_run) == "Cancelled", "the flow to end")
     wait(lambda: is_free(stack, "killed"), "the process to let go of the run")

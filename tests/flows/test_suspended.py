@@ -6,7 +6,6 @@ requests wait there, so that groups are under way when the flow run is suspended
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +19,7 @@ from prefect.flow_runs import suspend_flow_run
 from prefect.settings import temporary_settings
 from support.faults import outcome
 from support.flow_runs import REPOSITORY, debug
+from support.forked_python import python
 from support.machines import Machines, Site
 from support.nodes import Node, RayCluster, pool_worker, ray_environment, wait
 from support.streams import stream_of
@@ -187,7 +187,7 @@ def root_worker(machines: Machines, name: str) -> Node:
     """`marin-rl sample`, whose Prefect API is a closed port."""
     environment = {**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"}
     config = machines.config
-    command = [sys.executable, "-m", "marin_rl", "sample", config.run_id, "--root", config.root]
+    command = [python(), "-m", "marin_rl", "sample", config.run_id, "--root", config.root]
     command += ["--follow", "--trust", f"--set={ONE_BY_ONE}"]
     return Node(command, REPOSITORY, environment, machines.folder / f"{name}.log")
 

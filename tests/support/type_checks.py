@@ -12,7 +12,8 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 import jaxtyping
@@ -36,6 +37,19 @@ def install() -> None:
     jaxtyping.jaxtyped = checked  # pyright: ignore[reportAttributeAccessIssue]
     loader = import_hook._JaxtypingLoader
     loader.source_to_code = one_at_a_time(loader.source_to_code)
+
+
+@contextmanager
+def shapes_unchecked() -> Iterator[None]:
+    """Check no shapes inside the block: a third of the time of a run that calls for minutes what
+    other tests call with checks.
+    """
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ FEWER = ("evaluation.examples=64",)  # a request each: two thirds of what a reci
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
+def begun(tmp_path_factory, long_runs):
     root = tmp_path_factory.mktemp("recipes")
     return root, warm_start(root, SMALLER)
 
