@@ -94,10 +94,14 @@ FEW: dict[str, Any] = {
 
 def prepare(folder: Path) -> None:
     """Write what the pages speak of: configurations, and the reader's files."""
-    demo = FEW | {"rounds": 4, "sft": {"sequences_per_step": 2, "microbatch_sequences": 2}}
+    # As few steps as leave groups whose answers differ in their reward.
+    steps = {"steps": 150, "steps_per_checkpoint": 75}
+    demo = FEW | {"rounds": 4, "sft": steps | {"sequences_per_step": 2, "microbatch_sequences": 2}}
     demo |= {"policy": {"model": MODEL}, "training": {"microbatch_sequences": 16}}
     demo["inference"] = {"engine": {"slots": 16, "chunk_steps": 12, "prefill_rows": 8}}
     game = FEW | {"rounds": 1, "sft": {"steps": 2, "steps_per_checkpoint": 2}}
+    game["sft"] |= {"sequences_per_step": 4, "microbatch_sequences": 4}
+    game |= {"inference": {"engine": {"slots": 16, "chunk_steps": 2, "prefill_rows": 8}}}
     reward = {"policy": {"model": MODEL}, "reward_model": {"pairs_per_step": 4}}
     page = "docs/data-and-rewards.md"
     write = {
@@ -150,10 +154,17 @@ OUTPUTS = {
     "docs/lora.md": (("peft",), ("hf", "peft", "merged"), ("whole",)),  # FOLDER, in order
 }
 SHORT = ("--rounds", "1", "--set", "sft.steps=2", "--set", "evaluation.examples=4")
+SMALL = (
+    *SHORT,
+    *("--set", "rollouts.groups_per_round=4", "--set", "rollouts.group_size=4"),
+    *("--set", "policy.model.layers=1", "--set", "evaluation.samples=1"),
+    *("--set", "sft.sequences_per_step=4", "--set", "sft.microbatch_sequences=4"),
+    *("--set", "inference.engine.slots=16", "--set", "inference.engine.prefill_rows=8"),
+)
 # Words that are added: a name, less to do. By page, and how the words of a command begin.
 ADDED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "README.md": {"run configs/demo.yaml": ("--rounds", "5"), "run arithmetic.yaml": SHORT},
-    "docs/install.md": {"run": SHORT},
+    "README.md": {"run configs/demo.yaml": ("--rounds", "5"), "run arithmetic.yaml": SMALL},
+    "docs/install.md": {"run": SMALL},
     "docs/lora.md": {
         "run configs/demo.yaml --set policy.lora.rank=8": (*SHORT, "--run-id", "lora"),
         "run configs/demo.yaml --run-id demo-nf4": SHORT,

@@ -2,8 +2,8 @@
 
 The server is really killed. Small flows stand for the loss at each instant, a whole run of the
 command line for what users see. test_many_kills.py kills a server in the middle of a run.
-All but one of the flows, and their servers, are forked: each would import for 5 s, and so would its
-server.
+Where the end of a process decides nothing more, it and its server are forked: each would import for
+5 s.
 """
 
 import os
@@ -81,10 +81,10 @@ except KeyboardInterrupt:
 
 @contextmanager
 def started(
-    *arguments: str, api: str = "", program: str | None = None
+    *arguments: str, api: str = "", program: str = sys.executable
 ) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [program or python(), *arguments],
+        [program, *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PREFECT_API_URL": api, "COLUMNS": "200"},
         stdout=subprocess.PIPE,
@@ -110,8 +110,7 @@ def check_end(process: subprocess.Popen[str], code: int, seconds: float) -> tupl
 
 @pytest.mark.parametrize("when", others_slow(["begin", "middle", "end"], "middle"))
 def test_a_flow_whose_temporary_server_is_killed_returns_its_result(when: str) -> None:
-    # One is started as a user's program is.
-    program = sys.executable if when == "middle" else None
+    program = sys.executable if when == "middle" else python()
     with started("-c", PROGRAM, when, program=program) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "result 190\n"
@@ -158,7 +157,8 @@ def test_a_configured_server_that_vanishes_at_the_end_ends_no_flow(tmp_path: Pat
     while not healthy(url):
         assert time.monotonic() < deadline, "the server does not answer"
         time.sleep(0.1)
-    with started("-c", PROGRAM, "end", str(server.pid), api=url) as process:
+    words = "-c", PROGRAM, "end", str(server.pid)
+    with started(*words, api=url, program=python()) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "result 190\n"
         check_end(process, 0, END_TIMEOUT_S)
@@ -177,7 +177,7 @@ def test_a_run_whose_server_is_killed_ends_with_its_table_and_the_same_files(
 ) -> None:
     config = debug(tmp_path)
     command = ["-m", "marin_rl", "run", str(DEBUG), "--root", str(tmp_path), "--run-id", "whole"]
-    with started(*command, "--set", "policy.init=sft") as process:
+    with started(*command, "--set", "policy.init=sft", program=python()) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not (tmp_path / "whole" / trace).exists():
             assert process.poll() is None

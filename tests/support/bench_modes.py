@@ -31,10 +31,18 @@ PACKING = ("packing.py", *TINY, "--prompt", "8", "--completion", "8", "--groups"
 ENGINE = ("engine.py", *TINY, "--rounds", "1")
 SERVER = ("server.py", "--requests", "4", "--concurrency", "2", "--new-tokens", "4", "--slots", "4",
           "--repeat", "1")  # fmt: skip
-RECIPES = ("recipes.py", "--add", "--rounds", "1", "--seeds", "0", "--recipes", "grpo", "--set",
-           "rollouts.groups_per_round=4", "--set", "sft.steps=2", "--set",
-           "sft.steps_per_checkpoint=2", "--set", "evaluation.examples=4", "--picture",
-           "{folder}/recipes.svg")  # fmt: skip
+# Changes to a shipped configuration: few rows of a model of one layer.
+SMALL = tuple(
+    f"--set={change}"
+    for change in (
+        "policy.model.layers=1", "rollouts.groups_per_round=2", "rollouts.group_size=4",
+        "sft.steps=2", "sft.steps_per_checkpoint=2", "sft.sequences_per_step=4",
+        "sft.microbatch_sequences=4", "training.microbatch_sequences=8", "evaluation.examples=4",
+        "inference.engine.slots=16",
+    )
+)  # fmt: skip
+RECIPES = ("recipes.py", "--add", "--rounds", "1", "--seeds", "0", "--recipes", "grpo", *SMALL,
+           "--picture", "{folder}/recipes.svg")  # fmt: skip
 # The database of an empty Prefect server and the list of fonts, which take seconds to make.
 CACHES = {"XDG_CACHE_HOME": str(Path.home() / ".cache")}
 EARLIER = {"recipe": "rloo", "seed": 0, "rewards": [0.25], "before": 0.1, "after": 0.2}
@@ -151,9 +159,7 @@ MODES = {
     ),
     "lora-curves": Mode(
         command=("lora_curves.py", "--seeds", "1", "--kinds", "full", "adapter", "--root",
-                 "{folder}/runs", "--picture", "{folder}/lora.svg", "--set", "rounds=1", "--set",
-                 "rollouts.groups_per_round=4", "--set", "sft.steps=2", "--set",
-                 "sft.steps_per_checkpoint=2", "--set", "evaluation.examples=4"),
+                 "{folder}/runs", "--picture", "{folder}/lora.svg", "--set", "rounds=1", *SMALL),
         shows=("| seed | full | adapter |", "adapter 1: 1 ", "lora.svg"),
     ),
     "weights": Mode(
@@ -178,7 +184,7 @@ MODES = {
     ),
     "learning": Mode(
         command=("learning.py", "--only", "repository", "--rounds", "1", "--root",
-                 "{folder}", "--set", "sft.steps=2", "--set", "sft.steps_per_checkpoint=2"),
+                 "{folder}", *SMALL),
         shows=('"measure": "repository"', '"reward_last": '),
     ),
     "startup": Mode(
