@@ -5,6 +5,7 @@ The processes of the stack and of its flows are forked: a dozen of them would ea
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -297,7 +298,8 @@ def given_up(stack: Stack) -> int:
     This advice is the last line of each report.
     """
     told = (stack.folder / ".run" / "worker.log").read_text()
-    return told.count("prefect.flow_runs.worker - Check whether the flow run exceeded its memory")
+    advice = r"prefect\.flow_runs\.worker( - |:)Check whether the flow run exceeded its memory"
+    return len(re.findall(advice, told))  # in Prefect's format, or that of a fork's root logger
 
 
 def kill(stack: Stack, run_id: str) -> None:
