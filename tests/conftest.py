@@ -37,6 +37,7 @@ from typing import Any
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+from support.forked_python import python
 from support.forked_workers import ForkedWorkers
 from support.prefect_server import PrefectServer
 from support.quick_programs import drop_quick_programs, quick_programs
@@ -85,9 +86,9 @@ def long_runs() -> Iterator[None]:
 def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API of one Prefect server that commands report to: one of its own costs each 6 s.
 
-    It ends with the file: one that waits takes a fiftieth of a core.
+    It is forked, and ends with the file: one that waits takes a fiftieth of a core.
     """
-    server = PrefectServer(tmp_path_factory.mktemp("prefect"))
+    server = PrefectServer(tmp_path_factory.mktemp("prefect"), python())
     server.start()
     yield server.url
     server.kill()

@@ -24,7 +24,7 @@ from support.forked_python import fork_of, python
 from flows.connection import healthy
 from flows.server import free_port
 
-END_TIMEOUT_S = 60  # each event that nothing takes would hold up the end by seven seconds
+END_TIMEOUT_S = 120  # each event that nothing takes would hold up the end by seven seconds
 START_TIMEOUT_S = 240
 LOST = "going on without reports to Prefect"
 

@@ -5,8 +5,9 @@
         code = commands.run(folder, "serve", "demo", until="http://")
         code = commands.run_script(Path("bench/fsck.py"), folder, output=folder / "printed")
 
-One child process imports what commands need, starts no thread and touches no device. A fork of it
-has a folder, standard streams and an end of its own, and JAX and Prefect's services start in it.
+One child process, which `forked_python` forks, has imported what commands need, starts no thread
+and touches no device. A fork of it has a folder, standard streams and an end of its own, and JAX
+and Prefect's services start in it.
 What a start from a shell adds, tests of single commands and of the wheel show.
 """
 
@@ -23,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from support.forked_python import python
 from support.preloading import COMMANDS, code_of, end_process, import_for_forks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,7 +42,7 @@ class ForkedCommands:
     def __enter__(self) -> Self:
         self.log.touch()
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self.log)],
+            [python(), __file__, str(self.log), sys.executable],
             cwd=REPOSITORY,
             env={**self._environment, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"},
             stdin=subprocess.PIPE,
@@ -109,6 +111,7 @@ def main() -> None:
     del sys.path[0]  # this folder, whose modules have plain names
     sys.path.remove(str(TESTS))  # and tests, which commands do not see
     os.environ["PYTHONPATH"] = str(REPOSITORY)
+    sys.executable = sys.argv[2]  # what commands start is not forked
     import_for_forks(COMMANDS)
     for line in sys.stdin:
         child = os.fork()

@@ -97,7 +97,11 @@ def python() -> str:
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     program = folder / "python"
-    scripts = (f"{REPOSITORY}/flows/", f"{REPOSITORY}/bench/")
+    scripts = (
+        f"{REPOSITORY}/flows/",
+        f"{REPOSITORY}/bench/",
+        f"{TESTS}/support/forked_commands.py",
+    )
     named = {"python": sys.executable, "modules": MODULES, "scripts": scripts}
     program.write_text(PROGRAM.format(address=str(folder / "forks"), **named), encoding="utf-8")
     program.chmod(0o755)
