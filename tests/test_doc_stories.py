@@ -94,9 +94,7 @@ FEW: dict[str, Any] = {
 
 def prepare(folder: Path) -> None:
     """Write what the pages speak of: configurations, and the reader's files."""
-    # As few steps as leave groups whose answers differ in their reward.
-    steps = {"steps": 150, "steps_per_checkpoint": 75}
-    demo = FEW | {"rounds": 4, "sft": steps | {"sequences_per_step": 2, "microbatch_sequences": 2}}
+    demo = FEW | {"rounds": 4, "sft": {"sequences_per_step": 2, "microbatch_sequences": 2}}
     demo |= {"policy": {"model": MODEL}, "training": {"microbatch_sequences": 16}}
     demo["inference"] = {"engine": {"slots": 16, "chunk_steps": 12, "prefill_rows": 8}}
     game = FEW | {"rounds": 1, "sft": {"steps": 2, "steps_per_checkpoint": 2}}
