@@ -98,8 +98,6 @@ def prepare(folder: Path) -> None:
     demo |= {"policy": {"model": MODEL}, "training": {"microbatch_sequences": 16}}
     demo["inference"] = {"engine": {"slots": 16, "chunk_steps": 12, "prefill_rows": 8}}
     game = FEW | {"rounds": 1, "sft": {"steps": 2, "steps_per_checkpoint": 2}}
-    game["sft"] |= {"sequences_per_step": 4, "microbatch_sequences": 4}
-    game |= {"inference": {"engine": {"slots": 16, "chunk_steps": 2, "prefill_rows": 8}}}
     reward = {"policy": {"model": MODEL}, "reward_model": {"pairs_per_step": 4}}
     page = "docs/data-and-rewards.md"
     write = {
