@@ -133,7 +133,7 @@ def test_parameters_after_three_steps_on_eight_devices_are_those_of_one(tmp_path
         env=os.environ | eight | {"PYTHONPATH": os.pathsep.join(places)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
