@@ -28,6 +28,7 @@
     │   └── StalePolicy          the endpoint serves other weights than the round's
     ├── WorkError
     │   ├── WorkerLost           a node ended before it had committed its shards       (passes)
+    │   ├── ServerUnavailable    the Prefect server gives out no work: 5xx, timeouts   (passes)
     │   └── StageFailed          a stage failed on another machine, for good
     └── TrainingError
         └── NonFiniteUpdate    loss or gradients were not finite too often in a row
@@ -157,6 +158,12 @@ class WorkError(MarinRLError):
 
 class WorkerLost(WorkError):
     """A node ended, or was lost, before it had committed what it was to commit."""
+
+    transient = True
+
+
+class ServerUnavailable(WorkError):
+    """The Prefect server, which gives out work, is overloaded or does not answer."""
 
     transient = True
 

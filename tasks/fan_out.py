@@ -18,13 +18,14 @@ from importlib import import_module
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import get_client
 from prefect.client.orchestration import PrefectClient, SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
 from prefect.context import FlowRunContext
 from prefect.deployments.flow_runs import arun_deployment
 from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFilter
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.flows import Flow
 from prefect.settings import get_current_settings
 from prefect.states import Cancelling
@@ -32,7 +33,7 @@ from prefect.tasks import Task
 from prefect.utilities.callables import get_call_parameters
 
 from marin_rl.config import Config, FlowConfig
-from marin_rl.errors import ConfigError, StageFailed, WorkerLost
+from marin_rl.errors import ConfigError, ServerUnavailable, StageFailed, WorkerLost
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import RunRef
@@ -41,6 +42,7 @@ from marin_rl.storage.stores.filesystem import open_store
 POLL_S = 1.0
 LOOKS = 10  # of a flow run that a worker has taken, for one look at the worker
 PATIENCE_S = 60.0  # until a line says that no worker has taken a flow run
+TOO_MANY, SERVER_ERRORS = 429, 500  # statuses of requests that may be answered later
 
 # Flows of `flows.stages`.
 GENERATE_SHARDS, SAMPLE_CHUNK = "generate-shards", "sample-chunk"
@@ -239,21 +241,22 @@ async def play_on_pool(
 ) -> None:
     """Have a worker play the flow of a deployment, and wait for its end.
 
-    Raises WorkerLost where the flow run crashed, StageFailed where it failed or was cancelled.
-    Cancelling this cancels the flow run.
+    Raises WorkerLost where the flow run crashed, StageFailed where it failed or was cancelled,
+    ServerUnavailable. Cancelling this cancels the flow run.
     """
-    run = await arun_deployment(
-        f"{flow}/{config.deployment}",
-        parameters=parameters,
-        flow_run_name=name,
-        timeout=0,
-        as_subflow=True,
-    )
-    try:
-        ended = await _ended(run.id, name, config.seconds_pending)
-    except asyncio.CancelledError:
-        await asyncio.shield(_cancel(run.id))
-        raise
+    with _server_may_be_away(name):
+        run = await arun_deployment(
+            f"{flow}/{config.deployment}",
+            parameters=parameters,
+            flow_run_name=name,
+            timeout=0,
+            as_subflow=True,
+        )
+        try:
+            ended = await _ended(run.id, name, config.seconds_pending)
+        except asyncio.CancelledError:
+            await asyncio.shield(_cancel(run.id))
+            raise
     state = ended.state
     assert state is not None, "it has ended"
     if state.type == StateType.COMPLETED:
@@ -262,6 +265,21 @@ async def play_on_pool(
     if state.type == StateType.CRASHED:
         raise WorkerLost(f"{message}; what it committed stays, and the rest is given out again")
     raise StageFailed(f"{message}; its log is on its page: prefect flow-run logs {run.id}")
+
+
+@contextmanager
+def _server_may_be_away(name: str) -> Iterator[None]:
+    """Raise ServerUnavailable for what Prefect's client has tried for a minute or two."""
+    try:
+        yield
+    except (httpx.TransportError, PrefectHTTPStatusError) as error:
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+        if status is not None and status < SERVER_ERRORS and status != TOO_MANY:
+            raise
+        raise ServerUnavailable(
+            f"the Prefect server does not answer for flow run {name} ({error!r}): it is given out "
+            "again; where it was given out already, the first commit of each shard stays"
+        ) from None
 
 
 async def _ended(run_id: UUID, name: str, pending_s: float) -> FlowRun:

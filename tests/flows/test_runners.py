@@ -8,10 +8,11 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -21,6 +22,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events import emit_event
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Completed, Pending, Running
 from pydantic import TypeAdapter
 from support.faults import outcome
@@ -37,6 +39,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.types import ServedPolicy, SlotRef
+from tasks import fan_out
 from tasks.fan_out import (
     WorkPool,
     _has_heartbeat,
@@ -313,6 +316,61 @@ def test_a_flow_run_that_its_worker_abandons_is_given_out_again(
     assert (first.name, second.name) == ("shards", "shards")
     assert first.state_type in (StateType.CANCELLING, StateType.CANCELLED)
     assert second.state_type == StateType.COMPLETED
+
+
+def answered(status: int) -> PrefectHTTPStatusError:
+    """An error of Prefect's client for the status of an answer."""
+    request = httpx.Request("POST", "http://127.0.0.1/api/task_runs/")
+    response = httpx.Response(status, request=request)
+    return PrefectHTTPStatusError(str(status), request=request, response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (answered(503), 2),
+        (answered(429), 2),
+        (answered(409), 1),
+        (httpx.ConnectTimeout("no answer"), 2),
+    ],
+)
+def test_work_is_given_out_again_once_the_server_answers(
+    api: str, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: int
+) -> None:
+    """Prefect's client has tried for long by then; the stage's retries go on."""
+    give_out, tries = fan_out.arun_deployment, list[str]()
+
+    async def away_once(name: str, **named: Any) -> FlowRun:
+        tries.append(name)
+        if len(tries) == 1:
+            raise error
+        return await give_out(name, **named)
+
+    async def worker() -> None:
+        async with get_client() as client:
+            run = await next_flow_run(client)
+            for state in (Running(), Completed()):
+                await client.set_flow_run_state(run.id, state)
+
+    config = parse_config({"flow": PENDING}).flow
+
+    @flow(persist_result=False)
+    async def trainer() -> None:
+        plays = asyncio.ensure_future(worker())
+        try:
+            await StageRunner(config).run(given_out, config)
+        finally:
+            plays.cancel()
+
+    async def play() -> None:
+        async with get_client() as client:
+            await deploy_never_begun(client)
+        await trainer()
+
+    monkeypatch.setattr(fan_out, "arun_deployment", away_once)
+    with nullcontext() if expected == 2 else pytest.raises(type(error)):
+        asyncio.run(play())
+    assert tries == ["never-begun/pending"] * expected
 
 
 @pytest.mark.slow
