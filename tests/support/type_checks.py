@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
+import jax
 import jaxtyping
+import numpy as np
 from beartype.roar import BeartypeException
 from jaxtyping import _import_hook as import_hook
 
 with_shapes = jaxtyping.jaxtyped
 TUPLE_MAX = 8  # items of a tuple that are looked at
+ARRAYS = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)
 # Private functions here are called for each number of a file: a check costs more than the call.
 UNCHECKED = frozenset({"marin_rl.storage.tables.footers"})
 # Code of functions inside functions. Each call of the outer one makes another, whose checks take a
@@ -135,9 +138,8 @@ def kind_of(value: Any) -> Any:
     """Return what the check of a value depends on: its type, shape and dtype; of a tuple, each."""
     if isinstance(value, tuple) and len(value) <= TUPLE_MAX:
         return type(value), *map(kind_of, value)
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    arrays_alike = isinstance(shape, tuple) and dtype is not None
-    return (type(value), shape, dtype) if arrays_alike else type(value)
+    # of arrays alone: the shape of a query, such as DuckDB's, runs it
+    return (type(value), value.shape, value.dtype) if isinstance(value, ARRAYS) else type(value)
 
 
 def returns_at_once(function: Any) -> bool:
