@@ -88,7 +88,9 @@ def test_completions_of_servers_that_follow_go_on_with_new_weights(
     assert any(node.startswith("intakes/") for node in trace(run, ROUNDS - 1).nodes)
     checked_tokens(run)
     proven = canary_board(run).read(run_sha256(run.folder))
-    assert set(proven) == {*range(max(proven) + 1)}
+    sampled_by = {row[f"policy_version_{end}"] for row in rows_of(run) for end in ("min", "max")}
+    assert sampled_by <= {*proven}, "a version that is replaced soon may be served by nobody"
+    assert {*proven} <= {*range(ROUNDS + 1)}
 
 
 def checked_tokens(run: Run) -> None:
