@@ -13,6 +13,7 @@ from support.library_runs import FAILED, configuration, following, played, texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+START_S_MAX = 900  # of a server whose packages are imported for the first time
 GUESS_SERVER = """
 import sys
 from uuid import uuid4
@@ -72,14 +73,22 @@ def guess_url(python: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     server = subprocess.Popen([python, "-I", "-c", GUESS_SERVER, str(port)])
     try:
-        for _ in range(600):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
+        deadline = time.monotonic() + START_S_MAX
+        while not answers(port):
+            assert server.poll() is None, "its server has ended"
+            assert time.monotonic() < deadline, "its server does not answer"
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(60)
+
+
+def answers(port: int) -> bool:
+    """Return True once a server listens on a port of this machine."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def test_openenv_plays_groups_that_are_larger_than_its_capacity(tmp_path: Path, guess_url: str):
