@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
@@ -255,7 +255,8 @@ async def play_on_pool(
         try:
             ended = await _ended(run.id, name, config.seconds_pending)
         except asyncio.CancelledError:
-            await asyncio.shield(_cancel(run.id))
+            with suppress(httpx.HTTPError):  # of a server that does not hear of it
+                await asyncio.shield(_cancel(run.id))
             raise
     state = ended.state
     assert state is not None, "it has ended"
@@ -277,8 +278,9 @@ def _server_may_be_away(name: str) -> Iterator[None]:
         if status is not None and status < SERVER_ERRORS and status != TOO_MANY:
             raise
         raise ServerUnavailable(
-            f"the Prefect server does not answer for flow run {name} ({error!r}): it is given out "
-            "again; where it was given out already, the first commit of each shard stays"
+            f"the Prefect server did not take or show flow run {name} ({error!r}): look after the "
+            "server at PREFECT_API_URL; nothing is lost, and of work that is given out twice the "
+            "first commit stays"
         ) from None
 
 

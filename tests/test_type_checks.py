@@ -92,6 +92,17 @@ def test_calls_are_checked_once_for_each_shape_dtype_and_result() -> None:
         checked(np.ones(4), shorter=1)  # alike but for the result
 
 
+def test_a_call_that_was_not_checked_is_checked_the_next_time() -> None:
+    def shorter(a: Float[np.ndarray, " rows"]) -> Float[np.ndarray, " rows"]:
+        return a[1:]
+
+    checked = checked_by_kind(shorter, beartype)
+    with type_checks.shapes_unchecked():
+        assert checked(np.ones(4)).shape == (3,)
+    with pytest.raises(TypeCheckError, match="return"):
+        checked(np.ones(4))
+
+
 def test_a_function_inside_another_is_checked_the_first_time() -> None:
     def outer() -> Any:
         def inner(number: int) -> int:

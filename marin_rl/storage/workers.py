@@ -166,7 +166,7 @@ class WorkerWatch:
         # Others, such as a flow's own tasks, write no heartbeats: of them only a claim's age says
         # anything.
         beating = frozenset(worker for worker in workers if worker.startswith(WORKERS))
-        if not beating.difference(self.alive) <= self._gone:
+        if beating.difference(self.alive, self._gone):
             # One that started since the last look: it wrote a heartbeat before it claimed anything.
             self.look(0)
         self._gone = beating.difference(self.alive)

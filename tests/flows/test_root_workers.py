@@ -107,47 +107,50 @@ def state_of(run: Run) -> str:
     return order.state
 
 
-def test_an_order_that_could_not_be_closed_is_closed_by_the_next_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or workers would sample on for a flow that has ended."""
+@pytest.fixture
+def ordered(tmp_path: Path) -> tuple[Run, RootWorkers]:
+    """A run whose trainer has opened an order."""
     run = Run.create_or_open(debug(tmp_path, *WINDOW))
     workers = RootWorkers(run)
     asyncio.run(workers.open(policy_of(0), 0))
-    fails_once(monkeypatch, "announce", served=False)
+    return run, workers
+
+
+def closed_at_the_second_try(run: Run, workers: RootWorkers) -> bool:
+    """True if an order that a store's fault leaves open is closed by the next try."""
     with pytest.raises(StoreUnavailable):
         asyncio.run(workers.close())
     assert state_of(run) == "open"
     asyncio.run(workers.close())
-    assert state_of(run) == "closed"
+    return state_of(run) == "closed"
+
+
+def test_an_order_that_could_not_be_closed_is_closed_by_the_next_try(
+    ordered: tuple[Run, RootWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or workers would sample on for a flow that has ended."""
+    fails_once(monkeypatch, "announce", served=False)
+    assert closed_at_the_second_try(*ordered)
+
+
+def test_the_order_of_an_earlier_process_is_not_taken_for_none_while_the_store_is_away(
+    ordered: tuple[Run, RootWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow that was suspended before its first order would leave workers to sample."""
+    fails_once(monkeypatch, "order", served=False)
+    assert closed_at_the_second_try(ordered[0], RootWorkers(ordered[0]))
 
 
 def test_an_order_of_which_the_answer_was_lost_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ordered: tuple[Run, RootWorkers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run.create_or_open(debug(tmp_path, *WINDOW))
-    workers = RootWorkers(run)
-    asyncio.run(workers.open(policy_of(0), 0))
+    run, workers = ordered
     asyncio.run(workers.close())
     fails_once(monkeypatch, "announce", served=True)
     with pytest.raises(StoreUnavailable):
         asyncio.run(workers.open(policy_of(1), 0))
     assert state_of(run) == "open"
     asyncio.run(workers.close())
-    assert state_of(run) == "closed"
-
-
-def test_the_order_of_an_earlier_process_is_not_taken_for_none_while_the_store_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A flow that was suspended before its first order would leave workers to sample."""
-    run = Run.create_or_open(debug(tmp_path, *WINDOW))
-    asyncio.run(RootWorkers(run).open(policy_of(0), 0))
-    again = RootWorkers(run)
-    fails_once(monkeypatch, "order", served=False)
-    with pytest.raises(StoreUnavailable):
-        asyncio.run(again.close())
-    asyncio.run(again.close())
     assert state_of(run) == "closed"
 
 

@@ -373,6 +373,37 @@ def test_work_is_given_out_again_once_the_server_answers(
     assert tries == ["never-begun/pending"] * expected
 
 
+def test_work_that_is_cancelled_ends_so_whether_or_not_the_server_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error of the server in its place would be tried again."""
+    config, waiting = parse_config({"flow": PENDING}).flow, asyncio.Event()
+
+    async def given(*_: object, **__: object) -> FlowRun:
+        return FlowRun(flow_id=UUID(int=1))
+
+    async def never_ended(*_: object) -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    async def unheard(_: UUID) -> None:
+        raise httpx.ConnectTimeout("no answer")
+
+    for name, replaced in (
+        ("arun_deployment", given), ("_ended", never_ended), ("_cancel", unheard),
+    ):  # fmt: skip
+        monkeypatch.setattr(fan_out, name, replaced)
+
+    async def play() -> bool:
+        stage = asyncio.create_task(play_on_pool("never-begun", config, "shards", {}))
+        await waiting.wait()
+        stage.cancel()
+        await asyncio.wait([stage])
+        return stage.cancelled()
+
+    assert asyncio.run(play())
+
+
 @pytest.mark.slow
 def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
     async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:

@@ -38,7 +38,7 @@ class Guess(BaseEnvironment):
 
     def example(self, seed, index, split):
         number = str(random.Random(seed + index).randint(0, 9))
-        return self.make_example("0-9", number, seed=seed, index=index, split=split)
+        return self.make_example(f"0-9, game {index}", number, seed=seed, index=index, split=split)
 
     def episode(self, example):
         return Game(example)
@@ -141,7 +141,7 @@ def test_rows_have_the_columns_of_verl_in_the_order_of_the_run(
     assert (written.train, written.val) == (len(train), len(held_out)) == (6, 3)
     groups = [json.loads(row["extra_info"]["example"]) for row in train]
     assert [row["reward_model"]["ground_truth"] for row in train] == [g["answer"] for g in groups]
-    assert train[0]["prompt"] == [{"role": "user", "content": "0-9"}]
+    assert train[0]["prompt"] == [{"role": "user", "content": "0-9, game 0"}]
     assert {row["agent_name"] for row in train} == {"marin_rl_episode"}
     assert [g["seed"] for g in groups] == list(range(6))
     assert held_out[0]["extra_info"]["split"] == "eval"
