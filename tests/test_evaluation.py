@@ -107,6 +107,7 @@ def test_a_configuration_gives_environment_and_sampling(
         assert {body["max_tokens"] for body in endpoint.requests} == {tokens}
 
 
+@pytest.mark.slow
 def test_a_run_in_its_own_environment_and_in_another(prompts: Path, tmp_path: Path) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     init_policy(run, character_tokenizer())

@@ -60,6 +60,7 @@ def test_a_process_that_starts_on_one_core_gives_the_bits_of_two():
     assert one == two
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity")
 def test_a_pool_that_is_asked_for_is_started_and_counted():
     for first, environment in (("", {"NPROC": "1"}), ("machine.request_threads(1)", {})):

@@ -155,6 +155,7 @@ def test_a_remote_endpoint_is_given_the_weights_and_proves_them(
     assert exported == [f"round-00000-{policy.parameters_digest[:16]}"]
 
 
+@pytest.mark.slow
 def test_a_remote_endpoint_is_given_the_adapter_and_proves_the_policy(tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     base = build_model(load_config(DEBUG).policy, len(tokenizer), seed=0)

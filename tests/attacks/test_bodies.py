@@ -65,7 +65,7 @@ def costs(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read from /proc")
-@pytest.mark.parametrize("count", [90, pytest.param(BODIES_SLOW, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(BODIES_SLOW, marks=pytest.mark.slow)])
 def test_no_body_is_expensive_to_refuse(count: int) -> None:
     bodies = costs(printed_seed(), count)
     assert len(bodies) == count

@@ -119,6 +119,7 @@ def family(file: Path) -> list[int]:
     return ids
 
 
+@pytest.mark.slow
 def test_children_of_a_reward_end_at_the_time_limit(
     folder: Path, example: Example, tmp_path: Path
 ) -> None:

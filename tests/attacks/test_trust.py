@@ -316,6 +316,7 @@ def test_a_fork_of_another_users_run_is_not_trusted(tmp_path: Path) -> None:
     assert "imports evil:reward" in refusal("run", str(tmp_path / "f"))
 
 
+@pytest.mark.slow
 def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -> None:
     options = {"path": "none", "extract": "foreign_code:process"}
     config = configuration(str(tmp_path), environment={"name": "chat", "options": options})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import others_slow
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.checks import make_environment
@@ -270,7 +271,9 @@ def test_a_dead_process_is_replaced_and_its_other_episodes_go_on(
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("said", ["hang in C", "child", "stubborn", "wait 3600"])
+@pytest.mark.parametrize(
+    "said", others_slow(["hang in C", "child", "stubborn", "wait 3600"], "hang in C")
+)
 def test_a_hanging_step_is_a_timeout_for_itself_alone(
     impatient: EpisodePool, example: Example, said: str
 ) -> None:
@@ -288,6 +291,7 @@ def test_the_time_of_others_is_not_charged(impatient: EpisodePool, example: Exam
     assert waiting == ["1 wait 0.1"]
 
 
+@pytest.mark.slow
 def test_waiting_for_others_is_not_charged_and_blocking_is(
     impatient: EpisodePool, example: Example
 ) -> None:

@@ -83,6 +83,7 @@ def script(messages: Sequence[Message], member: int) -> str:
     return "done" if made.arguments == '{"count": 3}' else call("reset_counter")
 
 
+@pytest.mark.slow
 def test_sessions_tools_and_scores_are_the_servers(tmp_path: Path) -> None:
     with counter_server() as server:
         config = configuration(tmp_path, server.url, [row(n) for n in range(4)])

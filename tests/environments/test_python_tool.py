@@ -183,6 +183,7 @@ def scripted(messages: Sequence[Message], member: int) -> str:
     return rf"So it is \boxed{{{messages[-1].content}}}."
 
 
+@pytest.mark.slow
 def test_a_round_with_a_tiny_policy_is_scored_and_played_again(config: Config):
     run, groups = record(config, scripted)
     for group in groups:

@@ -163,6 +163,7 @@ def test_tests_that_hang_end_by_their_limit():
     assert played(environment, CLAMP, hang)[1] == 0.0
 
 
+@pytest.mark.slow
 def test_commands_have_limits_and_walls(tmp_path: Path):
     (tmp_path / "secret").write_text("secret")
     environment = made(shell_timeout_s=3, workspace_bytes_max=4 << 20)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.cases import others_slow
 from support.processes import wait_until_gone
 
 from marin_rl.config import EnvironmentConfig
@@ -173,6 +174,7 @@ def test_a_function_of_groups_is_called_once_for_all(
     scorer.close()
 
 
+@pytest.mark.slow
 def test_a_hanging_group_costs_the_time_of_its_completions_once(
     config: EnvironmentConfig, example: Example
 ) -> None:
@@ -192,7 +194,7 @@ def test_a_signature_that_does_not_fit_is_an_error_at_once(config: EnvironmentCo
     scorer.close()
 
 
-@pytest.mark.parametrize("trouble", ["hang", "hang in C", "catch all"])
+@pytest.mark.parametrize("trouble", others_slow(["hang", "hang in C", "catch all"], "hang in C"))
 def test_a_hanging_function_is_interrupted(
     impatient: Scorer, example: Example, trouble: str
 ) -> None:
@@ -214,6 +216,7 @@ def test_a_worker_is_kept_and_knows_no_jax(scorer: Scorer, example: Example) -> 
     assert first != os.getpid()
 
 
+@pytest.mark.slow
 def test_several_workers_score_at_once(config: EnvironmentConfig, example: Example) -> None:
     options = {**config.options, "reward_workers": 3}
     wide = config.model_copy(update={"options": options})
@@ -336,6 +339,7 @@ def test_a_fork_that_closes_a_pool_leaves_its_parents_workers_alone(tmp_path):
     assert (ended.returncode, ended.stderr.decode()) == (0, "")
 
 
+@pytest.mark.slow
 def test_reasoning_gym_is_scored_in_a_worker() -> None:
     """Its countdown scorer evaluates what a model writes: a tower of powers would never end."""
     config = EnvironmentConfig(

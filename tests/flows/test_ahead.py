@@ -54,6 +54,7 @@ def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Out
     return outcome(config), operations.names.seen
 
 
+@pytest.mark.slow
 def test_every_round_is_closed_with_the_evaluation_of_its_checkpoint(
     undisturbed: tuple[Outcome, list[str]], tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(
     assert undisturbed[0].same_as(outcome(config)) == []
 
 
+@pytest.mark.slow
 def test_sampled_rounds_are_trained_and_closed_before_an_error_of_sampling_ends_the_run(
     api: str, tmp_path: Path
 ) -> None:

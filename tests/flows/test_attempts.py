@@ -215,6 +215,7 @@ def test_when_one_of_many_fails_the_others_finish(api: str) -> None:
     assert sorted(finished) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_graph_shows_names_lineage_and_what_was_reused(api: str) -> None:
     @task(task_run_name="make[{name}]", **STAGE)
     async def make(name: str, age: str) -> SlotRef:

@@ -243,6 +243,7 @@ def sampling_from(run: Run, servers: Sequence[PolicyServer]) -> Run:
     return replace(run, config=run.config.model_copy(update={"inference": inference}))
 
 
+@pytest.mark.slow
 def test_servers_that_follow_go_on_with_the_weights_of_later_checkpoints(played: Config) -> None:
     run = Run.open(played.root, played.run_id)
     with server_of(run) as server:
@@ -260,6 +261,7 @@ def test_servers_that_follow_go_on_with_the_weights_of_later_checkpoints(played:
     }
 
 
+@pytest.mark.slow
 def test_a_server_with_other_weights_under_the_right_name_is_lost_and_no_group_is(
     played: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +348,7 @@ def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
     assert proven == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(
     api: str, tmp_path: Path
 ) -> None:
@@ -375,6 +378,7 @@ def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(
             assert_logprobs(rollout, models)
 
 
+@pytest.mark.slow
 def test_wrong_weights_that_vllm_loads_are_proven_by_no_token(
     played: Config,
 ) -> None:
@@ -417,6 +421,7 @@ class Unproven:
             self._runtime.serve(ref)
 
 
+@pytest.mark.slow
 def test_a_round_of_one_policy_is_sampled_by_the_same_route(api: str, tmp_path: Path) -> None:
     with vllm_of(debug(tmp_path)) as vllm:
         config = debug(

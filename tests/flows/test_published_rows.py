@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import yaml
 from support.flow_runs import DEBUG
 
@@ -92,6 +93,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 def test_rows_of_every_library_are_trained_on(api: str, tmp_path: Path) -> None:
     """One run over six environments, a format each: all of their rollouts are in its batches."""
     (tmp_path / "rewards.py").write_text(REWARDS)

@@ -43,6 +43,7 @@ def undisturbed(
     return played_whole(reusing(tmp_path_factory.mktemp("again")))
 
 
+@pytest.mark.slow
 def test_rounds_say_what_they_chose_and_what_they_used_again(
     undisturbed: tuple[Config, Outcome, list[str]],
 ) -> None:

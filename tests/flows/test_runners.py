@@ -287,12 +287,13 @@ async def deploy_never_begun(client: PrefectClient) -> UUID:
     return await client.create_deployment(flow_id, "pending", work_pool_name="pending")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("states", "pending_s"),
     [
         ((Pending(),), 1),
         # waits until the server has missed the worker
-        pytest.param((Pending(), Running()), 600, marks=pytest.mark.slow),
+        ((Pending(), Running()), 600),
     ],
 )
 def test_a_flow_run_that_its_worker_abandons_is_given_out_again(

@@ -106,6 +106,7 @@ def test_a_flow_that_a_terminal_interrupts_can_still_tell_its_server(tmp_path: P
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_temporary_server_ends_with_a_flow_that_is_killed(tmp_path: Path) -> None:
     with started(tmp_path) as process:
         assert process.stdout is not None

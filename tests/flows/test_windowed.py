@@ -95,6 +95,7 @@ PIECES = (
 PACKS = "asynchrony.commit_every_s=0.05"
 
 
+@pytest.mark.slow
 def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
     api: str, tmp_path: Path
 ) -> None:

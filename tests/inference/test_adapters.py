@@ -34,6 +34,7 @@ def test_logprobs_are_those_of_the_merged_model(engine, model):
     check_against_merged(engine, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "gemma"])
 def test_logprobs_of_other_families_are_those_of_the_merged_model(name):
     model = tiny_model(name)
@@ -70,6 +71,7 @@ def test_modules_that_an_adapter_leaves_out_add_nothing(engine, model):
     check_logprobs(result_of(engine, request), merged(model, adapter), request.prompt_ids)
 
 
+@pytest.mark.slow
 def test_a_bank_beyond_the_mask_reads_each_sequences_own(model):
     engine = engine_of(model, adapters_max=9, adapter_rank_max=8)
     try:
@@ -153,6 +155,7 @@ def test_in_place_new_requests_get_the_new_one_and_old_ones_end_on_theirs(engine
     assert [one.number for one in engine.adapters.loaded] == [replaced[0].number]
 
 
+@pytest.mark.slow
 def test_adapters_of_one_row_share_no_cache(model):
     engine = engine_of(model, adapters_max=1, adapter_rank_max=8, prefix_cache=True)
     try:

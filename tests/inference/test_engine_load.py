@@ -50,9 +50,8 @@ def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
 
 
 @pytest.mark.usefixtures("itself_compiled_quickly")
-@pytest.mark.parametrize(
-    "chunk_steps", [16, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 64))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_steps", [4, 16, 64])
 def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
     config = EngineConfig(slots=16, chunk_steps=chunk_steps, prefill_rows=4)
     engine = Engine(tiny_model(max_seq_len=1024), config, context_length=1024)

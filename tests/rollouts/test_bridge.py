@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import others_slow
 from support.scripted_policies import tokenizer_of
 from support.templates import LOOPS, TEMPLATES, TOOLS
 from transformers import PreTrainedTokenizerFast
@@ -80,7 +81,7 @@ def joined(
 WORDS = st.text("abc 09é☃<>{}'\"", min_size=1, max_size=12).map(lambda text: f"x{text}y")
 
 
-@pytest.mark.parametrize("name", ["ours", "chatml", "llama3", "qwen"])
+@pytest.mark.parametrize("name", others_slow(["ours", "chatml", "llama3", "qwen"], "ours"))
 @given(words=st.lists(WORDS, min_size=3, max_size=7).filter(lambda words: len(words) % 2 == 1))
 def test_a_dialogue_by_bridges_is_what_the_template_renders(name: str, words: list[str]) -> None:
     tokenizer = tokenizer_of(TEMPLATES[name], END_OF[name])

@@ -126,6 +126,7 @@ def same(one: Completion, other: Completion) -> bool:
     return equal and (one.text, one.finish_reason) == (other.text, other.finish_reason)
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=15)
 @given(st.data())
 def test_pieces_are_what_one_request_brings_whichever_process_goes_on(
@@ -293,6 +294,7 @@ def digested(version: int) -> ServedPolicy:
     return replace(policy_at(version), parameters_digest=f"{version:064x}")
 
 
+@pytest.mark.slow
 def test_a_round_of_several_policies_is_audited_and_its_tokens_are_traced(run: Run) -> None:
     """From parts to the lineage of an update: digests, ages, waste and counts of one round."""
     start = checkpoint(run, 0, extra={"parameters_digest": f"{0:064x}"})

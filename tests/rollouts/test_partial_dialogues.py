@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import others_slow
 from support.fakes import served_policy
 from support.flow_runs import DEBUG
 from support.scripted_pieces import MODEL, ScriptedClient, text_of
@@ -127,7 +128,7 @@ def check_same(rollouts: Mapping[str, Rollout], expected: Mapping[str, Rollout])
         assert turns == others
 
 
-@pytest.mark.parametrize("pieces_max", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("pieces_max", others_slow([1, 2, 3, 5, 8, 13], 2))
 def test_dialogues_that_are_interrupted_end_as_undisturbed_ones(
     tmp_path: Path, pieces_max: int
 ) -> None:
@@ -144,6 +145,7 @@ def test_dialogues_that_are_interrupted_end_as_undisturbed_ones(
     check_same(members(groups), members(expected))
 
 
+@pytest.mark.slow
 def test_turns_have_the_versions_of_the_policies_that_sampled_them(tmp_path: Path) -> None:
     run, version, groups = Run.create_or_open(settings(tmp_path)), 0, list[RolloutGroup]()
     while len(groups) < len(GROUPS):

@@ -313,6 +313,7 @@ def members_of(run: Run) -> int:
     return sum(decode_shard(run.store.read(key)).num_rows for key in pieces(run))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_kill_within_a_group_costs_its_members_in_flight(
     tmp_path: Path, server: FakePolicyServer

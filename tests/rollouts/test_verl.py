@@ -154,6 +154,7 @@ def test_rows_have_the_columns_of_verl_in_the_order_of_the_run(
     assert agent["agent_loop_config_path"] == str(folder / "agent_loops.yaml")
 
 
+@pytest.mark.slow
 def test_episodes_have_the_tokens_and_rewards_of_a_run(
     exported: Exported, relay: ModuleType
 ) -> None:

@@ -82,6 +82,7 @@ def check_samples(run: Run, model: str, adapter: Adapter) -> None:
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_each_version_has_a_name_and_old_ones_go(root, server):
     run, adapters = run_of(root, server, "one"), [adapter_for(tiny_model(), n) for n in range(4)]
     names = []

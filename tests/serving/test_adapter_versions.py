@@ -123,6 +123,7 @@ def followed(played) -> Iterator[tuple[PolicyServer, CheckpointWatcher, Run]]:
         server.stop()
 
 
+@pytest.mark.slow
 def test_followers_serve_each_version_by_its_name(followed):
     server, follower, run = followed
     cards = {card["id"]: card for card in talk(server, "GET", "/v1/models")[2]["data"]}
@@ -162,6 +163,7 @@ def test_a_version_that_was_promised_otherwise_is_refused(played):
         read_version(run, 1, "0" * 64)
 
 
+@pytest.mark.slow
 def test_a_merged_policy_is_sent_to_our_servers_from_disk(played, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "manage")
     run, _ = played

@@ -157,6 +157,7 @@ def aim(run: Run, board: FleetBoard, round: int, url: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_followers_swap_to_weights_from_the_trainer_while_requests_run(
     run: Run, follower: PolicyServer, trainer: WeightServer, caplog: pytest.LogCaptureFixture
 ) -> None:

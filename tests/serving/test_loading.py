@@ -100,6 +100,7 @@ def test_a_root_without_the_run_is_an_error_with_a_few_names(tmp_path: Path) -> 
         Run.open(str(tmp_path), "other")
 
 
+@pytest.mark.slow
 def test_the_rehearsal_tells_an_engine_that_computes_something_else(tmp_path: Path) -> None:
     model = tiny_model()
     ids = canary_ids(character_tokenizer())

@@ -306,6 +306,7 @@ def able() -> Iterator[openai.OpenAI]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_json_of_a_schema(able: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
     asked = JSON_ASK | {"response_format": form, "n": 4}

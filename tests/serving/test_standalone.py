@@ -125,6 +125,7 @@ def test_adapters_that_cannot_be_served_are_refused_before_anything_starts(tmp_p
         assert message in str(error)
 
 
+@pytest.mark.slow
 def test_a_folder_is_served_with_the_adapters_that_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

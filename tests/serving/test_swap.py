@@ -252,6 +252,7 @@ def test_a_swap_takes_no_copy(models: Any) -> None:
         server.stop()
 
 
+@pytest.mark.slow
 def test_64_answers_over_http_tell_it_too(models: Any, plain: Pair) -> None:
     config = InferenceConfig(engine=ENGINE)
     server = PolicyServer(

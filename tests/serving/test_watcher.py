@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.cases import others_slow
 from support.fake_stores import FakeS3, fake_s3
 from support.policy_runs import commit, small_run, weights
 
@@ -40,7 +41,7 @@ def s3() -> Iterator[FakeS3]:
         yield server
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=others_slow(["local", "memory", "s3"], "local"))
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     """A run with checkpoint 0, on each kind of root."""
     name = uuid.uuid4().hex

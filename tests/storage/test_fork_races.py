@@ -183,6 +183,7 @@ def fork_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "_check_whole", once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [gc_looks_once, fork_looks_once])
 def test_one_look_less_is_caught(
     wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import uuid
 import weakref
 from dataclasses import replace
 
+import pytest
 from support.streams import Streaming, made
 
 from marin_rl.rollouts.streaming import group_id_of, now_utc
@@ -77,6 +78,7 @@ def counted(run: Run) -> tuple[Run, CountingStore]:
     return replace(run, store=store), store
 
 
+@pytest.mark.slow
 def test_a_trainer_reads_its_stream_with_as_few_objects_in_memory() -> None:
     """Groups as they come, claims, and the shard of a round."""
     streaming = filled()
@@ -95,6 +97,7 @@ def test_a_trainer_reads_its_stream_with_as_few_objects_in_memory() -> None:
     store.check(GROUPS)
 
 
+@pytest.mark.slow
 def test_a_worker_reads_its_chunk_with_as_few_objects_in_memory() -> None:
     streaming = filled()
     run, store = counted(streaming.run)

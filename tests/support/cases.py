@@ -18,8 +18,8 @@ def printed_seed() -> int:
     return seed
 
 
-def others_slow(names: Iterable[str], *quick: str) -> list[Any]:
-    """The names as parameters, those that are not `quick` marked slow."""
+def others_slow(names: Iterable[Any], *quick: Any) -> list[Any]:
+    """The names, or other values, as parameters, those that are not `quick` marked slow."""
     names = list(names)
     assert set(quick) <= set(names), f"{quick} are to be among {names}"
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -4,7 +4,6 @@ import jax  # noqa: F401 - for the condition of TWO
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import others_slow
 from support.policy_runs import play_round, small_run
 from support.trained_runs import begin, play
 
@@ -25,7 +24,8 @@ TWO = pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, re
 
 
 @TWO
-@pytest.mark.parametrize("axis", others_slow(["fsdp", "tensor"], "fsdp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_a_round_on_two_devices_is_that_of_one_with_the_base_spread_over_both(
     debug, tokenizer, axis, tmp_path
 ):
@@ -67,14 +67,13 @@ def test_a_mesh_that_cannot_share_the_base_out_is_refused_before_anything_is_wri
     assert committed(run, base_slot()) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         ("policy.compute_dtype=bfloat16",),
-        pytest.param(
-            ("policy.compute_dtype=bfloat16", "policy.quantize_base=nf4"), marks=pytest.mark.slow
-        ),
-        pytest.param(("mesh.fsdp=2",), marks=[TWO, pytest.mark.slow]),
+        ("policy.compute_dtype=bfloat16", "policy.quantize_base=nf4"),
+        pytest.param(("mesh.fsdp=2",), marks=TWO),
     ],
 )
 def test_a_round_from_sampling_to_the_next_checkpoint(tmp_path, tokenizer, settings):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.adapters import random_adapter
 from support.batches import VOCAB, random_batch, tiny_policy
+from support.cases import others_slow
 from support.steps import make_step
 from support.trained_runs import batches_of, begin, play
 
@@ -350,7 +351,7 @@ def test_settings_that_the_base_cannot_have_are_refused_before_work(
     assert committed(run, base_slot()) is None
 
 
-@pytest.mark.parametrize("trunk", ["own", "shared"])
+@pytest.mark.parametrize("trunk", others_slow(["own", "shared"], "shared"))
 def test_a_critic_is_a_second_adapter_or_a_head_on_the_same_base(debug, tokenizer, trunk):
     config = debug(*SETTINGS, "recipe=ppo", f"training.critic.trunk={trunk}")
     run, trainer, first = begin(config, tokenizer)
@@ -366,6 +367,7 @@ def test_a_critic_is_a_second_adapter_or_a_head_on_the_same_base(debug, tokenize
     assert again.identity == trainer.identity
 
 
+@pytest.mark.slow
 def test_the_reference_of_an_adapter_is_its_base_without_a_second_model(debug, tokenizer):
     config = debug(*SETTINGS, "objective.kl_coefficient=0.1")
     run, trainer, first = begin(config, tokenizer)

@@ -7,6 +7,7 @@ import optax
 import pytest
 from support.adapters import random_adapter
 from support.batches import VOCAB, random_batch, tiny_policy
+from support.cases import others_slow
 from support.steps import make_step
 
 from marin_rl.config import InferenceConfig, ObjectiveConfig
@@ -76,7 +77,7 @@ def test_the_merged_model_is_one_of_plain_layers(world):
         np.testing.assert_allclose(whole[name], array, atol=1e-5)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_moves_the_adapter_as_on_the_dequantised_base(world, recomputed):
     scheme, base, frozen, plain, adapter = world
     first = initial_arrays(adapter.modules, parameter_shapes(base), seed=0)
@@ -102,7 +103,7 @@ def _stepped(template, first, frozen):
     return step(fresh_state(first, plain, 0), None, *rows).state.parameters
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", others_slow(["float32", "bfloat16"], "bfloat16"))
 def test_the_engine_decodes_what_the_trainer_computes(world, dtype):
     scheme, base, frozen, _, adapter = world
     template = with_quantized(with_adapter(base, adapter.modules), scheme)

@@ -193,15 +193,9 @@ def engine_peak(layers, scheme):
     return peak(jax.jit(step).lower(structs, ints, ints).compile()), linear_size(base)
 
 
-@pytest.mark.parametrize(
-    ("of", "scheme", "limit"),
-    [
-        (step_peak, "int8", 1.05),
-        (engine_peak, "nf4", 0.56),
-        pytest.param(step_peak, "nf4", 0.56, marks=pytest.mark.slow),
-        pytest.param(engine_peak, "int8", 1.05, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [step_peak, engine_peak])
+@pytest.mark.parametrize(("scheme", "limit"), [("int8", 1.05), ("nf4", 0.56)])
 def test_bytes_of_a_weight_at_the_peak_of_a_whole_program(of, scheme, limit):
     """By programs of two depths, so that what one layer needs for a moment counts for none."""
     few, many = of(3, scheme), of(7, scheme)

@@ -117,6 +117,7 @@ def play(run, trainer, checkpoint, rounds):
     return checkpoint
 
 
+@pytest.mark.slow
 def test_an_adaptive_coefficient_is_read_off_the_checkpoint_before(debug, tokenizer):
     config = debug(
         *SETTINGS, "objective.kl_coefficient=0.5", "objective.kl_target=1e-3", "objective.kl_rate=1"

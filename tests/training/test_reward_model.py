@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.cases import others_slow
 from support.run_factories import group_of, rollout
 
 from marin_rl.config import Config, LearnedRewardConfig
@@ -107,7 +106,8 @@ def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(begun, token
     assert [parent.slot for parent in parents] == ["reward_model/step-00020", "pairs"]
 
 
-@pytest.mark.parametrize("scheme", others_slow(["null", "nf4"], "nf4"))
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["null", "nf4"])
 def test_one_with_an_adapter_trains_and_keeps_that_alone(begun, debug, tokenizer, scheme, tmp_path):
     lora = "policy.lora.rank=4", f"policy.quantize_base={scheme}"
     run = begun(*lora, "reward_model.learning_rate=0.002")
@@ -145,7 +145,8 @@ def test_one_with_an_adapter_trains_and_keeps_that_alone(begun, debug, tokenizer
         LearnedReward(slot, tokenizer)
 
 
-@pytest.mark.parametrize("scheme", others_slow(["null", "int8"], "int8"))
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["null", "int8"])
 def test_one_whose_adapter_is_warm_started_begins_at_that(begun, tokenizer, tmp_path, scheme):
     """The warm start trains the adapter too, and the policy and the reward model begin at it."""
     settings = (

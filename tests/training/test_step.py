@@ -182,6 +182,7 @@ def test_every_surrogate_and_aggregation_is_among_these_objectives():
         assert {getattr(objective, name) for objective in chosen} == values
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_is_that_part_of_the_loss_and_of_the_gradient():
     batch, plain = random_batch(4), ObjectiveConfig(aggregation="token_mean")
     without, metrics = Stage(objective=plain).gradient(batch, 4, 1)
