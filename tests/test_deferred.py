@@ -47,6 +47,7 @@ def test_loaded_and_absent_packages_are_left_alone():
     assert "no_such_package_anywhere" not in sys.modules
 
 
+@pytest.mark.slow
 def test_loading_a_model_brings_no_pandas_along():
     looked_for = {"pandas", "datasets.load", "wandb.sdk"}
     program = f"import sys, marin_rl.training.loop; print(bool({looked_for} & set(sys.modules)))"

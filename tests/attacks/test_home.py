@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.cases import others_slow
 from support.flow_runs import DEBUG
 from support.run_factories import configuration
 
@@ -28,7 +29,7 @@ def homeless(home: str | None, folder: Path) -> dict[str, str]:
     return {**kept, "HOME": str(folder / "file") if home == "file" else home}
 
 
-@pytest.mark.parametrize("home", HOMES[:3])
+@pytest.mark.parametrize("home", others_slow(HOMES[:3], HOMES[0]))
 def test_no_home_for_compiled_programs_is_a_warning(home: str, tmp_path: Path) -> None:
     code = (
         "import logging; logging.basicConfig(); "
@@ -65,7 +66,7 @@ def test_no_home_for_the_servers_database_goes_unnoticed(
     assert server.database_template().exists() == (home is None)
 
 
-@pytest.mark.parametrize("home", HOMES[:3])
+@pytest.mark.parametrize("home", others_slow(HOMES[:3], HOMES[0]))
 def test_a_run_that_cannot_be_remembered_is_a_warning(
     home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

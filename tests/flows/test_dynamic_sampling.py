@@ -40,6 +40,7 @@ def undisturbed(
     return played_whole(sampling_on(tmp_path_factory.mktemp("on")))
 
 
+@pytest.mark.slow
 def test_a_round_has_its_groups_and_says_what_became_of_the_others(
     undisturbed: tuple[Config, Outcome, list[str]],
 ) -> None:

@@ -265,6 +265,7 @@ def bucket(request: pytest.FixtureRequest, api: str) -> Iterator[Bucket]:
         yield Bucket(new, server.faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_silence(bucket: Bucket, undisturbed: Undisturbed) -> None:
     """One among as many operations as a folder takes; a bucket takes more, but they cost a run."""

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.cases import others_slow
 from support.faults import outcome
 from support.flow_runs import DEBUG, REPOSITORY, Played, debug
 from support.forked_python import fork_of, python
@@ -108,7 +107,8 @@ def check_end(process: subprocess.Popen[str], code: int, seconds: float) -> tupl
     return out, err
 
 
-@pytest.mark.parametrize("when", others_slow(["begin", "middle", "end"], "middle"))
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["begin", "middle", "end"])
 def test_a_flow_whose_temporary_server_is_killed_returns_its_result(when: str) -> None:
     program = sys.executable if when == "middle" else python()
     with started("-c", PROGRAM, when, program=program) as process:

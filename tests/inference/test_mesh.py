@@ -13,7 +13,6 @@ import pytest
 from levanter.layers.attention import AttentionBackend
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
-from support.cases import others_slow
 from support.engines import PROGRAMS
 from support.models import uneven_model
 from support.quick_programs import QUICK_FLAG
@@ -134,7 +133,8 @@ def check_spread(engine: Engine, data: int = 1, fsdp: int = 1, tensor: int = 1) 
 
 
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
-@pytest.mark.parametrize("axis", others_slow(["data", "fsdp", "tensor"], "tensor"))
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
 def test_two_devices_answer_as_one(axis):
     check(**{axis: 2})
 

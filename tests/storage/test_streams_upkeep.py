@@ -57,6 +57,7 @@ class CountingStore(MemoryStore):
             self.now -= 1
 
 
+@pytest.mark.slow
 def test_objects_of_a_remote_stream_in_memory_are_as_many_as_are_fetched_at_once() -> None:
     streaming = filled()
     streaming.chain(1).append(made([GROUPS, GROUPS + 1]))

@@ -61,7 +61,13 @@ def rows_of(batch):
 
 
 # Stacked layers, and norms of queries and keys, which one layer has as two do.
-@pytest.fixture(scope="module", params=[("llama", 2), ("qwen3", 1)], ids=["llama", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("llama", 2), id="llama"),
+        pytest.param(("qwen3", 1), id="qwen3", marks=pytest.mark.slow),
+    ],
+)
 def models(request):
     """A base, its parameters, the template with an adapter, and the adapter."""
     family, layers = request.param

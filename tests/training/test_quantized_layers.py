@@ -32,7 +32,7 @@ SPEC = LoraSpec(rank=3, alpha=6.0)
 compiled_logprobs = jax.jit(token_logprobs)
 
 
-@pytest.fixture(scope="module", params=["int8", "nf4"])
+@pytest.fixture(scope="module", params=others_slow(["int8", "nf4"], "nf4"))
 def world(request):
     """Scheme, base template, quantised parameters, the same dequantised, and an adapter."""
     family = {"int8": "llama", "nf4": "qwen3"}[request.param]
