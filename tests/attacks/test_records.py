@@ -75,7 +75,6 @@ def check_outcomes(origin: Path, folder: Path, names: list[str], commands: tuple
 OPAQUE = ("rounds planned a text", "retention a number")
 
 
-@pytest.mark.slow
 def test_forged_runs_are_answered_or_refused(origin: Path, tmp_path: Path) -> None:
     names = random.Random(printed_seed()).sample(sorted(FORGERIES), QUICK)
     check_outcomes(origin, tmp_path, names, QUICK_COMMANDS)

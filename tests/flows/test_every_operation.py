@@ -154,7 +154,6 @@ def check_states(undisturbed: Undisturbed, root: Path, count: int) -> None:
     assert play(cases, go_on, undisturbed.expected) == []
 
 
-@pytest.mark.slow
 def test_some_crash_states(undisturbed: Undisturbed, tmp_path: Path) -> None:
     check_states(undisturbed, tmp_path, 2)
 
@@ -265,7 +264,6 @@ def bucket(request: pytest.FixtureRequest, api: str) -> Iterator[Bucket]:
         yield Bucket(new, server.faults)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_silence(bucket: Bucket, undisturbed: Undisturbed) -> None:
     """One among as many operations as a folder takes; a bucket takes more, but they cost a run."""
