@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from marin_rl.errors import BadResponse, StalePolicy
-from marin_rl.inference.client.protocol import ChatAnswer
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.types import ServedPolicy
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float32, Int32
 
 from marin_rl.environments.base import reward_of
 from marin_rl.errors import BadResponse, MarinRLError
-from marin_rl.inference.client.protocol import Completion
+from marin_rl.inference.client.answers import Completion
 from marin_rl.rollouts.group_scores import Score
 from marin_rl.rollouts.trajectories import (
     ABORTED,

@@ -30,8 +30,8 @@ from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.episode_wire import Start
 from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
+from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatAnswer, Completion
 from marin_rl.rollouts.answer_checks import check_identity, check_prompt
 from marin_rl.rollouts.concurrent import all_of
 from marin_rl.rollouts.continuing import Diverged, KeepsTurns, results_unless_interrupted

@@ -20,7 +20,7 @@ from marin_rl.environments.finished import (
 )
 from marin_rl.environments.finished_pool import finished_rollouts
 from marin_rl.errors import RewardFault
-from marin_rl.inference.client.protocol import LOGPROB_SLACK, ChatAnswer, Completion
+from marin_rl.inference.client.answers import LOGPROB_SLACK, ChatAnswer, Completion
 from marin_rl.rollouts.trajectories import (
     ENVIRONMENT_ERROR,
     LENGTH,

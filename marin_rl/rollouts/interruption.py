@@ -5,8 +5,9 @@ Leaves out what is kept of unfinished groups (`partial`).
 
 import asyncio
 
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest
+from marin_rl.inference.client.protocol import ChatRequest
 
 
 class Interrupted(Exception):

@@ -23,13 +23,9 @@ from jaxtyping import Int32
 
 from marin_rl.config import Config
 from marin_rl.errors import BadResponse, InputError, NoSuchRoute, RequestRejected
+from marin_rl.inference.client.answers import ChatAnswer, Completion, ServerTimings
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import (
-    ChatAnswer,
-    ChatRequest,
-    Completion,
-    ServerTimings,
-)
+from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.stops import StopWatch, text_before_stop
 from marin_rl.rollouts.answer_checks import check_identity, check_prompt
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart

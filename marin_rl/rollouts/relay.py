@@ -36,8 +36,9 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.mixture import part_for, sampling_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import BadResponse, MarinRLError
+from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, Completion
+from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from marin_rl.config import Config
 from marin_rl.errors import InputError
-from marin_rl.inference.client.protocol import LOGPROB_SLACK
+from marin_rl.inference.client.answers import LOGPROB_SLACK
 from marin_rl.rollouts.exchange import UNTRAINED_LABEL, UNTRAINED_LOGPROB
 from marin_rl.storage.tables.group_queue import DIGEST, ENVIRONMENT, ORIGIN
 from marin_rl.types import (

@@ -19,7 +19,7 @@ from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BadResponse, InputError, TemplateRefusal
-from marin_rl.inference.client.protocol import Completion
+from marin_rl.inference.client.answers import Completion
 from marin_rl.tool_calls import ToolFormat, malformed_call, parse_tool_calls, tool_format
 from marin_rl.types import Message, Rollout, Turn
 

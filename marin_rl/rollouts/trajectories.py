@@ -17,7 +17,7 @@ from marin_rl.errors import (
     RewardFault,
     ToolFault,
 )
-from marin_rl.inference.client.protocol import ChatAnswer, Completion
+from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.types import Example, Message, Sampling, TurnTiming
 
 # Finish reasons of episodes that something else than the environment or the model ended.

@@ -21,13 +21,9 @@ from marin_rl.errors import (
     RequestRejected,
     StalePolicy,
 )
+from marin_rl.inference.client.answers import decode_answer
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import (
-    ChatRequest,
-    decode_answer,
-    parse_served_model_id,
-    served_model_id,
-)
+from marin_rl.inference.client.protocol import ChatRequest, parse_served_model_id, served_model_id
 from marin_rl.types import Message, Sampling
 
 MODEL = served_model_id("policy", 3, "0123456789abcdef")

@@ -7,8 +7,9 @@ import pytest
 from support.fakes import FakePolicyServer
 
 from marin_rl.errors import InputError, StalePolicy
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.in_flight_client import InFlightClient
-from marin_rl.inference.client.protocol import ChatAnswer, served_model_id
+from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.types import Message, Sampling
 
 DIGESTS = {version: f"{version}" * 64 for version in range(1, 4)}

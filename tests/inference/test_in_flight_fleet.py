@@ -11,9 +11,10 @@ import pytest
 from support.fakes import FakePolicyServer, logprob_of
 
 from marin_rl.errors import FleetEmpty, InputError, StalePolicy
+from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
 from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
-from marin_rl.inference.client.protocol import ChatAnswer, Completion, served_model_id
+from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.types import Canary, Message, Sampling
 
 FIRST = 2

@@ -16,8 +16,9 @@ from support.vllm_stand_in import VllmStandIn
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import BadResponse, FleetEmpty, RequestRejected, StalePolicy
 from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED, CANARY_TOKENS
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.fleet_sources import EndpointSource
-from marin_rl.inference.client.protocol import ChatAnswer, served_model_id
+from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.client.routes import client_of
 from marin_rl.inference.client.vllm_client import VllmInFlightClient
 from marin_rl.inference.client.vllm_protocol import (

@@ -24,7 +24,8 @@ from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import CommitConflict, ConfigError, InputError, MarinRLError
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, Completion
+from marin_rl.inference.client.answers import ChatAnswer, Completion
+from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import (
     generate_shard,

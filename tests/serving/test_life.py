@@ -28,8 +28,8 @@ from marin_rl.cli import app
 from marin_rl.compilation import spare_long_lived_objects
 from marin_rl.config import InferenceConfig, ServerConfig, load_config
 from marin_rl.errors import ConfigError, InputError, StalePolicy
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.serving import server as server_module
 from marin_rl.serving.http.auth import check_address
 from marin_rl.serving.launch import Weights

@@ -16,8 +16,8 @@ import pytest
 from support.models import full_logprobs, tiny_model
 from support.servers import CONTEXT, MESSAGES, raw, serving, talk
 
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatAnswer
 from marin_rl.serving.api.token_routes import version_spans
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer

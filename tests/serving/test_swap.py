@@ -24,7 +24,8 @@ from support.engines import together, wait_until
 from support.models import VOCABULARY, full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, decode_answer
+from marin_rl.inference.client.answers import ChatAnswer, decode_answer
+from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.serving.api.completions import _prepare as completion_order

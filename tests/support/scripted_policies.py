@@ -14,14 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import Config
 from marin_rl.environments.checks import environment_of
+from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import (
-    ChatAnswer,
-    ChatRequest,
-    Completion,
-    message_body,
-    served_model_id,
-)
+from marin_rl.inference.client.protocol import ChatRequest, message_body, served_model_id
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import sample_groups, shard_requests
 from marin_rl.storage.runs import Run

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest
+from marin_rl.inference.client.answers import ChatAnswer
+from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.types import Message, Sampling
 
 

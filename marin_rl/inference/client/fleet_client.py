@@ -29,6 +29,7 @@ from marin_rl.errors import (
     StorageError,
 )
 from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED
+from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.fleet import Fleet, Member, load_in
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import (
@@ -37,11 +38,7 @@ from marin_rl.inference.client.policy_client import (
     PolicyClient,
     model_ids,
 )
-from marin_rl.inference.client.protocol import (
-    ChatAnswer,
-    ChatRequest,
-    Completion,
-)
+from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.client.publishing import Publisher, Send
 from marin_rl.types import Canary, Sampling
 

@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 
 from marin_rl.errors import InputError, StalePolicy
+from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import (
-    ChatAnswer,
-    ChatRequest,
-    Completion,
-    parse_served_model_id,
-)
+from marin_rl.inference.client.protocol import ChatRequest, parse_served_model_id
 
 Digests = Callable[[int], Awaitable[str]]
 

@@ -19,17 +19,12 @@ from typing import Any
 import numpy as np
 
 from marin_rl.errors import EndpointUnavailable, StalePolicy
+from marin_rl.inference.client.answers import ChatAnswer, Completion, named_versions
 from marin_rl.inference.client.fleet import Member
 from marin_rl.inference.client.fleet_client import FleetClient, compare
 from marin_rl.inference.client.in_flight_client import InFlightClient
 from marin_rl.inference.client.policy_client import model_ids
-from marin_rl.inference.client.protocol import (
-    ChatAnswer,
-    Completion,
-    named_versions,
-    parse_served_model_id,
-    served_model_id,
-)
+from marin_rl.inference.client.protocol import parse_served_model_id, served_model_id
 from marin_rl.types import Canary
 
 CanaryOf = Callable[[int], Awaitable[Canary | None]]

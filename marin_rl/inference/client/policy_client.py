@@ -29,16 +29,10 @@ from marin_rl.errors import (
     RequestRejected,
     StalePolicy,
 )
+from marin_rl.inference.client.answers import ChatAnswer, decode_answer, decode_turns
 from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.connections import Connections
-from marin_rl.inference.client.protocol import (
-    ChatAnswer,
-    ChatRequest,
-    PlainRequest,
-    TurnsRequest,
-    decode_answer,
-    decode_turns,
-)
+from marin_rl.inference.client.protocol import ChatRequest, PlainRequest, TurnsRequest
 from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.turn_batches import TurnBatches
 

@@ -3,16 +3,26 @@
 SGLang's chat route gives no token ids, so prompts are sent as ids (`tokens_client`) to `/generate`.
 """
 
-from marin_rl.errors import StalePolicy
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from marin_rl.errors import BadResponse, StalePolicy
+from marin_rl.inference.client.answers import (
+    ChatAnswer,
+    decode_completion,
+    expect_object,
+    read_object,
+)
 from marin_rl.inference.client.protocol import (
     SGLANG_GENERATE_ROUTE,
-    ChatAnswer,
     ChatRequest,
-    decode_sglang,
     parse_served_model_id,
-    sglang_body,
+    sampling_fields,
 )
 from marin_rl.inference.client.tokens_client import Ids, TokensClient
+from marin_rl.types import Sampling
 
 
 class SGLangClient(TokensClient):
@@ -42,3 +52,45 @@ class SGLangClient(TokensClient):
             f"asked for the model {self.model!r}, but the endpoint has weights of version "
             f"{answer.weight_version}"
         )
+
+
+def sglang_body(prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling) -> dict[str, Any]:
+    """Return the body of SGLang's `/generate` for one sample of a prompt."""
+    parameters = sampling_fields(sampling)
+    parameters["max_new_tokens"] = parameters.pop("max_tokens")
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    return {
+        "input_ids": prompt_ids.tolist(),
+        "sampling_params": parameters,
+        "return_logprob": True,
+    }
+
+
+def decode_sglang(data: bytes, model: str, prompt_ids: Int32[np.ndarray, " P"]) -> ChatAnswer:
+    """Read one sample of SGLang's `/generate`, which does not name its model. BadResponse."""
+    body = read_object(data)
+    meta = expect_object(body.get("meta_info"), "meta_info")
+    pairs: Any = meta.get("output_token_logprobs")
+    try:
+        logprobs, ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    except (TypeError, IndexError) as error:
+        raise BadResponse(
+            "expected meta_info.output_token_logprobs[] of logprob and token: the endpoint must "
+            "honour `return_logprob: true`"
+        ) from error
+    reason = meta.get("finish_reason")
+    choice = {
+        "token_ids": ids,
+        "token_logprobs": logprobs,
+        "policy_versions": meta.get("policy_versions"),
+        "finish_reason": reason.get("type") if isinstance(reason, dict) else reason,
+    }
+    version = str(meta.get("weight_version") or "")
+    return ChatAnswer(
+        model=model,
+        prompt_token_ids=prompt_ids,
+        completions=(decode_completion(choice, body.get("text")),),
+        request_id=str(meta.get("id") or ""),
+        weight_version=int(version) if version.isdecimal() else None,
+    )

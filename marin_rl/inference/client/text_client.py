@@ -11,14 +11,9 @@ from typing import Any
 import numpy as np
 
 from marin_rl.errors import BadResponse
+from marin_rl.inference.client.answers import ChatAnswer, Completion, read_choices, read_tool_calls
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import (
-    ChatAnswer,
-    ChatRequest,
-    Completion,
-    read_choices,
-    read_tool_calls,
-)
+from marin_rl.inference.client.protocol import ChatRequest
 
 # What OpenAI's route does not define; some servers refuse a request that has it.
 _EXTENSIONS = ("return_token_ids", "compact_logprobs", "logprobs", "top_logprobs", "top_k")

@@ -15,8 +15,9 @@ import numpy as np
 from jaxtyping import Int32
 
 from marin_rl.errors import BridgeFault, RequestRejected
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest
+from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.types import Message
 
 Ids = Int32[np.ndarray, " P"]

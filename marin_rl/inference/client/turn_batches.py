@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from marin_rl.errors import BadResponse
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest, TurnsRequest
+from marin_rl.inference.client.answers import ChatAnswer
+from marin_rl.inference.client.protocol import ChatRequest, TurnsRequest
 from marin_rl.types import Sampling
 
 # One that the engine answers and one that is being written: more would split the turns.

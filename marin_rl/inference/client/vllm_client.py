@@ -18,16 +18,11 @@ from marin_rl.errors import (
     EndpointUnavailable,
     StalePolicy,
 )
+from marin_rl.inference.client.answers import ChatAnswer, read_choices
 from marin_rl.inference.client.fleet import Member
 from marin_rl.inference.client.fleet_client import FleetClient
 from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
-from marin_rl.inference.client.protocol import (
-    GENERATE_ROUTE,
-    ChatAnswer,
-    ChatRequest,
-    parse_served_model_id,
-    read_choices,
-)
+from marin_rl.inference.client.protocol import GENERATE_ROUTE, ChatRequest, parse_served_model_id
 from marin_rl.inference.client.tokens_client import Ids, TokensClient
 from marin_rl.inference.client.vllm_protocol import (
     Generated,

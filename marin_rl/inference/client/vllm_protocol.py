@@ -14,12 +14,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from marin_rl.errors import BadResponse
+from marin_rl.inference.client.answers import ChatAnswer, decode_completion, read_choices
 from marin_rl.inference.client.protocol import (
-    ChatAnswer,
     ServedModel,
-    decode_completion,
     parse_served_model_id,
-    read_choices,
     sampling_fields,
     served_model_id,
 )

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 import marin_rl
-from marin_rl.inference.client.protocol import ServerTimings
+from marin_rl.inference.client.answers import ServerTimings
 from marin_rl.serving.api.messages import ToolCallBody
 from marin_rl.serving.http.auth import OPEN_PATHS
 

@@ -17,7 +17,8 @@ import numpy as np
 import orjson
 from jaxtyping import Float32, Int32
 
-from marin_rl.inference.client.protocol import ServerTimings, call_body
+from marin_rl.inference.client.answers import ServerTimings
+from marin_rl.inference.client.protocol import call_body
 from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
 from marin_rl.inference.stops import text_before_stop
 from marin_rl.serving.http.errors import new_id

@@ -22,8 +22,9 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import BadResponse, InferenceError, StalePolicy
 from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED, CANARY_TOKENS
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatAnswer, ChatRequest
+from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.lora import Adapter, merged

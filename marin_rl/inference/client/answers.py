@@ -1,0 +1,273 @@
+"""Answers of the chat route, and how they are read: tokens with their log-probabilities.
+
+What an answer must have, and what is optional, stands with the requests (`protocol`). Another shape
+than expected is a BadResponse, with what was expected and what the endpoint sent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+from jaxtyping import Float32, Int32
+
+from marin_rl.errors import BadResponse
+from marin_rl.types import ToolCall
+
+# float32 softmax may round a certainty to a hair above probability 1.
+LOGPROB_SLACK = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Completion: its text without the stop token, its ids with it, one logprob (nats) per id.
+
+    `logprobs` are those of the sampling distribution. `policy_versions` is None unless the weights
+    were swapped while this sample was drawn, or others began it; `parameters_digest` then names
+    those of its last token. `tool_calls` are those that an endpoint of texts read; where there are
+    ids, calls are read from them (`rollouts.tool_turns`), `malformed` is what was
+    meant as a call and is none, and `sampled_text` has the calls in it.
+    """
+
+    text: str
+    token_ids: Int32[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
+    finish_reason: str
+    policy_versions: Int32[np.ndarray, " T"] | None = None
+    parameters_digest: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: str | None = None
+    sampled_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTimings:
+    """Time that a prompt's samples took on the server by phase, in seconds.
+
+    None where the server does not report it. Samples of one prompt share them: decoding ends with
+    the last of them.
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """Answer of an endpoint to a request; completions in the order of their `index`."""
+
+    model: str
+    prompt_token_ids: Int32[np.ndarray, " P"]
+    completions: tuple[Completion, ...]
+    request_id: str = ""
+    weight_version: int | None = None
+    parameters_digest: str | None = None
+    timings: ServerTimings = field(default_factory=ServerTimings)
+
+
+def decode_answer(data: bytes) -> ChatAnswer:
+    """Read a chat completion, ours or vLLM's; BadResponse names what is missing or absurd."""
+    body, choices = read_choices(data)
+    return ChatAnswer(
+        model=str(body.get("model", "")),
+        prompt_token_ids=_token_ids(body.get("prompt_token_ids"), "prompt_token_ids"),
+        completions=tuple(_decode_choice(choice) for choice in choices),
+        request_id=str(body.get("id") or ""),
+        weight_version=_weight_version(body.get("weight_version")),
+        parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
+        timings=_timings(expect_object(body.get("timings") or {}, "timings")),
+    )
+
+
+def decode_turns(data: bytes) -> list[ChatAnswer]:
+    """Read the answer to a `TurnsRequest` or a `PlainRequest`: one completion per prompt, in order.
+
+    Raises BadResponse.
+    """
+    body, choices = read_choices(data)
+    return [
+        ChatAnswer(
+            model=str(body.get("model", "")),
+            prompt_token_ids=_token_ids(choice.get("prompt_token_ids"), "prompt_token_ids"),
+            completions=(decode_completion(choice, choice.get("text")),),
+            request_id=str(body.get("id") or ""),
+            weight_version=_weight_version(body.get("weight_version")),
+            parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
+            timings=_timings(expect_object(choice.get("timings") or {}, "a choice's timings")),
+        )
+        for choice in choices
+    ]
+
+
+def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """Read an answer's object, and its choices in the order of their index. Raises BadResponse."""
+    body = read_object(data)
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
+    return body, sorted((expect_object(c, "a choice") for c in choices), key=_index)
+
+
+def named_versions(data: bytes) -> tuple[int | None, str | None, frozenset[int]]:
+    """The version and digest that an answer names, and the versions of its tokens.
+
+    Raises BadResponse.
+    """
+    body, choices = read_choices(data)
+    version = _weight_version(body.get("weight_version"))
+    digest = _optional(body.get("parameters_digest"), str, "parameters_digest")
+    versions = set[int]()
+    for choice in choices:
+        own = choice.get("policy_versions")
+        if own is not None:
+            versions.update(_token_ids(own, "policy_versions").tolist())
+        elif version is not None:
+            versions.add(version)
+    return version, digest, frozenset(versions)
+
+
+def read_tool_calls(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    """Read the tool calls of an assistant's message. Raises BadResponse."""
+    calls = message.get("tool_calls") or []
+    try:
+        values = [(call["id"], call["function"]) for call in calls]
+        read = [(id, function["name"], function["arguments"]) for id, function in values]
+    except (TypeError, KeyError) as error:
+        raise BadResponse(
+            f"expected tool_calls[] with id and function, found {calls!r:.80}"
+        ) from error
+    if not all(isinstance(part, str) for call in read for part in call):
+        raise BadResponse(f"expected tool_calls[] of texts, found {calls!r:.80}")
+    return tuple(ToolCall(id=id, name=name, arguments=text) for id, name, text in read)
+
+
+def _weight_version(value: object) -> int | None:
+    version = _optional(value, int, "weight_version")
+    if version is not None and (isinstance(value, bool) or not 0 <= version < 2**31):
+        raise BadResponse(f"expected weight_version from 0 to 2**31 - 1, found {value!r:.80}")
+    return version
+
+
+def _timings(timings: Mapping[str, Any]) -> ServerTimings:
+    values = {
+        name: _optional(timings.get(name), int | float, f"timings.{name}")
+        for name in ("queue_s", "prefill_s", "decode_s")
+    }
+    return ServerTimings(
+        **{name: None if value is None else float(value) for name, value in values.items()}
+    )
+
+
+def _decode_choice(choice: Mapping[str, Any]) -> Completion:
+    message = expect_object(choice.get("message"), "a choice's message")
+    return decode_completion(choice, message.get("content"))
+
+
+def decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
+    """Read a choice's ids, log-probabilities and versions. Raises BadResponse."""
+    token_ids = _token_ids(choice.get("token_ids"), "token_ids")
+    logprobs = _logprobs(choice)
+    if len(logprobs) != len(token_ids):
+        raise BadResponse(
+            f"expected one logprob per token id, found {len(logprobs)} for {len(token_ids)} ids"
+        )
+    versions = choice.get("policy_versions")
+    if versions is not None:
+        versions = _token_ids(versions, "policy_versions")
+        if len(versions) != len(token_ids):
+            raise BadResponse(f"expected {len(token_ids)} policy_versions, found {len(versions)}")
+    return Completion(
+        text=str(text or ""),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=str(choice.get("finish_reason") or ""),
+        policy_versions=versions,
+    )
+
+
+def _logprobs(choice: Mapping[str, Any]) -> Float32[np.ndarray, " T"]:
+    values = choice.get("token_logprobs")
+    if values is None:
+        values = _openai_logprobs(expect_object(choice.get("logprobs") or {}, "logprobs"))
+    wide = _flat(values, "iuf", "logprobs")
+    if not np.isfinite(wide).all() or (wide > LOGPROB_SLACK).any():
+        raise BadResponse(
+            f"expected finite logprobs of at most 0, found {wide.min()} to {wide.max()}"
+        )
+    return wide.astype(np.float32)
+
+
+def _openai_logprobs(logprobs: Mapping[str, Any]) -> object:
+    """Return one logprob per token: a chat's `content`, or a plain completion's list."""
+    content, plain = logprobs.get("content"), logprobs.get("token_logprobs")
+    if content is None and plain is None:
+        raise BadResponse(
+            "the endpoint gave no logprobs: it must honour `logprobs: true` (one per token)"
+        )
+    if content is None:
+        return plain
+    try:
+        return [item["logprob"] for item in content]
+    except (TypeError, KeyError) as error:
+        raise BadResponse("expected logprobs.content[].logprob") from error
+
+
+def _token_ids(values: object, name: str) -> Int32[np.ndarray, " T"]:
+    if values is None:
+        raise BadResponse(
+            f"the endpoint gave no {name}: it must honour `return_token_ids: true` (vLLM 0.10.2 or "
+            "newer, or marin-rl's own server)"
+        )
+    wide = _flat(values, "iu", name)
+    if len(wide) and (wide.min() < 0 or wide.max() >= 2**31):
+        raise BadResponse(
+            f"expected {name} from 0 to 2**31 - 1, found {wide.min()} to {wide.max()}"
+        )
+    return wide.astype(np.int32)
+
+
+def _flat(values: object, kinds: str, name: str) -> np.ndarray:
+    """A list of numbers as a wide array of one of the NumPy `kinds`; anything else is refused."""
+    if not isinstance(values, list):
+        raise BadResponse(f"expected {name} as a flat list of numbers, found {str(values)[:80]}")
+    if not values:
+        return np.zeros(0, np.int64)
+    try:
+        wide = np.asarray(values)
+    except ValueError:
+        wide = np.zeros((0, 0))
+    if wide.ndim != 1 or wide.dtype.kind not in kinds:
+        raise BadResponse(f"expected {name} as a flat list of numbers, found {str(values)[:80]}")
+    return wide
+
+
+def _json(data: bytes) -> object:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadResponse(f"the answer is not JSON ({error}): {data[:80]!r}") from error
+
+
+def _optional(value: object, kind: Any, what: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise BadResponse(f"expected {what} of type {kind}, found {value!r:.80}")
+    return value
+
+
+def read_object(data: bytes) -> Mapping[str, Any]:
+    """Read the JSON object that an answer is. Raises BadResponse."""
+    return expect_object(_json(data), "the answer")
+
+
+def expect_object(value: object, what: str) -> Mapping[str, Any]:
+    """Return `value` where it is a JSON object. Raises BadResponse naming `what` it is."""
+    if not isinstance(value, dict):
+        raise BadResponse(f"expected {what} to be an object, found {value!r:.80}")
+    return value
+
+
+def _index(choice: Mapping[str, Any]) -> int:
+    index = choice.get("index", 0)
+    return index if isinstance(index, int) else 0
