@@ -166,7 +166,7 @@ def _of_rollouts(
             f"{run.store.url_of(batches.slot)}: expected to use the groups {reuse.record} again, "
             f"by the dispositions of earlier rounds; found {batches.extra.get(REUSED)}"
         )
-    metrics |= reuse_metrics(run, round, run.config, reuse, dispositions)
+    metrics |= reuse_metrics(round, run.config, reuse, dispositions)
     seconds = {name: value for name, value in recorded.items() if name.startswith("timing_s/")}
     metrics |= rates(seconds | metrics, metrics)
     return {name: value for name, value in metrics.items() if definition_of(name) is not None}

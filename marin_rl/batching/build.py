@@ -91,7 +91,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
         parts=(*parts, write_dispositions(run.store, slot, attempt, table)),
         totals={
             **_totals(plan, scalars, run.config, round, writer.steps),
-            **reuse_metrics(run, round, run.config, reuse, table),
+            **reuse_metrics(round, run.config, reuse, table),
         },
         extra={
             "reasons": plan.reasons_counted(),

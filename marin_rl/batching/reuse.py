@@ -11,7 +11,7 @@ groups, which are in its rollouts.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -50,11 +50,15 @@ class UsedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """Groups that a round trains on again, the parents that say so, and metrics of the pool."""
+    """Groups that a round trains on again, the parents that say so, and the pool they are from.
 
-    groups: Groups = field(default_factory=dict[int, tuple[str, ...]])
-    parents: tuple[Parent, ...] = ()
-    pool: tuple[UsedGroup, ...] = ()
+    `tables` are the dispositions of the rounds of its window, which decide both.
+    """
+
+    groups: Groups
+    parents: tuple[Parent, ...]
+    pool: tuple[UsedGroup, ...]
+    tables: Mapping[int, pa.Table]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -70,26 +74,17 @@ def reuse_of(run: Run, round: int, config: Config) -> Reuse | None:
     settings = config.replay
     if settings is None:
         return None
-    manifests = _manifests(run, round, config)
-    pool = available(_tables(run, round, config), round, config)
+    first = max(0, round - settings.window_rounds)
+    manifests = {n: committed_manifest(run.store, batches_slot(n)) for n in range(first, round)}
+    tables = {number: dispositions_of(run, manifest) for number, manifest in manifests.items()}
+    pool = available(tables, round, config)
     most = settings.groups or config.rollouts.groups_per_round
     return Reuse(
         groups=_by_round(_ordered(pool, settings)[:most]),
         parents=tuple(parent_of(ref_of(manifest)) for manifest in manifests.values()),
         pool=tuple(pool),
+        tables=tables,
     )
-
-
-def _manifests(run: Run, round: int, config: Config) -> dict[int, Manifest]:
-    """Batches of the rounds that a round may use groups of."""
-    assert config.replay is not None, "a run without replay has no window"
-    first = max(0, round - config.replay.window_rounds)
-    return {n: committed_manifest(run.store, batches_slot(n)) for n in range(first, round)}
-
-
-def _tables(run: Run, round: int, config: Config) -> dict[int, pa.Table]:
-    manifests = _manifests(run, round, config)
-    return {number: dispositions_of(run, manifest) for number, manifest in manifests.items()}
 
 
 def available(tables: Mapping[int, pa.Table], round: int, config: Config) -> list[UsedGroup]:
@@ -127,6 +122,8 @@ def used_groups(tables: Mapping[int, pa.Table]) -> list[UsedGroup]:
         )  # fmt: skip
         for row in groups.to_pylist():
             uses[row["group_id"]] += 1
+            # A group is used first by the round that sampled it; without that among the tables it
+            # is beyond the window.
             if row["round_generated_min"] == number:
                 firsts[row["group_id"]] = row
     return sorted(
@@ -149,6 +146,7 @@ def _ordered(pool: Sequence[UsedGroup], settings: ReplayConfig) -> list[UsedGrou
     """The groups of a pool in the order in which they are used; ties by the name of the group."""
 
     def rank(group: UsedGroup) -> tuple[Any, ...]:
+        # The name last, so that the order of rows in the shards decides nothing.
         newest = (-group.round, group.group_id)
         if settings.select == "by_group":
             return (group.uses, *newest)
@@ -219,7 +217,7 @@ def _iter_groups(
 
 
 def reuse_metrics(
-    run: Run, round: int, config: Config, reuse: Reuse | None, own: pa.Table
+    round: int, config: Config, reuse: Reuse | None, own: pa.Table
 ) -> dict[str, float]:
     """`replay/*` of a round: groups that entered the pool, left it, were used again or are there.
 
@@ -229,7 +227,7 @@ def reuse_metrics(
     if reuse is None or config.replay is None:
         return {}
     most, before = config.replay.max_uses, reuse.pool
-    after = available({**_tables(run, round, config), round: own}, round + 1, config)
+    after = available({**reuse.tables, round: own}, round + 1, config)
     names = {name for of_round in reuse.groups.values() for name in of_round}
     staying, there = {group.group_id for group in after}, {group.group_id for group in before}
     left = [group for group in before if group.group_id not in staying]

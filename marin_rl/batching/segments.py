@@ -103,7 +103,7 @@ def _lengths(
     """Number of segments of each rollout, and the tokens of each segment."""
     column = table[LENGTHS].combine_chunks()
     count_N = column.value_lengths().fill_null(0).to_numpy().astype(np.int64)
-    whole_N = count_N == 0
+    whole_N = count_N == 0  # no lengths are recorded: the rollout is one segment
     count_N = np.maximum(count_N, 1)
     tokens_S = np.zeros(int(count_N.sum()), np.int64)
     first_N = np.cumsum(count_N) - count_N

@@ -84,7 +84,8 @@ def _rank(
     if select == "best":
         return -np.nan_to_num(score_P, nan=-np.inf)
     if select is None:
-        return np.zeros(len(score_P))
+        return np.zeros(len(score_P))  # all alike: by number, as ties are
+    # A group is finished with the last of its rollouts.
     finished_P = np.zeros(len(score_P), np.int64)
     times_N = scalars[FINISHED_AT].cast(pa.int64()).to_numpy(zero_copy_only=False)
     np.maximum.at(finished_P, group_N, times_N)
