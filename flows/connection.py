@@ -33,7 +33,7 @@ HEALTH_TIMEOUT_S = 15.0  # for a busy server; one that is not there refuses at o
 WATCH_EVERY_S = 10.0
 MISSES_MAX = 3  # in a row; a server that is restarted is back sooner
 LAST_TRIES, LAST_TRY_S = 3, 2.0  # at the end of a flow, which is waiting
-DISCARD_S = 2.0
+DISCARD_S = 10.0  # a bound: senders end as soon as they are cancelled, later on a busy machine
 
 # Loggers that each report an API that does not answer.
 NOISY = (
@@ -195,7 +195,7 @@ def discard(running: Services) -> None:
             continue
         service._stop(at_exit=True)
         if task is not None:
-            with suppress(RuntimeError):  # the loop ends with the process
+            with suppress(RuntimeError, TimeoutError):  # the loop ends with the process
                 loop.call_soon_threadsafe(task.cancel)
                 asyncio.run_coroutine_threadsafe(_within(done), loop).result(DISCARD_S + 1)
 

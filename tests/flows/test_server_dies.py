@@ -116,7 +116,7 @@ def test_a_flow_whose_temporary_server_is_killed_returns_its_result(when: str) -
         assert process.stdout.readline() == "result 190\n"
         _, err = check_end(process, 0, END_TIMEOUT_S)
     for noise in ("failed with", "failed to process", "ConnectError"):
-        assert noise not in err
+        assert noise not in err, err
     assert "the temporary Prefect server was killed by SIGKILL" in err
     assert "Traceback" not in err
 
