@@ -185,19 +185,20 @@ def services() -> Services:
 
 
 def discard(running: Services) -> None:
-    """End background senders at once, and drop their items.
+    """End background senders at once, drop their items, and wait for their ends.
 
-    Their own `drain` would wait for every item to fail, some seconds each.
+    Their own `drain` would wait for every item to fail, some seconds each. Several threads may
+    discard the same sender: one of them cancels its task, and all wait for its end.
     """
     for service, task in running:
         loop, done = service._loop, service._done_event
         if loop is None or done is None or done.is_set() or loop.is_closed():
             continue
         service._stop(at_exit=True)
-        if task is not None:
-            with suppress(RuntimeError, TimeoutError):  # the loop ends with the process
+        with suppress(RuntimeError, TimeoutError):  # the loop ends with the process
+            if task is not None:
                 loop.call_soon_threadsafe(task.cancel)
-                asyncio.run_coroutine_threadsafe(_within(done), loop).result(DISCARD_S + 1)
+            asyncio.run_coroutine_threadsafe(_within(done), loop).result(DISCARD_S + 1)
 
 
 async def _within(done: asyncio.Event) -> None:

@@ -1,18 +1,23 @@
 """The API that a flow reports to, and the life of a temporary server."""
 
+import asyncio
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prefect.events.clients import NullEventsClient
+from prefect.events.worker import EventsWorker
 from prefect.settings import get_current_settings, temporary_settings
 from support.flow_runs import REPOSITORY
 
-from flows.connection import RUNS, _HeldBack, _quiet_interrupt
+from flows.connection import RUNS, _HeldBack, _quiet_interrupt, discard, services
 from flows.server import free_port, healthy, prefect_api
 
 PROGRAM = """
@@ -50,6 +55,49 @@ def test_a_server_that_cannot_start_says_why(
         prefect_api(),
     ):
         pass
+
+
+class LingeringClient(NullEventsClient):
+    """A client of Prefect's events that takes its time to end."""
+
+    entered, leaving, may_end = (threading.Event() for _ in range(3))
+
+    async def __aenter__(self) -> "LingeringClient":
+        self.entered.set()
+        return await super().__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        self.leaving.set()
+        await asyncio.to_thread(self.may_end.wait)
+        await super().__aexit__(*error)
+
+
+def test_all_who_discard_a_sender_wait_for_its_end(api: str) -> None:
+    """Else one that ends later would report what is known."""
+    EventsWorker.set_client_override(LingeringClient)
+    try:
+        with temporary_settings(updates={"api.url": api}):
+            sender = EventsWorker.instance()
+            assert LingeringClient.entered.wait(60)
+            running = [(each, task) for each, task in services() if each is sender]
+            first = threading.Thread(target=discard, args=(running,))
+            first.start()
+            assert LingeringClient.leaving.wait(60)
+            ended = list[bool]()
+
+            def discard_too() -> None:
+                discard([(each, task) for each, task in services() if each is sender])
+                ended.append(sender._done_event is not None and sender._done_event.is_set())
+
+            second = threading.Thread(target=discard_too)
+            second.start()
+            second.join(0.5)  # without a wait it would have returned
+            LingeringClient.may_end.set()
+            first.join()
+            second.join()
+    finally:
+        EventsWorker.set_client_override(None)
+    assert ended == [True]
 
 
 CRASH = "Crash detected! Execution was cancelled by the runtime environment."
