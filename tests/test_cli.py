@@ -12,6 +12,7 @@ from support.run_factories import commit_round, configuration, group, group_of, 
 from typer.testing import CliRunner, Result
 
 import marin_rl.commands.options  # noqa: F401 - consoles made while COLUMNS is set keep that width
+from flows.server import free_port
 from marin_rl.cli import COMMANDS, GROUPS, app, command_named
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.rounds import close_round
@@ -183,6 +184,16 @@ def test_every_shipped_configuration_validates_and_plans(path: Path, tmp_path: P
     assert plan.exit_code == 0
     for word in ("rounds", "shards", "tokens sampled", "training memory", "disk, rollouts"):
         assert word in plan.output
+
+
+def test_a_dry_run_whose_bucket_does_not_answer_plans_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{free_port()}")
+    plan = invoke("run", str(CONFIGS / "prod.yaml"), "--dry-run", "--set", "root=gs://none/runs")
+    assert plan.exit_code == 0
+    assert "disk, rollouts" in plan.output
+    assert "exists is not known: gs://none/runs" in plan.output.replace("\n", " ")
 
 
 def test_config_show_resolves_defaults_and_overrides() -> None:

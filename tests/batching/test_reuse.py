@@ -1,6 +1,9 @@
 """Groups that later rounds use again, by hand: which, how often, and what an audit says of them."""
 
 import os
+import re
+import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from marin_rl.config import Config
 from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, batches_slot
+from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.storage.upkeep.fsck import check_run
@@ -121,6 +125,29 @@ def test_a_round_is_trained_on_its_groups_and_then_on_those_of_earlier_rounds(
         "staleness/mean": 0.5, "staleness/max": 1, "env/echo/replay/pool": 4,
     }  # fmt: skip
     assert {name: ref.summary[name] for name in expected} == expected
+
+
+class ReadingStore(MemoryStore):
+    """A store that remembers which objects were read."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.keys: list[str] = []
+
+    def read(self, key: str) -> bytes:
+        """Read an object."""
+        self.keys.append(key)
+        return super().read(key)
+
+
+def test_dispositions_of_the_window_are_read_once() -> None:
+    run = Run.create_or_open(_config(f"memory://{uuid.uuid4().hex}"))
+    _play(run, 2)
+    sealed = commit_round(run, 2, [[_group("a2", 2)]])
+    store = ReadingStore(run.store.url)
+    build_round(replace(run, store=store), 2, sealed)
+    earlier = [key for key in store.keys if re.match(r"batches/round-0000[01]/", key)]
+    assert len(earlier) == len(set(earlier)) == 4, "two manifests, and two dispositions"
 
 
 def test_evictions_say_why(tmp_path: Path) -> None:

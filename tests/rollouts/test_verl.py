@@ -177,6 +177,8 @@ def test_episodes_have_the_tokens_and_rewards_of_a_run(
         members = [[played(row, member) for member in range(4)] for row in rows]
         return [list(await asyncio.gather(*group)) for group in members]
 
+    scored = [[rollout.reward is not None for rollout in group.rollouts] for group in ours]
+    assert scored == [[True, False, True, True]] * 2  # the second way raises
     for group, others in zip(ours, asyncio.run(both()), strict=True):
         _compare(group, others)
 
