@@ -122,6 +122,7 @@ class AdapterLoads:
             weight_version=weight_version,
             parameters_digest=parameters_digest,
         )
+        # before `rows`, which could not place a rank beyond the bank's
         self._table.check_rank(new)
         # outside of the lock: moving arrays to the device must not hold up decoding
         rows = self._bank.rows(adapter)
@@ -130,6 +131,7 @@ class AdapterLoads:
         with self._changed:
             if self._closed:
                 raise InferenceError("the engine is closed: it takes no adapters any more")
+            # its row is taken at once: two loads at a time never get the same one
             added = self._table.add(new, self.in_use, in_place_of)
             # written by the engine's thread: the programs that it runs have the bank's arrays as
             # arguments
@@ -172,6 +174,7 @@ class AdapterLoads:
     def close(self) -> None:
         """Fail what waits to be loaded. Under the lock."""
         self._closed = True
+        # their callers wait for these futures without a time limit
         for write in self._writes:
             write.done.set_exception(InferenceError("the engine was closed"))
         self._writes.clear()

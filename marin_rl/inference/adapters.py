@@ -145,6 +145,7 @@ class AdapterBank:
         lane's next chunk.
         """
         wanted = np.unique(row_S[row_S > 0])
+        # half of a bank of one is all of it
         if len(wanted) > sizes.few or sizes.few == sizes.adapters:
             return self.arrays, row_S
         half = self._halves.get(lane)
@@ -155,6 +156,7 @@ class AdapterBank:
             rows = np.concatenate([wanted, others]).astype(np.int32)[: sizes.few]
             half = _Half(self.arrays, rows, some_rows(self.arrays, rows))
             self._halves[lane] = half
+        # by row of the whole bank; 0 stays 0, which is no adapter
         places = np.zeros(sizes.adapters + 1, np.int32)
         places[half.rows] = np.arange(1, sizes.few + 1)
         return half.bank, places[row_S]
@@ -186,6 +188,7 @@ def _rows(
     for part, path in enumerate(paths):
         if path is None:
             continue
+        # what lies beyond its own rank stays zero, and adds nothing
         own, scale = adapter.modules[path].rank, np.float32(adapter.modules[path].scale)
         a[part, 0, :own] = adapter.arrays[a_name(path)][layer].reshape(own, size)
         # the scale goes in here, in float32, once for all steps
@@ -222,7 +225,7 @@ class AdapterTable:
         self._rows: list[LoadedAdapter | None] = [None] * sizes.adapters
         self._unloaded: set[int] = set()
         self._successors: dict[int, LoadedAdapter] = {}
-        self._numbers = 0
+        self._numbers = 0  # number of the last load; 0 is the base model
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
@@ -264,6 +267,7 @@ class AdapterTable:
         added = replace(adapter, number=self._numbers, row=row)
         before = self._rows[row - 1]
         if before is not None:
+            # its row is another's now: the set would grow with every load
             self._unloaded.discard(before.number)
         if in_place_of:
             # one step back is enough: a request names the load that it saw last, a moment ago
@@ -280,6 +284,7 @@ class AdapterTable:
         busy = set(used)
         for row, one in enumerate(self._rows, start=1):
             replaced = one is not None and one.number in (*self._unloaded, in_place_of)
+            # requests that began before the unload still read its row
             if replaced and one not in busy:
                 free.add(row)
         if free:

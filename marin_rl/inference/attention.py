@@ -103,6 +103,7 @@ def attend(
 def _empty_softmax(S: int, K: int, G: int, H: int) -> tuple[Array, Array, Array]:
     """Maximum, sum and weighted values before the first block."""
     return (
+        # float32 whatever the cache's dtype: these are sums over the whole context
         jnp.full((S, K, G), MASKED, jnp.float32),
         jnp.zeros((S, K, G), jnp.float32),
         jnp.zeros((S, K, G, H), jnp.float32),
@@ -144,6 +145,7 @@ def times_cached(rows_SKGX: Array, cached_SKXY: Array, share: int) -> Float[Arra
     """Rows of each slot times what it has cached, which every `share` slots have in common."""
     if share == 1:
         return jnp.einsum("skgx,skxy->skgy", rows_SKGX, cached_SKXY)
+    # the first slot's cache stands for its group: they are alike as far as it is read
     return _times_common(rows_SKGX, cached_SKXY[::share], share)
 
 

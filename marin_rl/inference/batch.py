@@ -150,6 +150,7 @@ class RunningBatch:
         assert self._running[seq_slot] is None
         if self._kept.drop(seq_slot) and not continues:
             self.evictions += 1
+        # once for each time that a request gets slots: its samples are equally recent
         self._used += index == job.handed_out
         sampling, prompt = job.request.sampling, job.request.prompt_ids
         inputs = self.inputs

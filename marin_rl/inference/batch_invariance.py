@@ -36,7 +36,7 @@ VERSION = 2
 ADAPTERS_VERSION = 2
 
 _log = logging.getLogger(__name__)
-_known: dict[Path | str, "Invariance"] = {}
+_known: dict[Path | str, "Invariance"] = {}  # by file; by name where programs have no folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +125,7 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
     if not shapes.own:
         del shape_facts["own"]
     adapters = {"adapters_version": ADAPTERS_VERSION} if shapes.adapters else {}
+    # either decides which instructions a product becomes
     settings = "jax_disable_most_optimizations", "jax_default_matmul_precision"
     return {
         "version": VERSION,

@@ -155,6 +155,7 @@ def _joined(
 ) -> tuple[Array, Array, Array]:
     """Query [..., K, G, H], key and value [..., K, H] as projected."""
     K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
+    # rows of `qkv` lie by key/value head: its G queries, its key, its value
     joined = _times(x, layer.qkv, layer.qkv_bias).reshape(*x.shape[:-1], K, G + 2, H)
     parts = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
     query, key, value = _adapted(layer, "qkv", x, parts, adapter_N)
@@ -381,6 +382,7 @@ def hidden_states(
 def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:
     """Causal attention, [R, P, K*G*H], computed by tiles of queries."""
     R, P, K, G, H = query_RPKGH.shape
+    # a divisor, so that all tiles have one shape
     size = P if P <= QUERY_TILE else math.gcd(P, QUERY_TILE)
 
     def attend(start):

@@ -39,7 +39,7 @@ Save = Callable[[Path], None]
 # Versions whose adapters stay at the endpoints: this round's, and the one before, on which
 # requests of other workers may still run.
 ADAPTERS_KEPT = 2
-LOOK_S = 1.0
+LOOK_S = 1.0  # between two looks at endpoints that are away
 
 _log = logging.getLogger(__name__)
 
@@ -136,6 +136,7 @@ def _exported(
     """The folder with the parameters; all but the newest of the older ones are removed."""
     folder = _exports(run) / f"{round_name(version)}-{digest[:16]}"
     if not is_complete(folder):
+        # hidden until it is complete, and of this process alone
         partial = folder.with_name(f".{folder.name}.{os.getpid()}")
         save(partial)
         if folder.exists():  # cut short by someone: the new one takes its place in two renames
@@ -233,6 +234,7 @@ async def _lost(
     """Have endpoints load weights; of vLLM those that are lost. Raises what loading raises."""
     async with _client(inference, endpoints, inference.model) as client:
         calls = (client.publish(weights, url) for url in endpoints)
+        # all end before one is raised: none goes on with a client that is closed
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
     lost: dict[str, EndpointUnavailable] = {}
     for url, outcome in zip(endpoints, outcomes, strict=True):

@@ -129,6 +129,7 @@ class Engine:
         self._in_step = False
         self._sleep_requested = False
         self._reset_prefixes = False
+        # last, for it reads all of the above; a daemon, for a process may end without `close`
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -302,6 +303,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Let every request from now on be prefilled from its start; changes no result."""
         with self._changed:
+            # no notification: the next step does it before it plans, and none is read sooner
             self._reset_prefixes = True
 
     @property
@@ -333,6 +335,7 @@ class Engine:
             while self._wait_for_work():
                 self._step()
                 with self._changed:
+                    # `pause` waits for this
                     self._in_step = False
                     self._changed.notify_all()
         finally:
@@ -351,6 +354,7 @@ class Engine:
         with self._changed:
             while not self._closing:
                 self._pending.drop_cancelled()
+                # here too: a load waits for it while the engine is idle or paused
                 self.adapters.write()
                 if self._paused or not (self._pending.queue or self._batch.active):
                     self._idle()
@@ -378,6 +382,7 @@ class Engine:
         if caches:
             self._batch.forget_prefixes()
         memory.release(caches=caches)
+        # while sequences are paused the caches are theirs: the request stays
         self._sleep_requested &= self._batch.active > 0
         self._changed.wait()
 
@@ -398,6 +403,7 @@ class Engine:
         """Take one step, as described at the head of this module."""
         # planned under the lock, computed outside of it: submissions never wait for the device
         with self._changed:
+            # one for the whole step: a swap that comes meanwhile is for the next
             policy = self._policy
             self._pending.drop_cancelled()
             # before anything is planned: requests may wait for what is written here

@@ -67,6 +67,7 @@ class EngineStep:
         """Compute what is planned, then a chunk of all sequences, and hand out its tokens."""
         self._notify_scheduled(plan, policy)
         try:
+            # those that `on_scheduled` refused have ended
             self._score(policy, [job for job in plan.to_score if not job.ended])
             if policy.recompute_kv_cache:
                 self._recompute(policy)
@@ -211,6 +212,7 @@ class EngineStep:
         self._pending.fail(
             [job for job in jobs if job is not None], "the model's logits are not finite"
         )
+        # numbers that are replaced below may lie in a kept prefix
         self._batch.forget_prefixes()
         self._runner.memory.forget_nonfinite()
 

@@ -173,6 +173,7 @@ def _prove(
     sizes = plan.bank_sizes
     outcome = outcome_of(fused, masked=sizes.masked)
     if sizes.masked and sizes.adapters and not outcome.adapters:
+        # the other trials again, with slots that read their own adapter, as the engine then does
         outcome = replace(outcome_of(fused, masked=False), adapters=False)
     # the last reference, without which its memory is not free to be given back
     del fused

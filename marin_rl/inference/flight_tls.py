@@ -17,6 +17,7 @@ from marin_rl.errors import ConfigError
 TLS_SCHEME = "grpc+tls"
 _FLIGHTS = 4  # messages each way: a TLS handshake has at most three
 
+# To gRPC a handshake that fails is a server that is away: only its words tell them apart.
 _UNTRUSTED = re.compile(r"certificate verify failed: ([A-Za-z -]+)")
 _OTHER_HOST = re.compile(r"(Peer name \S+ is not in peer certificate)")
 

@@ -83,6 +83,7 @@ class Prover:
 
         The one is on adapter 1, the several on one each; those that are not computed are on none.
         """
+        # near the end of the cache, so that every block of it is read
         S, last = self._shapes.slots, self._length - self._steps - 1
         same = self._run(np.full(S, 1), np.full(S, last), adapter_S=np.full(S, 1))
         # one sequence everywhere first: where already equal rows differ, nothing else needs trying
@@ -216,6 +217,7 @@ class Prover:
         )
         tokens_CS = np.concatenate([tokens_S[None], np.asarray(sampled.tokens_CS)[: steps - 1]])
         again = [Extension(slot, int(positions_S[slot]), tokens_CS[:, slot]) for slot in range(S)]
+        # more than two steps take, so that another cut moves pieces from step to step
         prompt = [Extension(S // 2, 0, self._tokens(min(self._length, 2 * S + 3)))]
         return _equal(self._extend(again, size, size), decoded) and _equal(
             self._extend(prompt, size, size), self._extend(prompt, size, max(1, size // 2 - 1))
@@ -315,6 +317,7 @@ def random_weights(fused: Any, put: Callable[[Any], Any]) -> Any:
         if np.issubdtype(leaf.dtype, np.integer):  # codes of weights that lie quantised
             limits = np.iinfo(leaf.dtype)
             return put(rng.integers(limits.min, limits.max, leaf.shape, leaf.dtype, endpoint=True))
+        # a sum over the last axis then stays at about one
         deviation = leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1.0
         normal = np.asarray(rng.standard_normal(leaf.shape, np.float32) * deviation)
         return put(normal.astype(leaf.dtype))

@@ -37,9 +37,9 @@ class Job:
     seed: int
     stop_tokens: tuple[int, ...]
     submitted_at: float = field(default_factory=time.monotonic)
-    started_at: float = 0.0
+    started_at: float = 0.0  # 0 until it is scheduled; monotonic seconds, as the others
     prefilled_at: float = 0.0
-    handed_out: int = 0
+    handed_out: int = 0  # samples that have had a sequence slot
     finished: "dict[int, RunningSequence]" = field(default_factory=dict)
     prompt_scores: PromptScores | None = None
     scored_by: "WeightsKey | None" = None
@@ -102,10 +102,10 @@ class RunningSequence:
     job: Job
     index: int
     prefix: CachedPrefix | None = None  # none where only a prompt was scored
-    used: int = 0
+    used: int = 0  # order by which its slot's prefix is evicted
     stop_watch: StopWatch | None = None
     constraint: TokenConstraint | None = None
-    accepted: int = 0
+    accepted: int = 0  # tokens that the constraint was given
     tokens: list[int] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     finish_reason: str = ""

@@ -36,6 +36,7 @@ class KeptPrefixes:
         """Keep what these weights and this adapter computed; `used` orders it for eviction."""
         missing = len(token_ids) - self._tokens_SP.shape[1]
         if missing > 0:
+            # at least doubled: dialogues grow turn by turn, and each new width is a copy
             wider = max(missing, self._tokens_SP.shape[1])
             self._tokens_SP = np.pad(self._tokens_SP, ((0, 0), (0, wider)), constant_values=_NONE)
         self._tokens_SP[seq_slot, : len(token_ids)] = token_ids
@@ -73,6 +74,7 @@ class KeptPrefixes:
             common = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
             kept, common = kept[common > 0], common[common > 0]
         usable = 2 * common >= self._lengths_S[kept]
+        # of equals the lower slot, so that equal runs choose alike
         order = np.argsort(-common[usable], kind="stable")
         for seq_slot, positions in zip(kept[usable][order], common[usable][order], strict=True):
             if self._weights[seq_slot] is weights and self._adapter_S[seq_slot] == adapter:

@@ -34,6 +34,7 @@ class QuantizedWeight(eqx.Module):
         shapes = quantized_shapes(tuple(axis.size for axis in weight.axes), scheme)
         dtypes = {"codes": jnp.int8, "scales": jnp.float32}
         if scheme == "nf4":
+            # two codes of 4 bits in a byte, and scales that are quantised themselves
             dtypes = {"codes": jnp.uint8, "scales": jnp.int8}
 
         def shaped(field: str) -> Any:

@@ -59,6 +59,7 @@ class ExtraRows:
         }
         # before the first request all lanes are alike, so one copy serves them all
         self._idle = {name: self._copied(0, rows) for name, rows in self._rows.items()}
+        # row 0 before any request: the values that `empty` goes back to
         self._blank = {name: [np.array(a[0]) for a in rows] for name, rows in self._rows.items()}
         self._users: dict[str, set[int]] = {name: set() for name in self._rows}
         self._device_rows: dict[tuple[str, int], Any] = {}

@@ -22,7 +22,7 @@ class PendingRequests:
         self, batch: RunningBatch, changed: threading.Condition, stats: EngineStats
     ) -> None:
         self.queue = JobQueue()
-        self.jobs: dict[Job, None] = {}
+        self.jobs: dict[Job, None] = {}  # a set, in the order of submission
         self._batch = batch
         self._changed = changed
         self._stats = stats
@@ -54,6 +54,7 @@ class PendingRequests:
         if not self._some_cancelled:
             return
         self._some_cancelled = False
+        # once each: some samples of a request may run while others wait
         jobs = dict.fromkeys((*self._batch.jobs(), *self.queue))
         cancelled = [job for job in jobs if job.future.cancelled()]
         self.queue.discard(cancelled)
@@ -63,6 +64,7 @@ class PendingRequests:
 
     def fail(self, jobs: list[Job], message: str, cause: Exception | None = None) -> None:
         """Fail requests. A library's error is the cause, not the message: it may name files."""
+        # the queue is shared with submitters; slots are used by the engine's thread alone
         with self._changed:
             self.queue.discard(jobs)
         for job in jobs:

@@ -151,6 +151,7 @@ def decode_chunk(
             # a free row without a sample that waits for it loses nothing
             idle=state.idle + jnp.minimum(freed, limits.waiting),
             sampled=Sampled(
+                # of all rows: `counts_S` says which of them were real
                 sampled.tokens_CS.at[index].set(drawn.tokens_S),
                 sampled.logprobs_CS.at[index].set(drawn.logprobs_S),
                 jax.tree.map(lambda of_C, row: of_C.at[index].set(row), sampled.reports, reports_S),

@@ -74,8 +74,10 @@ class QuantizedLayers(NamedTuple):
     def of_layer(self, index: int, kv_heads: int) -> dict[str, LayerMatrix]:
         """The four matrices of a layer by name; no array is cut."""
         return {
+            # by key/value head, as the rows of `Layer.qkv` are sorted
             "qkv": LayerMatrix((self.query, self.key, self.value), index, kv_heads),
             "output": LayerMatrix((self.output,), index),
+            # in one piece: no tensor axis cuts what lies quantised
             "gate_up": LayerMatrix((self.gate, self.up), index),
             "down": LayerMatrix((self.down,), index),
         }

@@ -54,6 +54,7 @@ def _forward(x: Array, matrix: QuantizedMatrix, layer: Array) -> tuple[Array, An
 def _backward(saved: Any, by_outputs: Array) -> Any:
     matrix, layer = saved
     weight = dequantized(matrix, layer + _zero(by_outputs), by_outputs.dtype)
+    # no gradient of codes and scales: a quantised base is frozen
     return by_outputs @ weight, None, None
 
 
@@ -87,5 +88,6 @@ def dequantized(matrix: QuantizedMatrix, layer: Array, dtype: Any) -> Float[Arra
         scales = scales.astype(jnp.float32) * steps + own(matrix.absmax_mean)
         scales = jnp.maximum(scales, 0)
     flat = (values * scales[:, None]).reshape(-1)
+    # the last block may be padded
     size = math.prod((matrix.outputs, matrix.inputs))
     return flat[:size].reshape(matrix.outputs, matrix.inputs).astype(dtype)

@@ -159,6 +159,7 @@ class Runner:
         for row, (tokens, slots) in enumerate(prompts):
             tokens_RP[row, : len(tokens)] = tokens
             source_S[slots] = row
+            # all slots of a prompt are of one request, and so on one adapter
             if adapter_R is not None and adapter_S is not None and slots:
                 adapter_R[row] = adapter_S[slots[0]]
         self.memory.caches[lane] = prefill_slots(

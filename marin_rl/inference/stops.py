@@ -47,6 +47,7 @@ class StopWatch:
         passing = self._fleeting or UNFINISHED in window
         if passing or first_stop(window, self._stop) is not None:
             for length in range(before + 1, len(tokens) + 1):
+                # the window first: it is short, and rules out nearly every length
                 if self._has_stop(tokens[self._start : length]) and self._has_stop(tokens[:length]):
                     return length
         self._move_on(tokens)
@@ -61,6 +62,7 @@ class StopWatch:
         while len(tokens) - self._start > 2 * keep:
             if self._settle(tokens, len(tokens) - keep):
                 return
+            # no start among these serves; one further back may
             keep *= 2
 
     def _settle(self, tokens: list[int], wanted: int) -> bool:
