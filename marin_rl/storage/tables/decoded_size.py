@@ -44,9 +44,12 @@ def check_decoded(
         for chunk in chunks[group]:
             if chunk.path.partition(".")[0] not in wanted:
                 continue
+            # None for texts and bytes, of whose lengths the footer says nothing.
             width = _WIDTHS.get(chunk.physical_type)
+            # A run of equal numbers is a few bytes in the file; a text has an offset of 4 bytes.
             exact += max(chunk.uncompressed_bytes, chunk.values * (width or 4))
             if width is None and chunk.has_dictionary:
+                # At worst every value is the one entry that fills the dictionary.
                 doubtful[chunk.path] = chunk.values * chunk.uncompressed_bytes
         _check(exact, limit, group)
         if exact + sum(doubtful.values()) > limit:
@@ -68,6 +71,7 @@ def _text_bytes(buffer: pa.Buffer, group: int, paths: Iterable[str]) -> Iterator
     names = list(paths)
     file = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=names)
     for name in names:
+        # A column at a time, so that one is in memory and not all.
         table = file.read_row_group(group, columns=[name], use_threads=False)
         for leaf in (leaf for chunk in table.column(0).chunks for leaf in _leaves(chunk)):
             if isinstance(leaf, pa.DictionaryArray):

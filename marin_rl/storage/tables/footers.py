@@ -56,11 +56,13 @@ def _struct(data: bytes, at: int, fields: Fields) -> tuple[dict[int, Any], int]:
     values, number = dict[int, Any](), 0
     while header := data[at]:
         at, kind = at + 1, header & 15
+        # The short form has the distance from the last number, the long one the number itself.
         if header >> 4:
             number += header >> 4
         else:
             number, at = _integer(data, at)
         wanted = fields.get(number)
+        # One of another type counts as absent: those who need it raise KeyError.
         if wanted is not None and wanted[0] == kind:
             values[number], at = wanted[1](data, at)
         else:
@@ -125,6 +127,7 @@ def _list_header(data: bytes, at: int) -> tuple[int, int, int]:
     count = header >> 4
     if count == 15:
         count, at = _varint(data, at)
+    # Before any loop: a forged count costs nothing.
     if count > len(data) - at:
         raise IndexError(count)
     return count, header & 15, at
@@ -147,6 +150,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     value, shift = 0, 0
     while (byte := data[at]) > 127:
         value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+        # 64 bits fit in ten bytes.
         if shift > 63:
             raise IndexError(shift)
     return value | byte << shift, at + 1

@@ -161,6 +161,7 @@ class GroupQueue:
             policy=policy,
             stamp=stamp,
         )
+        # Taken by this group or another one: the number is not tried again.
         self.accepted = place.number + 1
         # Another server may have filled this place, and gc may have taken it since: what is
         # created below a shard that is committed is read by no one.
@@ -176,6 +177,7 @@ class GroupQueue:
             return None
         source = self._run.store.url_of(key)
         rows = decode_shard(data, ["group_id", "metadata"], source=source).to_pylist()
+        # Of any row: all rows of a group have the metadata of its example.
         texts = [row["metadata"] for row in rows if row["group_id"] == place.group_id]
         return {name: str(value) for name, value in json.loads(texts[0])[ORIGIN].items()}
 
@@ -205,6 +207,7 @@ class GroupQueue:
             first = round * rollouts.groups_per_round
             shard, group = shard_of(inner), group_of_piece(inner)
             if shard is not None:
+                # A shard stands for all of its groups, whose pieces gc may have taken.
                 yield first + rollouts.groups_per_round * (shard + 1) // rollouts.shards_per_round
             elif group is not None:
                 yield first + group + 1

@@ -249,6 +249,7 @@ def _recorded(groups: Sequence[Entry]) -> dict[str, Any]:
     A range is `[object, first number, count, policy, reason]`; `object` counts in `objects`, each
     with its name and digest.
     """
+    # The older version where it is enough: readers from before packs know it.
     if not any(entry.pack for entry in groups):
         return {"intake": VERSION, "groups": [list(entry[:4]) for entry in groups]}
     objects = dict.fromkeys((entry.key.rpartition("/")[2], entry.sha256) for entry in groups)
@@ -284,6 +285,7 @@ def _entries(
     own, numbers = stream_group_of(f"{STREAM}/{name}"), pack_of(f"{STREAM}/{name}")
     if own is not None:
         numbers = range(own, own + 1)
+    # Before the loop: a forged count must not make entries without end.
     if numbers is None or first not in numbers or not 0 < count <= numbers.stop - first:
         raise ValueError(f"{name} cannot have {count} groups from number {first} on")
     pack = "" if own is not None else name
@@ -316,6 +318,7 @@ def intake_in(manifest: Manifest, url_of: Any = str) -> Intake:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptObject(f"{source}: expected an intake of groups: {error!r}") from None
+    # Else a later round would take them once more.
     if any(entry.number not in settled for entry in groups):
         raise CorruptObject(f"{source}: expected its own groups among those that are settled")
     return Intake(
@@ -366,6 +369,7 @@ def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
 
 def _tables(run: Run, entries: Sequence[Entry]) -> list[pa.Table]:
     """Rows of each group."""
+    # By object: a pack is fetched and hashed once for all its groups.
     digests = {entry.key: entry.sha256 for entry in entries}
     tables = dict[tuple[str, int], pa.Table]()
     present = iter_present(run.store, digests, FETCHES_MAX)

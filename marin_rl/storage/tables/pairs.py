@@ -125,6 +125,7 @@ class _Message(BaseModel):
 class _PairRow(BaseModel):
     """Row of a user's file of pairs; the names are those of `schemas.pairs`."""
 
+    # Nothing is converted or passed over: a misspelt field would change what is learned.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     id: str | None = Field(default=None, min_length=1)
@@ -205,4 +206,5 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[tuple[str, object]]:
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{file} cannot be read as Parquet: {error}") from error
     for index, row in enumerate(table.to_pylist()):
+        # A null is an absent field, as in JSON lines: Parquet has every column in every row.
         yield f"{file}, row {index}", {k: v for k, v in row.items() if v is not None}

@@ -116,6 +116,7 @@ class PartWriter:
 
     def write(self, table: pa.Table) -> None:
         """Append `table` as one row group, to a new part where the last one is full."""
+        # Before the table: a part ends up larger by one table at most.
         if self._writer is not None and self._writer.bytes_written > self._part_bytes_max:
             self._close_part(self._writer)
         if self._writer is None:
@@ -222,6 +223,7 @@ class TableReader:
         for table in tables:
             writer.write(table.replace_schema_metadata())
         data = writer.finish()
+        # Another version of Arrow may encode the same rows in other bytes.
         ours = pq.read_metadata(pa.BufferReader(data)).created_by
         return data if ours == created_by else None
 
@@ -310,7 +312,7 @@ def load_readable(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer
     for key in keys:
         try:
             yield load(store, key)
-        except CorruptObject:
+        except CorruptObject:  # a link or a pipe in its place, which fsck names
             yield None
 
 
@@ -411,6 +413,7 @@ def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:
             f"{source}: expected format {ladder.format!r}, found {stamp.get('format')!r}"
         )
     version = stamp.get("schema_version", "")
+    # Bounded first: `int` takes digits of any script, and thousands of them.
     if not (version.isascii() and version.isdigit() and len(version) < 10):
         raise CorruptObject(f"{source}: expected a schema version, found {version!r}")
     # Before a row is read: a later version may have given a column another meaning.
@@ -428,6 +431,7 @@ def _options(schema: pa.Schema) -> dict[str, Any]:
         "use_dictionary": [path for path in leaves if path not in encodings],
         "column_encoding": encodings,
         "write_page_index": True,
+        # What the reader verifies: metrics and open shards have no digest in a manifest.
         "write_page_checksum": True,
     }
 

@@ -64,6 +64,7 @@ class PartialGroups:
     def _decoded(self, key: str, data: pa.Buffer) -> RolloutGroup:
         table = table_sampled_as(self.fingerprint, data, self.run.store.url_of(key))
         (group,) = groups_of(table)
+        # Each by its own digest: later parts of a group may be of later policies.
         rows = zip(group.rollouts, table["policy_digest"].to_pylist(), strict=True)
         rollouts = (replace(rollout, policy_digest=digest) for rollout, digest in rows)
         return replace(group, rollouts=tuple(rollouts))

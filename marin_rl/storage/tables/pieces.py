@@ -47,6 +47,7 @@ def commit_groups(
         round=round,
         shard=shard,
         attempt=attempt,
+        # The process that makes the shard writes its own name there.
         replica="",
         fingerprint=fingerprint,
         policy=policy,

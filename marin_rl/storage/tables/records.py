@@ -164,6 +164,7 @@ def _list_column(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.A
     dtype = kind.value_type.to_pandas_dtype()
     present = [array for array in arrays if array is not None]
     offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)])
+    # An empty array at the end: NumPy refuses to join none.
     values = np.concatenate([*present, np.empty(0, dtype)]).astype(dtype, copy=False)
     missing = [array is None for array in arrays]
     return pa.ListArray.from_arrays(
@@ -201,6 +202,7 @@ def _group(rows: list[Row]) -> RolloutGroup:
 def _rollout(row: Row) -> Rollout:
     turns = tuple(_turn(turn, row["logprobs"]) for turn in row["turns"])
     rollout = _ROLLOUT.decode(row, turns=turns, **{name: row[name] for name in TOKEN_COLUMNS})
+    # A search in the text: most rollouts have no details, and no JSON is parsed for them.
     if f'"{DETAILS}"' not in row["metadata"]:
         return rollout
     details = json.loads(row["metadata"]).get(DETAILS, {})

@@ -21,7 +21,7 @@ from schemas.rewards import REWARDS
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,59}")
 _TABLE = re.compile(rf"(?P<name>{NAME.pattern})-v(?P<version>\d{{4}})\.parquet")
-VERSIONS_MAX = 9999
+VERSIONS_MAX = 9999  # four digits, so that the order of names is that of versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,6 +222,7 @@ def seal_round(
     above = tuple(Parent(slot=parent.slot, sha256=parent.sha256) for parent in parents)
     content = {"shards": [[ref.slot, ref.sha256] for ref in shards]}
     decided = fingerprint("rollouts", content, above, CONTENT_VERSION)
+    # Before any shard is read back: to seal a round again costs one read.
     existing = read_manifest(run.store, slot)
     if existing is not None and existing[0].fingerprint == decided:
         return ref_of(existing[0], reused=True)
@@ -317,6 +318,7 @@ def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[
 
 def _check_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> None:
     least = run.config.rollouts.shards_per_round
+    # Dynamic sampling goes on until enough groups differ, and may add shards.
     count = max(least, len(shards)) if run.config.samples_on else least
     expected = [shard_key(round, i) for i in range(count)]
     keys = [ref.slot for ref in shards]

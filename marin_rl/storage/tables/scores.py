@@ -121,15 +121,15 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
     optional = [name for name in (*VALUED, *WEIGHED) if name in schema.names]
     names = [name for row in scored.rollout_ids for name in row]
     n_segments = np.array([len(row) for row in scored.rollout_ids], np.int32)
-    rows = np.repeat(np.arange(len(n_segments), dtype=np.int32), n_segments)
-    first = np.cumsum(n_segments) - n_segments
+    rows = np.repeat(np.arange(len(n_segments), dtype=np.int32), n_segments)  # [S]
+    first = np.cumsum(n_segments) - n_segments  # [B] names before each row
     places = np.arange(len(names), dtype=np.int32) - np.repeat(first, n_segments).astype(np.int32)
     row_N, position_N = np.nonzero(scored.mask)
-    segment_N = scored.segment_ids[row_N, position_N] - 1
+    segment_N = scored.segment_ids[row_N, position_N] - 1  # they count from 1, 0 is padding
     assert (segment_N < n_segments[row_N]).all(), "every trained segment has a name"
     # `nonzero` goes row by row, so values of a segment are side by side and offsets are enough.
     assert (np.diff(first[row_N] + segment_N) >= 0).all(), "segments lie in the order of names"
-    counts = np.bincount(first[row_N] + segment_N, minlength=len(names))
+    counts = np.bincount(first[row_N] + segment_N, minlength=len(names))  # [S]
     offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
     def listed(name: str, array_BT: np.ndarray | None) -> pa.Array:

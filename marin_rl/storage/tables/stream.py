@@ -209,6 +209,7 @@ class GroupStream:
             self.run,
             stream_key(number),
             [group],
+            # Which round takes it is open: `commit_tables` writes that into the shard.
             round=policy.weight_version,
             shard=0,
             fingerprint=self.fingerprint,
@@ -238,6 +239,7 @@ class GroupStream:
             key,
             data,
             attempt=attempt,
+            # One for all claims: a place that is taken is no conflict, the first claim stays.
             fingerprint="claim",
             identify=lambda other: (str(_record(other, source)["attempt"]), "claim"),
             **self.patience,

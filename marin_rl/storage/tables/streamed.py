@@ -99,6 +99,7 @@ def streamed_groups(
                 version=min(oldest),
                 version_max=max(newest),
                 rollouts=len(statuses),
+                # Equal rewards give no advantage: dynamic sampling counts the groups that differ.
                 differs=len(valid) > 1,
                 pack=pack,
             )
