@@ -114,6 +114,7 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
                 _add(tar, entry.name, memoryview(data))
         partial.replace(target)
     finally:
+        # It is there only where something failed.
         partial.unlink(missing_ok=True)
     return Archived(
         path=target,

@@ -84,6 +84,7 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
     followed = {number - 1 for number in batched | _rounds(run, "checkpoints")}
     latest = max(followed | _rounds(run, "metrics"), default=-1)
     for round in sorted({*range(latest + 1), *sampled, *batched}):
+        # One that is sampled and has no batches yet is open, and cannot balance.
         if round <= latest or _has_batches(run, round):
             yield _audited(run, round, seen)
 
@@ -132,6 +133,7 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
     counts = Counter(dispositions["disposition"].to_pylist())
     consumed = everything.filter(pc.equal(everything["disposition"], "consumed"))
     earlier = rows_of_earlier(run, everything, round, COLUMNS) if _reuses(batches[0]) else ()
+    # An empty table first, for its columns: there may be no earlier rows.
     again = pa.concat_tables([generated.slice(0, 0), *earlier])
     offences = {
         **_foreign(run, rollouts, generated),

@@ -88,6 +88,7 @@ def balances(generated: pa.Table, dispositions: pa.Table) -> tuple[Balance, ...]
         ("n_prompt_tokens", "n_completion_tokens"),
     ):
         made[key[0], key[1]].add(prompt + completion, completion)
+        # The first, where a name is generated twice: an offence of its own (`audit`).
         lengths.setdefault(name, completion)
     fates: defaultdict[Key, Fates] = defaultdict(dict)
     for name, *key, tokens, disposition, reason in _rows(

@@ -128,7 +128,7 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     seen = {fault.place for fault in faults}
     faults += (fault for fault in special_faults(store, inventory) if fault.place not in seen)
     return Checked(
-        objects=1 + len(manifests) + len(jobs),
+        objects=1 + len(manifests) + len(jobs),  # 1 is run.json
         bytes=sum(size for size, _ in outcomes),
         seconds=time.monotonic() - began,
         pruned=sum(len(_gone(slot)) for slot in manifests),
@@ -287,6 +287,7 @@ def _loose_jobs(
     sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
     for key in inventory.keys:
         if numbers_in(key) or partial_of(key) is not None:
+            # A round after all forks: what waits in a stream is of this run, and no ancestor's.
             look = partial(_misplaced, expected={"run_id": player(2**31)})
             check = partial(_check_loose, store, key, ROLLOUTS, ROLLOUTS_SCHEMA, look)
             yield store.url_of(key), check

@@ -105,6 +105,7 @@ class Slot:
         return [
             name
             for name, shard in shards.items()
+            # A sealed round has all its groups in shards: none of its pieces is needed.
             if shard is not None and collected == (self.manifest is not None or shard in self.names)
         ]
 

@@ -69,7 +69,9 @@ def read_lines(store: ObjectStore, inventory: Inventory) -> MetricsLines:
         match = _BEGUN.match(line)
         if match is not None:
             by_round.setdefault(int(match[1]), []).append(line)
+        # A killed process may have written any beginning of a line.
         elif line and _TORN.fullmatch(line) is None and not b'{"round": '.startswith(line):
             detail = f"line {number} is no metrics of a round: {line[:40]!r}"
             faults.append(Fault("altered", place, detail))
+    # A file of another kind would fill pages: a few lines show that.
     return MetricsLines(place=place, by_round=by_round, faults=tuple(faults[:20]))

@@ -91,6 +91,7 @@ def delete_all(store: ObjectStore, keys: Sequence[str]) -> None:
             store.delete(key)
         return
     with ThreadPoolExecutor(FETCHES_MAX) as pool:
+        # `list`: an error is raised only where its result is taken.
         list(pool.map(store.delete, keys))
 
 
@@ -139,7 +140,9 @@ def unfinished_groups(run: Run) -> Unfinished:
             columns = ["n_completion_tokens", "error"]
             rows = decode_shard(data, columns, source=run.store.url_of(key))
             tokens += sum(rows["n_completion_tokens"].to_pylist())
+            # A part has an error only where its member was begun again.
             begun_again += len(rows) - rows["error"].null_count
+    # A group may have several parts.
     numbers = {number for number, _ in begun}
     return Unfinished(groups=len(numbers), tokens=tokens, begun_again=begun_again)
 
@@ -213,6 +216,7 @@ def _sealed(run: Run) -> int:
     """Rollouts of sealed rounds after the last one that has batches."""
     batched = [r for name in run.store.children("batches") if (r := round_of(name)) is not None]
     count, round = 0, max(batched, default=-1)
+    # A folder without a manifest is an attempt: that round has no batches yet.
     if round < 0 or read_manifest(run.store, batches_slot(round)) is not None:
         round += 1
     while (sealed := read_manifest(run.store, rollouts_slot(round))) is not None:

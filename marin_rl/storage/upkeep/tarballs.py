@@ -91,6 +91,7 @@ def _entries(file: BinaryIO, size: int) -> Iterator[ArchiveEntry]:
             _check(file, header, name, seen)
             seen.add(name)
             yield ArchiveEntry(name, body, file, body)
+            # It was of this entry alone.
             extended = {}
         file.seek(end)
     if extended:
@@ -107,6 +108,7 @@ def _header(file: BinaryIO) -> tarfile.TarInfo | None:
     if block.count(0) == _BLOCK:
         return None
     try:
+        # One header alone: `fromtarfile` follows extended ones, as large as they say they are.
         return tarfile.TarInfo.frombuf(block, "utf-8", "strict")
     except (tarfile.HeaderError, ValueError) as error:
         raise InputError(f"{file.name} is no whole archive of a run: {error}") from None

@@ -66,6 +66,7 @@ def uses_offences(run: Run, consumed: pa.Table, round: int, seen: "Seen") -> Off
         if len(uses) >= most:
             again.append(f"{name} (round {uses[-1]})")
         if replay is not None and generated != round:
+            # Only an audit of the whole run has seen the round that generated it.
             known = seen.complete and generated not in uses
             if known or not 0 < round - generated <= window:
                 strange.append(name)
