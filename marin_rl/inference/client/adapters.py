@@ -46,6 +46,7 @@ async def load_adapter(client: PolicyClient, adapter: NewAdapter, base: str) -> 
     where an endpoint cannot load adapters or refuses this one, StalePolicy where it would serve
     another policy than promised, and what the client raises.
     """
+    # first, for what an earlier attempt loaded: see `_load`
     served = await client.models_of_each()
     ids = await asyncio.gather(
         *(
@@ -53,6 +54,7 @@ async def load_adapter(client: PolicyClient, adapter: NewAdapter, base: str) -> 
             for index, (url, names) in enumerate(served.items())
         )
     )
+    # a request names one id, and may go to any of them
     if len(set(ids)) > 1:
         raise BadResponse(
             f"endpoints name the adapter differently ({', '.join(sorted(set(ids)))}): list servers "
@@ -92,6 +94,7 @@ async def _load(
     ):
         try:
             await client.post_as_admin(index, route, fields)
+        # before RequestRejected, of which it is one
         except NoSuchRoute as error:
             answers.append(str(error))
             continue

@@ -145,6 +145,7 @@ def read_tool_calls(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 def _weight_version(value: object) -> int | None:
     version = _optional(value, int, "weight_version")
+    # `True` is an int to Python.
     if version is not None and (isinstance(value, bool) or not 0 <= version < 2**31):
         raise BadResponse(f"expected weight_version from 0 to 2**31 - 1, found {value!r:.80}")
     return version
@@ -188,6 +189,7 @@ def decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
 
 
 def _logprobs(choice: Mapping[str, Any]) -> Float32[np.ndarray, " T"]:
+    # Our servers' compact list; others ignore that they were asked for it.
     values = choice.get("token_logprobs")
     if values is None:
         values = _openai_logprobs(expect_object(choice.get("logprobs") or {}, "logprobs"))
@@ -221,6 +223,7 @@ def _token_ids(values: object, name: str) -> Int32[np.ndarray, " T"]:
             "newer, or marin-rl's own server)"
         )
     wide = _flat(values, "iu", name)
+    # In 64 bits: a cast would wrap what does not fit in 32.
     if len(wide) and (wide.min() < 0 or wide.max() >= 2**31):
         raise BadResponse(
             f"expected {name} from 0 to 2**31 - 1, found {wide.min()} to {wide.max()}"
@@ -235,6 +238,7 @@ def _flat(values: object, kinds: str, name: str) -> np.ndarray:
     if not values:
         return np.zeros(0, np.int64)
     try:
+        # Nested lists have two axes or raise; texts, nulls and booleans have another kind.
         wide = np.asarray(values)
     except ValueError:
         wide = np.zeros((0, 0))

@@ -13,7 +13,7 @@ from typing import Literal
 
 from marin_rl.inference.client.fleet_sources import Endpoint
 
-SESSIONS_MAX = 65_536
+SESSIONS_MAX = 65_536  # the oldest beyond these lose their place: a cache miss, no more
 SLOTS_ASSUMED = 64  # of an endpoint that does not say how many sequences it decodes side by side
 SHOWN_MAX = 8  # endpoints that an error names
 
@@ -132,6 +132,7 @@ class Fleet:
         ready = self.ready
         if not ready:
             return None
+        # Where all asked to be left alone, one is chosen all the same: the request waits there.
         willing = [member for member in ready if member.not_before <= now] or ready
         place = self._places.get(session) if session else None
         chosen = next((member for member in willing if member.url == place), None)
@@ -150,6 +151,7 @@ class Fleet:
     def _least_loaded(self, willing: list[Member]) -> Member:
         near = [m for m in willing if self.zone and m.endpoint.labels.get("zone") == self.zone]
         best = min(near or willing, key=_order)
+        # A queue nearby is worse than a free slot far away.
         return min(willing, key=_order) if best.full else best
 
     def state_lines(self) -> str:
@@ -171,6 +173,7 @@ def load_in(metrics: bytes) -> Load | None:
     sums: dict[str, float] = {}
     for name, value in _LINE.findall(metrics.decode(errors="replace")):
         if name in known:
+            # A sum over labels: a server may report each of its engines.
             sums[name] = sums.get(name, 0.0) + float(value)
     waiting, running = _first(sums, _WAITING), _first(sums, _RUNNING)
     if waiting is None and running is None:

@@ -81,6 +81,7 @@ class FleetClient(PolicyClient):
         self._fleet = Fleet(zone)
         self._looks: dict[str, asyncio.Task[None]] = {}
         self._due: dict[str, tuple[float, float]] = {}  # when to look again, and the pause
+        # One became ready, or the source is wrong; one was lost, so look at once.
         self._changed, self._hurry = asyncio.Event(), asyncio.Event()
         self._awaited, self._spread = set(endpoints), asyncio.Event()
         self._empty_since: float | None = None
@@ -118,6 +119,7 @@ class FleetClient(PolicyClient):
                 member = await self._member(session)
                 member.sent(samples)
                 try:
+                    # No gate: its place among the requests in flight is taken above.
                     data = await self._attempt(member.url, method, path, body, gate=nullcontext())
                     await self._check_sampled(member, data)
                     return data
@@ -126,6 +128,7 @@ class FleetClient(PolicyClient):
                     if failures >= self._attempts_max:
                         raise
                 finally:
+                    # Also of a request that was cancelled, or it would count as work for ever.
                     member.answered(samples)
                     member.not_before = self._not_before.get(member.url, 0.0)
                 await asyncio.sleep(_pause_s(failures))
@@ -160,6 +163,7 @@ class FleetClient(PolicyClient):
                     f"(inference.fleet_timeout_s): {self._fleet.state_lines()}. To go on, "
                     f"{self._source.advice} and run again: nothing is lost"
                 )
+            # No await since `choose`, so no change is missed.
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)

@@ -108,6 +108,7 @@ class EndpointSource:
             ) from None
         for number, line in enumerate(lines[:LINES_MAX], 1):
             text = line.partition("#")[0].strip()
+            # No `file:` in a file: one that names itself would have no end.
             if text.startswith(("http://", "https://", "dns:http://")):
                 yield from self._of_entry(text)
             elif text:

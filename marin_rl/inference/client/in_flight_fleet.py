@@ -65,6 +65,7 @@ class InFlightFleetClient(InFlightClient, FleetClient):
     async def _check_ready(self, member: Member) -> None:
         """Prove the version that an endpoint has gone on to. Raises StalePolicy for a wrong one."""
         version = await self._served(member)
+        # Locked, an answer has begun a proof there, and a look does not wait for it.
         if not self._proving[member.url].locked():
             # The next look proves what it has gone on to, and an answer tries again.
             with suppress(EndpointUnavailable):
@@ -107,6 +108,7 @@ class InFlightFleetClient(InFlightClient, FleetClient):
 
         Raises Unproven where it has gone on to another one, StalePolicy for other weights.
         """
+        # One canary at a time: answers that wait here see that their version is proven.
         async with self._proving[member.url]:
             if version in self._proven[member.url]:
                 return
@@ -116,6 +118,7 @@ class InFlightFleetClient(InFlightClient, FleetClient):
             try:
                 answer = await self._ask_canary(member, canary, model)
             except StalePolicy:
+                # The id names a version: a refusal says that another one is loaded by now.
                 raise self._unproven(member, version) from None
             self._check(answer, 1)
             await self._check_canary(member, version, answer, canary)

@@ -117,6 +117,7 @@ class PolicyClient(ChatClient):
                 data = await self._send("POST", request.path, request.body(), request.session)
                 return decode_answer(data)
             except NoSuchRoute:
+                # For good: later requests spare the 404.
                 self._has_chat_tokens = False
         plain = PlainRequest(model=request.model, prompt=prompt_ids, sampling=request.sampling)
         data = await self._send("POST", plain.path, plain.body(), request.session)
@@ -249,6 +250,7 @@ class PolicyClient(ChatClient):
         """Return endpoint `first`, or the next one after it that is not backing off."""
         count, now = len(self._endpoints), time.monotonic()
         candidates = [self._endpoints[(first + step) % count] for step in range(count)]
+        # `min` takes the first of equals, so that free endpoints keep their turn.
         return min(candidates, key=lambda url: max(self._not_before.get(url, 0.0), now))
 
     async def _left_alone(self, url: str) -> None:
@@ -279,6 +281,7 @@ class PolicyClient(ChatClient):
         await self._left_alone(url)
         timeout_s = timeout_s or self._timeout_s
         try:
+            # In this order: the time of an answer begins once the request has its place.
             async with gate or self._in_flight, asyncio.timeout(timeout_s):
                 with self._connected(url).lend() as client:
                     if key is not None:
@@ -356,6 +359,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         at = parsedate_to_datetime(value)
     except ValueError:
         return 0.0
+    # A date in -0000 is parsed without a zone, and is UTC.
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
     return max(0.0, (at - datetime.now(UTC)).total_seconds())
 

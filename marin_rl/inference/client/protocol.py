@@ -115,6 +115,7 @@ def message_body(message: Message) -> dict[str, Any]:
     """Return a message in OpenAI's shape: role and content, and what else it has."""
     body: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
+        # null where there are calls alone, as OpenAI has it
         body["content"] = message.content or None
         body["tool_calls"] = [call_body(call) for call in message.tool_calls]
     if message.tool_call_id is not None:

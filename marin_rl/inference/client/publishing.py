@@ -77,8 +77,10 @@ class Publisher:
             ) from None
         # Requests run on over the pause: without the flag the cache would be left as it is.
         await send("POST", "/reset_prefix_cache?reset_running_requests=true", None)
+        # Before `resume`: the first token of the new weights is to have their label.
         await send("POST", "/update_weight_version", {"new_version": self.label})
         await send("POST", "/resume", None)
+        # One that was restarted in between has other weights, and answered the rest all the same.
         await self.check(send)
 
     async def _update(self, send: Send) -> None:
@@ -101,6 +103,7 @@ class Publisher:
         try:
             done = await send("POST", UPDATE_WEIGHTS_ROUTE, {**body, "flush_cache": True})
         finally:
+            # Also after a failure, or the server would stay paused.
             await send("POST", "/continue_generation", {})
         if _field(done, "success") is False:
             raise StalePolicy(f"did not load {self.folder}: {_field(done, 'message')}")

@@ -73,6 +73,7 @@ def decode_sglang(data: bytes, model: str, prompt_ids: Int32[np.ndarray, " P"]) 
     meta = expect_object(body.get("meta_info"), "meta_info")
     pairs: Any = meta.get("output_token_logprobs")
     try:
+        # Triples of logprob, id and text, which is null unless it is asked for.
         logprobs, ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     except (TypeError, IndexError) as error:
         raise BadResponse(
@@ -86,6 +87,7 @@ def decode_sglang(data: bytes, model: str, prompt_ids: Int32[np.ndarray, " P"]) 
         "policy_versions": meta.get("policy_versions"),
         "finish_reason": reason.get("type") if isinstance(reason, dict) else reason,
     }
+    # A text, and "default" before any weights were loaded.
     version = str(meta.get("weight_version") or "")
     return ChatAnswer(
         model=model,

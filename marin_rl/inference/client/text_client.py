@@ -35,6 +35,7 @@ class TextClient(PolicyClient):
         while (missing := request.n - len(completions)) > 0:
             body = _body(replace(request, n=min(missing, _CHOICES_MAX), prompt_ids=None))
             if seed is not None:
+                # The same seed again would give the same texts again.
                 body["seed"] = seed + len(completions)
             data = await self._send("POST", "/chat/completions", body, request.session)
             answer, choices = read_choices(data)

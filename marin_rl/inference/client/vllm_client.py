@@ -72,6 +72,7 @@ class VllmClient(TokensClient):
         """Raise StalePolicy for tokens of other weights than the model's, or of several."""
         served = parse_served_model_id(self.model)
         if served is None:
+            # A name without a version takes any weights, but one set of them.
             wrong = labels[1:]
         else:
             named = {label: parse_label(label) for label in labels}
@@ -80,6 +81,7 @@ class VllmClient(TokensClient):
                 for label, model in named.items()
                 if model is None
                 or model.weight_version != served.weight_version
+                # In labels of our own servers it is empty, with which every digest begins.
                 or not served.digest.startswith(model.digest)
             ]
         if wrong:

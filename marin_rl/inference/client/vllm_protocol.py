@@ -39,6 +39,7 @@ def parse_label(label: str) -> ServedModel | None:
     if label.isdecimal() and label.isascii():
         return ServedModel(name="_", weight_version=int(label), digest="")
     model = parse_served_model_id(f"_@{label}")
+    # Another name where the label has an `@` of its own.
     return model if model is not None and model.name == "_" else None
 
 
@@ -121,6 +122,7 @@ def spans_of(choice: Mapping[str, Any], tokens: int) -> tuple[Span, ...]:
             raise BadResponse(
                 f"expected weight_versions[] with version, start and end, found {value!r:.80}"
             ) from None
+        # `type` and not `isinstance`: a boolean is an int to Python.
         whole = type(label) is str and type(first) is int and type(last) is int
         if not whole or first != end or last <= first:
             raise BadResponse(
