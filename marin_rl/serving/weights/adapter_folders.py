@@ -67,6 +67,7 @@ def merge(base: Path, adapter: Path, output: Path, dtype: str = "float32") -> st
     The digest is that of the float32 parameters. Raises InputError for folders that are unfit, an
     adapter of another base, or an `output` that has something in it; then nothing is written.
     """
+    # Before anything is read: to load two models may take minutes.
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output} exists: expected a new folder; nothing is overwritten")
     tokenizer, model = load_tokenizer(str(base)), load_hf(base)

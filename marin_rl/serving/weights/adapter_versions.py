@@ -79,10 +79,12 @@ def serve_version(
         # first, so that there is room; names that are no version's are the user's own adapters
         if other not in kept and _is_version_of(other, model):
             adapters.unload(other)
+    # There already where a run that is resumed asks for this version again.
     loaded = adapters.get(name)
     if loaded is None:
         promise = AdapterPromise(weight_version=version, parameters_digest=digest)
         loaded = adapters.load(name, adapter, promise=promise, row=row)
+    # last: until it is loaded the server's own name stands for the one before
     adapters.serve_as_current(name)
     return loaded
 
@@ -150,6 +152,7 @@ def read_base_of(run: Run, version: AdapterVersion, fetch: Fetch | None = None) 
         parameters: Mapping[str, np.ndarray] = read_base(run, version.base_digest, template)
     else:
         parameters = fetch(version.base_digest, parameter_shapes(template))
+        # Only here: `read_base` compares the digest of what it reads itself.
         if (digest := digest_of(parameters)) != version.base_digest:
             raise StalePolicy(
                 f"expected the base with the digest {version.base_digest}, found {digest}"
@@ -178,6 +181,7 @@ class VersionUpdater:
         self._adapters, self._run, self._base = adapters, run, base
         self._inference, self._api_key = inference, api_key
         self._dtype = jnp.dtype(run.config.policy.compute_dtype)
+        # now, for two threads must not use one tokenizer
         self._canary_ids = canary_ids(tokenizer)
 
     def serve(self, version: AdapterVersion) -> None:
@@ -202,6 +206,7 @@ class VersionUpdater:
             f"round {round} of {run.run_id}",
             lambda fetch: read_version(run, round, promised, fetch),
         )
+        # before it is served, by an engine that no request reaches
         rehearse(self._base, self._canary_ids, self._inference, self._dtype, version.adapter)
         self.serve(version)
         return Update(

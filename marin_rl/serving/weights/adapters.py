@@ -125,6 +125,7 @@ class ServedAdapters:
             if adapter is None:
                 known = ", ".join(self._by_name) or "none"
                 raise AdapterGone(f"no adapter {name!r:.200} is loaded; loaded: {known}")
+            # after the name: no new request can come with a number that is gone
             self._engine.adapters.unload(adapter.number)
             return adapter
 
@@ -154,6 +155,7 @@ class ServedAdapters:
             in_place_of=0 if before is None else before.number,
             row=row,
         )
+        # only now: until the engine has it, requests under this name go to the one before
         self._by_name[name] = loaded
         return loaded
 
@@ -162,6 +164,7 @@ class ServedAdapters:
         if name in self._reserved():
             raise NameTaken(f"{name!r} is a name of the base model: give the adapter another one")
         if name in self._by_name and not in_place:
+            # in vLLM's own words
             raise NameTaken(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the "
                 "adapter in place, set 'load_inplace' to True."

@@ -121,6 +121,7 @@ def prove(
     for endpoint, answer in zip(policy.endpoints, answers, strict=True):
         gap = _gap(model, answer, sampling.temperature)
         if not gap.within(tolerance):
+            # first: right weights with numbers from before temperature are no stale policy
             _check_temperature(endpoint, model, answer, sampling.temperature, tolerance)
             actual = _identified(answer, suspects(), sampling.temperature, tolerance)
             raise StalePolicy(
@@ -183,6 +184,7 @@ def rehearse(
             f"the canary was not decoded within {config.request_timeout_s:g} s"
         ) from None
     finally:
+        # also after a time-out, or its thread and its memory would stay
         engine.close()
     if adapter is not None:
         model = with_parameters(model, merged(named_parameters(model), adapter))
@@ -315,6 +317,7 @@ def _rounded_up(length: int) -> int:
 
 @lru_cache(maxsize=1)
 def _scorer() -> Any:
+    # one function for all calls: a new one would compile its programs again
     @filter_jit
     def score(
         model: LmHeadModel,

@@ -198,6 +198,7 @@ def read_folder(path: str, promised: str | None = None, served: Served | None = 
         tokenizer = load_tokenizer(path)
         if served is not None:
             check_tokenizer(served.tokenizer, TokenizerIdentity.of(tokenizer))
+            # by its settings alone: no weights are read for a model that does not fit
             served.architecture.check(hf_template(path))
         model = load_hf(path)
     parameters = {name: np.asarray(array) for name, array in named_parameters(model).items()}
@@ -209,6 +210,7 @@ def read_folder(path: str, promised: str | None = None, served: Served | None = 
 def _readable(path: str) -> Iterator[None]:
     try:
         yield
+    # ours say what is wrong already; a lack of memory is no fault of the folder
     except (MarinRLError, MemoryError):
         raise
     except Exception as error:
@@ -345,8 +347,10 @@ class Places:
         if folder is not None:
             return any(folder.is_relative_to(root) for root in self._folders)
         parts = place.split("/")
+        # fsspec chains file systems by `::`, and `..` would lead out of the root
         if "://" not in place or "::" in place or ".." in parts or "." in parts:
             return False
+        # with the slash: `s3://b/runs-2` is not below `s3://b/runs`
         return any(place.rstrip("/") == url or place.startswith(f"{url}/") for url in self._urls)
 
     def only(self, source: Source) -> Source:

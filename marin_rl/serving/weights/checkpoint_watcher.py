@@ -25,10 +25,10 @@ from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint, round_of
 
 POLL_S = 2.0
-BACK_OFF_MAX_S = 60.0
-REFUSED_FIRST_S = 15.0
+BACK_OFF_MAX_S = 60.0  # between looks at a store that is away
+REFUSED_FIRST_S = 15.0  # before a checkpoint that was refused is read again
 REFUSED_MAX_S = 600.0
-STOP_S = 30.0
+STOP_S = 30.0  # for an update that is under way
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class CheckpointWatcher:
         self._round = round
         self._refused: dict[int, Refusal] = {}
         self._stopping = threading.Event()
+        # a daemon: an update that outlasts STOP_S must not keep the process alive
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
 
     @property
@@ -134,6 +135,7 @@ class CheckpointWatcher:
         """
         target = self._target()
         if target is not None:
+            # unequal, and not larger: a run that is resumed may go back by one
             if target.version != self._round and self._may_try(target.version):
                 self._load(target.version, target.parameters_digest, target.flight)
             return
@@ -184,6 +186,7 @@ class CheckpointWatcher:
         except UpdateRunning:
             return True  # nothing older is wanted either: next time
         except MarinRLError as error:
+            # no fault of the checkpoint: the same one is tried at the next look
             if error.transient:
                 raise
             self._refuse(round, error)

@@ -24,7 +24,7 @@ from marin_rl.inference.flight_tls import TLS_SCHEME, Certificate, tls_failure, 
 from marin_rl.serving.http.addresses import is_loopback
 
 PIECE_BYTES = 16 * 2**20
-FETCH_S = 600.0
+FETCH_S = 600.0  # for all parameters
 
 SCHEMA = pa.schema(
     [
@@ -70,6 +70,7 @@ class WeightServer:
     def offer(self, digest: str, parameters: Mapping[str, Any]) -> None:
         """Hand out these parameters from now on; arrays are copied, for the trainer reuses its."""
         copied = {name: np.array(array, order="C") for name, array in parameters.items()}
+        # One assignment: a call sees the old pair or the new one, never a mix.
         self._server.offered = digest, copied
 
     def keep(self, digest: str, read: Callable[[], Mapping[str, Any]]) -> None:
@@ -108,6 +109,7 @@ class _Token(flight.ServerMiddlewareFactory):
     def start_call(self, _info: Any, headers: Mapping[str, list[str]]) -> None:
         """Raise FlightUnauthenticatedError unless a header has the token."""
         given = [value.encode() for value in headers.get(_TOKEN, [])]
+        # `compare_digest`: the time that it takes says nothing about the token.
         if self._expected is not None and not any(
             hmac.compare_digest(self._expected, value) for value in given
         ):
@@ -117,6 +119,7 @@ class _Token(flight.ServerMiddlewareFactory):
 def _pieces(parameters: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
     for name, value in parameters.items():
         array = np.asarray(value, order="C")
+        # As bytes, with the dtype by name: Arrow has no bfloat16.
         data = array.reshape(-1).view(np.uint8)
         for offset in range(0, max(array.nbytes, 1), PIECE_BYTES):  # one piece of an empty array
             piece = data[offset : offset + PIECE_BYTES]
@@ -186,6 +189,7 @@ def _fill(
         arrays[name] = np.empty(shape, np.dtype(dtype))
     data = np.frombuffer(batch.column("data")[0].as_buffer(), np.uint8)
     place = arrays[name].reshape(-1).view(np.uint8)
+    # In order and without gaps: what is not filled is whatever lay in that memory.
     if offset != filled[name] or offset + len(data) > len(place):
         raise InputError(
             f"parameter {name:.100}: expected byte {filled[name]} next, found {offset}"

@@ -26,7 +26,7 @@ from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity
 
 HEARTBEAT_S = 5.0
-STOP_S = 10.0
+STOP_S = 10.0  # for a heartbeat that is being written
 
 _WILDCARDS = ("0.0.0.0", "::")
 _log = logging.getLogger(__name__)
@@ -80,8 +80,10 @@ class Registration:
     def stop(self) -> None:
         """Withdraw the server: from now on trainers look for it no more."""
         self._stopping.set()
+        # It was never started, and has nothing to withdraw.
         if self._thread.ident is None:
             return
+        # First, or a heartbeat on its way would come after the withdrawal.
         self._thread.join(timeout=STOP_S)
         try:
             self._board.withdraw(self._server)
@@ -99,6 +101,7 @@ class Registration:
 
     def _heartbeat(self) -> Heartbeat:
         stats, now = self._engine.stats.snapshot(), time.monotonic()
+        # Not 0: two heartbeats may come within one tick of the clock.
         passed_s, computed_s = max(now - self._told_at, 1e-9), stats.prefill_s + stats.decode_s
         rate = (stats.tokens - self._tokens) / passed_s
         # A step is counted at its end, so it may have begun before the last heartbeat.

@@ -55,6 +55,7 @@ def from_trainer_or_files(
             result = read(source.fetch)
             _log.info("%s came from %s", name, source.url)
             return result
+        # Either way the digest decides: files give the same parameters, only later.
         except (ConfigError, EndpointUnavailable, InputError, StalePolicy) as error:
             _log.warning("%s is read from files: %s", name, error)
     return read(None)

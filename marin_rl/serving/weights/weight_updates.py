@@ -116,6 +116,7 @@ class WeightUpdater:
         check_positions(model, engine.context_length)
         # all that is asked of the tokenizer is asked now: two threads must not use one
         self._tokenizer = TokenizerIdentity.of(tokenizer)
+        # shapes alone: a reference to the first weights would keep them in memory
         self._template: LmHeadModel = eqx.filter_eval_shape(lambda model: model, model)
         self._canary_ids = canary_ids(tokenizer)
         self._update_lock = threading.Lock()
@@ -170,6 +171,7 @@ class WeightUpdater:
         try:
             with self._recorded(source.kind, source.error_text) as record:
                 loaded = source.read(self._served)
+                # The model itself: what `read` could check before was a template without arrays.
                 self._served.architecture.check(loaded.model)
                 # Before the swap: a model that decodes to something else is never served.
                 rehearse(loaded.model, self._canary_ids, self._config, self._dtype)
@@ -214,8 +216,10 @@ class WeightUpdater:
                 seconds=time.monotonic() - started,
                 ended_at=time.time(),
             )
+            # A lock of its own: a swap in memory may end while an update from disk does.
             with self._stats_lock:
                 self._stats = self._stats.after(update)
+            # Outside of the lock, for it is the caller's code.
             self._on_update(update)
             return update
 
