@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.adapters import (
     AdapterBank,
+    AdapterGone,
     AdapterTable,
     Bank,
     BankSizes,
@@ -157,7 +159,8 @@ class AdapterLoads:
                 self._write(write)
             except Exception as error:  # noqa: BLE001 - the caller of `load` gets it
                 # its row holds what was there before, so no request may name it
-                self._table.remove(write.adapter.number)
+                with suppress(AdapterGone):  # it may have been unloaded before it was written
+                    self._table.remove(write.adapter.number)
                 write.done.set_exception(error)
 
     def _write(self, write: _Write) -> None:

@@ -3,7 +3,7 @@
 Owns the shapes of the bank, which has room for a fixed number of adapters of a fixed rank; an
 adapter's way into a row of it; and the table of rows: an adapter that is unloaded keeps its row
 until the last request that it was submitted for has ended. Leaves out what a layer does with them
-(`low_rank`), when the rows are written (`engine`), and files (`marin_rl.lora`).
+(`low_rank`), when the rows are written (`adapter_loads`), and files (`marin_rl.lora`).
 
 Axes: L layers, r rank of an adapter, n adapters; `in` and `out` are those of a module's matrix.
 """

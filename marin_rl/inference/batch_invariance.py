@@ -46,10 +46,10 @@ class Invariance:
     `slots`: a sequence in any slot of a lane, alone or among others. `prompts`: a prompt in any row
     of a prefill, alone or among others. `shared`: a prompt's cache read once for several slots, or
     by each on its own. `continued`: a position that is decoded, or computed in a piece of a prompt
-    however that is cut; only engines with a prefix cache try it, and where it fails
-    try pieces of one position each: `continued_singly`. `adapters`: a sequence on an adapter,
-    whatever is in the other rows of the bank; only engines with room for adapters try it.
-    `few_adapters`: the same, computed with half of the bank or with all of it.
+    however that is cut; only engines with a prefix cache try it, and where it fails try pieces
+    of one position each: `continued_singly`. `adapters`: a sequence on an adapter, whatever is in
+    the other rows of the bank; only engines with room for adapters try it. `few_adapters`: the
+    same, computed with half of the bank or with all of it.
     """
 
     slots: bool

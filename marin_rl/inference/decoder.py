@@ -8,12 +8,11 @@ sequence is in which slot (`scheduler`, `batch`).
 Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket, K key/value heads,
 G query heads per key/value head, H head size, D width, V vocabulary.
 
-Every slot is computed by the same instructions on
-the same shapes whatever the other slots do, and a masked position adds an exact zero. So the
-numbers of a sequence depend on nothing but its own tokens and the weights, as far as the library
-that multiplies matrices adds up every row in the same order, whichever it is, and blocks of a
-prompt that slots share as those of one slot: that is proven on the machine at hand
-(`batch_invariance`).
+Every slot is computed by the same instructions on the same shapes whatever the other slots do, and
+a masked position adds an exact zero. So the numbers of a sequence depend on nothing but its own
+tokens and the weights, as far as the library that multiplies matrices adds up every row in the same
+order, whichever it is, and blocks of a prompt that slots share as those of one slot: that is proven
+on the machine at hand (`batch_invariance`).
 """
 
 import math

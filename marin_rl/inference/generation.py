@@ -53,7 +53,7 @@ class GenerationRequest:
     logprobs of the model's own distribution (temperature 1 and nothing else applied) next to those
     of the sampling distribution, `score_prompt` for those of the prompt's tokens; only with it may
     `sampling.max_tokens` be 0. `adapter` is the number of the load of the adapter to sample with
-    (`Engine.load_adapter`); 0 is the base model. A `probe` is scheduled before requests that wait.
+    (`Engine.adapters.load`); 0 is the base model. A `probe` is scheduled before requests that wait.
     """
 
     prompt_ids: Int32[np.ndarray, " P"]
@@ -133,7 +133,7 @@ class GenerationResult:
 
     The prompt's scores are that policy's. Of the prompt, `cached_tokens` were not computed again,
     as an earlier request had left them in the cache. Durations are in seconds. With `max_tokens` 0
-    there are no samples, only the scores.
+    samples have no tokens, and end with reason "length": the scores alone are asked for.
     """
 
     samples: tuple[Sample, ...]

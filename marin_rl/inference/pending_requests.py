@@ -43,7 +43,6 @@ class PendingRequests:
 
     def note_cancelled(self, future: "Future[GenerationResult]") -> None:
         """Record that a future was cancelled; called on the thread that cancels it."""
-        # assigned and never or-ed: `|=` reads first, and could undo another thread's assignment
         if future.cancelled():
             with self._changed:
                 self._some_cancelled = True

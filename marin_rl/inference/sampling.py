@@ -239,7 +239,7 @@ class TokenHistory(NamedTuple):
     steps: Int32[Array, ""]
 
 
-def apply_penalties(penalties: Penalties) -> Bool[Array, " S"]:
+def penalised_rows(penalties: Penalties) -> Bool[Array, " S"]:
     """The rows that ask for any penalty."""
     others = (penalties.presence_S != 0) | (penalties.frequency_S != 0)
     return jnp.asarray((penalties.repetition_S != 1) | others)
@@ -250,7 +250,7 @@ def adjust(
 ) -> Float32[Array, "S V"]:
     """Logits after bias, penalties and mask, in this order."""
     # branches on the device: most chunks change no logits, and skip passes over S x V numbers
-    penalised_S = apply_penalties(params.penalties)
+    penalised_S = penalised_rows(params.penalties)
     biased, masked = jnp.any(params.bias.asked_S), jnp.any(params.mask.asked_S)
 
     def adjusted(logits):
@@ -258,7 +258,7 @@ def adjust(
         logits = jax.lax.cond(biased, lambda x: add_bias(x, params.bias), same, logits)
         logits = jax.lax.cond(
             jnp.any(penalised_S),
-            lambda x: apply_penalties_rows(x, params.penalties, past),
+            lambda x: apply_penalties(x, params.penalties, past),
             same,
             logits,
         )
@@ -275,7 +275,7 @@ def add_bias(logits_SV: Float32[Array, "S V"], bias: Bias) -> Float32[Array, "S 
     return logits_SV.at[rows, bias.ids_SB].add(bias.values_SB, mode="drop")
 
 
-def apply_penalties_rows(
+def apply_penalties(
     logits_SV: Float32[Array, "S V"], penalties: Penalties, past: TokenHistory
 ) -> Float32[Array, "S V"]:
     """Logits after the repetition penalty (arXiv:1909.05858), then frequency and presence.
@@ -291,7 +291,7 @@ def apply_penalties_rows(
     out_SV = out_SV - penalties.frequency_S[:, None] * sampled_SV.astype(jnp.float32)
     out_SV = out_SV - jnp.where(sampled_SV > 0, penalties.presence_S[:, None], 0)
     # rows without a penalty keep their logits bit for bit
-    return jnp.where(apply_penalties(penalties)[:, None], out_SV, logits_SV)
+    return jnp.where(penalised_rows(penalties)[:, None], out_SV, logits_SV)
 
 
 def count_tokens(

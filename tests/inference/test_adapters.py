@@ -199,6 +199,21 @@ def test_adapters_that_do_not_fit_are_refused(engine, model, options, message):
     assert engine.adapters.loaded == []
 
 
+def test_a_write_that_fails_after_an_unload_fails_its_load_alone(engine, model, monkeypatch):
+    def unloaded_amid_the_write(*_: object) -> None:
+        (adapter,) = engine.adapters.loaded
+        engine.adapters.unload(adapter.number)
+        raise RuntimeError("no memory")
+
+    expected = bits(result_of(engine, request_of()))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.adapters._bank, "write", unloaded_amid_the_write)
+        with pytest.raises(RuntimeError, match="no memory"):
+            load(engine, adapter_for(model))
+    assert bits(result_of(engine, request_of())) == expected, "the engine goes on"
+    assert result_of(engine, request_of(adapter=load(engine, adapter_for(model)))).samples
+
+
 def test_an_engine_without_room_says_so(model):
     engine = engine_of(model)
     try:

@@ -5,7 +5,9 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from marin_rl.errors import (
 from marin_rl.inference.client.publishing import Publisher, check_complete
 from marin_rl.inference.endpoints import Published
 from marin_rl.inference.endpoints import publish as publish_weights
+from marin_rl.storage.layout import round_name
 
 LABEL = "00003-01234567"
 
@@ -136,8 +139,26 @@ class LateVllm(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def published_to(port: int, root: Path, folder: Path, fleet_timeout_s: float) -> Published:
-    """Publish the weights in `folder` to a vLLM on a port of this machine."""
+@contextmanager
+def vllm(port: int) -> Iterator[int]:
+    """A vLLM on a port of this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", port), LateVllm) as server, ThreadPoolExecutor() as pool:
+        pool.submit(server.serve_forever, 0.02)
+        yield port
+        server.shutdown()
+
+
+def published_to(
+    port: int,
+    root: Path,
+    folder: Path,
+    fleet_timeout_s: float,
+    amid: Callable[[Path], None] = lambda _: None,
+) -> Published:
+    """Publish the weights in `folder` to a vLLM on a port of this machine.
+
+    `amid` is called with the unfinished folder, once the weights are in it.
+    """
     run = small_run(
         root,
         f"inference.endpoints=http://127.0.0.1:{port}/v1",
@@ -149,6 +170,7 @@ def published_to(port: int, root: Path, folder: Path, fleet_timeout_s: float) ->
 
     def save(path: Path) -> None:
         shutil.copytree(folder, path)
+        amid(path)
 
     return publish_weights(run, 3, "0123456789" * 6, tokenizer, save)
 
@@ -161,10 +183,42 @@ def test_a_vllm_that_is_restarted_between_rounds_is_waited_for(
         call = pool.submit(published_to, port, root, folder, 60.0)
         while "is lost" not in caplog.text:
             time.sleep(0.01)
-        with ThreadingHTTPServer(("127.0.0.1", port), LateVllm) as server:
-            pool.submit(server.serve_forever, 0.02)
+        with vllm(port):
             assert call.result(60).endpoints == (f"http://127.0.0.1:{port}/v1",)
-            server.shutdown()
+
+
+def test_an_export_that_another_process_completed_first_is_the_one_that_is_loaded(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def complete_first(partial: Path) -> None:
+        other = partial.with_name(partial.name.removeprefix(".").partition(".")[0])
+        shutil.copytree(folder, other)
+        (other / "of another").touch()
+
+    with vllm(free_port()) as port:
+        published = published_to(port, tmp_path_factory.mktemp("runs"), folder, 60, complete_first)
+    assert published.weights is not None
+    exported = Path(published.weights)
+    assert [path.name for path in exported.parent.iterdir()] == [exported.name]
+    assert (exported / "of another").exists()
+
+
+def test_exports_are_removed_but_for_the_last_two_and_those_under_way(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first, second = f"{round_name(1)}-a", f"{round_name(2)}-b"
+    under_way = f".{round_name(3)}-0123456789012345.99"
+
+    def add_others(partial: Path) -> None:
+        for name in (first, second, f".{second}.7", under_way):
+            partial.with_name(name).mkdir()
+
+    with vllm(free_port()) as port:
+        published = published_to(port, tmp_path_factory.mktemp("runs"), folder, 60, add_others)
+    assert published.weights is not None
+    exported = Path(published.weights)
+    names = {path.name for path in exported.parent.iterdir()}
+    assert names == {second, exported.name, under_way}
 
 
 def test_a_vllm_that_does_not_come_back_ends_in_one_error(

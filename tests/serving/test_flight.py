@@ -25,7 +25,7 @@ from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.adapter_versions import read_base_of, read_version
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
-from marin_rl.serving.weights.flight import PIECE_BYTES, WeightServer, fetch
+from marin_rl.serving.weights.flight import PIECE_BYTES, SCHEMA, WeightServer, fetch
 from marin_rl.serving.weights.trainer_source import trainer_at
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
@@ -95,14 +95,23 @@ def test_parameters_of_another_model_are_refused(
 class Liar(flight.FlightServerBase):
     """Sends a table of its own."""
 
-    table = pa.table({"name": ["square"]})
+    def __init__(self, table: pa.Table) -> None:
+        super().__init__(HERE)
+        self.table = table
 
     def do_get(self, _context: Any, _ticket: flight.Ticket) -> flight.FlightDataStream:
         return flight.RecordBatchStream(self.table)
 
 
-def test_a_stream_of_another_kind_is_refused() -> None:
-    with Liar(HERE) as liar, pytest.raises(InputError, match="expected a row of"):
+@pytest.mark.parametrize(
+    "table",
+    [
+        pa.table({"name": ["square"]}),
+        pa.table([pa.nulls(1, field.type) for field in SCHEMA], schema=SCHEMA),
+    ],
+)
+def test_a_stream_of_another_kind_is_refused(table: pa.Table) -> None:
+    with Liar(table) as liar, pytest.raises(InputError, match="expected a row of"):
         fetch(f"grpc://127.0.0.1:{liar.port}", DIGEST, SHAPES, None)
 
 

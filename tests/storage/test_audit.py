@@ -75,7 +75,7 @@ def test_a_good_round_balances(tmp_path: Path) -> None:
     [
         (
             lambda t: t.slice(1),
-            {"without a disposition": ("g/0",), "in the batches but not told": ("g/0",)},
+            {"without a disposition": ("g/0",), "in the batches and in no disposition": ("g/0",)},
         ),
         (
             lambda t: pa.concat_tables([t, t.slice(3, 1)]),
@@ -91,8 +91,8 @@ def test_a_good_round_balances(tmp_path: Path) -> None:
         (
             lambda t: _set(t, "g/1", "row", 3),
             {
-                "not in the batches where told": ("g/1",),
-                "in the batches but not told": ("g/1",),
+                "not where its disposition says": ("g/1",),
+                "in the batches and in no disposition": ("g/1",),
             },
         ),
         (
@@ -225,17 +225,17 @@ def test_a_wrong_segment_of_a_packed_row_is_named(tmp_path: Path) -> None:
     build_round(run, 0, commit_round(run, 0, [[group("g", [0.0, 1.0, 1.0, 0.0])]]))
     found = _retold(run, lambda table: _set(table, "g/2", "segment", 4))
     assert found.offences == {
-        "not in the batches where told": ("g/2",),
-        "in the batches but not told": ("g/2",),
+        "not where its disposition says": ("g/2",),
+        "in the batches and in no disposition": ("g/2",),
     }
 
 
 @pytest.mark.parametrize(
     ("column", "value", "kind"),
     [
-        ("n_tokens", 99, "told of other tokens"),
-        ("environment", "chat", "told of another environment"),
-        ("policy_version_min", 7, "told of another policy"),
+        ("n_tokens", 99, "disposition of other tokens"),
+        ("environment", "chat", "disposition of another environment"),
+        ("policy_version_min", 7, "disposition of another policy"),
     ],
 )
 def test_rollouts_of_which_the_shards_say_otherwise_are_named(

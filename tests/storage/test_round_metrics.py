@@ -61,6 +61,7 @@ def test_the_first_attempt_is_believed(tmp_path: Path) -> None:
     second = write_round_metrics(run, 0, {"loss": 2.0})
     assert second == first
     assert second.reused
+    assert second.summary == {"loss": 1.0}, "as committed"
     assert read_metrics(run)["loss"].to_pylist() == [1.0]
 
 

@@ -218,6 +218,9 @@ def test_a_checkpoint_becomes_a_folder_that_gives_the_same_logits(run: Run, tmp_
     assert np.abs(logits[0] - logits[1]).max() < 1e-4
     with pytest.raises(InputError, match="is not empty"):
         export_hf(run, 1, tmp_path / "hf")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file: expected a new folder"):
+        export_hf(run, 1, tmp_path / "file")
 
 
 def test_the_commands(run: Run, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from marin_rl.inference.client.fleet_sources import Endpoint
 
 SESSIONS_MAX = 65_536  # the oldest beyond these lose their place: a cache miss, no more
 SLOTS_ASSUMED = 64  # of an endpoint that does not say how many sequences it decodes side by side
+COUNT_MAX = 1e12  # of samples or slots: no server has more
 SHOWN_MAX = 8  # endpoints that an error names
 
 # Numbers in /metrics of marin-rl, vLLM and SGLang, whichever is there.
@@ -172,13 +173,22 @@ def load_in(metrics: bytes) -> Load | None:
     known = {*_WAITING, *_RUNNING, *_SLOTS}
     sums: dict[str, float] = {}
     for name, value in _LINE.findall(metrics.decode(errors="replace")):
-        if name in known:
+        if name in known and (number := _number(value)) is not None:
             # A sum over labels: a server may report each of its engines.
-            sums[name] = sums.get(name, 0.0) + float(value)
+            sums[name] = sums.get(name, 0.0) + number
     waiting, running = _first(sums, _WAITING), _first(sums, _RUNNING)
     if waiting is None and running is None:
         return None
     return Load(waiting=waiting or 0, running=running or 0, slots=_first(sums, _SLOTS))
+
+
+def _number(text: str) -> float | None:
+    """A finite number; None for any other text, as of a proxy or a server that is broken."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if abs(number) < COUNT_MAX else None
 
 
 def _first(values: Mapping[str, float], names: Iterable[str]) -> int | None:

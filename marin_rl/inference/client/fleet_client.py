@@ -77,7 +77,7 @@ class FleetClient(PolicyClient):
         super().__init__(endpoints=endpoints or ("",), **options)
         self._source, self._canary, self._weights = source, canary, weights
         self._fleet_timeout_s, self._probe_s = fleet_timeout_s, probe_s
-        self._unproven_first = set(endpoints)
+        self._proven_by_trainer = set(endpoints)
         self._fleet = Fleet(zone)
         self._looks: dict[str, asyncio.Task[None]] = {}
         self._due: dict[str, tuple[float, float]] = {}  # when to look again, and the pause
@@ -276,8 +276,8 @@ class FleetClient(PolicyClient):
 
     async def _admit(self, member: Member) -> None:
         """Raise StalePolicy, BadResponse or what the client raises unless it serves the policy."""
-        first = member.url in self._unproven_first
-        self._unproven_first.discard(member.url)
+        first = member.url in self._proven_by_trainer
+        self._proven_by_trainer.discard(member.url)
         served = model_ids(await self._probe(member, "GET", "/models"))
         if self._weights is not None:
             await self._send_weights(member, self._weights, first=first)

@@ -54,8 +54,8 @@ class InFlightFleetClient(InFlightClient, FleetClient):
 
     async def _admit(self, member: Member) -> None:
         """Raise StalePolicy or Unproven unless an endpoint serves a version that is proven."""
-        first = member.url in self._unproven_first
-        self._unproven_first.discard(member.url)
+        first = member.url in self._proven_by_trainer
+        self._proven_by_trainer.discard(member.url)
         self._proven[member.url] = set()  # it may have been restarted with anything
         version = await self._served(member)
         if first and version == self._version:

@@ -249,7 +249,7 @@ def _check_temperature(
     """Raise BadResponse where the weights are right, but temperature is not in the numbers."""
     if temperature != 1.0 and _gap(model, answer, 1.0).within(tolerance):
         raise BadResponse(
-            f"{endpoint} tells log-probabilities from before temperature: expected those at "
+            f"{endpoint} reports log-probabilities from before temperature: expected those at "
             f"sampling.temperature ({temperature:g}), which tokens are drawn at and the trainer "
             "scores at. Start vLLM with --logprobs-mode processed_logprobs"
         )

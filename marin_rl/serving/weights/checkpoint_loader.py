@@ -3,10 +3,9 @@
 Owns the two kinds of source, a Hugging Face folder and a committed checkpoint of a run, and what
 must be true of either before its weights may serve anyone: the tokenizer and the architecture are
 those that are served, every number is finite, and the digest of what was read is the one that was
-promised. Also the places that an admin may
-load from: the admin token is no right to have the server read any file of its user, so a place is
-taken only below a root that the server was started with. Leaves out the switch itself
-(`weight_updates`) and the canary (`canary`).
+promised. Also the places that an admin may load from: the admin token is no right to have the
+server read any file of its user, so a place is taken only below a root that the server was started
+with. Leaves out the switch itself (`weight_updates`) and the canary (`canary`).
 """
 
 import dataclasses
@@ -285,8 +284,9 @@ def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
     does; InputError where the folder has something in it, StalePolicy where it reads back as other
     parameters.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"{folder} is not empty: expected a new folder for the checkpoint")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        kind = "is not empty" if folder.is_dir() else "is a file"
+        raise InputError(f"{folder} {kind}: expected a new folder for the checkpoint")
     loaded = read_checkpoint(run, round)
     model = merged_model(loaded.model)
     save_hf(model, tokenizer_for(run.config.policy), folder)

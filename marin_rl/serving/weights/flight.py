@@ -180,6 +180,9 @@ def _fill(
     """Copy a piece to its place. Raises InputError for one that has none."""
     if batch.schema != SCHEMA or batch.num_rows != 1:
         raise InputError(f"expected a row of {SCHEMA.names}, found {batch.schema.names}")
+    absent = [name for name in SCHEMA.names if batch.column(name).null_count]
+    if absent:  # Arrow lets a column that is not nullable have nulls
+        raise InputError(f"expected a row of {SCHEMA.names}, found nulls in {absent}")
     name, dtype, shape, offset = (batch.column(n)[0].as_py() for n in SCHEMA.names[:-1])
     if shapes.get(name) != tuple(shape) or dtype not in ("float32", "bfloat16"):
         raise InputError(

@@ -66,7 +66,7 @@ class Registration:
         self._adapters = adapters
         self._server = secrets.token_hex(8)
         self._every_s, self._started_at = float(every_s), time.time()
-        self._beat, self._tokens, self._computed_s, self._told_at = 0, 0, 0.0, time.monotonic()
+        self._beat, self._tokens, self._computed_s, self._reported_at = 0, 0, 0.0, time.monotonic()
         self._url = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._announce, name="heartbeat", daemon=True)
@@ -102,12 +102,12 @@ class Registration:
     def _heartbeat(self) -> Heartbeat:
         stats, now = self._engine.stats.snapshot(), time.monotonic()
         # Not 0: two heartbeats may come within one tick of the clock.
-        passed_s, computed_s = max(now - self._told_at, 1e-9), stats.prefill_s + stats.decode_s
+        passed_s, computed_s = max(now - self._reported_at, 1e-9), stats.prefill_s + stats.decode_s
         rate = (stats.tokens - self._tokens) / passed_s
         # A step is counted at its end, so it may have begun before the last heartbeat.
         idle = min(1.0, max(0.0, 1 - (computed_s - self._computed_s) / passed_s))
         self._tokens, self._computed_s = stats.tokens, computed_s
-        self._told_at, self._beat = now, self._beat + 1
+        self._reported_at, self._beat = now, self._beat + 1
         return Heartbeat(
             **self._served(),
             server=self._server,

@@ -159,13 +159,13 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _chunk(data: bytes, at: int) -> tuple[ColumnChunk, int]:
     """A column chunk by its metadata, field 3."""
     fields, at = _struct(data, at, {3: (STRUCT, _metadata)})
-    found = fields[3]
+    column = fields[3]
     return ColumnChunk(
-        path=b".".join(found[3]).decode(),
-        physical_type=found[1],
-        values=found[5],
-        uncompressed_bytes=found[6],
-        has_dictionary=11 in found,
+        path=b".".join(column[3]).decode(),
+        physical_type=column[1],
+        values=column[5],
+        uncompressed_bytes=column[6],
+        has_dictionary=11 in column,
     ), at
 
 

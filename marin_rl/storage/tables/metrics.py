@@ -54,7 +54,9 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
     reused = committed != data
     if run.config.trackers.jsonl:
         _append_line(run, round, committed, reused=reused)
-    return SlotRef(slot=key, sha256=digest_of(committed), reused=reused, summary=dict(metrics))
+    # Durations differ from attempt to attempt: progress shows those that are committed.
+    summary = _measured(committed) if reused else dict(metrics)
+    return SlotRef(slot=key, sha256=digest_of(committed), reused=reused, summary=summary)
 
 
 def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
@@ -103,19 +105,28 @@ def _encode(
 
 
 def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:
-    """Append the committed row to metrics.jsonl, once, also after a line that a killed process left
-    cut.
-    """
+    """Append the committed row to metrics.jsonl, once, also after a line that a kill cut."""
     path = run.store.local_path(JSONL_KEY)
     if path is None:
         return
     # Another attempt committed: it may have been killed before it wrote the line.
     if reused and _has_line(path, round):
         return
+    with explained(path, len(data)):
+        _append(path, json_line(_row_of(data)))
+
+
+def _row_of(data: bytes) -> dict[str, Any]:
     reader = TableReader(data, JSONL_KEY, LADDER)
     (row,) = reader.table(reader.schema).to_pylist()
-    with explained(path, len(data)):
-        _append(path, json_line(row))
+    return row
+
+
+def _measured(data: bytes) -> dict[str, float]:
+    """The metrics of a committed row."""
+    return {
+        name: value for name, value in _row_of(data).items() if name not in METRICS_IDENTITY.names
+    }
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

@@ -1,12 +1,13 @@
 """A run as one file: a tar with the digests of its contents, which can be checked anywhere.
 
-The same committed objects always give the same bytes: entries are sorted,
-and carry no times, owners or modes of their own. `contents.json` comes first; its root hash is over
-the name, size and SHA-256 of every other entry.
+The same committed objects always give the same bytes: entries are sorted, and carry no times,
+owners or modes of their own. `contents.json` comes first; its root hash is over the name, size and
+SHA-256 of every other entry.
 """
 
 import hashlib
 import io
+import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         "entries": [[entry.name, entry.bytes, entry.sha256] for entry in entries],
     }
     # Under another name until it is complete: a file at `target` is always a whole archive.
-    partial = target.with_name(f".{target.name}.partial")
+    # and under one of this process's own, for two may write to the same target.
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:

@@ -273,8 +273,8 @@ def _places(
     more = [name for name, count in times.items() if count > expected[name]]
     fewer = [name for name, count in times.items() if count < expected[name]]
     return {
-        **offence("not in the batches where told", sorted(str(x[0]) for x in absent)),
-        **offence("in the batches but not told", sorted(x[0] for x in unreported)),
+        **offence("not where its disposition says", sorted(str(x[0]) for x in absent)),
+        **offence("in the batches and in no disposition", sorted(x[0] for x in unreported)),
         **offence("in the batches more than once", sorted(more)),
         **offence("in the batches without all segments", sorted(fewer)),
     }

@@ -35,8 +35,8 @@ class Balance:
     """The rollouts of one environment and one policy version in a round.
 
     `rollouts` and `tokens` have `GENERATED` and the kinds of dispositions. `mean_length` is that of
-    the completions that were trained on, `length_bias` how much longer
-    (in tokens, on average) the dropped ones are; None where there are none of either.
+    the completions that were trained on, `length_bias` how much longer (in tokens, on average) the
+    dropped ones are; None where there are none of either.
     """
 
     environment: str
@@ -110,9 +110,9 @@ def token_offences(generated: pa.Table, dispositions: pa.Table) -> Mapping[str, 
     ):
         reported[name].append((facts[0], facts[1], facts[2]))
     offences: dict[str, list[str]] = {
-        "told of other tokens": [],
-        "told of another environment": [],
-        "told of another policy": [],
+        "disposition of other tokens": [],
+        "disposition of another environment": [],
+        "disposition of another policy": [],
     }
     for name, environment, version, prompt, completion in _rows(
         generated,

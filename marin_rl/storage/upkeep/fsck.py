@@ -3,8 +3,8 @@
 Every manifest is opened, every part hashed and its schema checked, every parent link followed, in
 threads, for hashing lets go of the interpreter. Commits that no manifest names (shards of an open
 round, metrics) are read whole and written again in memory, which must give the same bytes, and must
-hold what their names say. Nothing is changed, and only a failing store can end
-the search: everything else that is wrong becomes a Fault.
+hold what their names say. Nothing is changed, and only a failing store can end the search:
+everything else that is wrong becomes a Fault.
 """
 
 import json
