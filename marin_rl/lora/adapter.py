@@ -59,6 +59,7 @@ def adapter_of(
     Refused are layers that the base has not, other dimensions, ranks out of range, arrays that are
     missing or too many, and values that are not finite.
     """
+    # Collected for all modules first, so that arrays too many are refused as well as missing ones.
     layers, expected = linear_shapes(shapes), dict[str, tuple[int, ...]]()
     for path, module in modules.items():
         if path not in layers:
@@ -92,11 +93,14 @@ def initial_arrays(
     for path, module in modules.items():
         bound = 1.0 / math.sqrt(math.prod(layers[path].inputs))
         name = a_name(path)
+        # By sha256: Python's own hash of a text differs between processes.
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+        # A generator for each name: adapting one more module changes no other module's values.
         unit = np.random.default_rng([seed, key]).random(
             layers[path].a_shape(module.rank), np.float32
         )
         arrays[name] = (2.0 * unit - 1.0) * np.float32(bound)
+        # With B zero the adapted policy begins as the base itself.
         arrays[b_name(path)] = np.zeros(layers[path].b_shape(module.rank), np.float32)
     return arrays
 
@@ -106,10 +110,12 @@ def policy_digest(base_digest: str, modules: Mapping[str, LoraModule], adapter_d
     tree = {
         "base": base_digest,
         "adapter": adapter_digest,
+        # Not in the arrays' digest: the same A and B at another scale are another policy.
         "modules": {
             path: [module.rank, module.alpha, module.rslora] for path, module in modules.items()
         },
     }
+    # Keys sorted: the order in which modules were listed is no part of the identity.
     text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -126,7 +132,7 @@ def merged(base: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
 def merged_weight(weight: Any, a: Any, b: Any, scale: float) -> Any:
     """W + scale B A of stacked layers, `[L, out..., in...]`; of NumPy's or JAX's arrays."""
     layers, rank = a.shape[:2]
-    change = b.reshape(layers, -1, rank) @ a.reshape(layers, rank, -1)
+    change = b.reshape(layers, -1, rank) @ a.reshape(layers, rank, -1)  # [L, out, in]
     return weight + np.float32(scale) * change.reshape(weight.shape)
 
 

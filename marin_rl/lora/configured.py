@@ -13,6 +13,7 @@ def configured_modules(lora: LoraConfig | None, shapes: Shapes) -> dict[str, Lor
     """
     if lora is None:
         return {}
+    # Ranks and scales are the folder's own: its arrays have no other shapes.
     if lora.init_from is not None:
         return dict(read_peft(lora.init_from, shapes).modules)
     assert lora.rank is not None, "the configuration names a rank or a folder"

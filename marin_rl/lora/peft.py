@@ -31,8 +31,10 @@ from marin_rl.lora.spec import (
 from marin_rl.model_folders import check_model_folder, read_object
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# Far above that of any adapter; bounds what a damaged file makes us parse.
 HEADER_BYTES_MAX = 2**24
 
+# Layers below 10,000 and without leading zeros: one layer has one spelling.
 _KEY = re.compile(
     r"base_model\.model\.model\.layers\.(0|[1-9]\d{0,3})\.([a-z_]+\.[a-z_]+)\.lora_([AB])\.weight"
 )
@@ -50,6 +52,7 @@ _WITHOUT_EFFECT = {
     "runtime_config", "qalora_group_size",
 }  # fmt: skip
 _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")  # others change the base
+# Values by which PEFT says that an option is off; an unknown key is refused at any other.
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "none")
 _DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
@@ -61,6 +64,7 @@ def read_peft(folder: str | Path, shapes: Shapes) -> Adapter:
     that asks for what is not computed here (DoRA, biases, modules saved whole, …).
     """
     path = Path(folder)
+    # Settings before tensors: an adapter of another kind is refused by name, not by its arrays.
     config = _checked_config(path)
     tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
     layers, names = linear_shapes(shapes), _by_name(shapes)
@@ -75,6 +79,7 @@ def read_peft(folder: str | Path, shapes: Shapes) -> Adapter:
         _check_target(path, config, f"model.layers.{match[1]}.{match[2]}")
         parts.setdefault(names[match[2]], {})[int(match[1]), match[3]] = tensor
     modules, arrays = {}, {}
+    # In the base's order, not the file's.
     for weight in (weight for weight in layers if weight in parts):
         modules[weight], a, b = _stacked(path, config, weight, layers[weight], parts[weight])
         arrays |= {a_name(weight): a, b_name(weight): b}
@@ -137,6 +142,7 @@ def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
         if not isinstance(patterns, dict):
             raise InputError(f"{file}: expected {pattern} to be an object")
         for name, value in {key: config.get(key), **patterns}.items():
+            # True is an int to isinstance, and would be read as rank 1.
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise InputError(f"{file}: expected a number for {name!r:.80}, found {value!r:.80}")
             if name != key and not _PATTERN.fullmatch(name):
@@ -166,6 +172,7 @@ def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> An
     """Return what a pattern gives a module, else the setting of all."""
     for text, value in (config.get(pattern) or {}).items():
         plain = text.removeprefix("^").removesuffix("$").replace("\\.", ".")
+        # Without `^` a pattern matches the end of a name, at a dot, as in PEFT.
         if name == plain or (not text.startswith("^") and name.endswith(f".{plain}")):
             return value
     return config[key]
@@ -183,12 +190,14 @@ def _read_tensors(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
         math.prod(layer.a_shape(layer.rank_max)) + math.prod(layer.b_shape(layer.rank_max))
         for layer in linear_shapes(shapes).values()
     )
+    # 4 bytes for each number: float32 is the widest dtype that is read.
     size, bytes_max = file.stat().st_size, HEADER_BYTES_MAX + 4 * full
     if size > bytes_max:
         raise InputError(
             f"{file}: expected at most {bytes_max} bytes for an adapter of this base, found {size}"
         )
     data = file.read_bytes()
+    # safetensors begins with the length of its JSON header, 8 bytes little-endian.
     header = int.from_bytes(data[:8], "little")
     if len(data) < 8 or header > min(HEADER_BYTES_MAX, len(data) - 8):
         raise InputError(
@@ -231,17 +240,19 @@ def _stacked(
             f"{count} layers of the base, found {len(parts)} tensors; use the base that the "
             "adapter was made for, or copy the file again"
         )
+    # PEFT has a rank and an alpha for every layer, one stacked module a single pair.
     single = [_module(config, f"model.layers.{index}.{name}") for index in range(count)]
     for index, module in enumerate(single):
         check_rank(f"model.layers.{index}.{name}", module, layer)
         _check_shapes(folder, f"model.layers.{index}.{name}", module, layer, parts, index)
     widest = max(single, key=lambda module: module.rank)
-    a = np.zeros((count, widest.rank, math.prod(layer.inputs)), np.float32)
-    b = np.zeros((count, math.prod(layer.outputs), widest.rank), np.float32)
+    a = np.zeros((count, widest.rank, math.prod(layer.inputs)), np.float32)  # [L, r, in]
+    b = np.zeros((count, math.prod(layer.outputs), widest.rank), np.float32)  # [L, out, r]
     for index, module in enumerate(single):
         a[index, : module.rank] = parts[index, "A"]
         b[index, :, : module.rank] = parts[index, "B"]
         if module.scale != widest.scale:
+            # The stacked module applies the widest one's scale to all layers.
             b[index] *= np.float32(module.scale / widest.scale)
     return widest, a.reshape(layer.a_shape(widest.rank)), b.reshape(layer.b_shape(widest.rank))
 
@@ -282,6 +293,7 @@ def write_peft(folder: str | Path, adapter: Adapter, base: str | None = None) ->
     """
     path = Path(folder)
     try:
+        # Without exist_ok: of two writers one fails, and neither overwrites the other.
         path.mkdir(parents=True)
     except FileExistsError as error:
         raise InputError(f"{path} exists: expected a new folder; nothing is overwritten") from error
@@ -297,8 +309,8 @@ def _peft_tensors(adapter: Adapter) -> Iterator[tuple[str, np.ndarray]]:
         b = np.asarray(adapter.arrays[b_name(weight)], np.float32)
         for index in range(len(a)):
             key = f"base_model.model.model.layers.{index}.{module_name(weight)}"
-            yield f"{key}.lora_A.weight", a[index].reshape(module.rank, -1)
-            yield f"{key}.lora_B.weight", b[index].reshape(-1, module.rank)
+            yield f"{key}.lora_A.weight", a[index].reshape(module.rank, -1)  # [r, in]
+            yield f"{key}.lora_B.weight", b[index].reshape(-1, module.rank)  # [out, r]
 
 
 def _peft_config(adapter: Adapter, base: str | None) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def quantized_shapes(weight: tuple[int, ...], scheme: str) -> dict[str, tuple[in
     if scheme == "int8":
         return {"codes": (layers, blocks, BLOCKS[scheme]), "scales": (layers, blocks)}
     return {
-        "codes": (layers, blocks, BLOCKS[scheme] // 2),
+        "codes": (layers, blocks, BLOCKS[scheme] // 2),  # two 4-bit codes in a byte
         "scales": (layers, blocks),
         "absmax_steps": (layers, -(-blocks // ABSMAX_BLOCK)),
         "absmax_mean": (layers,),
@@ -84,7 +84,9 @@ def dequantized(arrays: Mapping[str, Any], weight: tuple[int, ...]) -> Float32[n
         # The first half of a block is in the low four bits of its bytes, the second in the high.
         codes = np.concatenate([arrays["codes"] & 15, arrays["codes"] >> 4], axis=-1)
         values = np.asarray(NF4_LEVELS, np.float32)[codes]
+    # [L, n * B], padding included.
     flat = (values * _scales(arrays)[..., None]).reshape(weight[0], -1)
+    # The last block of a layer was filled up with zeros, which are no weights.
     return flat[:, : math.prod(weight[1:])].reshape(weight)
 
 
@@ -131,6 +133,7 @@ def _in_blocks(layer: np.ndarray, size: int) -> np.ndarray:
 
 
 def _int8(blocks: np.ndarray) -> Arrays:
+    # 127 and not 128: the codes are symmetric, so that w and -w have the same magnitude.
     scales = np.abs(blocks).max(axis=1) / np.float32(127)
     codes = np.rint(blocks / _divisors(scales)[:, None])
     return {"codes": np.clip(codes, -127, 127).astype(np.int8), "scales": scales}
@@ -139,7 +142,7 @@ def _int8(blocks: np.ndarray) -> Arrays:
 def _nf4(blocks: np.ndarray) -> Arrays:
     absmax = np.abs(blocks).max(axis=1)
     levels = np.asarray(NF4_LEVELS, np.float32)
-    middles = (levels[1:] + levels[:-1]) / 2
+    middles = (levels[1:] + levels[:-1]) / 2  # [15], bounds between neighbouring levels
     codes = np.searchsorted(middles, blocks / _divisors(absmax)[:, None]).astype(np.uint8)
     half = blocks.shape[1] // 2
     return {"codes": codes[:, :half] | (codes[:, half:] << 4), **_absmax_codes(absmax)}
@@ -148,6 +151,7 @@ def _nf4(blocks: np.ndarray) -> Arrays:
 def _absmax_codes(absmax: np.ndarray) -> Arrays:
     # In float64, for the sum of many numbers is rounded as its order has it.
     mean = np.float32(absmax.mean(dtype=np.float64))
+    # No magnitude is negative: less their mean, both signs of the 8 bits are used.
     apart = absmax - mean
     steps = np.abs(_in_blocks(apart, ABSMAX_BLOCK)).max(axis=1) / np.float32(127)
     of_each = np.repeat(steps, ABSMAX_BLOCK)[: len(absmax)]

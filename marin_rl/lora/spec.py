@@ -30,7 +30,7 @@ _INPUT_AXES = {
     "self_attn/q_proj": 1,
     "self_attn/k_proj": 1,
     "self_attn/v_proj": 1,
-    "self_attn/o_proj": 2,
+    "self_attn/o_proj": 2,  # heads and head size
     "mlp/gate_proj": 1,
     "mlp/up_proj": 1,
     "mlp/down_proj": 1,
@@ -133,6 +133,7 @@ def check_rank(name: str, module: LoraModule, layer: LinearShape) -> None:
             f"LoRA rank of {name} is {module.rank}: expected 1 to {layer.rank_max}, the smaller of "
             f"its dimensions {math.prod(layer.outputs)} and {math.prod(layer.inputs)}"
         )
+    # An alpha of 0 gives A and B no gradient.
     if not (math.isfinite(module.alpha) and module.alpha > 0):
         raise InputError(f"LoRA alpha of {name} is {module.alpha}: expected a number above 0")
 
@@ -144,6 +145,7 @@ def linear_shapes(shapes: Shapes) -> dict[str, LinearShape]:
         inputs = _INPUT_AXES.get(path.removeprefix(_STACKED).removesuffix(_WEIGHT))
         if inputs is not None and path.startswith(_STACKED) and path.endswith(_WEIGHT):
             layers, *axes = shape
+            # Input axes are the last in each weight of the table above.
             outputs = tuple(axes[:-inputs])
             result[path] = LinearShape(layers=layers, outputs=outputs, inputs=tuple(axes[-inputs:]))
     return result
