@@ -36,6 +36,7 @@ def discounted_returns(
     reward_T, discount_T = reward_T.astype(np.float64), discount_T.astype(np.float64)
     returns_T = np.empty_like(reward_T)
     following = bootstrap
+    # From the end: each step needs the return of the one after it.
     for t in reversed(range(len(reward_T))):
         following = reward_T[t] + discount_T[t] * following
         returns_T[t] = following
@@ -58,7 +59,9 @@ def gae(
         raise ValueError(f"expected {len(reward_T) + 1} values, found {len(value_T1)}")
     reward_T, discount_T = reward_T.astype(np.float64), discount_T.astype(np.float64)
     value_T1 = value_T1.astype(np.float64)
+    # Temporal differences.
     delta_T = reward_T + discount_T * value_T1[1:] - value_T1[:-1]
+    # Equation 16 is a discounted sum of deltas, so an episode's end cuts it there too.
     return discounted_returns(delta_T, discount_T * lambda_)
 
 
@@ -107,8 +110,11 @@ def statistics(reward_G: Advantages) -> GroupStatistics:
     """Statistics over the last axis, which is kept with a length of 1."""
     valid_G = np.isfinite(reward_G)
     count = valid_G.sum(axis=-1, keepdims=True)
+    # At least 1: a group without valid rewards has a mean of 0, not NaN.
     mean = _total(np.where(valid_G, reward_G, 0.0)) / np.maximum(count, 1)
+    # From the mean, in a second pass: E[x^2] - E[x]^2 cancels for rewards far from 0.
     squares = _total(np.where(valid_G, (reward_G - mean) ** 2, 0.0))
+    # [*P, 1]; inf where none is valid.
     low = np.min(reward_G, axis=-1, keepdims=True, where=valid_G, initial=np.inf)
     high = np.max(reward_G, axis=-1, keepdims=True, where=valid_G, initial=-np.inf)
     spread = np.subtract(high, low, out=np.zeros_like(low), where=count > 0)
@@ -140,6 +146,7 @@ def rloo(reward_G: Rewards) -> Advantages:
     """
     reward_G = rewards_array(reward_G)
     of = statistics(reward_G)
+    # r_i less the mean of the others is n / (n - 1) times r_i less the mean of all.
     return _less_baseline(reward_G, of, of.mean) * (of.count / np.maximum(of.count - 1, 1))
 
 
@@ -206,10 +213,11 @@ def pass_at_k(reward_G: Rewards, k: int, threshold: float) -> Advantages:
             f"pass_at_k needs 1 <= k <= the group's valid rewards, found k = {k} and a group of "
             f"{count[count >= 2].min(initial=k)}: lower objective.pass_k"
         )
+    # A missing reward is no success, and by `valid_G` no failure either.
     success_G = np.where(valid_G, reward_G, -np.inf) >= threshold
     failed = (valid_G & ~success_G).sum(axis=-1, keepdims=True)
     none = _subsets_ratio(failed, count, k)  # no success among k: 1 - R
-    others = _subsets_ratio(failed - 1, count - 1, k - 1)
+    others = _subsets_ratio(failed - 1, count - 1, k - 1)  # all of the other k - 1 failed too
     spread = np.sqrt(none * (1 - none))
     # Spread 0: every subset has a success, or none has. Dividing by infinity makes that 0.
     divisor = np.where(spread > 0, spread, np.inf)
@@ -237,6 +245,7 @@ def opo(reward_G: Rewards, tokens_G: Int[np.ndarray, "*P G"]) -> Advantages:
     of, valid_G = statistics(reward_G), np.isfinite(reward_G)
     tokens = _total(np.where(valid_G, tokens_G, 0.0))
     weighed = _total(np.where(valid_G, tokens_G * reward_G, 0.0))
+    # Without any trained token the weights are 0 / 0: the plain mean stands in.
     baseline = np.where(tokens > 0, weighed / np.maximum(tokens, 1), of.mean)
     return _less_baseline(reward_G, of, baseline)
 

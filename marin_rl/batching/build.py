@@ -76,6 +76,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     manifest = rollouts_manifest(run, round, rollouts)
     scalars = _scalar_columns(run, manifest, run.config, reused)
     plan = plan_round(scalars, run.config, round)
+    # Parts lie under the attempt's own name: a crash before the commit leaves no visible batch.
     attempt, slot = new_attempt(), batches_slot(round)
     writer = BatchWriter(run.store, slot, attempt, plan.length)
     for rows in _step_rows(plan, scalars, run, manifest, reused):
@@ -174,6 +175,7 @@ def _step_rows(
     parts = plan.segments
     if plan.is_cut:
         row_groups = map(segments.cut, row_groups)
+        # From here on a row of `scalars` is a segment, as a row of a table that was cut.
         scalars = scalars.select(["rollout_id", "environment"]).take(pa.array(parts.rollout_S))
     if plan.packing is None:
         return fill_steps(plan, scalars, row_groups)
@@ -221,7 +223,9 @@ def _decisive(config: Config) -> dict[str, object]:
         **({"turns": True} if config.objective.estimator.by_token else {}),
         **({"trained_tokens": True} if looks_at_turns(config.objective) else {}),
         **({} if discount is None else {"turn_discount": discount}),
+        # The penalty for length is measured against it.
         "max_tokens": config.sampling.max_tokens,
+        # Groups below it are dropped.
         "group_size_min": config.rollouts.group_size_min,
         **_selecting(config),
         **_reusing(config),
@@ -270,6 +274,7 @@ def _scalar_columns(
         keep = (*columns, *read, *(VERSION_COUNTS if versions else ()))
         row_groups = (with_scores(table, settings, keep) for table in row_groups)
     if share:
+        # Before `with_turns`, which drops the mask that leads are read from.
         row_groups = map(segments.with_leads, row_groups)
     if by_turn:
         row_groups = map(with_turns, row_groups)

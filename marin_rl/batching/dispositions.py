@@ -121,6 +121,7 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
         disposition_N=np.where(drops.left_N, "consumed", drops.kind_N),
         reason_N=drops.reason_N,
         reward_N=reward_N,
+        # Computed with what is dropped late, which is in its group's baseline and not trained on.
         advantage_N=np.where(drops.left_N, advantages.advantage_N, 0.0),
         group_N=group_N,
         turns=advantages.turns,
@@ -179,6 +180,7 @@ def _select(
     config: Config,
 ) -> np.ndarray:
     """Filter groups that the round does not take; True for those that it takes, `[P]`."""
+    # Groups of which some rollout is left.
     signal_P = np.bincount(group_N[drops.left_N], minlength=groups) > 0
     round_N = numbers(scalars, "round")
     # What a round uses again was chosen before, and is of an earlier round.

@@ -40,7 +40,7 @@ def overlong_penalty(
     0 until the last `buffer` (a share) of `tokens_max` sampled tokens, then growing linearly to
     `penalty` at `tokens_max` (the soft punishment of DAPO, arXiv:2503.14476, eq. 13).
     """
-    before = (1.0 - buffer) * tokens_max
+    before = (1.0 - buffer) * tokens_max  # tokens that cost nothing
     return penalty * np.clip((sampled_N - before) / (buffer * tokens_max), 0.0, 1.0)
 
 

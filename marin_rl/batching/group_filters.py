@@ -61,6 +61,7 @@ def with_scores(table: pa.Table, settings: AsynchronyConfig, keep: Sequence[str]
     assert name is not None, "see `filter_of`"
     groups = _scores(name, table)
     least = GROUP_FILTERS.get(name, -np.inf) if least is None else least
+    # A row group may be empty, where zip(*[]) has nothing to unpack.
     sizes, scores = zip(*groups, strict=True) if groups else ((), ())
     score_n = np.repeat(np.array(scores, np.float64), np.array(sizes, np.int64))
     # A comparison with NaN is false: a group without a score does not pass.
@@ -106,6 +107,7 @@ def _own_score(name: str, function: Callable[[RolloutGroup], Any], group: Rollou
         raise ConfigError(
             f"{_shown(name)} failed on {group.group_id}: {type(error).__name__}: {error}"
         ) from error
+    # Only False itself: a score of 0 is a number that the minimum judges.
     if score is None or score is False:
         return np.nan
     if not isinstance(score, int | float | np.number | np.bool_):
@@ -155,6 +157,7 @@ def _reasonable_length(group: Sequence[Row]) -> float:
     ended = [row["n_completion_tokens"] for row in group if row["status"] == "complete"]
     median = float(np.median(ended)) if ended else 0.0
     low, high = median / LENGTHS_APART, median * LENGTHS_APART
+    # Of all members: one that was cut off counts as unreasonable.
     return sum(low <= length <= high for length in ended) / len(group)
 
 

@@ -97,6 +97,7 @@ def _group_tokens(
     """Tokens of each rollout's group within its step, the prompt counted once."""
     _, index = np.unique(np.stack([step_K, group_K]), axis=1, return_inverse=True)
     index = index.reshape(-1)
+    # Float64, exact for counts below 2^53.
     sums = np.bincount(index, weights=sampled_K)[index].astype(np.int64)
     return (sums + prompt_K).tolist()
 
@@ -112,7 +113,7 @@ class _Packer:
 
     def next_step(self) -> None:
         """Begin a step: its rows count from 0."""
-        self._step, self._row = self._step + 1, -1
+        self._step, self._row = self._step + 1, -1  # `_next_row` makes it 0
         self._next_row()
 
     def _next_row(self) -> None:
@@ -135,13 +136,14 @@ class _Packer:
         if self._share:
             self._prompt = group, prompt, self._filled, self._prompts
             self._prompts += 1
+            # The prompt lies before its first completion, whose start is counted after it.
             self._filled += prompt
             self._add(sampled, shared=False)
         else:
             self._add(prompt + sampled, shared=False)
 
     def _add(self, tokens: int, *, shared: bool) -> None:
-        self._segments += 1
+        self._segments += 1  # from 1: 0 is padding
         _, _, column, number = self._prompt or (0, 0, self._filled, 0)
         self._placed.append(
             (self._step, self._row, self._segments, self._filled, column, number, shared)
@@ -218,6 +220,7 @@ class _Rows:
         self._packing, self._kept, self._length, self._step = packing, kept, row_tokens, step
         shape = packing.rows_of(step), row_tokens
         self._arrays = {
+            # Zeroed, for the end of a row stays padding.
             name: np.zeros(shape, np.int32 if name in INTEGER_ARRAYS else np.float32)
             for name in ARRAYS
         }
@@ -225,9 +228,11 @@ class _Rows:
     def put(self, these: slice, table: pa.Table, start: int) -> None:
         """Write the rollouts `these` of the kept, whose tokens are in `table` from row `start`."""
         packing, kept = self._packing, self._kept
+        # Rows as offsets into the flat arrays, which `_write` indexes.
         row_k, prompt_k = packing.row_K[these] * self._length, kept.prompt_K[these]
         sampled_k, shared_k = kept.sampled_K[these], packing.shared_K[these]
         columns = {name: _flat(table, name) for name in ("token_ids", "loss_mask", "logprobs")}
+        # Where each rollout's tokens begin among the flat values.
         source_k = columns["token_ids"][1][kept.index_K[these] - start]
         self._check(columns, kept.index_K[these] - start, prompt_k + sampled_k, table)
         # A shared prompt is written once, by the first rollout of its group.
@@ -262,8 +267,10 @@ class _Rows:
         flat["token_ids"][to] = columns["token_ids"][0][source]
         mask = columns["loss_mask"][0][source].astype(np.int32)
         flat["loss_mask"][to] = mask
+        # 0 off the mask, as in padded rows: such tokens were not sampled by the policy.
         flat["policy_logprobs"][to] = columns["logprobs"][0][source] * mask
         flat["segment_ids"][to] = np.repeat(segment_k, counts_k)
+        # A completion goes on at its prompt's length, whichever column it lies in.
         flat["positions"][to] = np.repeat(first_k, counts_k) + _counted(counts_k)
 
     def _spread(self, to: np.ndarray, these: slice) -> None:

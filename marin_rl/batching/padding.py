@@ -29,6 +29,7 @@ def fill_steps(
     """
     names = scalars["rollout_id"].combine_chunks(), scalars["environment"].combine_chunks()
     kept = np.flatnonzero(plan.kept_S)
+    # The 0 is for the step that is begun after the last one and never filled.
     counts = iter((*plan.rows_of_step, 0))
     step = _Step(plan, next(counts))
     start = 0
@@ -65,10 +66,11 @@ class _Chunk:
         keep = None if kept_s.all() else np.flatnonzero(kept_s)
         mask = _padded(table, "loss_mask", keep, valid, np.int32)
         on = mask.astype(np.float32)
+        # [rows, 1]: one number for all tokens.
         returns = plan.reward_N[rollout_k, None].astype(np.float32)
         if turns.RETURNS in table.column_names:
             returns = _padded(table, turns.RETURNS, keep, valid, np.float32)
-        advantages = plan.advantage_N[rollout_k, None].astype(np.float32)
+        advantages = plan.advantage_N[rollout_k, None].astype(np.float32)  # [rows, 1]
         if turns.ADVANTAGES in table.column_names:
             advantages = _padded(table, turns.ADVANTAGES, keep, valid, np.float32)
         self.arrays = {
@@ -101,6 +103,7 @@ class _Step:
 
     def take(self, chunk: _Chunk, taken: int) -> int:
         """Copy what fits of `chunk` after its first `taken` rows; how many rows that was."""
+        # A row group may end within a step, and a step within a row group.
         count = min(chunk.rows - taken, self.end - self.start - self._step_rows)
         for name, array in self._arrays.items():
             source = chunk.arrays[name][taken : taken + count]
@@ -129,6 +132,7 @@ def _padded(
             "n_completion_tokens"
         )
     padded = np.zeros(valid.shape, dtype)
+    # Boolean indexing goes row by row, the order of the flat values.
     padded[valid] = values
     return padded
 

@@ -50,6 +50,7 @@ class PairTokenizer:
         vocabulary, answers longer than the context, and where no pair is left to train on.
         """
         filled = [self._filled(pair, held_out_fraction) for pair in pairs]
+        # After all are filled: a pair's own split counts before the fraction.
         if all(pair.split == "eval" for pair in filled):
             raise InputError(
                 f"all {len(filled)} pairs are held out: expected some to train on; lower "
@@ -107,7 +108,7 @@ def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
     """True if a prompt's pairs are for evaluation: by a hash of it, so that new pairs move none."""
     # Of the prompt alone: all pairs of a prompt are on one side of the split.
     text = orjson.dumps([[message.role, message.content] for message in messages])
-    part = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
+    part = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64  # in [0, 1]
     return part < fraction
 
 

@@ -76,6 +76,7 @@ class RoundPlan:
         if self.packing is not None:
             return self.packing.step_K, self.packing.row_K, self.packing.segment_K
         rows = np.array(self.rows_of_step, np.int64)
+        # Counts from 0 within each step.
         row_K = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
         return np.repeat(np.arange(len(rows)), rows), row_K, np.ones_like(row_K)
 
@@ -114,6 +115,7 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
     tokens_N = numbers(scalars, "n_prompt_tokens") + numbers(scalars, "n_completion_tokens")
     segments = Segments.of(scalars, tokens_N)
     kept_S = kept_N[segments.rollout_S]
+    # At least 1: a round of which nothing is kept would divide by 0.
     per_step = config.batching.sequences_per_step or max(int(kept_N.sum()), 1)
     # Steps count rollouts: all segments of one are trained on in the same update.
     step_N = (np.cumsum(kept_N) - 1) // per_step
@@ -141,7 +143,9 @@ def bucket(longest: int, config: BatchingConfig) -> int:
     Raises ConfigError where the configured buckets end below it.
     """
     if not config.length_buckets:
+        # Smallest power of two that fits.
         power = max(SHORTEST_BUCKET, 1 << max(longest - 1, 0).bit_length())
+        # Each length is a program to compile: two for a doubling are a compromise with padding.
         between = power * 3 // 4
         return between if between >= max(longest, SHORTEST_BUCKET) else power
     for length in config.length_buckets:

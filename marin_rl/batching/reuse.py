@@ -74,7 +74,7 @@ def reuse_of(run: Run, round: int, config: Config) -> Reuse | None:
     settings = config.replay
     if settings is None:
         return None
-    first = max(0, round - settings.window_rounds)
+    first = max(0, round - settings.window_rounds)  # there is no round below 0
     manifests = {n: committed_manifest(run.store, batches_slot(n)) for n in range(first, round)}
     tables = {number: dispositions_of(run, manifest) for number, manifest in manifests.items()}
     pool = available(tables, round, config)
@@ -101,6 +101,7 @@ def available(tables: Mapping[int, pa.Table], round: int, config: Config) -> lis
         for group in used_groups(tables)
         if group.round >= first
         and group.uses < settings.max_uses
+        # By the oldest policy, as `filters.stale` drops rollouts.
         and round - group.version <= config.staleness_rounds_max
     ]
 
@@ -114,6 +115,7 @@ def used_groups(tables: Mapping[int, pa.Table]) -> list[UsedGroup]:
         rows = dispositions.select(GROUP_COLUMNS)
         rows = rows.filter(pc.equal(rows["disposition"], "consumed"))
         rows = rows.append_column("size", pc.abs(rows["advantage"]))
+        # One thread: with several, the order of sums and so the last bit of a priority may differ.
         groups = rows.group_by("group_id", use_threads=False).aggregate(
             [
                 ("round_generated", "min"), ("environment", "min"), ("policy_version_min", "min"),
@@ -134,7 +136,7 @@ def used_groups(tables: Mapping[int, pa.Table]) -> list[UsedGroup]:
                 environment=row["environment_min"],
                 version=row["policy_version_min_min"],
                 uses=uses[name],
-                priority=row["size_mean"] or 0.0,
+                priority=row["size_mean"] or 0.0,  # null where training makes advantages
             )
             for name, row in firsts.items()
         ),
@@ -191,6 +193,7 @@ def iter_sources(
 
     Raises CorruptObject where a group is not among the rollouts of the round that sampled it.
     """
+    # The order is that of the plan's rollouts: both passes over the shards read by this function.
     yield from iter_row_groups(run, rollouts, columns)
     for round, names in reused.items():
         yield from _iter_groups(run, round, names, columns)
@@ -203,6 +206,7 @@ def _iter_groups(
 
     wanted, seen = pa.array(names, pa.string()), set[str]()
     manifest = rollouts_manifest(run, round)
+    # The filter needs it, the caller may not.
     with_group = tuple(dict.fromkeys((*columns, "group_id")))
     for table in iter_row_groups(run, manifest, with_group):
         chosen = table.filter(pc.is_in(table["group_id"], wanted))
@@ -231,6 +235,7 @@ def reuse_metrics(
     names = {name for of_round in reuse.groups.values() for name in of_round}
     staying, there = {group.group_id for group in after}, {group.group_id for group in before}
     left = [group for group in before if group.group_id not in staying]
+    # `uses` are those before this round, which may have been the last one.
     used_up = {group.group_id for group in left if group.uses + (group.group_id in names) >= most}
     counts = {
         "pool": after,

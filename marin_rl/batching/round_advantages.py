@@ -151,6 +151,7 @@ def whitened(
     """`(v - mean) / sqrt(var + 1e-8)` of values that each count `count_N` times; ddof 1."""
     value_N, total = value_N.astype(np.float64), int(count_N.sum())
     mean = float((value_N * count_N).sum()) / max(total, 1)
+    # As if each value were repeated `count_N` times, without the memory for it.
     squares = float((np.square(value_N - mean) * count_N).sum())
     return (value_N - mean) / np.sqrt(squares / max(total - 1, 1) + WHITENING_VARIANCE_MIN)
 
@@ -172,6 +173,7 @@ def _scaled(
         case "batch_std":
             return advantage_N / (_std(reward_N[valid_N]) + choice.epsilon)
         case "batch_whitening":
+            # Valid ones alone: the 0 of a missing reward would pull mean and std.
             values = advantage_N[valid_N]
             centred_N = advantage_N - (values.mean() if len(values) else 0.0)
             return np.where(valid_N, centred_N / (_std(values) + choice.epsilon), 0.0)
@@ -183,4 +185,4 @@ def _scaled(
 
 
 def _std(values: np.ndarray) -> float:
-    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0  # ddof 1 of one value is 0 / 0

@@ -60,14 +60,17 @@ def with_version_sums(table: pa.Table) -> pa.Table:
 
     def summed(value_T: np.ndarray) -> np.ndarray:
         """The sums of a number of tokens, by rollout of several policies."""
+        # Differences of one running sum, exact in int64, in place of a loop over rollouts.
         return np.diff(np.append(0, np.cumsum(value_T * sampled_T))[ends])
 
     oldest_N, newest_N = (
         _column(table, f"policy_version_{end}").astype(np.int64) for end in ("min", "max")
     )
+    # Of one policy all tokens have its version; those of several are overwritten below.
     sums_N = oldest_N * _column(table, "n_completion_tokens").astype(np.int64)
     sums_N[several_N] = summed(version_T)
     kept_N, continued_N = np.zeros_like(sums_N), np.zeros_like(sums_N)
+    # Sampled before the newest policy.
     kept_N[several_N] = summed(version_T < np.repeat(newest_N[several_N], counts))
     continued_N[several_N] = summed(version_T > np.repeat(oldest_N[several_N], counts))
     table = table.drop_columns("policy_versions")
@@ -183,6 +186,7 @@ def mode_metrics(
     }
     sampled_N = ~unfinished_N & (disposition_N != "failed")
     if kept_N.any() and sampled_N.any():
+        # In tokens; below 0 where the selection prefers short completions.
         bias = length_N[kept_N].mean() - length_N[sampled_N].mean()
         result["selection/length_bias"] = float(bias)
     return result

@@ -61,7 +61,7 @@ def with_leads(table: pa.Table) -> pa.Table:
     tokens_N = mask.value_lengths().to_numpy().astype(np.int64)
     count_N, tokens_S = _lengths(table, tokens_N)
     trained = mask.flatten().to_numpy(zero_copy_only=False) != 0
-    ends_S = np.cumsum(tokens_S)
+    ends_S = np.cumsum(tokens_S)  # place after each segment's last token
     # The next trained token from each segment's first on; one without any is all lead.
     places = np.append(np.flatnonzero(trained), len(trained))
     first_S = places[np.searchsorted(places, ends_S - tokens_S)]

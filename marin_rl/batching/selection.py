@@ -62,6 +62,7 @@ def select_groups(
     if SCORE in scalars.column_names:
         score_P[group_N] = scalars[SCORE].to_numpy(zero_copy_only=False)
     passing_P = signal_P & ~np.isnan(score_P)
+    # lexsort's last key is its first criterion; the number of a group breaks ties.
     order_P = np.lexsort((np.arange(groups), _rank(scalars, group_N, score_P, settings.select)))
     candidates = order_P[passing_P[order_P]]
     taken_P = np.zeros(groups, bool)
@@ -82,7 +83,7 @@ def _rank(
 ) -> np.ndarray:
     """Numbers by which groups are taken, the lowest first."""
     if select == "best":
-        return -np.nan_to_num(score_P, nan=-np.inf)
+        return -np.nan_to_num(score_P, nan=-np.inf)  # NaN last
     if select is None:
         return np.zeros(len(score_P))  # all alike: by number, as ties are
     # A group is finished with the last of its rollouts.
@@ -103,5 +104,6 @@ def shards_missing(selected: int, shards: int, config: Config) -> Sequence[int]:
     left = per_batch * config.sample_batches_max - shards
     if missing <= 0 or left <= 0:
         return ()
+    # Rounded up; without any taken group there is no yield to go by, so a whole batch.
     wanted = -(-missing * shards // selected) if selected else per_batch
     return range(shards, shards + min(wanted, per_batch, left))

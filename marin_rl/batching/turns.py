@@ -38,6 +38,7 @@ def with_returns(table: pa.Table, reward_n: Float64[np.ndarray, " n"]) -> pa.Tab
     early = _Early.of(table["turns"].combine_chunks(), offsets)
     received_N, some_n = early.received_N, np.diff(offsets) > 0
     left_n = np.nan_to_num(reward_n) - early.sum_n
+    # At the last token; an empty rollout has none.
     received_N[offsets[1:][some_n] - 1] += left_n[some_n]
     to_come_N = _to_come(received_N, offsets)
     return _with_lists(table.drop_columns("turns"), RETURNS, to_come_N, offsets)
@@ -57,7 +58,8 @@ def with_turns(table: pa.Table) -> pa.Table:
     rollout_N = np.repeat(np.arange(len(mask)), np.diff(offsets))
     goes_on_N = np.zeros(len(trained_N), bool)
     goes_on_N[1:] = trained_N[:-1] & ~early.ends_N[:-1] & (rollout_N[1:] == rollout_N[:-1])
-    begins_N = trained_N & ~goes_on_N
+    begins_N = trained_N & ~goes_on_N  # first token of each turn
+    # -1 before the first turn of all.
     rollout_U, turn_N = rollout_N[begins_N], np.cumsum(begins_N) - 1
     within_N = turn_N >= 0
     # Tokens before a rollout's first trained one would else count to the last turn of the rollout
@@ -114,6 +116,7 @@ class Turns:
         """`G_u = r_u + discount G_{u+1}` of each turn; NaN where the rollout's reward is."""
         received_U = self.reward_U.copy()
         some_n = np.diff(self.offset_n) > 0
+        # The rest of the rollout's reward is received in its last turn.
         received_U[self.offset_n[1:][some_n] - 1] += (reward_n - self.early_n)[some_n]
         result_U = np.empty_like(received_U)
         for start, end in pairwise(self.offset_n.tolist()):
@@ -148,6 +151,7 @@ class TurnAdvantages:
         trained_N = mask.flatten().to_numpy(zero_copy_only=False) != 0
         first, last = self.turns.offset_n[[start, start + len(mask)]]
         advantage_N = np.zeros(len(trained_N))
+        # Turns are runs of trained tokens, so that their counts add up to the mask's.
         advantage_N[trained_N] = np.repeat(
             self.advantage_U[first:last], self.turns.tokens_U[first:last]
         )
