@@ -201,6 +201,7 @@ class Critic:
         parameters, moments = guarded_update(
             self.optimizer, gradients, state.parameters, state.optimizer, ok
         )
+        # A refused update is no step of its schedule.
         return CriticState(parameters, moments, state.step + ok)
 
     def values(
@@ -281,6 +282,7 @@ def token_gae(
     # The scan starts behind the row's end, in segment 0, which no trained token has.
     nothing_B = jnp.zeros(mask_BT.shape[0], jnp.float32)
     start = nothing_B, nothing_B, jnp.zeros(mask_BT.shape[0], segment_ids_BT.dtype)
+    # [T, B]: scan goes over the first axis.
     columns = tuple(array.T for array in (rewards_BT, values_BT, mask_BT, segment_ids_BT))
     _, advantages_TB = jax.lax.scan(body, start, columns, reverse=True)
     return advantages_TB.T

@@ -35,7 +35,7 @@ PEAK_FLOPS_PER_SECOND = {
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
 }
-PART_OF_A_DEVICE = " MIG "
+PART_OF_A_DEVICE = " MIG "  # not in the table: a slice has only a share of its device's peak
 EMBEDDING = "embeddings/"
 
 
@@ -71,9 +71,10 @@ def training_flops(
     """
     config = model.config
     lengths, starts = lengths_S.astype(np.float64), starts_S.astype(np.float64)
+    # Twice the pairs of query and key that causal attention has.
     pairs = np.square(starts + lengths) - np.square(starts)
     attention = config.num_layers * config.num_heads * config.actual_head_size
-    products = 6.0 * _multiplied(model) * lengths.sum()
+    products = 6.0 * _multiplied(model) * lengths.sum()  # 2 FLOPs forward and 4 backward
     return float(products + 6.0 * attention * pairs.sum())
 
 

@@ -100,7 +100,7 @@ def token_weights(
         case "sequence_mean_token_mean":
             return per_sequence_BT / sequences
         case "sequence_mean_token_sum":
-            return mask_BT / sequences
+            return mask_BT / sequences  # a long completion weighs by its length
         case "sequence_mean_token_sum_norm":
             # One constant for all: division by a sequence's own length would make each token of a
             # long wrong answer cost less, and answers grow longer.
@@ -313,6 +313,7 @@ def kl_estimate(
         case "k3":
             return _k3(d_BT)
         case "k3_k2_gradient":
+            # k2 + (k3 - k2) with the bracket constant: the value is k3's, the derivative k2's.
             k2_BT, k3_BT = jnp.square(d_BT) / 2, _k3(d_BT)
             return k2_BT + jax.lax.stop_gradient(k3_BT - k2_BT)
     raise ValueError(f"expected estimator of k1, k2, k3, k3_k2_gradient: found {estimator}")

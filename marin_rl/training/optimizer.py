@@ -74,7 +74,7 @@ def learning_rate_schedule(settings: AdamW) -> Schedule:
 
     def at(step: ArrayLike) -> Array:
         t = jnp.asarray(step, jnp.float32)
-        factor = jnp.minimum(1.0, (t + 1.0) / max(warmup, 1))
+        factor = jnp.minimum(1.0, (t + 1.0) / max(warmup, 1))  # no warm-up: 1 from step 0 on
         if settings.schedule != "constant":
             assert settings.decay_steps is not None
             # A schedule that ends with its warm-up would divide by 0.
@@ -108,7 +108,7 @@ def make_optimizer(
             b1=settings.beta1,
             b2=settings.beta2,
             eps=settings.epsilon,
-            weight_decay=settings.weight_decay,
+            weight_decay=settings.weight_decay,  # decoupled from the gradient (arXiv:1711.05101)
             mask=mask,
         ),
     )

@@ -35,6 +35,7 @@ def _by_segment(
     segments = segment_ids_BT.shape[1] + 1
 
     def of_row(values_T: Array, ids_T: Array) -> Array:
+        # Static under jit: a number of segments that depends on the data has no shape.
         return reduce(values_T, ids_T, num_segments=segments)[ids_T]
 
     return jax.vmap(of_row)(jnp.asarray(values_BT), jnp.asarray(segment_ids_BT))

@@ -174,12 +174,14 @@ def _completion_mismatch(logprobs: Array, rows: StepArrays) -> Mapping[str, Arra
     share = sequence_shares(rows.mask, rows.segment_ids)
     count = trained_sequences(rows.mask, rows.segment_ids)
     apart = segment_sums(on_mask(logprobs - rows.policy_logprobs, rows.mask), rows.segment_ids)
+    # Mean log-probability of each completion.
     sampler = segment_sums(share * on_mask(rows.policy_logprobs, rows.mask), rows.segment_ids)
 
     def mean(values: Array) -> Array:
         return jnp.sum(jnp.where(rows.mask, share * values, 0.0)) / count
 
     return {
+        # The trainer's mean is the sampler's plus their mean difference.
         "sampling/perplexity/trainer": mean(jnp.exp(-sampler - apart * share)),
         "sampling/perplexity/sampler": mean(jnp.exp(-sampler)),
         "sampling/perplexity/ratio": mean(jnp.exp(-apart * share)),
@@ -266,6 +268,7 @@ def beyond_bounds(
             below_BT = none_BT if lowest is None else ratios_BT < 1 - lowest
             return Beyond(below_BT, ratios_BT > 1 + high)
         case "dppo":
+            # By probability, not by its log.
             moved_BT = jnp.exp(logprobs_BT) - jnp.exp(old_logprobs_BT)
             return Beyond(moved_BT < -low, moved_BT > high)
         case "dppo_kl":

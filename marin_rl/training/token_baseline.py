@@ -89,6 +89,7 @@ def round_token_advantages(
         sequences.append(start + rollouts_of_tokens(batch, mask_BT))
         returns.append(batch.returns[np.nonzero(mask_BT)].astype(np.float64))
         flat_weights.append(weight.reshape(mask_BT.shape)[mask_BT].astype(np.float64))
+        # Numbers of rollouts go on from batch to batch, as those of `group_numbers` do.
         start += len({name for row in batch.rollout_ids for name in row})
     advantage_N = token_advantages(
         np.concatenate(returns), np.concatenate(flat_weights), np.concatenate(sequences), group_S
@@ -115,19 +116,19 @@ def token_advantages(
     """
     count_S = np.bincount(sequence_N, minlength=len(group_S))
     first_N = (np.cumsum(count_S) - count_S)[sequence_N]
-    index_N = np.arange(len(sequence_N)) - first_N
+    index_N = np.arange(len(sequence_N)) - first_N  # t, from 0, of each completion's tokens
     # Running sums of each completion, as differences of one over all; in float64, for they cancel.
     before_N = np.append(0.0, np.cumsum(weight_N))
     total_N = before_N[1:] - before_N[first_N]
     # A number for each group and index: no index reaches the factor.
     places = group_S[sequence_N] * (int(count_S.max(initial=0)) + 1) + index_N
     _, place_N = np.unique(places, return_inverse=True)
-    count_P = np.bincount(place_N)
+    count_P = np.bincount(place_N)  # completions that reach each index of a group
     # Returns less the lowest of their place: what all have in common must cancel exactly.
     lowest_P = np.full(len(count_P), np.inf)
     np.minimum.at(lowest_P, place_N, return_N)
     above_N = return_N - lowest_P[place_N]
-    total_P = np.bincount(place_N, weights=total_N)
+    total_P = np.bincount(place_N, weights=total_N)  # sums of W
     weighed_P = np.bincount(place_N, weights=total_N * above_N)
     plain_P = np.bincount(place_N, weights=above_N) / count_P
     # `np.where` computes both branches: the inner one keeps 0 / 0 out of the first.

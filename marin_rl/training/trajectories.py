@@ -93,7 +93,7 @@ def rollout_gae(
 
     def gathered(array_BT: np.ndarray) -> np.ndarray:
         result = np.zeros(shape, array_BT.dtype)
-        result[rollout_N, index_N] = array_BT[mask_BT]
+        result[rollout_N, index_N] = array_BT[mask_BT]  # a row per rollout, trained tokens only
         return result
 
     rewards, values, mask = (gathered(array) for array in (rewards_BT, values_BT, mask_BT))
