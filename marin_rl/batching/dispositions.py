@@ -72,7 +72,7 @@ class _Drops:
 
     def add(self, mask_N: np.ndarray, kind: str, reason: str | np.ndarray) -> None:
         """Drop, in place, what the mask holds for and nothing has dropped before."""
-        # The first reason stays, so the order of calls decides: failed, stale, filtered.
+        # The first reason stays, so the order of calls decides (`decide_round`).
         newly_N = mask_N & self.left_N
         self.kind_N[newly_N] = kind
         self.reason_N[newly_N] = reason if isinstance(reason, str) else reason[newly_N]

@@ -1,8 +1,9 @@
 """Filters: pure masks over the rollouts of a round that are dropped, with the reason.
 
-Each mask says "drop". They are applied in this order, and the first that holds gives the reason:
-failed, stale, truncated, short group, no signal, overlong. What is dropped before the groups are
-looked at is left out of its group's baseline too; what is overlong is in it and not trained on.
+Each mask says "drop". Of those here the first that applies gives the reason, in this order: failed,
+stale, truncated, short group, no signal, overlong; `dispositions` has others before and between
+them. What is dropped before the groups are looked at is left out of its group's baseline too; what
+is overlong is in it and not trained on.
 
 Axes: N rollouts of a round, P groups.
 """

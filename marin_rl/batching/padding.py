@@ -112,7 +112,7 @@ class _Step:
         return count
 
     def rows(self, kept: np.ndarray, names: tuple[pa.Array, pa.Array]) -> StepRows:
-        """Rows to be written; `kept` are the indices of the kept rollouts of the round."""
+        """Rows to be written; `kept` are the indices of the kept segments of the round."""
         rollout_ids, environments = (_singletons(n, kept[self.start : self.end]) for n in names)
         return StepRows(arrays=self._arrays, rollout_ids=rollout_ids, environments=environments)
 

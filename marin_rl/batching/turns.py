@@ -113,7 +113,7 @@ class Turns:
     def returns(
         self, reward_n: Float64[np.ndarray, " n"], discount: float
     ) -> Float64[np.ndarray, " U"]:
-        """`G_u = r_u + discount G_{u+1}` of each turn; NaN where the rollout's reward is."""
+        """`G_u = r_u + discount G_{u+1}` of each turn; NaN where the reward is no number."""
         received_U = self.reward_U.copy()
         some_n = np.diff(self.offset_n) > 0
         # The rest of the rollout's reward is received in its last turn.

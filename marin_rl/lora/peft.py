@@ -131,7 +131,7 @@ def _checked_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError unless rank, alpha, their patterns and the kind of scale have their types"""
+    """Raise InputError unless rank, alpha, their patterns and the scale have their types."""
     if not isinstance(config.get("use_rslora", False), bool):
         raise InputError(f"{file}: expected use_rslora true or false")
     for key, pattern, kinds in (
