@@ -45,6 +45,7 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_the_second_round(tmp_path: Path, compilations: list[str]) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     runtime = RunRuntime(run)

@@ -491,6 +491,7 @@ def test_padding_and_step_size_change_nothing_that_is_trained_on(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(ROUND, st.integers(1, 4))
 def test_the_number_of_shards_changes_no_sample(

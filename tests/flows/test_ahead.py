@@ -75,6 +75,7 @@ def test_every_round_is_closed_with_the_evaluation_of_its_checkpoint(
     assert all(row["timing_s/trainer_idle"] >= 0 for row in rows.values())
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_bits(
     undisturbed: tuple[Outcome, list[str]], tmp_path: Path
 ) -> None:

@@ -183,6 +183,7 @@ def test_more_rounds_go_on_from_the_last(played: Played) -> None:
     assert rows[3]["loss"] is not None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_can_be_evaluated_later(played: Played) -> None:
     evaluated = start_evaluate(played.config, 1)
     assert evaluated.slot == "evals/round-00001"
@@ -191,6 +192,7 @@ def test_a_checkpoint_can_be_evaluated_later(played: Played) -> None:
         start_evaluate(played.config, 77)
 
 
+@pytest.mark.slow
 def test_a_cancelled_round_leaves_whole_slots_or_none(
     api: str, played: Played, tmp_path: Path
 ) -> None:

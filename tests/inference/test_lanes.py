@@ -141,6 +141,7 @@ def test_all_lanes_change_weights_between_the_same_two_chunks(model):
         assert sample.policy_versions.tolist() == [1] * 4 + [2] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("itself_compiled_quickly")
 def test_nothing_is_compiled_once_warm_in_any_lane(model):
     engine = engine_of(model, slots=6, lanes=3)

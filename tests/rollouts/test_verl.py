@@ -225,6 +225,7 @@ def test_a_turn_that_verl_cannot_sample_ends_the_episode_with_its_error(
         asyncio.run(relay.relay().play(json.loads(row["extra_info"]["example"]), sample))
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_fails_its_calls(exported: Exported, relay: ModuleType) -> None:
     _, folder, _ = exported
     process = relay.Relay()

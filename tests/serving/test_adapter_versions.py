@@ -72,6 +72,7 @@ def served_id(run: Run, round: int) -> str:
     return served_model_id("policy", round, identity_of(run, ref).parameters_digest)
 
 
+@pytest.mark.slow
 def test_a_run_samples_from_the_base_and_the_adapter_next_to_it(played):
     run, models = played
     base = read_version(run, 0).base_digest

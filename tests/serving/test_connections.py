@@ -357,6 +357,7 @@ def test_a_thousand_requests_down_one_connection_are_answered_in_order(
     assert answers.rstrip().endswith(b'{"status":"ready"}')
 
 
+@pytest.mark.slow
 def test_a_large_unread_answer_does_not_keep_its_connection(
     server: PolicyServer,
 ) -> None:

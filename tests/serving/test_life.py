@@ -101,6 +101,7 @@ def test_a_tokenizer_with_ids_outside_the_vocabulary_is_refused() -> None:
         PolicyServer(tiny_model(), tokenizer, InferenceConfig(), context_length=CONTEXT)
 
 
+@pytest.mark.slow
 def test_the_folders_other_end_tokens_end_completions_too(tmp_path: Path) -> None:
     character_tokenizer().save_pretrained(tmp_path)
     listed = tmp_path / "generation_config.json"

@@ -44,6 +44,7 @@ def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
     assert [bucket.take() for _ in range(4)] == [0, 0, 0, 0.5]
 
 
+@pytest.mark.slow
 @given(
     rate=st.floats(0.01, 1e4),
     burst=st.integers(1, 50),

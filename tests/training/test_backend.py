@@ -64,6 +64,7 @@ def test_the_loop_of_the_documentation_trains_and_commits(tmp_path, monkeypatch,
         np.testing.assert_array_equal(saved[name], array)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_have_no_gradient_and_no_moments_and_the_rest_trains():
     policy = tiny_policy(layers=1)
     model = build_model(policy, VOCAB, 0)

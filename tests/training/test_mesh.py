@@ -179,6 +179,7 @@ def graded(model, head, layout, rows):
     return [found, by_head.weight.array, *by_parameters.values()], grade.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.parametrize("axis", others_slow(["data", "fsdp"], "fsdp"))
 def test_each_device_scores_its_own_rows_and_no_others(axis):

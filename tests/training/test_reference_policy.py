@@ -135,6 +135,7 @@ def test_an_adaptive_coefficient_is_read_off_the_checkpoint_before(debug, tokeni
     assert used[2] != pytest.approx(used[1])
 
 
+@pytest.mark.slow
 def test_a_round_without_batches_keeps_the_adaptive_coefficient(debug, tokenizer):
     config = debug(
         *SETTINGS, "objective.kl_coefficient=0.5", "objective.kl_target=1e-3", "objective.kl_rate=1"

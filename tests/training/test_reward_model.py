@@ -84,6 +84,7 @@ def played(run: Run, tokenizer, steps: Sequence[int] = (0, 20)) -> list[SlotRef]
     return refs
 
 
+@pytest.mark.slow
 def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(begun, tokenizer, tmp_path):
     run, events = begun(), []
     training = RewardModelTraining(run, tokenizer)

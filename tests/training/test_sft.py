@@ -70,6 +70,7 @@ def test_an_example_that_does_not_fit_the_context_is_refused(debug, tokenizer):
         supervised_batch(config, environment, tokenizer, 0)
 
 
+@pytest.mark.slow
 def test_a_file_of_demonstrations_need_not_hold_out_a_row(debug, tokenizer, tmp_path):
     file = tmp_path / "shown.jsonl"
     file.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n')

@@ -193,6 +193,7 @@ def test_an_entropy_bonus_is_that_part_of_the_loss_and_of_the_gradient():
     assert any(np.abs(moved[name] - without[name]).max() > 1e-5 for name in moved)
 
 
+@pytest.mark.slow
 def test_correction_compares_the_trainer_before_its_updates_with_the_sampler():
     choices = {"importance_correction": "truncated", "correction_high": 1.01}
     stage, batch = Stage(objective=ObjectiveConfig(**choices)), random_batch(4)
@@ -215,6 +216,7 @@ def test_correction_compares_the_trainer_before_its_updates_with_the_sampler():
     assert max(np.abs(change).max() for change in first.values()) > 1e-6
 
 
+@pytest.mark.slow
 def test_a_longer_bucket_changes_no_gradient(stage):
     batch = random_batch(5)
     wider = dataclasses.replace(
@@ -319,6 +321,7 @@ def test_an_update_that_is_not_finite_is_refused_whole(stage):
     assert (int(state.refused), int(state.step), float(good["updates/skipped"])) == (0, 1, 0)
 
 
+@pytest.mark.slow
 def test_a_refused_update_leaves_the_average_where_it_is():
     objective = OBJECTIVE.model_copy(update={"reference": "average", "reference_decay": 0.5})
     stage, batch = Stage(objective=objective), random_batch(4)
