@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,26 +140,34 @@ def _exported(
         # hidden until it is complete, and of this process alone
         partial = folder.with_name(f".{folder.name}.{os.getpid()}")
         save(partial)
-        _replace(folder, partial, is_complete)
+        _give_name(partial, folder, is_complete)
     names = sorted(path.name for path in folder.parent.iterdir())
     older = [name for name in names if not name.startswith(".") and name < folder.name]
     # of processes that ended amid an older version: of this one another may be at work
     cut_short = [name for name in names if name.startswith(".") and name[1:] < folder.name]
     for name in (*older[:-1], *cut_short):  # an endpoint may still be reading the last one
-        shutil.rmtree(folder.with_name(name), ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process removes them too
+            shutil.rmtree(folder.with_name(name))
     return folder
 
 
-def _replace(folder: Path, partial: Path, is_complete: Callable[[Path], bool]) -> None:
-    """Give a complete export its name, unless another process was first."""
-    # looked at again: the other's folder may be read by endpoints by now
+def _give_name(partial: Path, folder: Path, is_complete: Callable[[Path], bool]) -> None:
+    """Rename a complete export to `folder`, unless another process was first."""
+    try:
+        partial.rename(folder)  # fails where there is a folder with anything in it
+        return
+    except OSError:
+        if not folder.exists():
+            raise
+    # endpoints may read it by now
     if is_complete(folder):
         shutil.rmtree(partial)
         return
-    if folder.exists():  # cut short by someone: the new one takes its place in two renames
-        folder.rename(partial.with_suffix(".old"))
+    # cut short by someone: the new one takes its place in two renames
+    old = partial.with_suffix(".old")
+    folder.rename(old)
     partial.rename(folder)
-    shutil.rmtree(partial.with_suffix(".old"), ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _exports(run: Run) -> Path:

@@ -109,7 +109,7 @@ def test_one_that_asks_to_be_left_alone_is_and_refused_ones_are_named() -> None:
         # a server or a proxy that is broken
         ("marin_rl_samples_queued -\nmarin_rl_slots_busy e\nmarin_rl_slots 1e999\n", None),
         (
-            "vllm:num_requests_running 1e999\nvllm:num_requests_waiting 2.0\n",
+            "vllm:num_requests_running -3\nvllm:num_requests_waiting 2.0\n",
             Load(waiting=2, running=0, slots=None),
         ),
         ("", None),

@@ -187,20 +187,24 @@ def test_a_vllm_that_is_restarted_between_rounds_is_waited_for(
             assert call.result(60).endpoints == (f"http://127.0.0.1:{port}/v1",)
 
 
-def test_an_export_that_another_process_completed_first_is_the_one_that_is_loaded(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_export_of_another_process_is_loaded_where_it_is_complete_and_else_replaced(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, *, complete: bool
 ) -> None:
-    def complete_first(partial: Path) -> None:
+    def export_first(partial: Path) -> None:
         other = partial.with_name(partial.name.removeprefix(".").partition(".")[0])
         shutil.copytree(folder, other)
         (other / "of another").touch()
+        if not complete:
+            (other / "model.safetensors").unlink()
 
     with vllm(free_port()) as port:
-        published = published_to(port, tmp_path_factory.mktemp("runs"), folder, 60, complete_first)
+        published = published_to(port, tmp_path_factory.mktemp("runs"), folder, 60, export_first)
     assert published.weights is not None
     exported = Path(published.weights)
     assert [path.name for path in exported.parent.iterdir()] == [exported.name]
-    assert (exported / "of another").exists()
+    assert (exported / "of another").exists() == complete
+    assert (exported / "model.safetensors").exists()
 
 
 def test_exports_are_removed_but_for_the_last_two_and_those_under_way(

@@ -183,12 +183,12 @@ def load_in(metrics: bytes) -> Load | None:
 
 
 def _number(text: str) -> float | None:
-    """A finite number; None for any other text, as of a proxy or a server that is broken."""
+    """A count; None for any other text, as of a proxy or a server that is broken."""
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if abs(number) < COUNT_MAX else None
+    return number if 0 <= number < COUNT_MAX else None
 
 
 def _first(values: Mapping[str, float], names: Iterable[str]) -> int | None:

@@ -100,8 +100,8 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         "lineage": _lineage(slot.manifest for slot in inventory.slots if slot.manifest is not None),
         "entries": [[entry.name, entry.bytes, entry.sha256] for entry in entries],
     }
-    # Under another name until it is complete: a file at `target` is always a whole archive.
-    # and under one of this process's own, for two may write to the same target.
+    # Under another name until it is complete: a file at `target` is always a whole archive. It is
+    # a name of this process's own, for two may write to the same target.
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
