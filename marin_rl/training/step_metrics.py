@@ -150,7 +150,7 @@ def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
     # By token and not clamped: an outlier is what these metrics are to show.
     ratio = jnp.exp(difference)
     some = jnp.any(rows.mask)
-    return {
+    metrics = {
         "sampling/logp_difference/mean": _mean(jnp.abs(difference), rows.mask),
         "sampling/logp_difference/max": jnp.max(jnp.abs(difference)),
         # Without a trained token the minimum would be infinite, which no manifest holds.
@@ -166,6 +166,10 @@ def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
         "sampling/chi2/token": _mean(jnp.expm1(2 * difference), rows.mask),
         **_completion_mismatch(logprobs, rows),
     }
+    # A ratio of e^89 overflows float32. No manifest holds an infinity: the metric would be left out
+    # of the rounds that it is there for.
+    largest = jnp.finfo(jnp.float32).max
+    return {name: jnp.minimum(value, largest) for name, value in metrics.items()}
 
 
 def _completion_mismatch(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:

@@ -427,6 +427,19 @@ def test_metrics_by_hand(stage):
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
+def test_a_mismatch_beyond_float32_is_shown_as_its_largest_number(stage):
+    """A token that the sampler gave -200 nats: e^200, of which no manifest holds the infinity."""
+    batch = random_batch(4)
+    apart = np.where(batch.loss_mask == 1, np.float32(-200), batch.policy_logprobs)
+    batch = dataclasses.replace(batch, policy_logprobs=apart)
+    _, found = stage.gradient(batch, 2, ROWS_MAX // 2)
+    largest = float(np.finfo(np.float32).max)
+    overflow = ["importance_ratio/max", "importance_ratio/mean", "chi2/token", "chi2/sequence"]
+    names = ["mismatch_kl", *(f"sampling/{name}" for name in overflow)]
+    assert {name: found[name] for name in names} == dict.fromkeys(names, largest)
+    assert 190 < found["sampling/logp_difference/max"] < 200
+
+
 @pytest.fixture(scope="module")
 def supervised():
     return Stage(objective=None)
