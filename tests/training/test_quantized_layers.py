@@ -88,8 +88,8 @@ def test_a_step_moves_the_adapter_as_on_the_dequantised_base(world, recomputed):
     stepped = _stepped(with_quantized(template, scheme), first, frozen)
     assert set(stepped) == set(first)
     for name, array in expected.items():
-        np.testing.assert_allclose(stepped[name], array, atol=1e-6)
-        assert name.endswith(":A") or np.abs(array).max() > 1e-6
+        np.testing.assert_allclose(stepped[name], array, atol=1e-5)
+        assert name.endswith(":A") or np.abs(array).max() > 0.1
 
 
 def _stepped(template, first, frozen):
