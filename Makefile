@@ -50,7 +50,7 @@ test-vllm: install ## Run a whole run against a real vLLM: make test-vllm VLLM=/
 # A process that starts on one core, as on a machine with one core. No test of a mesh there.
 ONE_CORE := $(BIN)/python -c 'import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
 TWO_DEVICES := --xla_force_host_platform_device_count=2
-BITS := -m pytest -m 'bits and not slow'
+BITS := -m pytest -m 'bits and (isa or not slow)'
 # Where AVX2 is the most that there is, `make test` runs them with it.
 ISA_PASSES := $(if $(shell grep -m 1 avx512f /proc/cpuinfo),isa-avx2) isa-sse4_2 isa-one-core
 PROGRAMS := $(CURDIR)/.pytest_cache/d/marin-rl-programs

@@ -117,10 +117,10 @@ def pytest_collection_finish() -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file without a test of the mark that is asked for: to import all takes 15 s.
 
-    `-m slow` and `-m 'bits and not slow'` ask for what their first word marks. A test has a mark by
-    `pytest.mark` or from `others_slow`, which both leave the word in the file.
+    `-m slow` and `-m 'bits and (isa or not slow)'` ask for what their first word marks. A test has
+    a mark by `pytest.mark` or from `others_slow`, which both leave the word in the file.
     """
-    asked = re.match(r"(slow|bits)\b(?!.* or )", config.option.markexpr)
+    asked = re.fullmatch(r"(slow|bits)( and \([^()]*\))?", config.option.markexpr)
     if asked is None or not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
     marked = rf"(mark\.|others_){asked[1]}\b"

@@ -94,6 +94,7 @@ def masks_of_transformers(tokenizer: Any, messages: list[dict[str, str]]) -> Any
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "marked", "twice"])
 @settings(max_examples=40)
 @given(messages=messages_of, answer=st.text(min_size=1, max_size=30))

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.cases import others_slow
 from support.run_factories import whole_run
 
 from marin_rl.deferred import defer
@@ -97,6 +98,7 @@ def root(tmp_path_factory):
     return str(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [("status",), ("rollouts",), ("lineage", "--round", "0"), ("sql", "select 1")]
 )
@@ -118,12 +120,15 @@ def test_commands_that_read_a_run_import_little(root, command):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ("audit", "run"),
-        ("diff", "run", "run"),
+    others_slow(
+        [
+            ("audit", "run"),
+            ("diff", "run", "run"),
+            ("report", "run", "-o", "page.html"),
+            ("sql", "run", "select * from rollouts, metrics"),
+        ],
         ("report", "run", "-o", "page.html"),
-        ("sql", "run", "select * from rollouts, metrics"),
-    ],
+    ),
 )
 def test_no_reader_imports_pandas(root, command, tmp_path):
     line = ["marin-rl", *command, "--root", root]
@@ -137,6 +142,7 @@ def test_no_reader_imports_pandas(root, command, tmp_path):
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_a_withheld_package_seems_to_be_absent_and_others_do_not():
     program = (
         "import importlib, sys; from marin_rl.deferred import withhold\n"

@@ -161,6 +161,7 @@ def test_a_checkpoints_own_name_is_one_checkpoint(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 2 layers of keys and values of one head of 16, 64 positions: room for two slots, not for three
     monkeypatch.setattr("marin_rl.planning.CACHE_BYTES_MAX", 3 * (2 * 2 * 16 * 64 * 4) - 1)

@@ -38,6 +38,7 @@ def test_the_plain_llama_is_that_of_transformers(name: str, tmp_path: Path) -> N
     np.testing.assert_allclose(found[-1], given["last_logits"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_others_compute_from_an_exported_folder_what_we_do(tmp_path: Path) -> None:
     run = small_run(tmp_path / "runs")
     commit(run, 2, weights(run, 5))

@@ -215,6 +215,7 @@ print(*sorted(name for name in sys.modules if "." not in name))
 """
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_is_refused_before_prefect_and_the_model(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(LOSSES)
     (tmp_path / "run.yaml").write_text(DEBUG.read_text())
@@ -285,6 +286,7 @@ class Shop:
 '''
 
 
+@pytest.mark.slow
 def test_a_template_without_tools_is_refused_before_a_run_with_tools(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "buy {n}"}}\n' for n in range(40)))

@@ -139,6 +139,7 @@ def test_a_round_of_the_past_is_not_served_for_the_present(embedded: RunRuntime)
     embedded.serve(checkpoint)
 
 
+@pytest.mark.slow
 def test_a_remote_endpoint_is_given_the_weights_and_proves_them(
     tmp_path: Path, remote: PolicyServer
 ) -> None:
@@ -287,6 +288,7 @@ def forgetful_server(run: Run, *, renames: bool) -> PolicyServer:
     return server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["renames", "forgets"])
 def test_a_remote_endpoint_that_did_not_reload_stops_the_loop(tmp_path: Path, kind: str) -> None:
     origin = small_run(tmp_path / "origin", f"inference.server.update_roots=[{tmp_path}]")

@@ -117,6 +117,7 @@ def test_a_function_inside_another_is_checked_the_first_time() -> None:
     assert second("3") == "3"
 
 
+@pytest.mark.slow
 def test_threads_that_import_at_once_compile_one_after_the_other() -> None:
     loader = import_hook._JaxtypingLoader(
         "any", "any.py", typechecker=import_hook.Typechecker(None)

@@ -227,6 +227,7 @@ def test_metrics_that_are_damaged_are_named(tmp_path: Path) -> None:
         scan_metrics(tmp_path, "run")
 
 
+@pytest.mark.slow
 def test_a_folder_whose_name_looks_like_a_pattern_is_that_folder(tmp_path: Path) -> None:
     """`a[1]b` is no pattern of `a1b`, and `star*` no pattern that a sibling fits."""
     run = whole_run(str(tmp_path / "starX"), 2, shards=1)

@@ -226,6 +226,7 @@ def test_output_without_end_is_cut_while_it_is_read():
         assert len(getattr(result, stream)) == 10_000
 
 
+@pytest.mark.slow
 def test_time_is_limited_also_for_programs_that_ignore_signals():
     program = "for n in (1, 2, 14, 15, 24): signal.signal(n, signal.SIG_IGN)\n"
     result = play(program + "time.sleep(1000)", sandbox(wall_s=0.5))

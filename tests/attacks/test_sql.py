@@ -132,6 +132,7 @@ def test_unsafe_lifts_the_limits_for_one_query(run: Run, tmp_path: Path) -> None
         sql(run.config.root, "run", f"from '{there}'")
 
 
+@pytest.mark.slow
 def test_the_command_refuses_and_names_the_flag(tmp_path: Path) -> None:
     _run(tmp_path)
     written = tmp_path / "written.csv"

@@ -275,6 +275,7 @@ def test_code_of_the_package_needs_no_trust(tmp_path: Path) -> None:
         check_named(run, run.config, Consent())
 
 
+@pytest.mark.slow
 def test_ones_own_run_has_its_settings_and_a_changed_one_has_not(tmp_path: Path) -> None:
     endpoint = "http://127.0.0.1:9/v1"
     environment = {"name": "chat", "options": {"path": "p.jsonl", "reward": "mine:reward"}}
@@ -337,6 +338,7 @@ def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -
         close_scorers()
 
 
+@pytest.mark.slow
 def test_verified_metrics_of_ones_own_run_are_as_before(tmp_path: Path) -> None:
     run = whole_run(str(tmp_path), 1, evaluated=[0])
     assert [found for found in verify_run(run) if found.metric.startswith("eval/")]

@@ -470,6 +470,7 @@ def test_generated_is_consumed_filtered_stale_and_failed(
     assert_allclose(list(sums.values()), 0.0, atol=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(ROUND, st.sampled_from([(), (16,), (11, 64), (128,)]), st.integers(1, 9))
 def test_padding_and_step_size_change_nothing_that_is_trained_on(

@@ -273,6 +273,7 @@ def test_a_dead_process_is_replaced_and_its_other_episodes_go_on(
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said", others_slow(["hang in C", "child", "stubborn", "wait 3600"], "hang in C")
 )
@@ -285,6 +286,7 @@ def test_a_hanging_step_is_a_timeout_for_itself_alone(
     assert other == ["1 hello", "2 wait 0.1", "3 bye"]
 
 
+@pytest.mark.slow
 def test_the_time_of_others_is_not_charged(impatient: EpisodePool, example: Example) -> None:
     """Six slices of half a second each, in one process, while one waits for a moment."""
     began = time.monotonic()

@@ -142,6 +142,7 @@ def test_a_long_output_keeps_its_beginning_its_errors_and_its_end():
     assert "bc\nTraceback" in text
 
 
+@pytest.mark.slow
 def test_programs_of_a_turn_share_its_time():
     """The second program gets no more than what the first left; the third is not run."""
     environment = made(program_timeout_s=2)
@@ -202,6 +203,7 @@ def test_a_round_with_a_tiny_policy_is_scored_and_played_again(config: Config):
     assert (replays.equal, len(replays.episodes)) == (True, 6)
 
 
+@pytest.mark.slow
 def test_a_difference_of_a_program_is_named_when_it_is_played_again(config: Config):
     def timed(messages: Sequence[Message], member: int) -> str:
         code = "import time; print(time.time_ns())"

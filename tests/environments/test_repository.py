@@ -246,6 +246,7 @@ def own_rows(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [None, "{python} -m pytest -q {tests}"])
 def test_tests_of_pytest_and_by_a_command(tmp_path: Path, interpreter: str, command: str | None):
     clones, row = clone(tmp_path)
@@ -371,6 +372,7 @@ def scripted(messages: Sequence[Message], member: int) -> str:
     return "Done."
 
 
+@pytest.mark.slow
 def test_a_round_with_a_tiny_policy_is_rewarded_and_played_again(tmp_path: Path):
     if (reason := reason_to_skip()) is not None:
         pytest.skip(reason)

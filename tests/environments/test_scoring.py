@@ -194,6 +194,7 @@ def test_a_signature_that_does_not_fit_is_an_error_at_once(config: EnvironmentCo
     scorer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", others_slow(["hang", "hang in C", "catch all"], "hang in C"))
 def test_a_hanging_function_is_interrupted(
     impatient: Scorer, example: Example, trouble: str

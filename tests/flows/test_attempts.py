@@ -61,6 +61,7 @@ def task_runs(flow_run_id: UUID, expected: int) -> list[TaskRun]:
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_an_error_is_reported_in_full_once(api: str) -> None:
     """By the caller of `play_flow`; by the flow where a worker runs it, which has no caller."""
     text = f"round 3, shard 1: 7 of 8 rollouts failed, {'too many ' * 9}\nand a detail"

@@ -71,6 +71,8 @@ def _shards(run: Run) -> list[list[str]]:
     return [[part.name for part in item[0].parts] for item in manifests if item]
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_the_groups_of_a_round_do_not_depend_on_speed(
     undisturbed: tuple[Config, Outcome, list[str]], tmp_path: Path

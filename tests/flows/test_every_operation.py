@@ -154,6 +154,7 @@ def check_states(undisturbed: Undisturbed, root: Path, count: int) -> None:
     assert play(cases, go_on, undisturbed.expected) == []
 
 
+@pytest.mark.slow
 def test_some_crash_states(undisturbed: Undisturbed, tmp_path: Path) -> None:
     check_states(undisturbed, tmp_path, 2)
 

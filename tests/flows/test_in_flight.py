@@ -73,6 +73,7 @@ def mixed(rollouts: list[Rollout]) -> list[Rollout]:
     return [each for each in rollouts if each.policy_version_min < each.policy_version_max]
 
 
+@pytest.mark.slow
 def test_a_run_is_whole_and_knows_the_policy_of_each_token(played: Config) -> None:
     """The speed of the machine decides how many completions a checkpoint comes upon."""
     run = checked(played)
@@ -315,6 +316,7 @@ def vllm_of(config: Config) -> Iterator[VllmStandIn]:
         yield vllm
 
 
+@pytest.mark.slow
 def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
     played: Config,
 ) -> None:

@@ -74,6 +74,7 @@ def test_progress_is_shown_while_it_happens(played: Played) -> None:
     assert {event.round for event in evaluated} >= {0, 2, 3}
 
 
+@pytest.mark.slow
 def test_the_graph_tells_the_round_and_the_shard(played: Played) -> None:
     assert played.flow_run.state_name == "Completed"
     per_round = ["serve", "seal", "process", "train", "publish"]
@@ -172,6 +173,7 @@ def test_a_second_flow_on_the_same_run_is_refused(played: Played) -> None:
         start(played.config)
 
 
+@pytest.mark.slow
 def test_more_rounds_go_on_from_the_last(played: Played) -> None:
     heard: list[ProgressEvent] = []
     with listening(heard.append):

@@ -330,9 +330,9 @@ def answered(status: int) -> PrefectHTTPStatusError:
     ("error", "expected"),
     [
         (answered(503), 2),
-        (answered(429), 2),
+        pytest.param(answered(429), 2, marks=pytest.mark.slow),
         (answered(409), 1),
-        (httpx.ConnectTimeout("no answer"), 2),
+        pytest.param(httpx.ConnectTimeout("no answer"), 2, marks=pytest.mark.slow),
     ],
 )
 def test_work_is_given_out_again_once_the_server_answers(

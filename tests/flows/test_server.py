@@ -43,6 +43,7 @@ def test_no_server_answers_on_a_free_port() -> None:
     assert not healthy(f"http://127.0.0.1:{free_port()}/api")
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Con
     return config, operations.names.seen
 
 
+@pytest.mark.slow
 def test_every_round_takes_its_groups_and_is_closed(
     undisturbed: tuple[Config, list[str]],
 ) -> None:
@@ -66,6 +67,8 @@ def test_every_round_takes_its_groups_and_is_closed(
     assert any(node.startswith("intakes/") for node in trace(run, 1).nodes)
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_all_after_the_rollouts_is_played_again_to_the_same_bits(
     undisturbed: tuple[Config, list[str]], tmp_path: Path

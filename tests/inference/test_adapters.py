@@ -30,6 +30,7 @@ def engine(adapter_engine: Engine) -> Engine:
     return adapter_engine
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_merged_model(engine, model):
     check_against_merged(engine, model)
 
@@ -214,6 +215,7 @@ def test_a_write_that_fails_after_an_unload_fails_its_load_alone(engine, model, 
     assert result_of(engine, request_of(adapter=load(engine, adapter_for(model)))).samples
 
 
+@pytest.mark.slow
 def test_an_engine_without_room_says_so(model):
     engine = engine_of(model)
     try:

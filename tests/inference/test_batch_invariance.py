@@ -88,6 +88,8 @@ def products_alike(spec: DecoderSpec, slots: int) -> bool:
     return True
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(["llama", "llama-gqa"], "llama-gqa"))
 def test_sharing_is_proven_exactly_where_the_products_have_the_same_bits(name):
     """With a single query per key a library has a kernel of its own: most machines refuse it."""
@@ -158,6 +160,8 @@ def test_without_a_folder_the_process_remembers(records, monkeypatch, where):
     assert recorded_proofs() == []
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lacking", others_slow(["shared", "slots", "prompts"], "shared", "prompts")
 )

@@ -29,7 +29,7 @@ from marin_rl.types import Sampling
 
 
 @pytest.mark.usefixtures("itself_compiled_quickly")
-@pytest.mark.parametrize("family", others_slow(FAMILIES, "llama", "qwen3"))
+@pytest.mark.parametrize("family", others_slow(FAMILIES, "llama"))
 def test_logprobs_are_those_of_the_models_own_forward(family):
     model = tiny_model(family)
     engine = engine_of(model)
@@ -94,6 +94,7 @@ def compiled() -> list[int]:
     return [f._cache_size() for f in (*PROGRAMS, score_tokens, compiled_layers)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("itself_compiled_quickly")
 def test_nothing_is_compiled_once_warm(model):
     engine = engine_of(model, slots=6)

@@ -241,6 +241,7 @@ class Between(Future[GenerationResult]):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("itself_compiled_quickly")
 def test_a_cancellation_at_the_end_of_another_request_takes_effect(model):
     engine = engine_of(model, chunk_steps=1)
@@ -294,6 +295,7 @@ def test_an_engine_that_dies_fails_every_waiting_request(model, monkeypatch):
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("itself_compiled_quickly")
 def test_scores_of_a_prompt_are_those_of_the_reported_weights(model):
     engine, other = engine_of(model, slots=1), tiny_model(seed=9)

@@ -107,6 +107,8 @@ def test_a_group_that_finds_few_free_slots_copies_its_prompt_from_a_sibling(mode
         engine.close()
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_siblings_prompt_is_not_shared_across_a_swap(model):
     engine, other = engine_of(model, slots=4, chunk_steps=2), tiny_model(seed=9)
@@ -137,6 +139,7 @@ def test_a_siblings_prompt_is_not_shared_across_a_swap(model):
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("itself_compiled_quickly")
 def test_prompts_that_come_while_others_decode_are_let_in_a_few_at_a_time(model):
     engine = engine_of(model, slots=8, chunk_steps=2)

@@ -272,6 +272,7 @@ def test_a_constraint_that_cannot_be_made_fails_its_request(engine):
     assert engine.active == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", others_slow(FAMILIES, "llama3-rope"))
 def test_a_prompt_is_scored_as_by_the_full_forward(family):
     model = tiny_model(family)
@@ -376,6 +377,8 @@ def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
     ]
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_bitwise_the_same_alone_and_next_to_any_sampling_options(engine):
     rng = random.Random(printed_seed())

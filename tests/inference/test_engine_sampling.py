@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import others_slow
 
 from marin_rl.inference import sampling
 from marin_rl.inference.sampling import Drawn, SlotSampling, filter_logits, seed_words, uniforms
@@ -30,7 +31,7 @@ def slot_sampling(
     )
 
 
-@pytest.mark.parametrize("vocabulary", [2, 7, 103, 512])
+@pytest.mark.parametrize("vocabulary", others_slow([2, 7, 103, 512], 2, 7))
 def test_draws_follow_the_weights(vocabulary):
     rng = np.random.default_rng(vocabulary)
     weights = rng.exponential(size=vocabulary).astype(np.float32)
@@ -80,6 +81,7 @@ def test_top_k_and_top_p_by_hand():
     assert kept(top_k=2, top_p=0.5) == [False, True, False, False]
 
 
+@pytest.mark.slow
 def test_logprobs_are_of_the_distribution_that_was_sampled():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]] * 64))
     tokens, logprobs, *_ = drawn_at(logits, slot_sampling(64, top_k=2), jnp.arange(64))
@@ -98,6 +100,8 @@ def test_greedy_takes_the_likeliest_and_reports_it_at_temperature_one():
     assert float(logprobs[0]) == pytest.approx(np.log(0.4), abs=1e-6)
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_filter_in_one_slot_changes_no_bit_of_the_others():
     logits = jax.random.normal(jax.random.key(0), (6, 300)) * 3

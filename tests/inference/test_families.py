@@ -85,7 +85,7 @@ class Checkpoint(NamedTuple):
     model: LmHeadModel
 
 
-@pytest.fixture(scope="module", params=others_slow(PARTICULARS, "llama-gqa", "qwen3"))
+@pytest.fixture(scope="module", params=others_slow(PARTICULARS, "llama-gqa"))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory) -> Checkpoint:
     golden = json.loads(GOLDEN.read_text())["checkpoints"][request.param]
     assert golden["config"] == config_of(request.param), "run make_hf_golden.py again"
@@ -210,6 +210,7 @@ def test_models_that_cannot_be_decoded_faithfully_are_refused_by_name(family, op
         read_model(tiny_model(family, **options))
 
 
+@pytest.mark.slow
 def test_other_gemmas_are_refused_by_name():
     config = Gemma2Config(
         max_seq_len=64, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4,

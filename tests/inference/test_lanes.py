@@ -70,6 +70,8 @@ def test_lanes_that_cannot_be_are_refused(model):
         lanes_for(2, 8, weights_bytes=1, on_mesh=True)
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_bitwise_the_same_in_every_lane_and_under_any_load(laned):
     rng = random.Random(printed_seed())

@@ -156,6 +156,7 @@ def test_eight_devices_answer_as_one():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
     engine = engine_of(on_mesh(model_of(0), fsdp=2))
@@ -188,6 +189,7 @@ def gathers(program: jax.stages.Lowered) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_model_on_one_device_stays_there():
     spec, weights = read_model(model_of(0))
     engine = engine_of(model_of(0))

@@ -151,6 +151,7 @@ def test_a_turn_that_another_end_token_ended_is_refused() -> None:
         Bridge(tokenizer)(dialogue, end_of(tokenizer), [Message(role="user", content="c")])
 
 
+@pytest.mark.slow
 def test_a_template_beyond_its_limits_is_a_fault() -> None:
     tokenizer = tokenizer_of(next(iter(LOOPS.values())), "</s>")
     dialogue = [Message(role="user", content="a"), Message(role="assistant", content="b")]

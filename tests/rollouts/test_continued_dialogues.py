@@ -9,6 +9,8 @@ from marin_rl.inference.generation import GenerationRequest
 from marin_rl.rollouts.trajectories import GroupRequest
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_second_turn_continues_from_the_cache_of_the_first_with_the_same_bits() -> None:
     environment = EchoTwice(EnvironmentConfig(name="echo"))

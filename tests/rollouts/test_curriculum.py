@@ -121,6 +121,7 @@ def test_an_environment_that_teaches_nothing_is_sampled_less_and_never_forgotten
     assert seen == {"echo": 40, "short": 4}
 
 
+@pytest.mark.slow
 def test_an_example_that_was_always_solved_is_chosen_with_its_weight(tmp_path: Path) -> None:
     """Of four choices two are each example, so one of weight 0.1 has 0.1 / 1.1 of the groups."""
     prompts = tmp_path / "prompts.jsonl"

@@ -203,7 +203,7 @@ def test_rollouts_that_cannot_be_trained_on_are_kept_with_their_reason(
     ("kind", "expected"),
     [
         ("ends", "the environment ended its process"),
-        ("blocks", "took longer than 1 s"),
+        pytest.param("blocks", "took longer than 1 s", marks=pytest.mark.slow),
     ],
 )
 def test_rollouts_whose_process_is_lost_are_kept_with_the_reason(

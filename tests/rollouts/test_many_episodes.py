@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from support.fakes import served_policy
 
 from marin_rl.config import EnvironmentConfig
@@ -77,6 +78,7 @@ class OneToken(ChatClient):
         )
 
 
+@pytest.mark.slow
 def test_thousands_of_episodes_wait_side_by_side() -> None:
     """None gets further before all of them have come, so all are open at the same time."""
 

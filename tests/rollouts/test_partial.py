@@ -366,6 +366,7 @@ def shard_of(root: Path, server: PolicyServer, *items: str) -> list[Rollout]:
 PIECES = ("asynchrony.partial_rollout=true", f"asynchrony.partial_tokens={PIECE}")
 
 
+@pytest.mark.slow
 def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(
     server: PolicyServer, tmp_path: Path
 ) -> None:
@@ -397,6 +398,8 @@ def test_stop_strings_of_the_engine_are_those_of_whole_completions(
         assert [t.content for t in rollout.turns] == [t.content for t in other.turns]
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_stream_that_is_interrupted_ends_in_the_same_bits(
     server: PolicyServer, tmp_path: Path

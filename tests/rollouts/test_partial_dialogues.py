@@ -179,6 +179,7 @@ def reasons(run: Run) -> list[str]:
     return [rollout.error for rollout in rows if rollout.error]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -223,6 +224,8 @@ GAME = (
 )
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_games_of_the_engine_that_are_interrupted_end_in_the_same_bits(tmp_path: Path) -> None:
     with serving(weight_version=0, parameters_digest="ab" * 32) as server:

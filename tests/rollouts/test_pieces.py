@@ -236,6 +236,7 @@ def test_groups_of_a_shard_that_never_ended_go_by_age(
     assert {f.kind for f in check_run(str(tmp_path / "runs"), run.run_id).faults} != set()
 
 
+@pytest.mark.slow
 def test_every_crash_state_keeps_its_finished_groups(
     tmp_path: Path, server: FakePolicyServer, plain: list[dict[str, Any]]
 ) -> None:

@@ -67,6 +67,7 @@ def test_scores_are_written_next_to_the_shards(run: Run) -> None:
     assert kinds == {"missing"}  # the checkpoint that these rollouts pretend to come from
 
 
+@pytest.mark.slow
 def test_versions_count_up_where_the_function_is_another(run: Run, tmp_path: Path) -> None:
     first = rescore_round(run, 0, "my_rewards:length", "mine").table
     assert (first.version, first.reused) == (1, False)
@@ -160,6 +161,7 @@ def test_the_command(run: Run) -> None:
     assert told["table"]["reused"] is True
 
 
+@pytest.mark.slow
 def test_every_table_of_rewards_is_queried_by_its_name_and_version(run: Run) -> None:
     asked = "select name, version, rewards.round, rollout_id, reward from rewards order by all"
     assert sql(run.config.root, run.run_id, asked).is_empty()

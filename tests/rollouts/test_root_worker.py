@@ -348,6 +348,7 @@ def test_the_next_policy_is_proven_before_it_samples(run: Run, server: HeldServe
     assert {body["model"] for body in server.requests if body["max_tokens"] == 1} == {MODEL, model}
 
 
+@pytest.mark.slow
 def test_groups_under_way_go_on_with_a_policy_that_comes_in_flight(
     run: Run, server: HeldServer
 ) -> None:

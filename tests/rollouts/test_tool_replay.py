@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from support.scripted_policies import call, record, write_tokenizer
 from support.templates import QWEN
 
@@ -53,6 +54,7 @@ def test_the_episode_of_the_page_has_tools_and_is_played_again(tmp_path: Path) -
     assert replay_rollouts(run, 0).equal
 
 
+@pytest.mark.slow
 def test_a_tool_that_answers_otherwise_is_named_with_its_message(tmp_path: Path) -> None:
     """A price in a file outside of the run changes after the round."""
     rows, price = tmp_path / "rows.jsonl", tmp_path / "price"

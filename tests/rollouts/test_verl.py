@@ -199,6 +199,7 @@ def _compare(group: RolloutGroup, others: list[dict[str, Any]]) -> None:
         assert other["finish_reason"] == rollout.finish_reason
 
 
+@pytest.mark.slow
 def test_the_reward_file_scores_a_completion(exported: Exported, relay: ModuleType) -> None:
     _, folder, _ = exported
     reward = _loaded(folder / "marin_rl_reward.py")

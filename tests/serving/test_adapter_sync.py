@@ -97,6 +97,7 @@ def test_each_version_has_a_name_and_old_ones_go(root, server):
     assert [name[:11] for name in exported] == ["round-00002", "round-00003"]
 
 
+@pytest.mark.slow
 def test_two_runs_share_a_server_and_leave_each_other_alone(root, server):
     runs = [run_of(root, server, name) for name in ("left", "right")]
     for version in range(3):

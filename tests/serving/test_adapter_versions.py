@@ -86,6 +86,7 @@ def test_a_run_samples_from_the_base_and_the_adapter_next_to_it(played):
     assert read_metrics(run, [1])["weights/bytes"].to_pylist() == [size]
 
 
+@pytest.mark.slow
 def test_lineage_and_status_name_the_adapter_and_its_base(played):
     run, _ = played
     graph, identity = trace(run, 1), identity_of(run, committed(run, checkpoint_slot(1)))
@@ -207,6 +208,8 @@ def registered(run: Run) -> Iterator[PolicyServer]:
             follower.server.stop()
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_registered_followers_sample_each_version_by_name_as_the_run_itself_does(
     played, tmp_path, caplog

@@ -50,6 +50,7 @@ def metric(server: PolicyServer, line: str) -> float:
     return float(values[0]) if values else 0.0
 
 
+@pytest.mark.slow
 def test_a_head_that_trickles_in_is_cut_off(server: PolicyServer) -> None:
     before = metric(server, 'marin_rl_connections_refused_total{reason="header_timeout"}')
     started, answer = time.monotonic(), b""
@@ -161,6 +162,7 @@ def raw_unbuffered(server: PolicyServer) -> socket.socket:
     return connection
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_no_answers_does_not_keep_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -202,6 +202,7 @@ def test_followers_swap_to_weights_from_the_trainer_while_requests_run(
     assert versions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["away", "damaged", "token"])
 def test_files_are_read_where_the_trainer_does_not_give_the_right_weights(
     run: Run,

@@ -73,6 +73,7 @@ def test_a_port_that_is_not_to_be_had_is_an_error_that_names_it(server: PolicySe
         check_address(InferenceConfig(), "127.0.0.1", 70_000)
 
 
+@pytest.mark.slow
 def test_a_server_for_a_while_that_cannot_start_leaves_no_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

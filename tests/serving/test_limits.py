@@ -170,6 +170,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_again() -> None:
         assert asks_well(server)
 
 
+@pytest.mark.slow
 def test_a_request_without_a_slot_in_time_is_a_503_and_leaves_nothing_behind() -> None:
     with serving(ServerConfig(queue_timeout_s=3.0)) as server:
         server.engine.pause()
@@ -183,6 +184,7 @@ def test_a_request_without_a_slot_in_time_is_a_503_and_leaves_nothing_behind() -
         assert (server.engine.queued, server.engine.active) == (0, 0)
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_a_504_and_frees_its_slots() -> None:
     with serving(ServerConfig(request_timeout_s=3.0, samples_max=50_000)) as server:
         assert talk(server, "POST", CHAT, chat_body(max_tokens=1))[0] in (200, 504)  # may compile

@@ -110,6 +110,7 @@ def test_the_rehearsal_tells_an_engine_that_computes_something_else(tmp_path: Pa
         rehearse(model, ids, exact, jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_every_update_is_counted_and_a_failed_one_changes_nothing() -> None:
     model, other = tiny_model(), tiny_model(seed=1)
     updates: list[Update] = []
@@ -144,6 +145,7 @@ def test_every_update_is_counted_and_a_failed_one_changes_nothing() -> None:
     assert engine.policy.parameters_digest == "b" * 64
 
 
+@pytest.mark.slow
 def test_a_server_of_weights_that_the_engine_gets_wrong_does_not_start(tmp_path: Path) -> None:
     run = small_run(tmp_path, "policy.compute_dtype=bfloat16", "inference.canary_tolerance=1e-6")
     commit(run, 0)

@@ -318,6 +318,7 @@ def test_json_of_a_schema(able: openai.OpenAI) -> None:
     assert (answer.message.content or "").lstrip().startswith("{")
 
 
+@pytest.mark.slow
 def test_calls_that_must_be_made_and_their_results(able: openai.OpenAI) -> None:
     asked = JSON_ASK | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     answer = able.chat.completions.create(**asked)

@@ -197,6 +197,7 @@ def once_after_chunks(
     return listen
 
 
+@pytest.mark.slow
 def test_every_token_of_64_running_requests_tells_who_drew_it(
     engine: Engine, models: Any, plain: Pair
 ) -> None:

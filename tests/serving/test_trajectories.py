@@ -372,6 +372,7 @@ def test_an_archive_of_everything_has_the_groups_that_wait(
     assert Receiver(unpacked).environment(0).name == "spell"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gs", "s3"])
 def test_a_queue_in_a_bucket_keeps_a_group_whose_reply_was_lost(kind: str) -> None:
     """The first create of a group takes effect and fails; the second finds another's group."""
@@ -411,6 +412,7 @@ def test_gc_takes_collected_groups_alone_and_numbers_go_on(run: Run, client: htt
     assert first_tokens(run, 1) == [50, 60, 70]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_behind_does_not_fill_places_that_were_collected(
     run: Run, client: httpx.Client
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_run_records_its_code_and_keeps_a_copy(folder: Path, run: Run) -> None
     assert check_run(run.config.root, "run").faults == ()
 
 
+@pytest.mark.slow
 def test_installed_code_is_recorded_with_its_version(folder: Path) -> None:
     options = {"path": "p.jsonl", "reward": "pytest:fail"}
     whole_run(str(folder / "runs"), 0, environment={"name": "chat", "options": options})

@@ -442,6 +442,7 @@ def test_objects_hidden_by_a_bucket_do_not_count_as_missing(
     assert not isinstance(caught.value, ObjectMissing)
 
 
+@pytest.mark.slow
 def test_a_read_survives_two_faults_and_reports_the_third(
     faulty: tuple[Server, ObjectStore, str],
 ) -> None:
@@ -476,6 +477,7 @@ def test_listings_are_complete_over_many_pages(gcs: FakeGCS) -> None:
     assert store.children("x") == [f"{i:02d}" for i in range(7)]
 
 
+@pytest.mark.slow
 def test_large_objects_go_through_in_pieces_and_whole(gcs: FakeGCS) -> None:
     store = open_store("gs://bucket/large", gcs.options)
     data = os.urandom(2**20) * 51

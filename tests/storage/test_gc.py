@@ -397,6 +397,7 @@ def test_the_rule_of_the_configuration_is_asked_after_every_round(tmp_path: Path
     assert all(has_arrays(keeping, number) for number in range(4))
 
 
+@pytest.mark.slow
 def test_after_a_round_only_the_latest_checkpoints_are_looked_at(tmp_path: Path) -> None:
     run = whole_run(str(tmp_path), 4, retention={"checkpoints_last": 2, "checkpoints_every": 3})
     retire(run)

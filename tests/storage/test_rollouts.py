@@ -205,6 +205,7 @@ def test_identity_is_in_the_footer() -> None:
     assert identify_shard(_encoded([group("g", [1.0])], attempt="mine")) == ("mine", FINGERPRINT)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(0, 7))
 def test_a_flipped_bit_is_never_read_as_if_nothing_had_happened(place: int, bit: int) -> None:

@@ -86,6 +86,7 @@ def test_no_law_is_broken_in_many_random_schedules() -> None:
     check(SCHEDULES_SLOW)
 
 
+@pytest.mark.slow
 def test_no_law_of_streams_is_broken_in_random_schedules() -> None:
     """Five workers, trainers and gc over `windowed`, with groups in one piece and in several."""
     check(QUICKLY, "windowed_world")

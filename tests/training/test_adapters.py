@@ -112,7 +112,8 @@ def test_names_of_the_base_stay_and_those_of_the_adapter_follow_them(models):
     assert parameter_shapes(without_adapter(template)) == parameter_shapes(base)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradients_of_b_are_those_of_the_weights_times_a_and_the_base_has_none(models, temperature):
     base, parameters, template, adapter = models
     first = initial_arrays(adapter.modules, parameter_shapes(base), seed=0)
@@ -154,6 +155,7 @@ def _device(arrays):
     return {name: device_array(array) for name, array in arrays.items()}
 
 
+@pytest.mark.slow
 def test_no_gradient_of_a_frozen_head_is_computed():
     """The head is the largest product of a step: its gradient must not be in the program."""
     model = build_model(tiny_policy(tie_embeddings=False, layers=1), VOCAB, 0)
@@ -186,6 +188,8 @@ def played(debug, tokenizer):
     return run, trainer, play(run, trainer, first, range(2))
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_checkpoint_is_the_adapter_its_moments_and_the_digest_of_the_base(played, tokenizer):
     run, trainer, last = played
@@ -232,6 +236,7 @@ def test_rounds_end_in_the_same_bits_however_they_are_interrupted(
     assert replayed.digest == digests[0]
 
 
+@pytest.mark.slow
 def test_engines_serve_the_merged_policy_which_the_adapter_next_to_its_base_proves(played):
     run, trainer, last = played
     loaded = read_checkpoint(run, 2)
@@ -244,6 +249,7 @@ def test_engines_serve_the_merged_policy_which_the_adapter_next_to_its_base_prov
     np.testing.assert_allclose(trained, read, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_merged_checkpoint_is_exported_as_a_model_folder(played, tmp_path):
     run, trainer, _ = played
     export_hf(run, None, tmp_path / "hf")
@@ -278,6 +284,7 @@ def test_a_base_that_is_gone_ends_with_one_error_before_work(played, tokenizer):
         Trainer(run, tokenizer).load(last)
 
 
+@pytest.mark.slow
 def test_a_model_folder_is_the_base_by_its_digest_alone(debug, tokenizer, tmp_path):
     config = debug(*SETTINGS)
     save_hf(build_model(config.policy, len(tokenizer), 5), tokenizer, tmp_path / "hf")
@@ -357,6 +364,7 @@ def test_settings_that_the_base_cannot_have_are_refused_before_work(
     assert committed(run, base_slot()) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", others_slow(["own", "shared"], "shared"))
 def test_a_critic_is_a_second_adapter_or_a_head_on_the_same_base(debug, tokenizer, trunk):
     config = debug(*SETTINGS, "recipe=ppo", f"training.critic.trunk={trunk}")

@@ -104,6 +104,7 @@ def test_frozen_parameters_have_no_gradient_and_no_moments_and_the_rest_trains()
     assert float(metrics["grad_norm"]) < float(of_whole["grad_norm"])
 
 
+@pytest.mark.slow
 def test_a_backend_combines_frozen_and_trainable_weights(debug, tokenizer):
     backend = DeviceBackend.of(debug(LAYER), tokenizer)
     program, state = backend._program, backend.close()
@@ -128,6 +129,7 @@ def test_a_backend_combines_frozen_and_trainable_weights(debug, tokenizer):
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_several_batches_add_up(backend):
     program, loss = backend._program, Loss(settings=backend._program.settings)
     first, second = (to_fixed_shape(random_batch(4, seed=seed), 2, 4) for seed in (1, 2))
@@ -173,6 +175,7 @@ def test_awaited_and_resolved_operations_give_the_same_bits(debug, tokenizer):
             np.testing.assert_array_equal(weights[name], array)
 
 
+@pytest.mark.slow
 def test_two_losses_share_one_state(backend, debug):
     rows = to_fixed_shape(random_batch(4), 2, 4)
     supervised = Loss(settings=supervised_settings(debug(LAYER)))

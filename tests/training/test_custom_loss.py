@@ -91,6 +91,7 @@ def test_the_example_of_the_docs_with_equal_bounds_is_ppo_clip(tmp_path: Path) -
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_its_metrics_and_clipped_tokens_are_measured(tmp_path: Path) -> None:
     chosen = objective(tmp_path, "asymmetric_clip", ratio_level="token")
     arrays, scores = step()

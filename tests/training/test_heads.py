@@ -37,10 +37,11 @@ def test_a_head_is_a_linear_map_in_float32_and_begins_at_nothing():
     assert float(jnp.std(wide.weight.array)) == pytest.approx(0.02, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"family": "gemma"}, marks=pytest.mark.slow, id="gemma"),
+        pytest.param({"family": "gemma"}, id="gemma"),
         pytest.param({"tie_embeddings": False, "layers": 1}, id="untied"),
     ],
 )

@@ -103,6 +103,7 @@ def assert_close(found, expected, tolerance=2e-4):
         np.testing.assert_allclose(found[name] / scale, expected[name] / scale, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_whole_forward_pass(monkeypatch):
     model, batch = model_of(tie_embeddings=False), random_batch(5)
     full = (batch.positions > 0).astype(np.int32)
@@ -123,6 +124,7 @@ def test_one_layer_scores_with_gradient_checkpointing_as_without():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", others_slow(FAMILIES, "qwen2"))
 def test_every_family_scores_and_has_gradients_as_its_whole_forward_pass(family):
     model, batch = uneven(model_of(**FAMILIES[family])), random_batch(4)
@@ -163,6 +165,7 @@ def test_nothing_masked_scores_nothing():
     assert all(not np.any(scores) for scores in found)
 
 
+@pytest.mark.slow
 def test_logits_of_all_tokens_never_exist():
     model = build_model(tiny_policy(layers=1), 4099, 0)  # a number no other array has
     batch = random_batch(32, 32)
@@ -216,6 +219,7 @@ def row(ids, prompt, width):
     return padded, used.astype(np.int32), np.where(used, np.arange(width), 0).astype(np.int32), mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3"])
 def test_a_prompt_that_is_shared_changes_no_score_and_no_gradient(name):
     model = model_of(**MODELS[name])

@@ -36,6 +36,7 @@ from marin_rl.training.state import identity_of
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4")
 
 
+@pytest.mark.slow
 def test_rounds_end_in_the_same_bits_however_they_are_interrupted(debug, tokenizer, tmp_path):
     config = debug(*SETTINGS, "training.epochs=2")
     run, trainer, first = begin(config, tokenizer)

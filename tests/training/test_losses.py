@@ -447,6 +447,7 @@ def gradient_on_policy(objective, logprobs, advantages):
     return jax.grad(loss)(logprobs)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**31),
     surrogate=st.sampled_from(SURROGATES),

@@ -108,6 +108,7 @@ def of(advantages, weights=(1.0,) * 6, **choice):
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_token_is_clipped_where_its_gradient_is_taken_away():
     up, down = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0], [0.0, -1.0, -1.0, 0.0, -1.0, -1.0]
     assert of(up, ratio_level="token").tolist() == [False, True, False, False, False, True]
@@ -134,6 +135,7 @@ def test_a_correction_weight_of_0_and_a_dual_clip_take_the_gradient_too():
     assert found.tolist() == [False, True, True, False, False, True]
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_bounds_of_each_surrogate():
     """Ratios 1.5 and 0.5, then probabilities 0.4 against 0.3 and 0.1 against 0.3."""
     old = jnp.log(jnp.array([[0.2, 0.2, 0.3, 0.3]], jnp.float32))

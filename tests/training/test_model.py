@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 from support.batches import VOCAB, random_batch, tiny_policy
+from support.cases import others_slow
 
 from marin_rl.errors import InputError
 from marin_rl.hf_settings import check_hf_folder
@@ -147,7 +148,7 @@ def test_the_template_is_the_architecture_of_the_model():
     assert parameter_shapes(template) == parameter_shapes(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(FAMILIES, "llama-untied", "mistral"))
 def test_saved_and_loaded_models_are_equal(family, folders):
     model, folder = folders[family]
     loaded = load_hf(folder)

@@ -136,6 +136,7 @@ def rewards(model: ScalarModel, batch: PairBatch) -> np.ndarray:
     return SequenceScorer(model, POLICY).score(named_parameters(model), rows)
 
 
+@pytest.mark.slow
 def test_a_step_measures_its_pairs_as_the_formulas_do():
     batch = random_pairs(5)
     _, (metrics,) = played(batch)

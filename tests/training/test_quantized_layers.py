@@ -77,7 +77,8 @@ def test_the_merged_model_is_one_of_plain_layers(world):
         np.testing.assert_allclose(whole[name], array, atol=1e-5)
 
 
-@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [False, True])
 def test_a_step_moves_the_adapter_as_on_the_dequantised_base(world, recomputed):
     scheme, base, frozen, plain, adapter = world
     first = initial_arrays(adapter.modules, parameter_shapes(base), seed=0)
@@ -103,6 +104,7 @@ def _stepped(template, first, frozen):
     return step(fresh_state(first, plain, 0), None, *rows).state.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", others_slow(["float32", "bfloat16"], "bfloat16"))
 def test_the_engine_decodes_what_the_trainer_computes(world, dtype):
     scheme, base, frozen, _, adapter = world

@@ -156,6 +156,7 @@ def test_a_round_without_batches_keeps_the_adaptive_coefficient(debug, tokenizer
     assert totals["objective/kl_coefficient"] == pytest.approx(steered)
 
 
+@pytest.mark.slow
 def test_an_averaged_reference_lives_in_the_checkpoint_and_resumes_to_the_bit(debug, tokenizer):
     config = debug(
         *SETTINGS,

@@ -236,6 +236,7 @@ def test_a_committed_reward_model_judges_rollouts(begun, debug, tokenizer):
     assert found.rollouts[1] is judged.rollouts[1]
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_does_not_fit_is_refused(begun, debug, tokenizer):
     _, checkpoint = trained(begun, tokenizer)
     names = TokenizerIdentity.of(tokenizer)

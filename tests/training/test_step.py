@@ -106,6 +106,8 @@ def test_splitting_padding_and_order_change_no_gradient(stage, seed, rows):
     assert of_split == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_lanes_find_what_one_loop_finds_and_the_same_bits_on_any_number_of_cores(stage):
     lanes, cores = Stage(lanes=2), os.sched_getaffinity(0)
@@ -336,6 +338,7 @@ def test_a_refused_update_leaves_the_average_where_it_is():
         np.testing.assert_allclose(state.average[name], halfway, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_two_policies_are_each_compared_with_their_own(tmp_path):
     now, before = (named_parameters(build_model(MODEL, VOCAB, seed)) for seed in (0, 1))
     objective = ObjectiveConfig(ratio_level="token", aggregation="token_mean")
@@ -445,6 +448,7 @@ def supervised():
     return Stage(objective=None)
 
 
+@pytest.mark.slow
 def test_supervised_loss_is_the_mean_negative_log_likelihood(supervised):
     stage, batch = supervised, random_batch(4)
     _, found = stage.gradient(batch, 4, 1)
@@ -481,6 +485,7 @@ def test_a_step_of_every_family_moves_every_parameter(family):
     assert float(again["loss"]) == metrics["loss"]
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_near_and_keeps_float32_weights(supervised):
     batch = random_batch(4)
     exact, metrics = supervised.gradient(batch, 4, 1)

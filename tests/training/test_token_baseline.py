@@ -113,6 +113,7 @@ def test_norms_are_those_of_the_gradient_by_the_logits(temperature: float) -> No
     assert expected.max() > 0.5
 
 
+@pytest.mark.slow
 def test_shared_prompts_change_no_norm() -> None:
     """Two completions of one prompt, in rows of their own and in one row."""
     model = build_model(tiny_policy(layers=1), VOCAB, 0)
