@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +163,35 @@ def test_damage_is_not_exported(run: Run, tmp_path: Path) -> None:
     with pytest.raises(CorruptObject, match="batches/round-00001"):
         write_archive(Run.open(str(tmp_path), "run"), tmp_path / "run.tar")
     assert not list(tmp_path.glob("*.tar*"))
+
+
+def test_what_a_killed_export_left_is_written_over(run: Run, tmp_path: Path) -> None:
+    left = tmp_path / ".run.tar.partial"
+    left.write_bytes(b"longer than the archive" * 100_000)
+    made = write_archive(run, tmp_path / "run.tar")
+    assert made.path.read_bytes() == write_archive(run, tmp_path / "b.tar").path.read_bytes()
+    assert not left.exists()
+
+
+def test_two_exports_to_one_file_at_once_are_refused(run: Run, tmp_path: Path) -> None:
+    program = (
+        "import fcntl, sys; file = open(sys.argv[1], 'wb'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    partial = tmp_path / ".run.tar.partial"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(partial)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(InputError, match="another process exports to"):
+            write_archive(run, tmp_path / "run.tar")
+        assert partial.exists(), "it is the other's"
+        other.communicate("")
+    assert verify_archive(write_archive(run, tmp_path / "run.tar").path).faults == ()
 
 
 def test_forks_and_pruned_runs_are_self_contained(run: Run, tmp_path: Path) -> None:

@@ -5,14 +5,16 @@ owners or modes of their own. `contents.json` comes first; its root hash is over
 SHA-256 of every other entry.
 """
 
+import fcntl
 import hashlib
 import io
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from marin_rl.errors import CorruptObject, InputError, NewerSchema
 from marin_rl.storage.commits import parse_manifest
@@ -20,6 +22,7 @@ from marin_rl.storage.layout import PUSHING
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, parse_record
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
+from marin_rl.storage.stores.local import open_regular
 from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.parquet import digest_of, load
 from marin_rl.storage.tables.tombstones import PRUNED
@@ -33,6 +36,7 @@ from schemas.records import ContentsRecord
 FORMAT = "marin-rl/export"
 VERSION = 2  # 2 is a fork's: slots lie with the run that has them; other archives are written as 1
 CONTENTS = "contents.json"
+PAX = tarfile.PAX_FORMAT
 BLOCK_BYTES = 2**20
 SAMPLE_SHARDS = 1  # of the first and of the last round
 
@@ -84,7 +88,8 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
 
     A fork's archive has what it shares with its ancestors too, each slot with the run that has it
     and that run's run.json, so what is unpacked is a root in which the fork is whole. Raises
-    CorruptObject where a part is not what its manifest says; nothing is left at `target` then.
+    CorruptObject where a part is not what its manifest says, and InputError while another process
+    exports to `target`; nothing is left there then.
     """
     inventory = take_inventory(run.store)
     # Digests before data: the list of contents comes first in the file, so that a reader can check
@@ -100,30 +105,50 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         "lineage": _lineage(slot.manifest for slot in inventory.slots if slot.manifest is not None),
         "entries": [[entry.name, entry.bytes, entry.sha256] for entry in entries],
     }
-    # Under another name until it is complete: a file at `target` is always a whole archive. It is
-    # a name of this process's own, for two may write to the same target.
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:
-            _add(tar, CONTENTS, sealed_json(record))
-            for entry in entries:
-                data = load(*sources[entry.name])
-                # Read a second time: digests come first in the file, and data is not kept in
-                # memory.
-                if digest_of(data) != entry.sha256:
-                    raise CorruptObject(f"{entry.name} changed while it was exported: run fsck")
-                _add(tar, entry.name, memoryview(data))
-        partial.replace(target)
-    finally:
-        # It is there only where something failed.
-        partial.unlink(missing_ok=True)
+    with _completed(target) as file, tarfile.open(fileobj=file, mode="w", format=PAX) as tar:
+        _add(tar, CONTENTS, sealed_json(record))
+        for entry in entries:
+            data = load(*sources[entry.name])
+            # Read a second time: digests come first in the file, and data is not kept in memory.
+            if digest_of(data) != entry.sha256:
+                raise CorruptObject(f"{entry.name} changed while it was exported: run fsck")
+            _add(tar, entry.name, memoryview(data))
     return Archived(
         path=target,
         root_hash=str(record["root_hash"]),
         objects=len(entries),
         bytes=sum(entry.bytes for entry in entries),
     )
+
+
+@contextmanager
+def _completed(target: Path) -> Iterator[BinaryIO]:
+    """An empty file, which gets the name `target` at the end of a block that raises nothing.
+
+    A file at `target` is therefore always a whole archive. Until then it has one name for all
+    processes, and a lock that ends with its process: what a killed export leaves is written over by
+    the next. Raises InputError while another process has the lock.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(open_regular(partial, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another may have completed it, and renamed it, between the opening and the lock.
+            if not os.path.samestat(os.fstat(file.fileno()), partial.stat()):
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):
+            raise InputError(
+                f"another process exports to {target}: wait for its end, or name another file"
+            ) from None
+        try:
+            file.truncate()
+            yield file
+            file.flush()
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def verify_archive(path: Path, expected: str | None = None) -> Verified:
