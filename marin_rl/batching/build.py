@@ -109,7 +109,7 @@ def further_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> list[int]
     if not run.config.samples_on:
         return []
     scalars = _scalar_columns(run, manifest_to_be(run, round, shards), run.config)
-    selected = plan_round(scalars, run.config, round).selected
+    selected = plan_round(scalars, run.config, round).decision.selected
     assert selected is not None, "a run that samples on selects groups"
     return list(selection.shards_missing(selected, len(shards), run.config))
 
@@ -118,7 +118,7 @@ def further_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> list[int]
 class Preview:
     """Result of processing a round without a commit: the plan, and the batches, made on request."""
 
-    plan: "RoundPlan"
+    plan: RoundPlan
     rollout_ids: tuple[str, ...]
     batches: Callable[[], Iterator[TrainingBatch]]
 
@@ -170,8 +170,8 @@ def _step_rows(
     row_groups = iter_sources(run, manifest, reused, TOKENS)
     if plan.by_token:
         row_groups = _with_returns(plan, iter_sources(run, manifest, reused, (*TOKENS, "turns")))
-    elif plan.turns is not None:
-        row_groups = _with_advantages(plan.turns, row_groups)
+    elif plan.decision.turns is not None:
+        row_groups = _with_advantages(plan.decision.turns, row_groups)
     parts = plan.segments
     if plan.is_cut:
         row_groups = map(segments.cut, row_groups)
@@ -185,8 +185,8 @@ def _step_rows(
         index_K=index_K,
         prompt_K=lead_K,
         sampled_K=parts.tokens_S[index_K] - lead_K,
-        advantage_K=plan.advantage_N[rollout_K],
-        reward_K=plan.reward_N[rollout_K],
+        advantage_K=plan.decision.advantage_N[rollout_K],
+        reward_K=plan.decision.reward_N[rollout_K],
     )
     return fill_packed(plan.packing, kept, plan.length, scalars, row_groups)
 
@@ -195,7 +195,7 @@ def _with_returns(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Iterator[p
     """Row groups with what each token still has to come, by the rewards of turns."""
     start = 0
     for table in row_groups:
-        reward_n = plan.reward_N[start : start + table.num_rows]
+        reward_n = plan.decision.reward_N[start : start + table.num_rows]
         # more rollouts than were decided on are refused where they would be written
         yield table if len(reward_n) < table.num_rows else with_returns(table, reward_n)
         start += table.num_rows
@@ -296,18 +296,18 @@ def _totals(
     plan: RoundPlan, scalars: pa.Table, config: Config, round: int, steps: int
 ) -> dict[str, float]:
     """Totals for the manifest: sizes, and the metrics of the round's rollouts."""
-    kept = plan.kept_N
+    kept, decision = plan.kept_N, plan.decision
     totals: dict[str, float] = {
         "rows": float(plan.rows),
         "steps": float(steps),
         "length": float(plan.length),
         "tokens": float(plan.tokens_N[kept].sum()),
-        **round_metrics(scalars, plan.disposition_N, plan.reason_N, config, round),
+        **round_metrics(scalars, decision.disposition_N, decision.reason_N, config, round),
     }
     if kept.any():
         totals |= {
-            "reward_min": float(plan.reward_N[kept].min()),
-            "reward_max": float(plan.reward_N[kept].max()),
+            "reward_min": float(decision.reward_N[kept].min()),
+            "reward_max": float(decision.reward_N[kept].max()),
             "policy_version_min": float(numbers(scalars, "policy_version_min")[kept].min()),
             "policy_version_max": float(numbers(scalars, "policy_version_max")[kept].max()),
         }

@@ -35,8 +35,9 @@ class RoundDecision:
     """Dispositions and advantages of the N rollouts of a round, in shard order.
 
     `reason_N` is "" for the kept, whose disposition is "consumed"; `advantage_N` is 0 for the
-    others. `turns` has the advantages of turns where they have their own. `selected` is the number
-    of groups that were taken where more may be sampled, else None.
+    others. `turns` has the advantages of turns where they have their own; `advantage_N` then is
+    their mean over a rollout's tokens. `selected` is the number of groups that were taken where
+    more may be sampled, else None.
     """
 
     disposition_N: np.ndarray

@@ -67,10 +67,10 @@ class _Chunk:
         mask = _padded(table, "loss_mask", keep, valid, np.int32)
         on = mask.astype(np.float32)
         # [rows, 1]: one number for all tokens.
-        returns = plan.reward_N[rollout_k, None].astype(np.float32)
+        returns = plan.decision.reward_N[rollout_k, None].astype(np.float32)
         if turns.RETURNS in table.column_names:
             returns = _padded(table, turns.RETURNS, keep, valid, np.float32)
-        advantages = plan.advantage_N[rollout_k, None].astype(np.float32)  # [rows, 1]
+        advantages = plan.decision.advantage_N[rollout_k, None].astype(np.float32)  # [rows, 1]
         if turns.ADVANTAGES in table.column_names:
             advantages = _padded(table, turns.ADVANTAGES, keep, valid, np.float32)
         self.arrays = {

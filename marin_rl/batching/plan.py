@@ -6,16 +6,16 @@ is decided in dispositions.py; both need the scalar columns alone, and no token.
 Axes: N rollouts of a round in shard order, S segments of them, K those of kept rollouts, P groups.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Int64
 
-from marin_rl.batching.dispositions import advantage_choice, decide_round, numbers
+from marin_rl.batching.dispositions import RoundDecision, decide_round, numbers
 from marin_rl.batching.packing import Packing, pack
 from marin_rl.batching.segments import Segments
-from marin_rl.batching.turns import TurnAdvantages
 from marin_rl.config import BatchingConfig, Config
 from marin_rl.errors import ConfigError
 from schemas.batches import DISPOSITIONS
@@ -25,29 +25,22 @@ SHORTEST_BUCKET = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """Dispositions, advantages and places of the N rollouts of a round, in shard order.
+    """Decision on the N rollouts of a round, and the places of those that are kept.
 
-    `reason_N` is "" for the kept, whose disposition is "consumed"; `place_N` counts the segments of
-    kept rollouts before a kept one's first, and is -1 for others; `length` is the padded length in
-    tokens. Without packing a step has `rows_of_step` rows, one for each segment. Where the round is
-    `by_token`, advantages are 0 until the training stage makes them. `turns` has the advantages of
-    turns where they have their own; `advantage_N` then is their mean over a rollout's tokens.
-    `selected` is the number of groups that were taken where more may be sampled, else None.
+    `place_N` counts the segments of kept rollouts before a kept one's first, and is -1 for others;
+    `length` is the padded length in tokens. Without packing a step has `rows_of_step` rows, one for
+    each segment. Where the round is `by_token`, advantages are 0 until the training stage makes
+    them.
     """
 
-    disposition_N: np.ndarray
-    reason_N: np.ndarray
-    reward_N: Float64[np.ndarray, " N"]
-    advantage_N: Float64[np.ndarray, " N"]
+    decision: RoundDecision
     tokens_N: Int64[np.ndarray, " N"]
     place_N: Int64[np.ndarray, " N"]
     segments: Segments
     length: int
     rows_of_step: tuple[int, ...]
-    packing: Packing | None = None
-    by_token: bool = False
-    turns: TurnAdvantages | None = None
-    selected: int | None = None
+    packing: Packing | None
+    by_token: bool
 
     @property
     def kept_N(self) -> Bool[np.ndarray, " N"]:
@@ -93,16 +86,10 @@ class RoundPlan:
     def reasons_counted(self) -> dict[str, int]:
         """Number of dropped rollouts by `disposition/reason`, sorted."""
         dropped = ~self.kept_N
-        names, counts = np.unique(
-            [
-                f"{kind}/{reason}"
-                for kind, reason in zip(
-                    self.disposition_N[dropped], self.reason_N[dropped], strict=True
-                )
-            ],
-            return_counts=True,
-        )
-        return dict(zip(names.tolist(), counts.tolist(), strict=True))
+        kinds, reasons = self.decision.disposition_N[dropped], self.decision.reason_N[dropped]
+        pairs = zip(kinds, reasons, strict=True)
+        counts = Counter(f"{kind}/{reason}" for kind, reason in pairs)
+        return dict(sorted(counts.items()))
 
 
 def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
@@ -120,19 +107,14 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
     # Steps count rollouts: all segments of one are trained on in the same update.
     step_N = (np.cumsum(kept_N) - 1) // per_step
     return RoundPlan(
-        disposition_N=decision.disposition_N,
-        reason_N=decision.reason_N,
-        reward_N=decision.reward_N,
-        advantage_N=decision.advantage_N,
+        decision=decision,
         tokens_N=tokens_N,
         place_N=np.where(kept_N, (np.cumsum(kept_S) - 1)[segments.first_N], -1),
         segments=segments,
         length=_length(int(segments.tokens_S[kept_S].max(initial=1)), config.batching),
         rows_of_step=tuple(np.bincount(step_N[segments.rollout_S[kept_S]]).tolist()),
         packing=_packing(segments, kept_N, decision.group_N, config.batching, per_step),
-        by_token=advantage_choice(config.objective).facts.by_token,
-        turns=decision.turns,
-        selected=decision.selected,
+        by_token=config.objective.estimator.by_token,
     )
 
 
@@ -189,7 +171,7 @@ def _packing(
 
 def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:
     """Dispositions of the round, a row per rollout, in shard order."""
-    dropped = ~plan.kept_N
+    decision, dropped = plan.decision, ~plan.kept_N
     step_N, row_N, segment_N = plan.places_N()
     columns = {
         "rollout_id": scalars["rollout_id"],
@@ -199,13 +181,13 @@ def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:
         "policy_version_min": scalars["policy_version_min"],
         "policy_version_max": scalars["policy_version_max"],
         "n_tokens": pa.array(plan.tokens_N.astype(np.int32)),
-        "disposition": pa.array(plan.disposition_N, pa.string()),
-        "reason": pa.array(plan.reason_N, pa.string(), mask=~dropped),
+        "disposition": pa.array(decision.disposition_N, pa.string()),
+        "reason": pa.array(decision.reason_N, pa.string(), mask=~dropped),
         "step": _places(step_N, dropped),
         "row": _places(row_N, dropped),
         "segment": _places(segment_N, dropped),
         # Null where the training stage makes them: 0 would say that they have no signal.
-        "advantage": pa.array(plan.advantage_N, mask=dropped | plan.by_token),
+        "advantage": pa.array(decision.advantage_N, mask=dropped | plan.by_token),
         "reward": scalars["reward"],
     }
     return pa.table([columns[name] for name in DISPOSITIONS.names], schema=DISPOSITIONS)

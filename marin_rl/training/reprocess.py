@@ -143,7 +143,7 @@ def _changed(config: Config, overrides: Sequence[str]) -> Config:
 
 def _batched(preview: Preview) -> Batched:
     plan = preview.plan
-    counts = Counter(plan.disposition_N.tolist())
+    counts = Counter(plan.decision.disposition_N.tolist())
     return Batched(
         steps=plan.steps,
         rows=plan.rows,
@@ -158,10 +158,10 @@ def _moved(before: Preview, after: Preview) -> dict[str, int]:
 
 
 def _fates(preview: Preview) -> list[str]:
-    plan = preview.plan
+    decision = preview.plan.decision
     return [
         f"{kind} ({reason})" if reason else str(kind)
-        for kind, reason in zip(plan.disposition_N, plan.reason_N, strict=True)
+        for kind, reason in zip(decision.disposition_N, decision.reason_N, strict=True)
     ]
 
 
@@ -169,7 +169,7 @@ def _advantages(before: Preview, after: Preview) -> AdvantageDifference | None:
     if before.plan.by_token or after.plan.by_token:
         return None
     both = before.plan.kept_N & after.plan.kept_N
-    a, b = before.plan.advantage_N[both], after.plan.advantage_N[both]
+    a, b = (each.plan.decision.advantage_N[both] for each in (before, after))
     apart = np.abs(a - b)
     varies = len(a) > 1 and np.ptp(a) > 0 and np.ptp(b) > 0
     return AdvantageDifference(

@@ -128,9 +128,9 @@ def test_a_missing_round_is_refused(run: Run) -> None:
 def test_a_round_is_previewed_under_other_rewards_and_settings(run: Run) -> None:
     rescore_round(run, 0, "my_rewards:strict", "strict")
     plain = preview_round(run, 0, run.config)
-    assert plain.plan.advantage_N.tolist() == [-1.0, 1.0, -1.0, 1.0, 0.0]
+    assert plain.plan.decision.advantage_N.tolist() == [-1.0, 1.0, -1.0, 1.0, 0.0]
     scored = preview_round(run, 0, run.config, read_rewards(run, 0, "strict"))
-    assert scored.plan.reason_N.tolist() == [
+    assert scored.plan.decision.reason_N.tolist() == [
         "zero_signal", "zero_signal", "no_reward", "no_reward", "error",
     ]  # fmt: skip
     (batch,) = plain.batches()

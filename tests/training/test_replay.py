@@ -183,7 +183,7 @@ def test_other_rewards_move_the_gradient(
     assert found.settings == ('objective.advantage: "rloo" -> "dr_grpo"',)
     assert found.before.rollouts == found.after.rollouts
     plain, other = (
-        preview_round(copy, 1, copy.config, rewards).plan.advantage_N
+        preview_round(copy, 1, copy.config, rewards).plan.decision.advantage_N
         for rewards in (None, read_rewards(copy, 1, "first"))
     )
     size = copy.config.rollouts.group_size  # dr_grpo is (n - 1) / n of rloo
