@@ -36,26 +36,24 @@ class AdamW:
 
 def policy_adamw(training: TrainingConfig) -> AdamW:
     """The optimizer of the reinforcement learning stage."""
-    return AdamW(
-        learning_rate=training.learning_rate,
-        warmup_steps=training.warmup_steps,
-        schedule=training.schedule,
-        decay_steps=training.schedule_steps,
-        beta1=training.beta1,
-        beta2=training.beta2,
-        epsilon=training.epsilon,
-        weight_decay=training.weight_decay,
-        clip_norm=training.gradient_clip_norm,
-    )
+    return _adamw(training, training, training.schedule_steps)
 
 
 def sft_adamw(settings: SFTConfig | RewardModelConfig, training: TrainingConfig) -> AdamW:
     """The optimizer of the warm start, or of a reward model; moments decay as in training."""
+    return _adamw(settings, training, settings.steps)
+
+
+def _adamw(
+    settings: TrainingConfig | SFTConfig | RewardModelConfig,
+    training: TrainingConfig,
+    decay_steps: int | None,
+) -> AdamW:
     return AdamW(
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         schedule=settings.schedule,
-        decay_steps=settings.steps,
+        decay_steps=decay_steps,
         beta1=training.beta1,
         beta2=training.beta2,
         epsilon=training.epsilon,
