@@ -25,7 +25,7 @@ from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, poli
 from marin_rl.training.gradients import combine
 from marin_rl.training.logprobs import ALONE
 from marin_rl.training.optimizer import policy_adamw
-from marin_rl.training.state import CheckpointSlot, first_parameters, fresh_state
+from marin_rl.training.state import CheckpointSlot, first_parameters
 from marin_rl.training.step import Gradients, trainable_of
 from marin_rl.training.step_metrics import TokenMeasures
 from marin_rl.training.step_types import (
@@ -145,12 +145,7 @@ class DeviceBackend:
         if program.modules:
             frozen = program.place_frozen(parameters)
             parameters = first_adapter(config, program.modules, program.base_template)
-        critic = program.critic and program.critic.first_state(parameters, program.template)
-        averaged = program.like.average is not None
-        state = fresh_state(
-            parameters, program.optimizer, config.seed, averaged=averaged, critic=critic
-        )
-        return cls(program, program.place(state), frozen)
+        return cls(program, program.first_state(parameters, config.seed), frozen)
 
     def close(self) -> TrainState:
         """End the queue once it is empty, and return the state."""

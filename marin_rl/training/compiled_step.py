@@ -25,7 +25,7 @@ from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
 from marin_rl.training.model import matrix_mask, parameter_shapes, with_gradient_checkpointing
 from marin_rl.training.optimizer import AdamW, learning_rate_schedule, make_optimizer
 from marin_rl.training.quantized_layers import with_quantized
-from marin_rl.training.state import state_like, template_of, vocabulary_of
+from marin_rl.training.state import fresh_state, state_like, template_of, vocabulary_of
 from marin_rl.training.step import (
     ForwardBackward,
     RowsPass,
@@ -134,6 +134,13 @@ class CompiledStep:
     def place(self, state: TrainState) -> TrainState:
         """The state on the devices, sharded as the step wants it."""
         return self.layout.place_state(state, self.template, self.optimizer, self.critic)
+
+    def first_state(self, parameters: Parameters, seed: int) -> TrainState:
+        """The state before the first update of these trained parameters, on the devices."""
+        critic = self.critic and self.critic.first_state(parameters, self.template)
+        averaged = self.like.average is not None
+        state = fresh_state(parameters, self.optimizer, seed, averaged=averaged, critic=critic)
+        return self.place(state)
 
     def place_frozen(self, base: Mapping[str, Any]) -> Parameters:
         """The base of an adapter on the devices, quantised or in the dtype that is computed in."""

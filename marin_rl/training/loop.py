@@ -47,7 +47,6 @@ from marin_rl.training.state import (
     CheckpointSlot,
     CommittedState,
     Identity,
-    fresh_state,
     identity_of,
     restore_parameters,
     sft_result,
@@ -138,14 +137,8 @@ class Trainer:
         slot = self._slot(0, self._first_content(), (*base, *warm))
         if (existing := slot.find()) is not None:
             return existing
-        parameters = self._first_parameters()
-        critic = program.critic and program.critic.first_state(parameters, program.template)
-        averaged = program.like.average is not None
-        state = fresh_state(
-            parameters, program.optimizer, run.config.seed, averaged=averaged, critic=critic
-        )
-        del parameters
-        ref = self._commit(DeviceBackend(program, program.place(state)), slot, {})
+        state = program.first_state(self._first_parameters(), run.config.seed)
+        ref = self._commit(DeviceBackend(program, state), slot, {})
         give_back_freed_memory()  # reading a model's folder frees several times its size
         return ref
 

@@ -34,7 +34,7 @@ from marin_rl.training.frozen import FrozenBase
 from marin_rl.training.loop import PROGRAM_VERSION
 from marin_rl.training.optimizer import sft_adamw
 from marin_rl.training.policy_source import policy_parameters
-from marin_rl.training.state import CheckpointSlot, CommittedState, fresh_state
+from marin_rl.training.state import CheckpointSlot, CommittedState
 from marin_rl.training.step_types import TrainState
 from marin_rl.types import Message, SlotRef, TrainingBatch
 
@@ -120,7 +120,7 @@ class WarmStart:
             parameters = policy_parameters(
                 run, self._names, self._tokenizer, program.base_template, warm_start=False
             )
-        return program.place(fresh_state(parameters, program.optimizer, run.config.seed))
+        return program.first_state(parameters, run.config.seed)
 
     def _content(self) -> dict[str, object]:
         config = self._run.config
