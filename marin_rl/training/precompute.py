@@ -92,19 +92,17 @@ class RowPrecompute:
         # A critic learns penalised rewards, so they are needed token by token; without one, the
         # advantage is linear in the rewards and the penalty's own is added to it.
         if objective.estimator.needs_critic or objective.kl_by_token:
-            of_tokens = token_penalty(objective, batches, arrays, ref_logprobs, coefficient)
-            metrics = of_tokens.metrics
+            penalty = token_penalty(objective, batches, arrays, ref_logprobs, coefficient)
             if objective.kl_by_token:
-                self._add(advantages=_penalised(batches, arrays, of_tokens.rewards))
+                self._add(advantages=_penalised(batches, arrays, penalty.additions))
             else:
-                self._add(rewards=of_tokens.rewards)
+                self._add(rewards=penalty.additions)
         else:
             penalty = reward_penalty(objective, groups, batches, arrays, ref_logprobs, coefficient)
-            metrics = penalty.metrics
-            self._add(advantages=penalty.advantages)
+            self._add(advantages=penalty.additions)
         # Kept for the scores: the step itself is given no reference in this case.
         self._add(ref_logprobs=ref_logprobs)
-        self.metrics = {**metrics, "objective/kl_coefficient": coefficient}
+        self.metrics = {**penalty.metrics, "objective/kl_coefficient": coefficient}
 
     def estimate(self, critic: CriticConfig, values: RowsPass) -> None:
         """Add the values of all rows, and what follows: advantages, and what values are to be."""

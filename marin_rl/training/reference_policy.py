@@ -77,9 +77,9 @@ def adapt_kl_coefficient(coefficient: float, kl: float, target: float, rate: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalty:
-    """Reductions of a round's advantages by KL, step by step, and their metrics."""
+    """Additions for KL to a round's advantages, or to the rewards of its tokens, step by step."""
 
-    advantages: tuple[Float[np.ndarray, "M R T"], ...]
+    additions: tuple[Float[np.ndarray, "M R T"], ...]
     metrics: Mapping[str, float]
 
 
@@ -96,7 +96,7 @@ def reward_penalty(
     KL_i is the estimator summed over the completion, between the sampler and the reference. Since
     the advantage is linear in the rewards, what the penalty adds to it is the advantage of the
     penalty, over the trained members of each group (Ahmadian et al. 2024, equation 2). `groups`
-    tells the group of every rollout.
+    tells the group of every rollout. The additions are to advantages.
     """
     kl = _kl_of(objective, batches, arrays, ref_logprobs)
     group_N, count = group_numbers(groups, batches)
@@ -110,15 +110,7 @@ def reward_penalty(
         by_segment[rows, segments] = advantage_N[number_S[start : start + len(rows)]]
         start += len(rows)
         changes.append(_spread(by_segment, step))
-    return Penalty(advantages=tuple(changes), metrics=kl.metrics(arrays))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenPenalty:
-    """KL additions to the reward of each token, step by step, and their metrics."""
-
-    rewards: tuple[Float[np.ndarray, "M R T"], ...]
-    metrics: Mapping[str, float]
+    return Penalty(additions=tuple(changes), metrics=kl.metrics(arrays))
 
 
 def token_penalty(
@@ -127,15 +119,15 @@ def token_penalty(
     arrays: Sequence[StepArrays],
     ref_logprobs: Sequence[Float[np.ndarray, "M R T"]],
     coefficient: float,
-) -> TokenPenalty:
+) -> Penalty:
     """KL of each token as a reward of its own, `-coefficient k_t`, for a critic to value.
 
     k_t is the estimator between the sampler and the reference (Ouyang et al. 2022,
-    arXiv:2203.02155, equation 2, token by token).
+    arXiv:2203.02155, equation 2, token by token). The additions are to rewards.
     """
     kl = _kl_of(objective, batches, arrays, ref_logprobs)
-    return TokenPenalty(
-        rewards=tuple(
+    return Penalty(
+        additions=tuple(
             (-coefficient * tokens).reshape(step.mask.shape).astype(np.float32)
             for tokens, step in zip(kl.tokens, arrays, strict=True)
         ),

@@ -69,7 +69,7 @@ def test_kl_in_the_reward_is_the_advantage_of_the_penalised_reward():
     kl = tokens * np.array([0.25, 0.75, 0.25, 0.25])
     # leave-one-out in groups of two: the difference to the other
     expected = -2.0 * (kl - kl[[1, 0, 3, 2]])
-    found = penalty.advantages[0].reshape(4, -1)
+    found = penalty.additions[0].reshape(4, -1)
     assert_allclose(found, expected[:, None] * arrays.mask.reshape(4, -1), rtol=1e-4, atol=1e-5)
     assert penalty.metrics["objective/kl"] == pytest.approx(kl.mean(), rel=1e-5)
     assert penalty.metrics["kl"] == pytest.approx(kl.sum() / tokens.sum(), rel=1e-5)
