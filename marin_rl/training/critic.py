@@ -213,7 +213,7 @@ class Critic:
             trunk, head = policy, module
         else:
             trunk, head = module.trunk, module.head
-        return token_values(trunk, head, *_places(rows), packing=settings.packing)
+        return token_values(trunk, head, *rows.inputs, packing=settings.packing)
 
     def scores(
         self, parameters: Parameters, policy: LmHeadModel, rows: StepArrays, settings: StepSettings
@@ -222,14 +222,10 @@ class Critic:
         module = self._module(parameters, policy)
         options = {"temperature": settings.temperature, "packing": settings.packing}
         if isinstance(module, ScalarHead):
-            return token_logprobs_and_values(policy, module, *_places(rows), **options)
+            return token_logprobs_and_values(policy, module, *rows.inputs, **options)
         # A trunk of its own has other states than the policy: values need a second pass.
-        scores = token_logprobs(policy, *_places(rows), **options)
+        scores = token_logprobs(policy, *rows.inputs, **options)
         return scores, self.values(parameters, policy, rows, settings)
-
-
-def _places(rows: StepArrays) -> tuple[Array, Array, Array, Array]:
-    return rows.token_ids, rows.segment_ids, rows.positions, rows.mask
 
 
 def make_critic(training: TrainingConfig, template: LmHeadModel) -> Critic | None:

@@ -89,13 +89,7 @@ def scorer_of(
         if critic is not None and critic_params is not None:
             return critic.scores(critic_params, policy, rows, settings)
         scores = token_logprobs(
-            policy,
-            rows.token_ids,
-            rows.segment_ids,
-            rows.positions,
-            rows.mask,
-            temperature=settings.temperature,
-            packing=settings.packing,
+            policy, *rows.inputs, temperature=settings.temperature, packing=settings.packing
         )
         return scores, None
 

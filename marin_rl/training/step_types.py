@@ -85,6 +85,11 @@ class StepArrays(NamedTuple):
     returns: Float[Any, "M R T"] | None = None
     rollout_shares: Float[Any, "M R T"] | None = None
 
+    @property
+    def inputs(self) -> tuple[Array, Array, Array, Array]:
+        """Ids, segments, positions and mask: what `logprobs.token_logprobs` scores."""
+        return self.token_ids, self.segment_ids, self.positions, self.mask
+
 
 class StepRows(NamedTuple):
     """The rows of one step, and the number of microbatches that hold anything."""

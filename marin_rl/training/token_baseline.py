@@ -36,10 +36,7 @@ def squared_score_norms(
     scores, squares = token_logprobs_and_values(
         policy,
         SquaredProbabilities.of(policy, settings.temperature),
-        rows.token_ids,
-        rows.segment_ids,
-        rows.positions,
-        rows.mask,
+        *rows.inputs,
         temperature=settings.temperature,
         packing=settings.packing,
     )
