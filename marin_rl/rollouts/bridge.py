@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -21,11 +21,8 @@ from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering
 from marin_rl.config import PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BridgeFault, TemplateRefusal
+from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
 from marin_rl.types import Message
-
-# transformers takes seconds to import, and episodes of one turn need no bridge
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Stand for the turns before: what a template writes after a turn must not depend on their words,
 # but it may on a system message (some write it into the last question) and on reasoning (some drop
@@ -83,7 +80,7 @@ class TemplateBridge:
     """Bridges of a policy's chat template; its tokenizer is read on first use."""
 
     def __init__(self, policy: PolicyConfig) -> None:
-        self._policy = policy
+        self._tokenizer = PolicyTokenizer(policy)
         self._text_at = lru_cache(maxsize=_KEPT_MAX)(self._text)
         # The dialogue before a turn is the one that the turn before was compared with.
         self._opened_at = lru_cache(maxsize=_DIALOGUES_MAX)(self._opened)
@@ -105,7 +102,7 @@ class TemplateBridge:
         """
         junction = _Junction(
             messages=tuple(messages),
-            ended=last_id if last_id in self._end_ids else None,
+            ended=last_id if last_id in self._tokenizer.end_ids else None,
             system=dialogue[0].role == "system",
             reasoned=_REASONING_END in dialogue[-1].content,
             tools=json.dumps(list(tools)) if tools else "",
@@ -125,39 +122,18 @@ class TemplateBridge:
         """
         offered = json.dumps(list(tools)) if tools else ""
         (text,) = self._dialogues(offered, (dialogue,))
-        return np.array(self._encoded(text), np.int32)
+        return np.array(self._tokenizer.encoded(text), np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of sampled ids, without special tokens. Raises InputError."""
-        return str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
-
-    @cached_property
-    def _tokenizer(self) -> "PreTrainedTokenizerBase":
-        from marin_rl.tokenizers import tokenizer_for
-
-        return tokenizer_for(self._policy)
+        return self._tokenizer.decoded(ids)
 
     @cached_property
     def _is_built_in(self) -> bool:
-        return ChatTemplate.of(self._tokenizer).is_built_in
-
-    @cached_property
-    def _end_ids(self) -> tuple[int, ...]:
-        from marin_rl.tokenizers import end_token_ids
-
-        return end_token_ids(self._tokenizer)
-
-    def _encoded(self, text: str) -> tuple[int, ...]:
-        from marin_rl.tokenizers import encoder_of
-
-        return tuple(encoder_of(self._tokenizer)(text, False))
+        return ChatTemplate.of(self._tokenizer.tokenizer).is_built_in
 
     def _text(self, junction: _Junction) -> _Text:
-        ends = [self._text_of(end) for end in self._end_ids]
+        ends = [self._text_of(end) for end in self._tokenizer.end_ids]
         if junction.ended is not None:
             ends = [self._text_of(junction.ended)]
         if junction.results:
@@ -166,8 +142,8 @@ class TemplateBridge:
             text = self._text_after_turn(junction)
         # These are the ids that the text has in the dialogue too: a special token begins it, and no
         # token reaches over one.
-        ids = self._encoded(text)
-        if not (text.startswith(tuple(ends)) and ids[0] in self._end_ids):
+        ids = self._tokenizer.encoded(text)
+        if not (text.startswith(tuple(ends)) and ids[0] in self._tokenizer.end_ids):
             raise BridgeFault(
                 f"the chat template goes on after a turn with {text[:40]!r}: expected it to close "
                 f"the turn with {' or '.join(map(repr, ends))}"
@@ -186,7 +162,7 @@ class TemplateBridge:
                 f"text that begins with {before!r:.300} and ends with {bridge.text!r:.300}, found "
                 f"{after!r:.300}"
             )
-        if self._encoded(grown)[-len(bridge.ids) :] != bridge.ids:
+        if self._tokenizer.encoded(grown)[-len(bridge.ids) :] != bridge.ids:
             raise BridgeFault(
                 f"the tokenizer has other ids for {bridge.text!r:.300} at the end of the dialogue "
                 "than by itself: expected the end token of a turn to part what it reads"
@@ -215,7 +191,7 @@ class TemplateBridge:
         return opened.text
 
     def _text_of(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+        return str(self._tokenizer.tokenizer.decode([token]))
 
     def _text_after_turn(self, junction: _Junction) -> str:
         """Return what the template writes after a turn of the model, up to its next turn."""
@@ -291,7 +267,7 @@ class TemplateBridge:
 
     def _rendered(self, junction: _Junction, *conversations: Conversation) -> list[Rendering]:
         """Renderings of conversations. Raises BridgeFault where the template refuses one."""
-        template = ChatTemplate.of(self._tokenizer, tools=bool(junction.tools))
+        template = ChatTemplate.of(self._tokenizer.tokenizer, tools=bool(junction.tools))
         try:
             return template.render_all(conversations)
         except TemplateRefusal as error:

@@ -14,8 +14,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,6 +31,7 @@ from marin_rl.rollouts.concurrent import all_of
 from marin_rl.rollouts.continuing import Diverged
 from marin_rl.rollouts.interruption import Interrupted, Interruption
 from marin_rl.rollouts.partial_members import GOES_ON, GroupRecord, Member, records_of
+from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
 from marin_rl.rollouts.trajectories import LENGTH, GroupRequest, Trajectory
 from marin_rl.storage.tables.partials import PartialGroups
 from marin_rl.types import Message, RolloutGroup, Sampling, ServedPolicy
@@ -394,23 +393,10 @@ async def _prove_continuation(
 
 def _decoder_of(config: Config) -> Decode:
     """Texts of completions, by the run's tokenizer as its server decodes them."""
-
-    @cache
-    def read() -> tuple[Any, tuple[int, ...]]:
-        from marin_rl.tokenizers import end_token_ids, tokenizer_for  # seconds, where needed
-
-        tokenizer = tokenizer_for(config.policy)
-        return tokenizer, end_token_ids(tokenizer)
+    tokenizer = PolicyTokenizer(config.policy)
 
     def decode(ids: Sequence[int], finish_reason: str) -> str:
-        tokenizer, end_ids = read()
-        ended = finish_reason == "stop" and bool(ids) and ids[-1] in end_ids
-        text = tokenizer.decode(
-            list(ids[:-1] if ended else ids),
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
-        assert isinstance(text, str), "the ids of one text"
-        return text
+        ended = finish_reason == STOP and bool(ids) and ids[-1] in tokenizer.end_ids
+        return tokenizer.decoded(ids[:-1] if ended else ids)
 
     return decode

@@ -45,9 +45,9 @@ from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.exchange import samples_of
 from marin_rl.rollouts.generate import TURNS_MAX
 from marin_rl.rollouts.group_scores import score_group
+from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import GroupRequest
-from marin_rl.tokenizers import end_token_ids, tokenizer_for
 from marin_rl.types import Example, Sampling, ServedPolicy, SlotRef
 
 LINE_BYTES_MAX = 64 << 20
@@ -101,8 +101,8 @@ class Relay:
         self.config = config
         self._environment = environment_of(config)
         self.template = TemplateBridge(config.policy)
-        self._tokenizer = tokenizer_for(config.policy)
-        self._ends = end_token_ids(self._tokenizer)
+        self._tokenizer = PolicyTokenizer(config.policy)
+        self._ends = self._tokenizer.end_ids
 
     async def play(self, example: Example, ask: Ask) -> dict[str, Any]:
         """Play an episode and score it; tokens, mask, logprobs and reward for a trainer.
@@ -192,13 +192,8 @@ class Relay:
                 f"expected a finite logprob for each of {len(ids)} tokens, found {len(logprobs)}"
             )
         ended = int(ids[-1]) in self._ends
-        text = self._tokenizer.decode(
-            (ids[:-1] if ended else ids).tolist(),
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
         return Completion(
-            text=str(text),
+            text=self._tokenizer.decoded((ids[:-1] if ended else ids).tolist()),
             token_ids=ids,
             logprobs=np.minimum(logprobs, 0),
             finish_reason="stop" if ended else "length",

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +20,9 @@ from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BadResponse, InputError, TemplateRefusal
 from marin_rl.inference.client.answers import Completion
+from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
 from marin_rl.tool_calls import ToolFormat, malformed_call, parse_tool_calls, tool_format
 from marin_rl.types import Message, Rollout, Turn
-
-# transformers takes seconds to import, and few episodes have tools
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 OUTPUT_CHARACTERS_MAX = 16_384
 # OpenAI's word for a turn that ends with calls; it is the model's own end like any other.
@@ -37,7 +34,7 @@ class ToolTurns:
     """Tool calls and results of a policy's dialogues; its tokenizer is read on first use."""
 
     def __init__(self, policy: PolicyConfig, environment: EnvironmentConfig) -> None:
-        self._policy = policy
+        self._tokenizer = PolicyTokenizer(policy)
         self._characters_max = environment.tool_output_characters_max or OUTPUT_CHARACTERS_MAX
         self._tokens_max = environment.tool_output_tokens_max
 
@@ -52,7 +49,7 @@ class ToolTurns:
                 f"Mistral): {fix}"
             )
         messages = [{"role": "user", "content": "question"}]
-        template = ChatTemplate.of(self._tokenizer, tools=True)
+        template = ChatTemplate.of(self._tokenizer.tokenizer, tools=True)
         try:
             text = template.render(Conversation(messages=messages, tools=[*map(dict, tools)])).text
         except TemplateRefusal as error:
@@ -64,7 +61,7 @@ class ToolTurns:
 
     def check_prompt(self, prompt_ids: np.ndarray, tools: Sequence[Tool]) -> None:
         """Raise BadResponse unless an endpoint's prompt names the tools of the request."""
-        text = self._decoded(prompt_ids.tolist(), special=True)
+        text = self._tokenizer.decoded(prompt_ids.tolist(), special=True)
         if missing := [name for name in _names(tools) if name not in text]:
             raise BadResponse(
                 f"expected a prompt that names the tools {', '.join(missing)}, found "
@@ -151,41 +148,23 @@ class ToolTurns:
         return replace(message, content=text[: ends[kept - 1]] if kept > 0 else "", cut=True)
 
     @cached_property
-    def _tokenizer(self) -> "PreTrainedTokenizerBase":
-        from marin_rl.tokenizers import tokenizer_for
-
-        return tokenizer_for(self._policy)
-
-    @cached_property
     def _form(self) -> ToolFormat | None:
-        return tool_format(self._tokenizer)
-
-    @cached_property
-    def _end_ids(self) -> tuple[int, ...]:
-        from marin_rl.tokenizers import end_token_ids
-
-        return end_token_ids(self._tokenizer)
+        return tool_format(self._tokenizer.tokenizer)
 
     def _text(self, ids: list[int], stop: Sequence[str], form: ToolFormat) -> str:
         """Return the text of a turn without its end token, or cut before a stop string."""
-        if ids[-1] in self._end_ids:
-            return self._decoded(ids[:-1], special=form.special)
-        text = self._decoded(ids, special=form.special)
+        if ids[-1] in self._tokenizer.end_ids:
+            return self._tokenizer.decoded(ids[:-1], special=form.special)
+        text = self._tokenizer.decoded(ids, special=form.special)
         places = [at for string in stop if (at := text.find(string)) >= 0]
         return text[: min(places, default=len(text))]
 
-    def _decoded(self, ids: list[int], *, special: bool) -> str:
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str), "the ids of one text"
-        return text
-
     def _token_ends(self, text: str) -> list[int]:
         """Return where each token of a text ends in it, in characters."""
-        if not self._tokenizer.is_fast:  # without offsets: every character ends one, at worst
+        tokenizer = self._tokenizer.tokenizer
+        if not tokenizer.is_fast:  # without offsets: every character ends one, at worst
             return list(range(1, len(text) + 1))
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets: Any = encoded["offset_mapping"]
         return [end for _, end in offsets]
 

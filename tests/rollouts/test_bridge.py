@@ -41,7 +41,7 @@ class Bridge(TemplateBridge):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(PolicyConfig())
-        self.__dict__["_tokenizer"] = tokenizer
+        self._tokenizer.__dict__["tokenizer"] = tokenizer
 
 
 def end_of(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -1,0 +1,49 @@
+"""The tokenizer of a policy, read on first use: ids and texts of what dialogues are made of.
+
+transformers takes seconds to import, and episodes of one turn need none of it. Leaves out what a
+chat template writes (`bridge`), and tool calls in texts (`tool_turns`).
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from marin_rl.config import PolicyConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PolicyTokenizer:
+    """Tokenizer of a policy. All of it raises InputError for one that cannot be read."""
+
+    def __init__(self, policy: PolicyConfig) -> None:
+        self._policy = policy
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer itself, as transformers has it."""
+        from marin_rl.tokenizers import tokenizer_for
+
+        return tokenizer_for(self._policy)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn of the model."""
+        from marin_rl.tokenizers import end_token_ids
+
+        return end_token_ids(self.tokenizer)
+
+    def encoded(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text that has all of its special tokens."""
+        from marin_rl.tokenizers import encoder_of
+
+        return tuple(encoder_of(self.tokenizer)(text, False))
+
+    def decoded(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ids, without special tokens unless `special`."""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str), "the ids of one text"
+        return text
