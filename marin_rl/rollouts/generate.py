@@ -207,27 +207,30 @@ def shard_requests(
     curriculum: Curriculum | None = None,
 ) -> list[GroupRequest]:
     """Requests of a shard, in order; of the examples that a curriculum chooses, where one does."""
-    config = run.config
+    config, numbers = run.config, groups_of_shard(run.config, shard)
     if curriculum is None:
         examples = examples_of(config, round, shard, environment)
     else:
-        numbers = groups_of_shard(config, shard)
         examples = chosen_examples(run, round, numbers, environment, curriculum)
+    name = round_name(round)
     return [
-        GroupRequest(
-            group_id=f"{round_name(round)}/group-{number:05d}",
-            example=example,
-            size=config.rollouts.group_size,
-            greedy=bool(config.rollouts.greedy_baseline),
-            sampling=Sampling(
-                **sampling_for(
-                    config.sampling, config.environment, example.environment
-                ).model_dump(),
-                seed=run.seed_of("sample", round, number),
-            ),
+        group_request(
+            config, f"{name}/group-{number:05d}", example, run.seed_of("sample", round, number)
         )
-        for number, example in zip(groups_of_shard(config, shard), examples, strict=True)
+        for number, example in zip(numbers, examples, strict=True)
     ]
+
+
+def group_request(config: Config, group_id: str, example: Example, seed: int) -> GroupRequest:
+    """The request of a group to train on, sampled as the example's environment asks for."""
+    sampling = sampling_for(config.sampling, config.environment, example.environment)
+    return GroupRequest(
+        group_id=group_id,
+        example=example,
+        size=config.rollouts.group_size,
+        greedy=bool(config.rollouts.greedy_baseline),
+        sampling=Sampling(**sampling.model_dump(), seed=seed),
+    )
 
 
 async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it ends

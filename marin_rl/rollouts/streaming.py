@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from marin_rl.config import Config
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.mixture import sampling_for
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.generate import group_request, refuse_if_mostly_errors, sample_groups
 from marin_rl.rollouts.in_flight import in_flight_client
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.partial import PartialSampling
@@ -35,7 +34,7 @@ from marin_rl.storage.tables.stream import (
     stream_fingerprint,
 )
 from marin_rl.storage.tables.streamed import number_of
-from marin_rl.types import Rollout, RolloutGroup, Sampling, ServedPolicy
+from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
 
 T = TypeVar("T")
 
@@ -135,23 +134,16 @@ def stream_requests(
     run: Run, numbers: Collection[int], environment: Environment
 ) -> list[GroupRequest]:
     """Requests of groups by their numbers, in order."""
-    config = run.config
-    requests: list[GroupRequest] = []
-    for number in numbers:
-        example = environment.example(config.environment.train_seed, number, "train")
-        sampling = sampling_for(config.sampling, config.environment, example.environment)
-        requests.append(
-            GroupRequest(
-                group_id=group_id_of(number),
-                example=example,
-                size=config.rollouts.group_size,
-                greedy=bool(config.rollouts.greedy_baseline),
-                sampling=Sampling(
-                    **sampling.model_dump(), seed=run.seed_of("sample", "stream", number)
-                ),
-            )
+    config, train_seed = run.config, run.config.environment.train_seed
+    return [
+        group_request(
+            config,
+            group_id_of(number),
+            environment.example(train_seed, number, "train"),
+            run.seed_of("sample", "stream", number),
         )
-    return requests
+        for number in numbers
+    ]
 
 
 def group_id_of(number: int) -> str:
