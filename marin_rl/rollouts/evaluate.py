@@ -135,7 +135,8 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     for held_out in sets:
         # a set is scored by its own environment, under that one's time limit
         config = run.config.model_copy(update={"environment": held_out.config})
-        requests = evaluation_requests(run, round, held_out)
+        # The same in every round but for the groups' names.
+        requests = requests_of(run.config, f"eval/{round_name(round)}", held_out, run.seed_of)
         groups += await sample_groups(
             config,
             policy,
@@ -165,11 +166,6 @@ def evaluation_fingerprint(
     fields = sampling_fields(run.config, round, policy) | own
     fields["evaluation"] = fingerprint_fields(run.config.evaluation)
     return fingerprint("evaluation", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)
-
-
-def evaluation_requests(run: Run, round: int, held_out: HeldOut) -> list[GroupRequest]:
-    """Requests of an evaluation: the same in every round but for the groups' names."""
-    return requests_of(run.config, f"eval/{round_name(round)}", held_out, run.seed_of)
 
 
 def requests_of(
