@@ -210,9 +210,9 @@ class RolloutMaker:
         return replace(
             self._timing,
             start_s=trajectory.start_s,
-            queue_s=_total([timing.queue_s for timing in timings]),
-            prefill_s=_total([timing.prefill_s for timing in timings]),
-            decode_s=_total([timing.decode_s for timing in timings]),
+            queue_s=total_seconds([timing.queue_s for timing in timings]),
+            prefill_s=total_seconds([timing.prefill_s for timing in timings]),
+            decode_s=total_seconds([timing.decode_s for timing in timings]),
         )
 
     def _name(self, index: int) -> str:
@@ -265,7 +265,7 @@ def _last_version(completion: Completion, policy: ServedPolicy) -> int:
     return int(versions[-1]) if versions is not None and len(versions) else policy.weight_version
 
 
-def _total(seconds: Sequence[float | None]) -> float | None:
+def total_seconds(seconds: Sequence[float | None]) -> float | None:
     """Sum of seconds; None where one is not known, or there is none."""
     known = [value for value in seconds if value is not None]
     return sum(known) if known and len(known) == len(seconds) else None

@@ -26,7 +26,7 @@ from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.stops import StopWatch, text_before_stop
 from marin_rl.rollouts.answer_checks import check_identity, check_prompt
-from marin_rl.rollouts.assemble import RolloutMaker, SampledPart
+from marin_rl.rollouts.assemble import RolloutMaker, SampledPart, total_seconds
 from marin_rl.rollouts.concurrent import all_of
 from marin_rl.rollouts.continuing import Diverged
 from marin_rl.rollouts.interruption import Interrupted, Interruption
@@ -328,15 +328,10 @@ class PiecewiseClient(ChatClient):
 
 def _added(timings: Sequence[ServerTimings]) -> ServerTimings:
     """Seconds of all pieces that this process sampled; None where an endpoint says none."""
-
-    def total(seconds: Sequence[float | None]) -> float | None:
-        known = [value for value in seconds if value is not None]
-        return sum(known) if known and len(known) == len(seconds) else None
-
     return ServerTimings(
-        queue_s=total([each.queue_s for each in timings]),
-        prefill_s=total([each.prefill_s for each in timings]),
-        decode_s=total([each.decode_s for each in timings]),
+        queue_s=total_seconds([each.queue_s for each in timings]),
+        prefill_s=total_seconds([each.prefill_s for each in timings]),
+        decode_s=total_seconds([each.decode_s for each in timings]),
     )
 
 
