@@ -199,12 +199,10 @@ class _Replayer:
             except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
                 difference = _fault_difference(rollout, error, last=last)
             else:
-                result = replace(result, messages=tuple(map(self._limited, result.messages)))
+                messages = tuple(map(self._tool_turns.limited, result.messages))
+                result = replace(result, messages=messages)
                 difference = _step_difference(rollout, turn, observed, result, last=last)
             yield ReplayedTurn(turn=number, difference=difference)
-
-    def _limited(self, message: Message) -> Message:
-        return self._tool_turns.limited(message) if message.role == "tool" else message
 
     async def _scores(self, group: RolloutGroup) -> Mapping[str, object]:
         """Scores of the members that the environment scored, by id."""

@@ -132,7 +132,10 @@ class ToolTurns:
         )
 
     def limited(self, message: Message) -> Message:
-        """Return a tool's result within the limits, cut after a whole token and marked if so."""
+        """Return a tool's result within the limits, cut after a whole token and marked if so.
+
+        Messages of other roles are returned as they are.
+        """
         if message.role != "tool":
             return message
         text = message.content[: self._characters_max]
