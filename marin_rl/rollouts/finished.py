@@ -24,13 +24,12 @@ from marin_rl.inference.client.answers import LOGPROB_SLACK, ChatAnswer, Complet
 from marin_rl.rollouts.trajectories import (
     ENVIRONMENT_ERROR,
     LENGTH,
+    TURNS_MAX_DEFAULT,
     GroupRequest,
     SampledTurn,
     Trajectory,
 )
 from marin_rl.types import Example, Message, ServedPolicy
-
-TURNS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ class FinishedDriver:
             sampling=tuple(map(request.sampling_of, request.indices)),
             api_key_variable=self.config.inference.api_key_variable,
             context_length=self.config.policy.context_length,
-            turns_max=self.settings.turns_max or TURNS_MAX,
+            turns_max=self.settings.turns_max or TURNS_MAX_DEFAULT,
         )
         rollouts = await finished_rollouts(
             self.environment, self.settings, request.example, address

@@ -47,7 +47,7 @@ from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.sampler import GroupSampler, Meter, Pieces
 from marin_rl.rollouts.tool_turns import ToolTurns
-from marin_rl.rollouts.trajectories import REQUEST_FAULTS, GroupRequest
+from marin_rl.rollouts.trajectories import REQUEST_FAULTS, TURNS_MAX_DEFAULT, GroupRequest
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.partials import partials_of_shard
@@ -57,9 +57,6 @@ from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRe
 from schemas.rollouts import CONTENT_VERSION, UNFINISHED
 
 Connect = Callable[..., PolicyClient]
-
-
-TURNS_MAX = 64
 
 
 async def generate_shard(
@@ -330,7 +327,7 @@ def _driver_of(
         bridge=bridge or template,
         render=template.prompt if part.config.on_broken_prefix == "segments" else None,
         tool_turns=ToolTurns(config.policy, part.config),
-        turns_max=part.config.turns_max or TURNS_MAX,
+        turns_max=part.config.turns_max or TURNS_MAX_DEFAULT,
         context_length=config.policy.context_length,
     )
 

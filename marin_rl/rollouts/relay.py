@@ -43,11 +43,10 @@ from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.exchange import samples_of
-from marin_rl.rollouts.generate import TURNS_MAX
 from marin_rl.rollouts.group_scores import score_group
 from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
 from marin_rl.rollouts.tool_turns import ToolTurns
-from marin_rl.rollouts.trajectories import GroupRequest
+from marin_rl.rollouts.trajectories import TURNS_MAX_DEFAULT, GroupRequest
 from marin_rl.types import Example, Sampling, ServedPolicy, SlotRef
 
 LINE_BYTES_MAX = 64 << 20
@@ -124,7 +123,7 @@ class Relay:
             environment=part.environment,
             settings=part.config,
             bridge=self.template,
-            turns_max=part.config.turns_max or TURNS_MAX,
+            turns_max=part.config.turns_max or TURNS_MAX_DEFAULT,
             context_length=config.policy.context_length,
             tool_turns=ToolTurns(config.policy, part.config),
         )

@@ -21,7 +21,7 @@ from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.types import Example, Message, Sampling, TurnTiming
 
 # Finish reasons of episodes that something else than the environment or the model ended.
-MAX_TURNS = "max_turns"  # `rollouts.turns_max`
+MAX_TURNS = "max_turns"  # `environment.turns_max`
 CONTEXT = "context"  # no room for a further turn in `policy.context_length`
 BRIDGE = "bridge"  # the chat template cannot go on with the environment's messages
 TIMEOUT = "timeout"  # a call of the environment took longer than `environment.step_timeout_s`
@@ -30,6 +30,7 @@ TOOL_ERROR = "tool_error"  # the environment raised ToolFault
 ABORTED = "aborted"  # the endpoint failed a request
 LENGTH = "length"  # a turn was cut at `sampling.max_tokens`; or `environment.tokens_max` is reached
 SEED_BITS = 48
+TURNS_MAX_DEFAULT = 64  # of an episode, where `environment.turns_max` is null
 
 # Errors of an endpoint that cost what was asked of it; a stale policy always ends the shard.
 REQUEST_FAULTS = (EndpointUnavailable, RequestRejected, BadResponse)
