@@ -77,15 +77,14 @@ def environment_metrics(
     rewards: Float64[np.ndarray, " N"],
     statuses: Sequence[str],
     formats: Float64[np.ndarray, " N"],
-    groups: Int64[np.ndarray, " N"] | None = None,
-    lengths: Int64[np.ndarray, " N"] | None = None,
+    groups: Int64[np.ndarray, " N"],
+    lengths: Int64[np.ndarray, " N"],
 ) -> dict[str, float]:
     """`env/{name}/*` of a round's rollouts, and how many each has as `env/{name}/rollouts`.
 
-    Where there are several environments, `groups` and `lengths` add signal-free groups, lengths and
-    cut-off completions of each.
-
-    The last is not a metric: divided by the seconds of the round it becomes `env/{name}/eps`.
+    The last is not a metric: divided by the seconds of the round it becomes `env/{name}/eps`. Where
+    there are several environments, also signal-free groups, lengths and cut-off completions of
+    each.
     """
     names, status = np.asarray(environments, dtype=object), np.asarray(statuses, object)
     broken, several = _broken(status), len(set(environments)) > 1
@@ -100,10 +99,10 @@ def environment_metrics(
         if formatted.any():
             result[f"env/{name}/format_rate"] = _mean(formats[formatted] > 0)
         sampled = own & ~broken
-        if several and lengths is not None and sampled.any():
+        if several and sampled.any():
             result[f"env/{name}/mean_length"] = float(lengths[sampled].mean())
             result[f"env/{name}/clipped_ratio"] = _mean(status[sampled] == "truncated")
-        if several and groups is not None and valid.any():
+        if several and valid.any():
             spread = _group_metrics(rewards[valid], groups[valid])
             result[f"env/{name}/frac_reward_zero_std"] = spread["frac_reward_zero_std"]
     return result

@@ -38,9 +38,12 @@ def test_each_environment_by_itself():
         rewards=np.array([1.0, NAN, 0.0, NAN]),
         statuses=["complete", "error", "truncated", "aborted"],
         formats=np.array([0.5, NAN, -1.0, NAN]),
+        groups=np.array([0, 1, 0, 1]),
+        lengths=np.array([2, 4, 6, 8]),
     )
     assert found == {
         "env/a/rollouts": 2.0, "env/a/errors": 0.0, "env/a/reward": 0.5, "env/a/format_rate": 0.5,
+        "env/a/mean_length": 4.0, "env/a/clipped_ratio": 0.5, "env/a/frac_reward_zero_std": 0.0,
         "env/b/rollouts": 2.0, "env/b/errors": 1.0,
     }  # fmt: skip
     assert not is_defined("env/a/rollouts")
