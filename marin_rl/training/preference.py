@@ -11,7 +11,7 @@ Axes: M microbatches, R rows of one (two neighbouring rows a pair), P pairs, T p
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from marin_rl.errors import CorruptObject
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.rollouts.rewards import RewardIdentity, RewardModelSlot
 from marin_rl.storage.checkpoints import restore_checkpoint
-from marin_rl.training.adapters import trained_shapes
+from marin_rl.training.adapters import HEAD, trained_shapes
 from marin_rl.training.critic import ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import digest_of, with_parameters
@@ -38,8 +38,6 @@ from marin_rl.training.scalar_adapters import frozen_trunk, scalar_template
 from marin_rl.training.state import identity_of, template_of
 from marin_rl.training.step_metrics import Metrics
 from marin_rl.training.step_types import Parameters, TrainState
-
-HEAD = "head/"
 
 
 class PairArrays(NamedTuple):
@@ -54,21 +52,9 @@ class PairArrays(NamedTuple):
 
 
 Rewards = Callable[[Parameters, Int32[Any, "R T"], Int32[Any, "R T"]], Float[Array, " R"]]
-
-
-@runtime_checkable
-class PreferenceStep(Protocol):
-    """One optimizer step: state (donated), arrays, microbatches in use, an adapter's base."""
-
-    def __call__(
-        self,
-        state: TrainState,
-        arrays: PairArrays,
-        used: Int32[Any, ""],
-        frozen: Parameters | None = None,
-    ) -> tuple[TrainState, Metrics]:
-        """Return the new state and the metrics of the step."""
-        ...
+PreferenceStep = Callable[
+    [TrainState, PairArrays, Int32[Any, ""], Parameters], tuple[TrainState, Metrics]
+]
 
 
 def preference_losses(
@@ -120,7 +106,7 @@ def pair_arrays(
     return arrays, -(-count // rows)
 
 
-def rewards_of(template: ScalarModel, compute_dtype: str = "float32") -> Rewards:
+def rewards_of(template: ScalarModel, compute_dtype: str) -> Rewards:
     """The pure function that reads the reward of every row at its last token, in float32.
 
     The trunk computes in `compute_dtype`, the head in float32. An empty row gets some number.
@@ -154,23 +140,21 @@ def make_preference_step(
     template: ScalarModel,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
-    compute_dtype: str = "float32",
-    layout: Layout = SINGLE_DEVICE,
+    compute_dtype: str,
+    layout: Layout,
 ) -> PreferenceStep:
-    """The jitted step: state (donated), arrays and microbatches in use; new state and metrics.
+    """The jitted step: state (donated), arrays, microbatches in use, and what is not in the state.
 
-    `frozen` are the parameters that are not in the state: the base of an adapter. The loss is the
-    mean over the pairs of the step, however it is cut into microbatches.
+    The last is the base of an adapter, else empty. Returns the new state and the metrics. The loss
+    is the mean over the pairs of the step, however it is cut into microbatches.
     """
     rewards = rewards_of(template, compute_dtype)
 
     def step(
-        state: TrainState, arrays: PairArrays, used: Array, frozen: Parameters | None = None
+        state: TrainState, arrays: PairArrays, used: Array, frozen: Parameters
     ) -> tuple[TrainState, Metrics]:
-        base = frozen or {}
-
         def of_trained(parameters: Parameters, *rows: Array) -> Array:
-            return rewards({**base, **parameters}, *rows)
+            return rewards({**frozen, **parameters}, *rows)
 
         gradients, metrics = _accumulate(of_trained, state.parameters, arrays, used)
         metrics["grad_norm"] = jnp.asarray(optax.global_norm(gradients))

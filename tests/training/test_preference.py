@@ -125,7 +125,7 @@ def played(
     rows = []
     for _ in range(steps):
         with layout.active():
-            state, metrics = step(state, layout.place_rows(arrays), as_array(used))
+            state, metrics = step(state, layout.place_rows(arrays), as_array(used), {})
         rows.append({name: float(value) for name, value in metrics.items()})
     return state, rows
 
