@@ -11,6 +11,7 @@ Axes: M microbatches, R rows of one (two neighbouring rows a pair), P pairs, T p
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ from marin_rl.training.policy_source import read_base
 from marin_rl.training.scalar_adapters import frozen_trunk, scalar_template
 from marin_rl.training.state import identity_of, template_of
 from marin_rl.training.step_metrics import Metrics
-from marin_rl.training.step_types import Parameters, TrainState
+from marin_rl.training.step_types import Parameters, TrainState, in_microbatches
 
 
 class PairArrays(NamedTuple):
@@ -90,20 +91,13 @@ def pair_arrays(
     # A multiple of 2 for each device: no pair is split between two.
     rows = layout.whole_rows(2 * min(microbatch_pairs, pairs_max), together=2)
     microbatches = -(-2 * pairs_max // rows)
-    count = len(batch.token_ids)
-    assert count <= rows * microbatches, (count, rows, microbatches)
-
-    def cut(array_B: np.ndarray, dtype: Any) -> np.ndarray:
-        padded_B = np.zeros((rows * microbatches, array_B.shape[1]), dtype)
-        padded_B[:count] = array_B
-        return padded_B.reshape(microbatches, rows, -1)
-
+    cut = partial(in_microbatches, rows=rows, microbatches=microbatches)
     arrays = PairArrays(
         token_ids=cut(batch.token_ids, np.int32),
         segment_ids=cut(batch.inside, np.int32),
         margins=cut(np.repeat(batch.margins, 2)[:, None], np.float32),
     )
-    return arrays, -(-count // rows)
+    return arrays, -(-len(batch.token_ids) // rows)
 
 
 def rewards_of(template: ScalarModel, compute_dtype: str) -> Rewards:

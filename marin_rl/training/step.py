@@ -10,6 +10,7 @@ Axes: M microbatches, R rows of one, B rows (M times R), T positions.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ from marin_rl.training.step_types import (
     StepSettings,
     TrainableParams,
     TrainState,
+    in_microbatches,
 )
 from marin_rl.training.token_baseline import squared_score_norms
 from marin_rl.training.trajectories import rollout_shares
@@ -62,15 +64,7 @@ def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:
     Rows are dealt to the first microbatches in order; what is left over is padding, which carries
     segment 0 and no mask. A token that nothing precedes in its segment is never trained on.
     """
-    count, length = batch.token_ids.shape
-    assert count <= rows * microbatches, (count, rows, microbatches)
-
-    def cut(array_BT: np.ndarray, dtype: Any) -> np.ndarray:
-        # One shape for every batch, so that one compiled program serves them all.
-        padded = np.zeros((rows * microbatches, length), dtype)
-        padded[:count] = array_BT
-        return padded.reshape(microbatches, rows, length)
-
+    cut = partial(in_microbatches, rows=rows, microbatches=microbatches)
     mask_BT = trained_mask(batch)
     shares_BT = rollout_shares(batch, mask_BT)
     arrays = StepArrays(
@@ -82,7 +76,7 @@ def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:
         advantages=cut(batch.advantages, np.float32),
         rollout_shares=None if shares_BT is None else cut(shares_BT, np.float32),
     )
-    return StepRows(arrays, -(-count // rows))
+    return StepRows(arrays, -(-len(mask_BT) // rows))
 
 
 def trained_mask(batch: TrainingBatch) -> Bool[np.ndarray, "B T"]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.logprobs import ALONE, Packing, TokenScores
@@ -89,6 +90,18 @@ class StepArrays(NamedTuple):
     def inputs(self) -> tuple[Array, Array, Array, Array]:
         """Ids, segments, positions and mask: what `logprobs.token_logprobs` scores."""
         return self.token_ids, self.segment_ids, self.positions, self.mask
+
+
+def in_microbatches(
+    array_BT: Shaped[np.ndarray, "B T"], dtype: Any, *, rows: int, microbatches: int
+) -> Shaped[np.ndarray, "M R T"]:
+    """Rows as `microbatches` of `rows` rows each, filled up with zeros."""
+    count, length = array_BT.shape
+    assert count <= rows * microbatches, (count, rows, microbatches)
+    # One shape for every batch, so that one compiled program serves them all.
+    filled = np.zeros((rows * microbatches, length), dtype)
+    filled[:count] = array_BT
+    return filled.reshape(microbatches, rows, length)
 
 
 class StepRows(NamedTuple):
