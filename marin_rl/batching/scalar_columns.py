@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Float64
 
+from marin_rl.batching.dispositions import numbers
 from marin_rl.config import Config
 from marin_rl.rollouts.summary import (
     consumed_metrics,
@@ -63,11 +64,9 @@ def with_version_sums(table: pa.Table) -> pa.Table:
         # Differences of one running sum, exact in int64, in place of a loop over rollouts.
         return np.diff(np.append(0, np.cumsum(value_T * sampled_T))[ends])
 
-    oldest_N, newest_N = (
-        _column(table, f"policy_version_{end}").astype(np.int64) for end in ("min", "max")
-    )
+    oldest_N, newest_N = (numbers(table, f"policy_version_{end}") for end in ("min", "max"))
     # Of one policy all tokens have its version; those of several are overwritten below.
-    sums_N = oldest_N * _column(table, "n_completion_tokens").astype(np.int64)
+    sums_N = oldest_N * numbers(table, "n_completion_tokens")
     sums_N[several_N] = summed(version_T)
     kept_N, continued_N = np.zeros_like(sums_N), np.zeros_like(sums_N)
     # Sampled before the newest policy.
@@ -84,14 +83,13 @@ def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> 
 
     `env/{name}/rollouts` is among them, which is none: see `environment_metrics`.
     """
-    reward_N = _column(scalars, "reward").astype(np.float64)
+    reward_N = numbers(scalars, "reward", np.float64)
     # An infinite reward is a missing one, as in `advantages.rewards_array`.
     reward_N = np.where(np.isfinite(reward_N), reward_N, np.nan)
     statuses, components = scalars["status"].to_pylist(), _components(scalars)
-    # Numbers in place of names: the metrics add up by index.
-    _, group_N = np.unique(_column(scalars, "group_id").astype(str), return_inverse=True)
-    length_N = _column(scalars, "n_completion_tokens").astype(np.int64)
-    age_N = round - _column(scalars, "policy_version_min").astype(np.int64)
+    group_N = _group_numbers(scalars)
+    length_N = numbers(scalars, "n_completion_tokens")
+    age_N = round - numbers(scalars, "policy_version_min")
     format_N, correct_N = (components.by_rollout(name) for name in ("format", "correct"))
     kept_N = disposition_N == "consumed"
     counts = {kind: float((disposition_N == kind).sum()) for kind in DISPOSITION_KINDS}
@@ -130,7 +128,7 @@ def round_metrics(
 
     Rollouts of other rounds count in what is trained on alone: staleness, `train/*`, `replay/*`.
     """
-    own_N = _column(scalars, "round").astype(np.int64) == round
+    own_N = numbers(scalars, "round") == round
     if config.replay is None:
         own_N[:] = True
     own = scalars.filter(pa.array(own_N))
@@ -150,15 +148,15 @@ def round_metrics(
 def _ages(kept: pa.Table, round: int) -> dict[str, float]:
     """`staleness/*` of consumed rollouts by part, and numbers by token where that is known."""
     oldest, newest, lengths = (
-        _column(kept, name).astype(np.int64)
+        numbers(kept, name)
         for name in ("policy_version_min", "policy_version_max", "n_completion_tokens")
     )
     result = staleness_parts(oldest, newest, round)
     if VERSION_SUM in kept.column_names and lengths.sum():
-        versions = int(_column(kept, VERSION_SUM).sum())
+        versions = int(numbers(kept, VERSION_SUM).sum())
         result["staleness/tokens/mean"] = round - versions / int(lengths.sum())
-        result["tokens/in_flight/kept"] = float(_column(kept, TOKENS_KEPT).sum())
-        result["tokens/in_flight/continued"] = float(_column(kept, TOKENS_CONTINUED).sum())
+        result["tokens/in_flight/kept"] = float(numbers(kept, TOKENS_KEPT).sum())
+        result["tokens/in_flight/continued"] = float(numbers(kept, TOKENS_CONTINUED).sum())
     return result
 
 
@@ -171,14 +169,14 @@ def mode_metrics(
 ) -> dict[str, float]:
     """Metrics of a round that takes some of the groups that are sampled, else none."""
     kept_N, result = disposition_N == "consumed", dict[str, float]()
-    length_N = _column(scalars, "n_completion_tokens").astype(np.int64)
+    length_N = numbers(scalars, "n_completion_tokens")
     if config.windowed or config.mixes_policies:
         result |= _ages(scalars.filter(pa.array(kept_N)), round)
     if config.windowed or config.selects_groups:
         result |= waste_metrics(length_N, disposition_N, reason_N)
     if not config.selects_groups:
         return result
-    _, group_N = np.unique(_column(scalars, "group_id").astype(str), return_inverse=True)
+    group_N = _group_numbers(scalars)
     unfinished_N = reason_N == UNFINISHED
     result |= {
         "selection/groups_sampled": float(len(np.unique(group_N))),
@@ -222,5 +220,7 @@ def _components(scalars: pa.Table) -> _Components:
     return _Components(len(column), rollout_M, names, values)
 
 
-def _column(table: pa.Table, name: str) -> np.ndarray:
-    return table[name].to_numpy(zero_copy_only=False)
+def _group_numbers(scalars: pa.Table) -> np.ndarray:
+    """The group of each rollout as a number, by which metrics add up; in order of the names."""
+    names_N = scalars["group_id"].to_numpy(zero_copy_only=False).astype(str)
+    return np.unique(names_N, return_inverse=True)[1]
