@@ -19,9 +19,9 @@ from levanter.models.lm_model import LmHeadModel
 from lora_report import Report
 from standard_work import Work
 
-from marin_rl.config import EngineConfig
+from marin_rl.config import EngineConfig, LoraConfig
 from marin_rl.inference.engine import Engine
-from marin_rl.lora import Adapter, LoraSpec, adapter_of, initial_arrays, merged
+from marin_rl.lora import Adapter, adapter_of, configured_modules, initial_arrays, merged
 from marin_rl.lora.quantization import quantize_base
 from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
 from marin_rl.training.quantized_layers import with_quantized
@@ -36,7 +36,7 @@ LOAD_MS_MAX = 5.0
 def adapter_for(model: LmHeadModel, seed: int) -> Adapter:
     """An adapter of all linear layers with values everywhere."""
     shapes = parameter_shapes(model)
-    modules = LoraSpec(rank=RANK).resolve(shapes)
+    modules = configured_modules(LoraConfig(rank=RANK), shapes)
     arrays = initial_arrays(modules, shapes, seed)
     rng = np.random.default_rng(seed)
     filled = {name: 0.01 * rng.standard_normal(a.shape, np.float32) for name, a in arrays.items()}

@@ -1,4 +1,4 @@
-"""Settings of an adapter: which linear layers it changes, by which rank and scale.
+"""The linear layers of a base, and the rank and scale of an adapter of one.
 
 A linear layer is named by the path of its weight in the base, whose layers are stacked (axis L):
 K key/value heads, G query heads for each, H head size, D width, F width of the MLP, N = K G heads.
@@ -16,8 +16,7 @@ Flattened, A is [L, r, in] and B [L, out, r], as PEFT has them one layer at a ti
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 
 from marin_rl.errors import InputError
 
@@ -74,56 +73,6 @@ class LoraModule:
     def scale(self) -> float:
         """Factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSpec:
-    """Settings of an adapter before a base is known.
-
-    `modules` are `all-linear`, names (`q_proj`, `mlp.up_proj`) or patterns (`mlp.*`, `*.?_proj`).
-    `ranks` and `alphas` give single modules their own, by the same names and patterns; the first
-    that matches applies.
-    """
-
-    rank: int
-    alpha: float = 32.0
-    modules: tuple[str, ...] = (ALL_LINEAR,)
-    rslora: bool = False
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    alphas: Mapping[str, float] = field(default_factory=dict)
-
-    def resolve(self, shapes: Shapes) -> dict[str, LoraModule]:
-        """Rank and alpha of every adapted weight of a base, by path, in the base's order.
-
-        Raises InputError for names and patterns that match nothing, and ranks above a layer's
-        dimensions.
-        """
-        layers = linear_shapes(shapes)
-        names = {path: module_name(path) for path in layers}
-        for pattern in (*self.modules, *self.ranks, *self.alphas):
-            if pattern != ALL_LINEAR and not any(_matches(pattern, n) for n in names.values()):
-                raise InputError(
-                    f"no linear layer matches {pattern!r}: expected {ALL_LINEAR}, a name or a "
-                    f"pattern of {', '.join(names.values())}; embeddings and the head stay frozen"
-                )
-        chosen = {
-            path: self._module(name)
-            for path, name in names.items()
-            if any(pattern == ALL_LINEAR or _matches(pattern, name) for pattern in self.modules)
-        }
-        for path, module in chosen.items():
-            check_rank(names[path], module, layers[path])
-        return chosen
-
-    def _module(self, name: str) -> LoraModule:
-        rank = next((r for pattern, r in self.ranks.items() if _matches(pattern, name)), self.rank)
-        alphas = (a for pattern, a in self.alphas.items() if _matches(pattern, name))
-        return LoraModule(rank=rank, alpha=next(alphas, self.alpha), rslora=self.rslora)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Return True if a name, its last part, or a pattern over either is `pattern`."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
 def check_rank(name: str, module: LoraModule, layer: LinearShape) -> None:

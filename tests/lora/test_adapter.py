@@ -6,22 +6,24 @@ import numpy as np
 import pytest
 from support.adapters import DOWN, OUTPUT, QUERY, SHAPES
 
+from marin_rl.config import LoraConfig
 from marin_rl.errors import InputError
 from marin_rl.lora import (
     LoraModule,
-    LoraSpec,
     adapter_of,
     check_adapter_name,
+    configured_modules,
     initial_arrays,
     linear_shapes,
     merged,
     module_name,
     policy_digest,
 )
+from marin_rl.lora.spec import check_rank
 
 
 def test_every_linear_layer_is_adapted_by_default_and_nothing_else() -> None:
-    modules = LoraSpec(rank=4).resolve(SHAPES)
+    modules = configured_modules(LoraConfig(rank=4), SHAPES)
     assert [module_name(path) for path in modules] == [
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -30,7 +32,7 @@ def test_every_linear_layer_is_adapted_by_default_and_nothing_else() -> None:
 
 
 def test_shapes_are_those_of_the_base_with_the_rank_in_place_of_the_other_side() -> None:
-    arrays = initial_arrays(LoraSpec(rank=4).resolve(SHAPES), SHAPES, seed=3)
+    arrays = initial_arrays(configured_modules(LoraConfig(rank=4), SHAPES), SHAPES, seed=3)
     shapes = {name: array.shape for name, array in arrays.items()}
     assert shapes[f"{QUERY}:A"] == (2, 4, 24)
     assert shapes[f"{QUERY}:B"] == (2, 2, 3, 4, 4)
@@ -41,9 +43,11 @@ def test_shapes_are_those_of_the_base_with_the_rank_in_place_of_the_other_side()
 
 
 def test_first_values_depend_on_seed_and_name_alone() -> None:
-    few = initial_arrays(LoraSpec(rank=4, modules=("q_proj",)).resolve(SHAPES), SHAPES, seed=3)
-    many = initial_arrays(LoraSpec(rank=4).resolve(SHAPES), SHAPES, seed=3)
-    other = initial_arrays(LoraSpec(rank=4).resolve(SHAPES), SHAPES, seed=4)
+    few = initial_arrays(
+        configured_modules(LoraConfig(rank=4, modules=("q_proj",)), SHAPES), SHAPES, seed=3
+    )
+    many = initial_arrays(configured_modules(LoraConfig(rank=4), SHAPES), SHAPES, seed=3)
+    other = initial_arrays(configured_modules(LoraConfig(rank=4), SHAPES), SHAPES, seed=4)
     name = f"{QUERY}:A"
     assert np.array_equal(few[name], many[name])
     assert not np.array_equal(many[name], other[name])
@@ -64,12 +68,15 @@ def test_first_values_depend_on_seed_and_name_alone() -> None:
     ],
 )
 def test_modules_by_name_and_by_pattern(patterns: tuple[str, ...], names: list[str]) -> None:
-    assert list(map(module_name, LoraSpec(rank=2, modules=patterns).resolve(SHAPES))) == names
+    assert (
+        list(map(module_name, configured_modules(LoraConfig(rank=2, modules=patterns), SHAPES)))
+        == names
+    )
 
 
 def test_single_modules_may_have_a_rank_and_an_alpha_of_their_own() -> None:
-    spec = LoraSpec(rank=4, alpha=8.0, ranks={"mlp.*": 2}, alphas={"down_proj": 1.0})
-    modules = spec.resolve(SHAPES)
+    spec = LoraConfig(rank=4, alpha=8.0, ranks={"mlp.*": 2}, alphas={"down_proj": 1.0})
+    modules = configured_modules(spec, SHAPES)
     assert modules[QUERY] == LoraModule(rank=4, alpha=8.0)
     assert modules[DOWN] == LoraModule(rank=2, alpha=1.0)
     assert modules[DOWN].scale == 0.5
@@ -79,23 +86,33 @@ def test_single_modules_may_have_a_rank_and_an_alpha_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (LoraSpec(rank=0), "rank of self_attn.q_proj is 0: expected 1 to 24"),
-        (LoraSpec(rank=11, modules=("gate_proj",)), "is 11: expected 1 to 10"),
-        (LoraSpec(rank=4, modules=("qkv_proj",)), "no linear layer matches 'qkv_proj'"),
-        (LoraSpec(rank=4, modules=("lm_head",)), "embeddings and the head stay frozen"),
-        (LoraSpec(rank=4, ranks={"qkv": 3}), "no linear layer matches 'qkv'"),
-        (LoraSpec(rank=4, alpha=math.nan), "alpha of self_attn.q_proj is nan"),
-        (LoraSpec(rank=4, alpha=0.0), "expected a number above 0"),
+        (LoraConfig(rank=11, modules=("gate_proj",)), "is 11: expected 1 to 10"),
+        (LoraConfig(rank=4, modules=("qkv_proj",)), "no linear layer matches 'qkv_proj'"),
+        (LoraConfig(rank=4, modules=("lm_head",)), "embeddings and the head stay frozen"),
+        (LoraConfig(rank=4, ranks={"qkv": 3}), "no linear layer matches 'qkv'"),
     ],
 )
-def test_settings_that_fit_no_base_are_refused(spec: LoraSpec, message: str) -> None:
+def test_settings_that_fit_no_base_are_refused(spec: LoraConfig, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        spec.resolve(SHAPES)
+        configured_modules(spec, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (LoraModule(rank=0, alpha=8.0), "rank of self_attn.q_proj is 0: expected 1 to 24"),
+        (LoraModule(rank=4, alpha=math.nan), "alpha of self_attn.q_proj is nan"),
+        (LoraModule(rank=4, alpha=0.0), "expected a number above 0"),
+    ],
+)
+def test_a_rank_and_an_alpha_without_effect_are_refused(module: LoraModule, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_rank("self_attn.q_proj", module, linear_shapes(SHAPES)[QUERY])
 
 
 def test_merging_adds_the_product_to_each_layer() -> None:
     rng = np.random.default_rng(0)
-    modules = LoraSpec(rank=3, alpha=6.0).resolve(SHAPES)
+    modules = configured_modules(LoraConfig(rank=3, alpha=6.0), SHAPES)
     arrays = {
         name: rng.standard_normal(array.shape, np.float32)
         for name, array in initial_arrays(modules, SHAPES, 0).items()
@@ -115,9 +132,9 @@ def test_merging_adds_the_product_to_each_layer() -> None:
 
 
 def test_the_identity_of_a_policy_is_over_base_adapter_rank_and_alpha() -> None:
-    modules = LoraSpec(rank=4, alpha=8.0).resolve(SHAPES)
+    modules = configured_modules(LoraConfig(rank=4, alpha=8.0), SHAPES)
     adapter = adapter_of(modules, initial_arrays(modules, SHAPES, 1), SHAPES)
-    other = LoraSpec(rank=4, alpha=16.0).resolve(SHAPES)
+    other = configured_modules(LoraConfig(rank=4, alpha=16.0), SHAPES)
     digests = {
         policy_digest("base", modules, adapter.digest),
         policy_digest("another base", modules, adapter.digest),
@@ -138,14 +155,14 @@ def test_the_identity_of_a_policy_is_over_base_adapter_rank_and_alpha() -> None:
     ],
 )
 def test_arrays_that_fit_no_base_are_refused(change: dict[str, np.ndarray], message: str) -> None:
-    modules = LoraSpec(rank=4).resolve(SHAPES)
+    modules = configured_modules(LoraConfig(rank=4), SHAPES)
     arrays = initial_arrays(modules, SHAPES, 1) | change
     with pytest.raises(InputError, match=message):
         adapter_of(modules, arrays, SHAPES)
 
 
 def test_an_adapter_of_a_layer_that_the_base_has_not_is_refused() -> None:
-    modules = LoraSpec(rank=4).resolve(SHAPES)
+    modules = configured_modules(LoraConfig(rank=4), SHAPES)
     arrays = initial_arrays(modules, SHAPES, 1)
     smaller = {name: shape for name, shape in SHAPES.items() if name != DOWN}
     with pytest.raises(InputError, match=r"the base has no linear layer mlp\.down_proj"):

@@ -13,14 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.adapters import DOWN, OUTPUT, QUERY, SHAPES, random_adapter
 
+from marin_rl.config import LoraConfig
 from marin_rl.errors import InputError
-from marin_rl.lora import (
-    LoraModule,
-    LoraSpec,
-    merged,
-    read_peft,
-    write_peft,
-)
+from marin_rl.lora import LoraModule, merged, read_peft, write_peft
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -42,12 +37,12 @@ def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any])
 @pytest.mark.parametrize(
     "spec",
     [
-        LoraSpec(rank=4, alpha=8.0),
-        LoraSpec(rank=3, alpha=0.5, rslora=True, modules=("q_proj", "mlp.*")),
-        LoraSpec(rank=4, ranks={"o_proj": 2}, alphas={"mlp.down_proj": 5.0}),
+        LoraConfig(rank=4, alpha=8.0),
+        LoraConfig(rank=3, alpha=0.5, rslora=True, modules=("q_proj", "mlp.*")),
+        LoraConfig(rank=4, ranks={"o_proj": 2}, alphas={"mlp.down_proj": 5.0}),
     ],
 )
-def test_a_written_folder_reads_back_to_equal_arrays(spec: LoraSpec, tmp_path: Path) -> None:
+def test_a_written_folder_reads_back_to_equal_arrays(spec: LoraConfig, tmp_path: Path) -> None:
     adapter = random_adapter(spec)
     write_peft(tmp_path / "adapter", adapter, base="a model")
     again = read_peft(tmp_path / "adapter", SHAPES)
@@ -56,7 +51,7 @@ def test_a_written_folder_reads_back_to_equal_arrays(spec: LoraSpec, tmp_path: P
 
 
 def test_keys_shapes_and_settings_are_those_of_peft(tmp_path: Path) -> None:
-    adapter = random_adapter(LoraSpec(rank=4, alpha=8.0))
+    adapter = random_adapter(LoraConfig(rank=4, alpha=8.0))
     write_peft(tmp_path / "adapter", adapter, base="a model")
     tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert len(tensors) == 2 * 2 * 7
@@ -72,7 +67,7 @@ def test_keys_shapes_and_settings_are_those_of_peft(tmp_path: Path) -> None:
 
 
 def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4)))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
 
     def half(tensors: dict[str, np.ndarray]) -> None:
         tensors.update({name: array.astype(np.float16) for name, array in tensors.items()})
@@ -83,7 +78,7 @@ def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_read_as_float32(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=1, modules=("down_proj",))))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=1, modules=("down_proj",))))
     values = {f"base_model.model.model.layers.{i}.mlp.down_proj.lora_{s}.weight": n
               for i in range(2) for s, n in (("A", 10), ("B", 24))}  # fmt: skip
     header, data = {}, b""
@@ -102,7 +97,7 @@ def test_bfloat16_is_read_as_float32(tmp_path: Path) -> None:
 
 
 def test_ranks_that_differ_by_layer_are_filled_with_zeros(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4, alpha=8.0, modules=("o_proj",))))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4, alpha=8.0, modules=("o_proj",))))
     name = "base_model.model.model.layers.1.self_attn.o_proj"
 
     def narrow(tensors: dict[str, np.ndarray]) -> None:
@@ -153,7 +148,7 @@ def test_ranks_that_differ_by_layer_are_filled_with_zeros(tmp_path: Path) -> Non
 def test_settings_that_are_not_computed_are_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4)))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
     change_config(tmp_path / "a", changes)
     with pytest.raises(InputError) as error:
         read_peft(tmp_path / "a", SHAPES)
@@ -203,7 +198,7 @@ def _none(tensors: dict[str, np.ndarray]) -> None:
 def test_tensors_of_another_base_are_refused(
     change: Callable[[dict[str, np.ndarray]], None], message: str, tmp_path: Path
 ) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4)))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
     change_tensors(tmp_path / "a", change)
     with pytest.raises(InputError) as error:
         read_peft(tmp_path / "a", SHAPES)
@@ -211,7 +206,7 @@ def test_tensors_of_another_base_are_refused(
 
 
 def test_the_adapter_of_a_wider_base_is_refused(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4)))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
     wider = {name: (*shape[:-1], 2 * shape[-1]) for name, shape in SHAPES.items()}
     with pytest.raises(InputError, match=r"expected \(4, 48\), found \(4, 24\)"):
         read_peft(tmp_path / "a", wider)
@@ -231,14 +226,14 @@ def test_the_adapter_of_a_wider_base_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_refused(data: bytes, tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4)))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
     (tmp_path / "a/adapter_model.safetensors").write_bytes(data)
     with pytest.raises(InputError, match=r"adapter_model\.safetensors"):
         read_peft(tmp_path / "a", SHAPES)
 
 
 def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=1, modules=("q_proj",))))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=1, modules=("q_proj",))))
     file = tmp_path / "a/adapter_model.safetensors"
     data = file.read_bytes()
     for length in (*range(64), *range(64, len(data), 97)):
@@ -248,14 +243,14 @@ def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sparse_file_of_a_terabyte_is_refused_by_its_size(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4)))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
     os.truncate(tmp_path / "a/adapter_model.safetensors", 2**40)
     with pytest.raises(InputError, match="for an adapter of this base, found 1099511627776"):
         read_peft(tmp_path / "a", SHAPES)
 
 
 def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4)))
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
     (tmp_path / "a/adapter_model.safetensors").unlink()
     os.mkfifo(tmp_path / "a/adapter_model.safetensors")
     with pytest.raises(InputError, match="no adapter at"):
@@ -268,9 +263,9 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    adapter = random_adapter(LoraSpec(rank=4))
+    adapter = random_adapter(LoraConfig(rank=4))
     write_peft(tmp_path / "a", adapter)
     before = (tmp_path / "a/adapter_model.safetensors").read_bytes()
     with pytest.raises(InputError, match="nothing is overwritten"):
-        write_peft(tmp_path / "a", random_adapter(LoraSpec(rank=4), seed=1))
+        write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4), seed=1))
     assert (tmp_path / "a/adapter_model.safetensors").read_bytes() == before

@@ -22,7 +22,8 @@ from support.hf_models import VOCABULARY, write_checkpoint
 from support.peft_folders import adapter_tensors, write_folder
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.lora import Adapter, LoraSpec, read_peft, write_peft
+from marin_rl.config import LoraConfig
+from marin_rl.lora import Adapter, read_peft, write_peft
 from marin_rl.serving.weights.adapter_folders import merge
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.adapters import policy_module, with_adapter
@@ -107,7 +108,7 @@ def by_peft(tokens: list[int], base: Path, adapter: Path | None = None) -> np.nd
 def test_peft_reads_what_we_write_to_our_logprobs(name: str, tmp_path: Path) -> None:
     base = base_at(tmp_path / "base", name, 0)
     model = load_hf(base)
-    spec = LoraSpec(rank=4, alpha=0.1, ranks={"mlp.*": 3}, alphas={"o_proj": 0.05})
+    spec = LoraConfig(rank=4, alpha=0.1, ranks={"mlp.*": 3}, alphas={"o_proj": 0.05})
     adapter = random_adapter(spec, shapes=parameter_shapes(model))
     write_peft(tmp_path / "adapter", adapter)
     tokens = np.random.default_rng(5).integers(0, VOCABULARY, 48).tolist()

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from marin_rl import cli
 from marin_rl.commands.serve import serving_config
-from marin_rl.config import Config
+from marin_rl.config import Config, LoraConfig
 from marin_rl.errors import ConfigError, MarinRLError, ObjectMissing
-from marin_rl.lora import LoraSpec, write_peft
+from marin_rl.lora import write_peft
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving import launch as standalone
 from marin_rl.serving.server import PolicyServer
@@ -112,7 +112,7 @@ def test_a_folder_made_for_few_positions_is_served_with_them(
 
 
 def test_adapters_that_cannot_be_served_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    write_peft(tmp_path / "one", random_adapter(LoraSpec(rank=2)))
+    write_peft(tmp_path / "one", random_adapter(LoraConfig(rank=2)))
     folder = f"{tmp_path}/one"
     for options, message in (
         (("math",), "expected --adapter NAME=PATH"),

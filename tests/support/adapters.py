@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from marin_rl.lora import Adapter, LoraSpec, Shapes, adapter_of, initial_arrays
+from marin_rl.config import LoraConfig
+from marin_rl.lora import Adapter, Shapes, adapter_of, configured_modules, initial_arrays
 
 STACK = "transformer/layers/stacked"
 # 2 layers, 2 key/value heads of 3 query heads each, head size 4, width 24, MLP 10
@@ -24,9 +25,9 @@ QUERY, OUTPUT, DOWN = (
 )
 
 
-def random_adapter(spec: LoraSpec, seed: int = 0, shapes: Shapes = SHAPES) -> Adapter:
+def random_adapter(spec: LoraConfig, seed: int = 0, shapes: Shapes = SHAPES) -> Adapter:
     """An adapter with values everywhere."""
-    rng, modules = np.random.default_rng(seed), spec.resolve(shapes)
+    rng, modules = np.random.default_rng(seed), configured_modules(spec, shapes)
     arrays = initial_arrays(modules, shapes, seed)
     filled = {name: rng.standard_normal(a.shape, np.float32) for name, a in arrays.items()}
     return adapter_of(modules, filled, shapes)

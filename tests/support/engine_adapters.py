@@ -5,10 +5,11 @@ from levanter.models.lm_model import LmHeadModel
 from support.adapters import random_adapter
 from support.models import full_logprobs
 
+from marin_rl.config import LoraConfig
 from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationResult
-from marin_rl.lora import Adapter, LoraSpec
+from marin_rl.lora import Adapter
 from marin_rl.lora import merged as merged_parameters
 from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
 
@@ -25,7 +26,7 @@ def adapter_for(
 ) -> Adapter:
     """Random arrays that move every distribution; `scale` is theirs, whatever the rank."""
     shapes = parameter_shapes(model)
-    settings = LoraSpec(rank=rank, alpha=rank * scale, modules=modules)
+    settings = LoraConfig(rank=rank, alpha=rank * scale, modules=modules)
     return random_adapter(settings, seed, shapes)
 
 

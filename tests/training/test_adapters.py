@@ -11,10 +11,10 @@ from support.steps import make_step
 from support.trained_runs import batches_of, begin, play
 
 from marin_rl.compilation import device_array
-from marin_rl.config import ObjectiveConfig
+from marin_rl.config import LoraConfig, ObjectiveConfig
 from marin_rl.digests import digest_of
 from marin_rl.errors import ConfigError, CorruptObject, InputError, ObjectMissing
-from marin_rl.lora import LoraSpec, initial_arrays, merged, policy_digest, write_peft
+from marin_rl.lora import configured_modules, initial_arrays, merged, policy_digest, write_peft
 from marin_rl.serving.weights.checkpoint_loader import export_hf, read_checkpoint, read_folder
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, base_slot, checkpoint_slot, committed
@@ -42,7 +42,7 @@ from marin_rl.training.state import fresh_state, identity_of
 from marin_rl.training.step import step_arrays
 from marin_rl.training.step_types import StepSettings
 
-SPEC = LoraSpec(rank=3, alpha=6.0)
+SPEC = LoraConfig(rank=3, alpha=6.0)
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4", "policy.lora.rank=4")
 compiled_logprobs = jax.jit(token_logprobs)
 
@@ -306,7 +306,7 @@ def test_a_model_folder_is_the_base_by_its_digest_alone(debug, tokenizer, tmp_pa
 def test_an_adapter_begins_from_a_peft_folder_with_its_ranks(debug, tokenizer, tmp_path):
     plain = debug("policy.model.layers=1")
     shapes = parameter_shapes(build_model(plain.policy, len(tokenizer), 0))
-    adapter = random_adapter(LoraSpec(rank=2, alpha=4.0, modules=("mlp.*",)), shapes=shapes)
+    adapter = random_adapter(LoraConfig(rank=2, alpha=4.0, modules=("mlp.*",)), shapes=shapes)
     write_peft(tmp_path / "peft", adapter)
     run, trainer, first = begin(
         debug(*SETTINGS[:2], f"policy.lora.init_from={tmp_path / 'peft'}"), tokenizer
@@ -396,7 +396,7 @@ def test_the_reference_of_an_adapter_is_its_base_without_a_second_model(debug, t
 
 def test_an_optimizer_has_moments_of_the_adapter_alone():
     model = build_model(tiny_policy(layers=1), VOCAB, 0)
-    modules = SPEC.resolve(parameter_shapes(model))
+    modules = configured_modules(SPEC, parameter_shapes(model))
     from marin_rl.config import TrainingConfig
     from marin_rl.training.model import matrix_mask
     from marin_rl.training.optimizer import policy_adamw

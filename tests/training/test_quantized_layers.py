@@ -10,8 +10,8 @@ from support.batches import VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
 from support.steps import make_step
 
-from marin_rl.config import InferenceConfig, ObjectiveConfig
-from marin_rl.lora import LoraSpec, initial_arrays, merged
+from marin_rl.config import InferenceConfig, LoraConfig, ObjectiveConfig
+from marin_rl.lora import initial_arrays, merged
 from marin_rl.lora.quantization import dequantize_base, quantize_base
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.training.adapters import policy_module, with_adapter
@@ -28,7 +28,7 @@ from marin_rl.training.state import fresh_state
 from marin_rl.training.step import step_arrays
 from marin_rl.training.step_types import StepSettings
 
-SPEC = LoraSpec(rank=3, alpha=6.0)
+SPEC = LoraConfig(rank=3, alpha=6.0)
 compiled_logprobs = jax.jit(token_logprobs)
 
 

@@ -9,13 +9,13 @@ from support.trained_runs import play
 
 from marin_rl.analysis.lineage import Lineage, add_policy
 from marin_rl.analysis.status import run_status
-from marin_rl.config import load_config
+from marin_rl.config import LoraConfig, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.inference.decoder import decode_step, hidden_states
 from marin_rl.inference.kv_cache import empty_cache
 from marin_rl.inference.programs import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table
-from marin_rl.lora import LoraSpec, policy_digest
+from marin_rl.lora import configured_modules, policy_digest
 from marin_rl.lora.quantization import (
     is_quantized,
     quantize_base,
@@ -130,7 +130,7 @@ def deep(layers, scheme):
     """
     sizes = {"hidden_size": 4096, "intermediate_size": 8192, "heads": 32, "kv_heads": 1}
     base = model_template(tiny_policy(layers=layers, **sizes), VOCAB)
-    modules = LoraSpec(rank=1, modules=("q_proj",)).resolve(parameter_shapes(base))
+    modules = configured_modules(LoraConfig(rank=1, modules=("q_proj",)), parameter_shapes(base))
     return with_quantized(with_adapter(base, modules), scheme), base
 
 
