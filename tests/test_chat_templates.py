@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.templates import CALLING, CHATML, TALK, TEMPLATES, TOOLS, trained_byte_tokenizer
 
-from marin_rl.batching.sequences import chat_tokens, chats_tokens, prompt_tokens, prompts_tokens
+from marin_rl.batching.sequences import chat_tokens, chats_tokens, rendered_prompts
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.errors import InputError, TemplateRefusal
 from marin_rl.tokenizers import character_tokenizer
@@ -115,7 +115,9 @@ def test_loss_masks_are_those_of_transformers(name, messages, answer):
     ids, loss_mask = chat_tokens(tokenizer, prompt, answer)
     assert ids.tolist() == expected["input_ids"]
     assert loss_mask.tolist() == mask.tolist()
-    assert prompt_tokens(tokenizer, prompt).tolist() == opened
+    ((text, length),) = rendered_prompts(tokenizer, [prompt])
+    assert tokenizer.encode(text, add_special_tokens=False) == opened
+    assert length == len(opened)
 
 
 def test_a_batch_equals_single_conversations():
@@ -125,8 +127,8 @@ def test_a_batch_equals_single_conversations():
         one_ids, one_mask = chat_tokens(tokenizer, *chat)
         assert (ids.tolist(), mask.tolist()) == (one_ids.tolist(), one_mask.tolist())
     prompts = [messages for messages, _ in chats]
-    for ids, messages in zip(prompts_tokens(tokenizer, prompts), prompts, strict=True):
-        assert ids.tolist() == prompt_tokens(tokenizer, messages).tolist()
+    alone = [rendered for each in prompts for rendered in rendered_prompts(tokenizer, [each])]
+    assert rendered_prompts(tokenizer, prompts) == alone
 
 
 def test_the_tools_template_of_a_tokenizer_with_several_is_used():

@@ -37,35 +37,20 @@ class ChatTokenizer(TemplateOwner, Protocol):
         ...
 
 
-def prompt_tokens(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> Tokens:
-    """The prompt that a model is to continue: all messages and the assistant's opening.
-
-    Raises InputError when the tokenizer has no chat template, or the template fails.
-    """
-    return prompts_tokens(tokenizer, [messages])[0]
-
-
-def prompts_tokens(tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]) -> list[Tokens]:
-    """Tokens of several prompts, rendered together; raises as `prompt_tokens` does."""
-    return [_ids(_tokenized(tokenizer, rendering)) for rendering in _opened(tokenizer, prompts)]
-
-
 def rendered_prompts(
     tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]
 ) -> list[tuple[str, int]]:
-    """Text and number of tokens of several prompts; raises as `prompt_tokens` does."""
-    return [
-        (rendering.text, len(_ids(_tokenized(tokenizer, rendering))))
-        for rendering in _opened(tokenizer, prompts)
-    ]
+    """Text and number of tokens of several prompts, each with the assistant's opening.
 
-
-def _opened(tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]) -> Sequence[Rendering]:
-    """Render prompts together, each with the assistant's opening."""
+    Raises InputError when the tokenizer has no chat template, or the template fails.
+    """
     conversations = [
         Conversation(messages=_conversation(messages), opening=True) for messages in prompts
     ]
-    return _rendered(_template(tokenizer), conversations)
+    return [
+        (rendering.text, len(_ids(_tokenized(tokenizer, rendering))))
+        for rendering in _rendered(_template(tokenizer), conversations)
+    ]
 
 
 def chat_tokens(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.batching.sequences import chat_tokens, prompt_tokens
+from marin_rl.batching.sequences import chat_tokens, rendered_prompts
 from marin_rl.errors import InputError
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.types import Message
@@ -52,19 +52,18 @@ def test_earlier_answers_are_not_trained_on(template: str) -> None:
 
 
 def test_the_prompt_ends_with_the_assistants_opening() -> None:
-    tokenizer = _tokenizer(MARKED)
-    assert tokenizer.decode(prompt_tokens(tokenizer, QUESTION)) == "U:2+2|A:"
+    assert rendered_prompts(_tokenizer(MARKED), [QUESTION]) == [("U:2+2|A:", 8)]
 
 
 def test_the_built_in_tokenizer_trains_on_the_answer_and_its_end() -> None:
     tokenizer = character_tokenizer()
     ids, mask = chat_tokens(tokenizer, QUESTION, "four")
-    prompt = prompt_tokens(tokenizer, QUESTION)
-    assert ids[: len(prompt)].tolist() == prompt.tolist()
+    ((prompt, length),) = rendered_prompts(tokenizer, [QUESTION])
+    assert ids[:length].tolist() == tokenizer.encode(prompt, add_special_tokens=False)
     trained = ids[mask == 1]
     assert tokenizer.decode(trained[:-1]) == "four"
     assert trained[-1] == tokenizer.eos_token_id
-    assert not mask[: len(prompt)].any()
+    assert not mask[:length].any()
 
 
 def test_a_prompt_that_is_no_prefix_is_refused() -> None:
@@ -81,10 +80,10 @@ def test_nothing_to_train_on_is_refused() -> None:
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(InputError, match="no chat template"):
-        prompt_tokens(_tokenizer(None), QUESTION)
+        rendered_prompts(_tokenizer(None), [QUESTION])
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% broken"])
 def test_errors_of_the_template_are_passed_on(template: str) -> None:
     with pytest.raises(InputError, match="does not render these messages"):
-        prompt_tokens(_tokenizer(template), QUESTION)
+        rendered_prompts(_tokenizer(template), [QUESTION])
