@@ -4,8 +4,9 @@ What comes from outside is checked before anything is trained on: ids within the
 order of what was sampled, finite logprobs, a reward. Leaves out who sampled (`environments`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -139,26 +140,21 @@ def _turns(
                     f"message {number} ends at id {len(prompt) + len(sampled)}: expected at most "
                     f"{context_length}, policy.context_length"
                 )
-            last = number == places[-1]
-            following = messages[number + 1 : None if last else _next(places, number)]
+            following = takewhile(lambda each: not each.sampled, messages[number + 1 :])
             yield SampledTurn(
                 answer=ChatAnswer(
                     model=model, prompt_token_ids=np.array(prompt, np.int32), completions=()
                 ),
                 completion=_completion(message, sampled, number),
                 sampling=request.sampling_of(index),
-                result=_result(rollout, following, last=last),
+                result=_result(rollout, following, last=number == places[-1]),
                 segment=segment,
             )
         before = before + ids
 
 
-def _next(places: Sequence[int], number: int) -> int:
-    return places[places.index(number) + 1]
-
-
 def _result(
-    rollout: FinishedRollout, following: Sequence[FinishedMessage], *, last: bool
+    rollout: FinishedRollout, following: Iterable[FinishedMessage], *, last: bool
 ) -> StepResult:
     messages = tuple(map(_message, following))
     if not last:

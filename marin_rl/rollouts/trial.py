@@ -5,7 +5,7 @@ Leaves out training, token ids and files; recorded episodes are played again by 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -212,13 +212,10 @@ def check_laws(
 
 
 def _replayed(
-    first: Sequence[TriedEpisode], played: Callable[[], Awaitable[list[TriedEpisode]]]
+    first: Sequence[TriedEpisode], played: Callable[[], Coroutine[Any, Any, list[TriedEpisode]]]
 ) -> Iterator[LawFinding]:
-    async def again() -> list[TriedEpisode]:
-        return await played()
-
     try:
-        second = asyncio.run(again())
+        second = asyncio.run(played())
     except RewardFault as error:
         yield _law("replay", False, str(error))
         return

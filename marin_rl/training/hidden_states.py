@@ -59,14 +59,12 @@ def states_before_last_mlp(
     positions: NamedArray | Rotation = named(positions_BT)
     if prompts_BT is None and _too_long(position.size):
         prompts_BT = segment_ids_BT
-    if fused_attention.takes(_head_size(layers), states.dtype):
+    if fused_attention.takes(layers.stacked.self_attn.config.HeadSize.size, states.dtype):
         layers = _with_attention(layers, FusedAttention.of)
         mask = Pairs(None) if alone else fused_attention.pairs_of(segment_ids_BT, prompts_BT)
     elif prompts_BT is not None:
-        layers, mask = (
-            _with_attention(layers, RowAttention.of),
-            sight_of(segment_ids_BT, prompts_BT),
-        )
+        layers = _with_attention(layers, RowAttention.of)
+        mask = sight_of(segment_ids_BT, prompts_BT)
         layers, positions = with_rotation(layers, positions, states.dtype)
     *body, last = _blocks(layers, model.config.num_layers)
     for block in body:
@@ -85,10 +83,6 @@ def is_plain(model: Any) -> bool:
 def _too_long(positions: int) -> bool:
     """True for rows that plain attention would need too much memory for."""
     return jax.default_backend() == "gpu" and positions > PLAIN_POSITIONS_MAX_GPU
-
-
-def _head_size(layers: Any) -> int:
-    return layers.stacked.self_attn.config.HeadSize.size
 
 
 def _with_attention(layers: Any, of: Callable[[Any], Any]) -> Any:

@@ -255,9 +255,8 @@ def _objective(config: Config, shape: Shape) -> Iterator[VerlField]:
     loss = _LOSSES.get((objective.surrogate, objective.ratio_level))
     one_step = config.training.epochs == 1 and config.batching.sequences_per_step is None
     if one_step and objective.surrogate in ("reinforce", "ppo_clip"):
-        loss = (
-            "vanilla"  # ratios are 1 in the only step of a round: their level makes no difference
-        )
+        # Ratios are 1 in the only step of a round: their level makes no difference.
+        loss = "vanilla"
     keys = ("objective.surrogate", "objective.ratio_level")
     yield _field(f"{ACTOR}.policy_loss.loss_mode", loss or MISSING, *keys)
     yield _field(f"{ACTOR}.policy_loss.dro_beta", objective.dro_beta, "objective.dro_beta")
