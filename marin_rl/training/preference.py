@@ -33,10 +33,11 @@ from marin_rl.training.adapters import HEAD, trained_shapes
 from marin_rl.training.critic import ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import digest_of, with_parameters
-from marin_rl.training.optimizer import Schedule, guarded_update
+from marin_rl.training.optimizer import Schedule
 from marin_rl.training.policy_source import read_base
 from marin_rl.training.scalar_adapters import frozen_trunk, scalar_template
 from marin_rl.training.state import identity_of, template_of
+from marin_rl.training.step import updated_state
 from marin_rl.training.step_metrics import Metrics
 from marin_rl.training.step_types import Parameters, TrainState, in_microbatches
 
@@ -155,8 +156,9 @@ def make_preference_step(
         metrics["lr"] = schedule(state.step)
         ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         metrics["updates/skipped"] = jnp.where(ok, 0.0, 1.0)
-        new = layout.constrain_state(_updated(optimizer, state, gradients, ok), template, optimizer)
-        return new, metrics
+        state = updated_state(optimizer, state, gradients, ok)
+        state = state._replace(refused=jnp.where(ok, 0, state.refused + 1))
+        return layout.constrain_state(state, template, optimizer), metrics
 
     # All of the state: unlike a policy's, these parameters are served by no engine.
     return jax.jit(step, donate_argnums=(0,))
@@ -193,24 +195,6 @@ def _accumulate(
 def _pairs(rows: PairArrays) -> Float[Array, "*M P"]:
     """1 for every pair, 0 for rows that fill up."""
     return (rows.segment_ids[..., 0::2, 0] > 0).astype(jnp.float32)
-
-
-def _updated(
-    optimizer: optax.GradientTransformationExtraArgs,
-    state: TrainState,
-    gradients: Parameters,
-    ok: Array,
-) -> TrainState:
-    """The next state; where the update is not finite, the old one with `refused` counted up."""
-    parameters, moments = guarded_update(
-        optimizer, gradients, state.parameters, state.optimizer, ok
-    )
-    return state._replace(
-        parameters=parameters,
-        optimizer=moments,
-        step=state.step + ok,
-        refused=jnp.where(ok, 0, state.refused + 1),
-    )
 
 
 # Bounds of a scoring program, which bound the memory of its activations.

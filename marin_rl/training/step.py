@@ -203,7 +203,7 @@ def make_update(
         # Counts refusals in a row, which the loop ends a run at; any good update clears it.
         state = state._replace(refused=jnp.where(ok, 0, state.refused + 1))
         if gradients.policy is not None:
-            state = _updated_policy(optimizer, state, gradients.policy, ok, average_decay)
+            state = updated_state(optimizer, state, gradients.policy, ok, average_decay)
         state = layout.constrain_state(state, template, optimizer, critic)
         metrics["updates/skipped"] = jnp.where(ok, 0.0, 1.0)
         metrics["updates/steps"] = state.step
@@ -222,14 +222,14 @@ def make_update(
     return run
 
 
-def _updated_policy(
+def updated_state(
     optimizer: optax.GradientTransformationExtraArgs,
     state: TrainState,
     gradients: Parameters,
     ok: Array,
-    average_decay: float | None,
+    average_decay: float | None = None,
 ) -> TrainState:
-    """The state with the policy's update applied; as it was where that is not `ok`."""
+    """The state with an update of its parameters applied; as it was where that is not `ok`."""
     parameters, moments = guarded_update(
         optimizer, gradients, state.parameters, state.optimizer, ok
     )
