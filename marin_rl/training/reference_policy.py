@@ -20,7 +20,7 @@ from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.training.losses import kl_estimate
 from marin_rl.training.step_types import StepArrays
-from marin_rl.training.trajectories import rollout_numbers
+from marin_rl.training.trajectories import numbered, rollout_numbers
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest
 
@@ -216,10 +216,8 @@ def group_numbers(
 ) -> tuple[Int64[np.ndarray, " N"], int]:
     """The group of each rollout as a number, and how many there are."""
     _, names = rollout_numbers(batches)
-    of_each = [groups[name] for name in names]
-    # Numbered by first appearance, not by a set's order, which differs between processes.
-    numbers = {group: number for number, group in enumerate(dict.fromkeys(of_each))}
-    return np.array([numbers[group] for group in of_each], np.int64), len(numbers)
+    group_N, distinct = numbered([groups[name] for name in names])
+    return group_N, len(distinct)
 
 
 def groups_of(run: Run, round: int) -> dict[str, str]:

@@ -20,7 +20,11 @@ from marin_rl.types import TrainingBatch
 
 def rollout_numbers(batches: Sequence[TrainingBatch]) -> tuple[Int64[np.ndarray, " S"], list[str]]:
     """The rollout of each named segment as a number, and the names by these numbers."""
-    names = [name for batch in batches for row in batch.rollout_ids for name in row]
+    return numbered([name for batch in batches for row in batch.rollout_ids for name in row])
+
+
+def numbered(names: Sequence[str]) -> tuple[Int64[np.ndarray, " _"], list[str]]:
+    """Each of the names as a number, and the names by these numbers."""
     # Numbered by first appearance, not by a set's order, which differs between processes.
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return np.array([numbers[name] for name in names], np.int64), list(numbers)
