@@ -333,9 +333,7 @@ class _Rows:
 def _flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """A list column as flat values, and where each list begins and the last one ends."""
     column = table[name].combine_chunks()
-    offsets = column.offsets.to_numpy().astype(np.int64)
-    # A slice keeps the offsets of the whole column, while `flatten` returns its own values alone.
-    return column.flatten().to_numpy(zero_copy_only=False), offsets - offsets[0]
+    return column.flatten().to_numpy(zero_copy_only=False), turns.offsets_of(column)
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:

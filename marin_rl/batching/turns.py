@@ -34,7 +34,7 @@ def with_returns(table: pa.Table, reward_n: Float64[np.ndarray, " n"]) -> pa.Tab
     `reward_n` is the reward of a rollout, NaN where it is not needed. The table has `token_ids`
     and `turns`, which it loses.
     """
-    offsets = _offsets(table["token_ids"].combine_chunks())
+    offsets = offsets_of(table["token_ids"].combine_chunks())
     early = _Early.of(table["turns"].combine_chunks(), offsets)
     received_N, some_n = early.received_N, np.diff(offsets) > 0
     left_n = np.nan_to_num(reward_n) - early.sum_n
@@ -52,7 +52,7 @@ def with_turns(table: pa.Table) -> pa.Table:
     `turns_reward` is what is received in all before the rollout's last token.
     """
     mask = table["loss_mask"].combine_chunks()
-    offsets = _offsets(mask)
+    offsets = offsets_of(mask)
     early = _Early.of(table["turns"].combine_chunks(), offsets)
     trained_N = mask.flatten().to_numpy(zero_copy_only=False) != 0
     rollout_N = np.repeat(np.arange(len(mask)), np.diff(offsets))
@@ -93,7 +93,7 @@ class Turns:
         """The turns in a table that `with_turns` made."""
         rewards, tokens = (table[n].combine_chunks() for n in ("turn_rewards", "turn_tokens"))
         return cls(
-            offset_n=_offsets(rewards),
+            offset_n=offsets_of(rewards),
             tokens_U=tokens.flatten().to_numpy(zero_copy_only=False),
             reward_U=rewards.flatten().to_numpy(zero_copy_only=False),
             early_n=table["turns_reward"].to_numpy(),
@@ -155,7 +155,7 @@ class TurnAdvantages:
         advantage_N[trained_N] = np.repeat(
             self.advantage_U[first:last], self.turns.tokens_U[first:last]
         )
-        return _with_lists(table, ADVANTAGES, advantage_N, _offsets(mask))
+        return _with_lists(table, ADVANTAGES, advantage_N, offsets_of(mask))
 
 
 def turn_advantages(
@@ -210,7 +210,7 @@ def _sums(place: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
     return np.bincount(place, weights=values, minlength=count).astype(np.float64)
 
 
-def _offsets(column: pa.ListArray) -> Int64[np.ndarray, " n1"]:
+def offsets_of(column: pa.ListArray) -> Int64[np.ndarray, " n1"]:
     """Offset of each list among the flat values, and the end of the last one."""
     offsets = column.offsets.to_numpy().astype(np.int64)
     # A slice keeps the offsets of the whole column, while `flatten` returns its own values alone.
