@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from marin_rl.config import Config, EnvironmentConfig, EvaluationConfig, fingerprint_fields
-from marin_rl.environments.base import Environment, FixedSet, answer_in
+from marin_rl.environments.base import Environment, FixedSet
 from marin_rl.environments.checks import (
     check_seeds_apart,
     entries_of,
@@ -193,7 +193,7 @@ def requests_of(
 def evaluation_metrics(
     groups: Sequence[RolloutGroup],
     evaluation: EvaluationConfig,
-    judge: Environment | Judge | Mapping[str, Judge],
+    judge: Judge | Mapping[str, Judge],
 ) -> dict[str, float]:
     """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward.
 
@@ -237,18 +237,14 @@ class _Judged:
     answers: tuple[str | None, ...]
 
 
-def _judged(
-    group: RolloutGroup, threshold: float, judge: Environment | Judge | Mapping[str, Judge]
-) -> _Judged:
+def _judged(group: RolloutGroup, threshold: float, judge: Judge | Mapping[str, Judge]) -> _Judged:
     if isinstance(judge, Mapping):
         judge = judge[group.example.environment]
     right = [r.reward is not None and r.reward >= threshold for r in group.rollouts]
     # a failed sample has no vote
     votes = [None if r.reward is None else last_completion(r) for r in group.rollouts]
     texts = [text for text in votes if text is not None]
-    extracted = iter(
-        judge.answers(texts) if isinstance(judge, Judge) else [answer_in(judge, t) for t in texts]
-    )
+    extracted = iter(judge.answers(texts))
     answers = tuple(None if text is None else next(extracted) for text in votes)
     return _Judged(group.example.environment, np.array(right, np.bool_), answers)
 
