@@ -57,21 +57,19 @@ class RoundPlan:
         """True if a rollout has several segments."""
         return len(self.segments.rollout_S) > len(self.place_N)
 
-    def places_N(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def places_N(self) -> Int64[np.ndarray, "3 N"]:
         """Step, row and segment (from 1) of the first segment of each kept rollout."""
-        columns = self._places_K()
-        places = tuple(np.zeros_like(self.place_N) for _ in columns)
-        for place, column in zip(places, columns, strict=True):
-            place[self.kept_N] = column[self.place_N[self.kept_N]]
-        return places[0], places[1], places[2]
+        places = np.zeros((3, len(self.place_N)), np.int64)
+        places[:, self.kept_N] = self._places_K()[:, self.place_N[self.kept_N]]
+        return places
 
-    def _places_K(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        if self.packing is not None:
-            return self.packing.step_K, self.packing.row_K, self.packing.segment_K
+    def _places_K(self) -> Int64[np.ndarray, "3 K"]:
+        if (packing := self.packing) is not None:
+            return np.stack([packing.step_K, packing.row_K, packing.segment_K])
         rows = np.array(self.rows_of_step, np.int64)
         # Counts from 0 within each step.
         row_K = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
-        return np.repeat(np.arange(len(rows)), rows), row_K, np.ones_like(row_K)
+        return np.stack([np.repeat(np.arange(len(rows)), rows), row_K, np.ones_like(row_K)])
 
     @property
     def rows(self) -> int:
