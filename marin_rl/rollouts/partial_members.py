@@ -157,20 +157,16 @@ class GroupRecord:
         self.pending = [part for part in self.pending if part.index != index]
 
 
-def record_of(chain: Sequence[RolloutGroup], request: GroupRequest, oldest: int) -> GroupRecord:
-    """The turns of a group's members as a chain has them, but for members with older tokens."""
-    record = GroupRecord(request)
-    for rollout in (rollout for group in chain for rollout in group.rollouts):
-        record.add(rollout)
-    record.leave_out_before(oldest)
-    return record
-
-
 def records_of(
     chains: Mapping[str, Sequence[RolloutGroup]], requests: Sequence[GroupRequest], oldest: int
 ) -> dict[str, GroupRecord]:
-    """Records of groups by their ids."""
-    return {r.group_id: record_of(chains.get(r.group_id, ()), r, oldest) for r in requests}
+    """Records of groups by their ids, as chains have them but for members with older tokens."""
+    records = {request.group_id: GroupRecord(request) for request in requests}
+    for name, record in records.items():
+        for rollout in (rollout for group in chains.get(name, ()) for rollout in group.rollouts):
+            record.add(rollout)
+        record.leave_out_before(oldest)
+    return records
 
 
 def _part_of(rollout: Rollout, turn: int, before: Member | None) -> SampledPart:
