@@ -132,17 +132,14 @@ class GroupRecord:
         ids = self.turns[member.index][member.turn - 1].ids
         return len(ids) if np.array_equal(prompt[: len(ids)], ids) else 0
 
-    def has_turn(self, index: int, turn: int) -> bool:
-        """True if tokens of a member's turn are recorded."""
-        turns = self.turns.get(index, [])
-        return turn < len(turns) and len(turns[turn].prompt) > 0
-
     def check_end(self, index: int, trajectory: Trajectory) -> None:
         """Raise Diverged for a member that ended before its recorded turns do."""
         if isinstance(trajectory.fault, REQUEST_FAULTS):
             return
         played = len(trajectory.turns) + (trajectory.unanswered is not None)
-        if self.has_turn(index, played):
+        recorded = self.turns.get(index, [])
+        # A turn that is expected next, and was never sampled, has no prompt yet.
+        if played < len(recorded) and len(recorded[played].prompt):
             raise Diverged(
                 f"the episode ended ({trajectory.finish_reason}) after turn {played}, and went on "
                 "when that was sampled"

@@ -266,9 +266,9 @@ async def sample_chunk(
         message=f"chunk {chunk}",
     )
     partials = partials_of_stream(run, committing.packs.fingerprint, policy, worker)
-    partial = PartialSampling.of(
-        run.config, partials, interruption, oldest=oldest_of(run.config, policy.weight_version)
-    )
+    # No round that starts from this checkpoint could take groups of earlier policies.
+    oldest = policy.weight_version - run.config.staleness_rounds_max
+    partial = PartialSampling.of(run.config, partials, interruption, oldest=oldest)
     sampling = sample_groups(
         run.config,
         policy,
@@ -294,11 +294,6 @@ def _commit_rest(committing: _Committing, groups: list[RolloutGroup]) -> None:
         if any(rollout.status in ("error", "aborted") for rollout in group.rollouts):
             committing.commit(group)
     committing.flush()
-
-
-def oldest_of(config: Config, version: int) -> int:
-    """The oldest policy of groups that a round trained by checkpoint `version` may take."""
-    return version - config.staleness_rounds_max
 
 
 def now_utc() -> datetime:
