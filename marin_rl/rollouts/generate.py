@@ -318,7 +318,15 @@ def _driver_of(
 ) -> EpisodeDriver | FinishedDriver:
     """The driver of an environment; `template` joins turns unless there is another `bridge`."""
     if isinstance(part.environment, ReturnsRollouts):
-        return _finished_driver(config, policy, part)
+        from marin_rl.tokenizers import tokenizer_for  # seconds, which others do not need
+
+        return FinishedDriver(
+            policy=policy,
+            environment=part.environment,
+            settings=part.config,
+            config=config,
+            vocabulary=max(len(tokenizer_for(config.policy)), config.policy.model.vocab_size or 0),
+        )
     return EpisodeDriver(
         client=client,
         policy=policy,
@@ -340,18 +348,6 @@ async def _unless_interrupted(
         return await sampling
     except Interrupted:
         return None
-
-
-def _finished_driver(config: Config, policy: ServedPolicy, part: Part) -> FinishedDriver:
-    from marin_rl.tokenizers import tokenizer_for  # seconds, which other environments do not need
-
-    return FinishedDriver(
-        policy=policy,
-        environment=part.environment,
-        settings=part.config,
-        config=config,
-        vocabulary=max(len(tokenizer_for(config.policy)), config.policy.model.vocab_size or 0),
-    )
 
 
 def _fleet_of(config: Config, policy: ServedPolicy, template: TemplateBridge) -> Connect:
