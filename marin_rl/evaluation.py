@@ -309,7 +309,7 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
             config.evaluation,
             judges_of(config)
             if config.environment.mixture
-            else Judge(environment, config.environment),
+            else {None: Judge(environment, config.environment)},
         ),
         groups=groups,
         rows=rows,

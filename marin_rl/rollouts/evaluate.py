@@ -43,6 +43,9 @@ from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import CONTENT_VERSION
 
+# By the name that examples carry; None is the only one.
+Judges = Mapping[str | None, Judge]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
@@ -100,13 +103,13 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     )
 
 
-def judges_of(config: Config) -> Judge | Mapping[str, Judge]:
+def judges_of(config: Config) -> Judges:
     """The judges of an evaluation's answers: the run's environment, or that of each named set."""
     if config.evaluation.sets is None and config.environment.mixture is not None:
         parts = parts_of(construct(config.environment), config.environment)
         return {part.label: Judge(part.environment, part.config) for part in parts}
     if config.evaluation.sets is None:
-        return Judge(construct(config.environment), config.environment)
+        return {None: Judge(construct(config.environment), config.environment)}
     return {
         name: Judge(construct(chosen), chosen) for name, chosen in config.evaluation.sets.items()
     }
@@ -148,12 +151,7 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
         groups, run.config.rollouts.errors_max_fraction, f"evaluation of {round_name(round)}"
     )
     judges = {item.name: Judge(item.environment, item.config) for item in sets}
-    metrics = await asyncio.to_thread(
-        evaluation_metrics,
-        groups,
-        run.config.evaluation,
-        judges.get(None) or {name: judge for name, judge in judges.items() if name is not None},
-    )
+    metrics = await asyncio.to_thread(evaluation_metrics, groups, run.config.evaluation, judges)
     return await asyncio.to_thread(_commit, run, round, groups, metrics, digest, policy)
 
 
@@ -193,17 +191,17 @@ def requests_of(
 def evaluation_metrics(
     groups: Sequence[RolloutGroup],
     evaluation: EvaluationConfig,
-    judge: Judge | Mapping[str, Judge],
+    judges: Judges,
 ) -> dict[str, float]:
     """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward.
 
-    `judge`, one or by the name that examples carry, says what a completion's answer is, where votes
-    are counted. Raises InputError where its function cannot be imported.
+    `judges` say what a completion's answer is, where votes are counted. Raises InputError where
+    their functions cannot be imported.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     lengths = [r.n_completion_tokens for r in rollouts if r.n_completion_tokens]
-    judged = [_judged(group, evaluation.pass_threshold, judge) for group in groups]
+    judged = [_judged(group, evaluation.pass_threshold, judges) for group in groups]
     result = {
         "eval/accuracy": sum(int(j.right_N.sum()) for j in judged) / len(rollouts),
         "eval/examples": float(len(groups)),
@@ -237,9 +235,8 @@ class _Judged:
     answers: tuple[str | None, ...]
 
 
-def _judged(group: RolloutGroup, threshold: float, judge: Judge | Mapping[str, Judge]) -> _Judged:
-    if isinstance(judge, Mapping):
-        judge = judge[group.example.environment]
+def _judged(group: RolloutGroup, threshold: float, judges: Judges) -> _Judged:
+    judge = judges[None if None in judges else group.example.environment]
     right = [r.reward is not None and r.reward >= threshold for r in group.rollouts]
     # a failed sample has no vote
     votes = [None if r.reward is None else last_completion(r) for r in group.rollouts]

@@ -321,7 +321,7 @@ def test_a_fork_of_another_users_run_is_not_trusted(tmp_path: Path) -> None:
 def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -> None:
     options = {"path": "none", "extract": "foreign_code:process"}
     config = configuration(str(tmp_path), environment={"name": "chat", "options": options})
-    judge = judges_of(config)
+    judge = judges_of(config)[None]
     try:
         (process,) = judge.answers(["a"])
         assert process is not None

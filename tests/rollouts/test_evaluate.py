@@ -12,11 +12,11 @@ from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Judge
 from marin_rl.metrics import is_defined
 from marin_rl.rollouts.estimates import estimate
-from marin_rl.rollouts.evaluate import evaluation_metrics
+from marin_rl.rollouts.evaluate import Judges, evaluation_metrics
 
 CONFIG = EnvironmentConfig(name="echo")
 ECHO = construct(CONFIG)
-JUDGE = Judge(ECHO, CONFIG)
+JUDGES: Judges = {None: Judge(ECHO, CONFIG)}
 
 
 def samples(name, rewards, words):
@@ -42,7 +42,7 @@ EVALUATION = EvaluationConfig(samples=4, k=(1, 2, 4))
 
 
 def test_several_samples_by_hand():
-    found = evaluation_metrics(GROUPS, EVALUATION, JUDGE)
+    found = evaluation_metrics(GROUPS, EVALUATION, JUDGES)
     assert all(is_defined(name) for name in found)
     assert found["eval/accuracy"] == 2 / 8
     assert found["eval/errors"] == 1 / 8
@@ -63,13 +63,13 @@ def test_several_samples_by_hand():
 
 def test_sampled_turns_are_counted_where_there_are_several():
     of_two = GROUPS[0].rollouts[0]
-    assert "eval/mean_turns" not in evaluation_metrics(GROUPS, EVALUATION, JUDGE)
+    assert "eval/mean_turns" not in evaluation_metrics(GROUPS, EVALUATION, JUDGES)
     said = next(turn for turn in of_two.turns if turn.inference_metadata is not None)
     answer = replace(
         of_two, turns=(*of_two.turns, replace(said, role="user", inference_metadata=None), said)
     )
     groups = [replace(GROUPS[0], rollouts=(answer, *GROUPS[0].rollouts[1:]))]
-    found = evaluation_metrics(groups, EVALUATION, JUDGE)
+    found = evaluation_metrics(groups, EVALUATION, JUDGES)
     assert is_defined("eval/mean_turns")
     # of four rollouts, one has two turns; the user's turn between them is not counted
     assert found["eval/mean_turns"] == 5 / 4
