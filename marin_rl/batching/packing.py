@@ -271,7 +271,7 @@ class _Rows:
         flat["policy_logprobs"][to] = columns["logprobs"][0][source] * mask
         flat["segment_ids"][to] = np.repeat(segment_k, counts_k)
         # A completion goes on at its prompt's length, whichever column it lies in.
-        flat["positions"][to] = np.repeat(first_k, counts_k) + _counted(counts_k)
+        flat["positions"][to] = np.repeat(first_k, counts_k) + counted(counts_k)
 
     def _spread(self, to: np.ndarray, these: slice) -> None:
         """Advantages and returns, over the trained tokens of each completion."""
@@ -336,7 +336,7 @@ def _flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     return column.flatten().to_numpy(zero_copy_only=False), turns.offsets_of(column)
 
 
-def _counted(counts: np.ndarray) -> np.ndarray:
+def counted(counts: np.ndarray) -> np.ndarray:
     """Ranges 0 … n-1 for every n of `counts`, one after the other."""
     ends = np.cumsum(counts)
     return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
@@ -346,5 +346,5 @@ def _ranges(
     to: np.ndarray, source: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Index pairs that copy `counts[i]` entries from `source[i]` to `to[i]` on."""
-    step = _counted(counts)
+    step = counted(counts)
     return np.repeat(to, counts) + step, np.repeat(source, counts) + step

@@ -14,7 +14,7 @@ import pyarrow as pa
 from jaxtyping import Bool, Int64
 
 from marin_rl.batching.dispositions import RoundDecision, decide_round, numbers
-from marin_rl.batching.packing import Packing, pack
+from marin_rl.batching.packing import Packing, counted, pack
 from marin_rl.batching.segments import Segments
 from marin_rl.config import BatchingConfig, Config
 from marin_rl.errors import ConfigError
@@ -67,8 +67,7 @@ class RoundPlan:
         if (packing := self.packing) is not None:
             return np.stack([packing.step_K, packing.row_K, packing.segment_K])
         rows = np.array(self.rows_of_step, np.int64)
-        # Counts from 0 within each step.
-        row_K = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+        row_K = counted(rows)  # within each step
         return np.stack([np.repeat(np.arange(len(rows)), rows), row_K, np.ones_like(row_K)])
 
     @property

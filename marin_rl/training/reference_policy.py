@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
+from marin_rl.batching.packing import counted
 from marin_rl.batching.round_advantages import AdvantageChoice, round_advantages
 from marin_rl.compilation import device_array
 from marin_rl.config import ObjectiveConfig
@@ -198,9 +199,7 @@ def _places(batch: TrainingBatch) -> tuple[Int64[np.ndarray, " N"], Int64[np.nda
     """Row and segment of each named segment, in the order of their ids."""
     counts = np.array([len(ids) for ids in batch.rollout_ids], np.int64)
     rows = np.repeat(np.arange(len(counts)), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    # Segments of a row count from 1: 0 is padding.
-    return rows, np.arange(len(rows)) - first + 1
+    return rows, counted(counts) + 1  # segments of a row count from 1: 0 is padding
 
 
 def _spread(

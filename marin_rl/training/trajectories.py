@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float32, Int64
 
+from marin_rl.batching.packing import counted
 from marin_rl.training.critic import token_gae
 from marin_rl.types import TrainingBatch
 
@@ -89,9 +90,7 @@ def rollout_gae(
         return np.asarray(token_gae(*rows, gamma=gamma, lambda_=lambda_))
     rollout_N = rollouts_of_tokens(batch, mask_BT)
     count = np.bincount(rollout_N)
-    # Place of each token within its rollout: tokens ascend by rollout, so it counts from where that
-    # one starts.
-    index_N = np.arange(len(rollout_N)) - np.repeat(np.cumsum(count) - count, count)
+    index_N = counted(count)  # within its rollout, for tokens ascend by rollout
     # Powers of two, so that rounds of other lengths need few compiled programs.
     shape = _power_of_two(len(count)), _power_of_two(int(count.max(initial=1)))
 
