@@ -9,11 +9,8 @@ Environments without workers play in this process, without limits.
 """
 
 import asyncio
-import atexit
 import itertools
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from marin_rl.config import EnvironmentConfig
@@ -34,9 +31,9 @@ from marin_rl.environments.episode_wire import (
     decode_answer,
     encode_request,
 )
-from marin_rl.environments.scoring import worker_setup
+from marin_rl.environments.worker_pools import EnvironmentPool, PoolsInUse
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
-from marin_rl.isolated.calls import CallFault, CallPool, CallWorker
+from marin_rl.isolated.calls import CallFault, CallWorker
 from marin_rl.isolated.scratch import sweep
 from marin_rl.types import Example, Turn
 
@@ -216,56 +213,26 @@ _numbers = itertools.count()
 _ERRORS = {"fault": RewardFault, "tool": ToolFault, "unavailable": EndpointUnavailable}
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """Settings and version of an environment, which tell pools apart."""
-
-    config: str
-    version: str
-
-
-class EpisodePool:
+class EpisodePool(EnvironmentPool):
     """The worker processes in which the episodes of an environment are played. Thread safe."""
 
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
         self.replayable = not isinstance(environment, Replayable) or environment.replayable
         self.timeout_s = config.step_timeout_s or config.reward_timeout_s
-        setup = worker_setup(environment, config, self.timeout_s)
-        self._pool = CallPool(
-            "marin_rl.environments.episode_worker",
-            setup.limits,
-            environment.workers,
-            settings=setup.settings,
-            environment=setup.variables,
-            name="environment",
-        )
-        self.assign, self.release = self._pool.assign, self._pool.release
-
-    @property
-    def process_ids(self) -> list[int]:
-        """Process ids of the workers that live."""
-        return self._pool.process_ids
+        worker = "marin_rl.environments.episode_worker"
+        super().__init__(worker, environment, config, self.timeout_s)
 
     def open(self, example: Example) -> PlayedEpisode:
         """A new episode of an example, not started yet."""
         return EpisodeAway(self, example)
 
     def close(self) -> None:
-        """End all workers."""
-        self._pool.close()
+        """End all workers, and delete what they worked on: they are killed."""
+        super().close()
+        sweep()
 
 
-_pools: dict[_Key, EpisodePool] = {}
-_lock = threading.Lock()
-
-
-def pool_for(environment: Environment, config: EnvironmentConfig) -> EpisodePool:
-    """The pool of an environment in this process, whose workers start when they are needed."""
-    key = _Key(config.model_dump_json(), environment.version)
-    with _lock:
-        if key not in _pools:
-            _pools[key] = EpisodePool(environment, config)
-        return _pools[key]
+pools = PoolsInUse(EpisodePool)
 
 
 def open_episodes(
@@ -273,17 +240,6 @@ def open_episodes(
 ) -> Sequence[PlayedEpisode]:
     """Episodes of an example that are not started yet: in worker processes, or in this one."""
     if environment.workers and isinstance(environment, HasEpisodes):
-        pool = pool_for(environment, config)
+        pool = pools.of(environment, config)
         return [pool.open(example) for _ in range(count)]
     return [EpisodeHere(environment, example) for _ in range(count)]
-
-
-@atexit.register
-def close_pools() -> None:
-    """End the workers of this process."""
-    with _lock:
-        for pool in _pools.values():
-            pool.close()
-        if _pools:
-            sweep()  # their processes were killed, and left what they worked on
-        _pools.clear()

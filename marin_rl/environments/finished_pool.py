@@ -5,9 +5,7 @@ ends are here: the pool of this process, and `begin`, which the worker runs.
 """
 
 import asyncio
-import atexit
 import random
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,10 +22,11 @@ from marin_rl.environments.finished import (
     ReturnsRollouts,
     check_finite,
 )
-from marin_rl.environments.scoring import fault_of, worker_setup
+from marin_rl.environments.scoring import fault_of
 from marin_rl.environments.worker import constructed
+from marin_rl.environments.worker_pools import EnvironmentPool, PoolsInUse
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault
-from marin_rl.isolated.calls import CallFault, CallPool
+from marin_rl.isolated.calls import CallFault
 from marin_rl.types import Example
 
 ROLLOUTS_TIMEOUT_S = 3600.0  # of all rollouts of an example, unless the configuration says other
@@ -51,7 +50,7 @@ async def finished_rollouts(
     size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
     try:
         if environment.workers:
-            rollouts = await _pool_for(environment, config).ask(example, policy)
+            rollouts = await pools.of(environment, config).ask(example, policy)
         else:
             rollouts = await asyncio.wait_for(environment.rollouts(example, policy), limit_s)
     except EndpointUnavailable:
@@ -67,24 +66,16 @@ async def finished_rollouts(
     return rollouts
 
 
-class _Pool:
+class _Pool(EnvironmentPool):
     """Workers of one environment."""
 
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
-        setup = worker_setup(environment, config, config.step_timeout_s or ROLLOUTS_TIMEOUT_S)
-        self._limit_s = setup.limits.wall_s
-        self._pool = CallPool(
-            "marin_rl.environments.finished_pool",
-            setup.limits,
-            environment.workers,
-            settings=setup.settings,
-            environment=setup.variables,
-            name="environment",
-        )
+        limit_s = config.step_timeout_s or ROLLOUTS_TIMEOUT_S
+        super().__init__("marin_rl.environments.finished_pool", environment, config, limit_s)
 
     async def ask(self, example: Example, policy: PolicyAddress) -> Rollouts:
         """Rollouts of a worker. Raises RewardFault, EndpointUnavailable, InputError."""
-        worker = await asyncio.to_thread(self._pool.assign)
+        worker = await asyncio.to_thread(self.assign)
         try:
             request = orjson.dumps({"example": example, "policy": policy})
             answer = orjson.loads(await asyncio.wrap_future(worker.call(request)))
@@ -93,16 +84,15 @@ class _Pool:
                 raise TimeoutError from None
             raise RewardFault(f"the environment ended its process: {fault}") from None
         finally:
-            self._pool.release(worker)
+            self.release(worker)
         if "unavailable" in answer:
             raise EndpointUnavailable(answer["unavailable"])
         if "fault" in answer:
             raise RewardFault(answer["fault"])
         return list(map(_decoded, answer["rollouts"]))
 
-    def close(self) -> None:
-        """End all workers."""
-        self._pool.close()
+
+pools = PoolsInUse(_Pool)
 
 
 def _decoded(record: Any) -> FinishedRollout | RewardFault:
@@ -159,24 +149,3 @@ class _Worker:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
             return orjson.dumps({"fault": str(fault_of(error))})
-
-
-_pools: dict[str, _Pool] = {}
-_lock = threading.Lock()
-
-
-def _pool_for(environment: Environment, config: EnvironmentConfig) -> _Pool:
-    key = config.model_dump_json() + environment.version
-    with _lock:
-        if key not in _pools:
-            _pools[key] = _Pool(environment, config)
-        return _pools[key]
-
-
-@atexit.register
-def close_pools() -> None:
-    """End the workers of this process."""
-    with _lock:
-        for pool in _pools.values():
-            pool.close()
-        _pools.clear()

@@ -9,8 +9,6 @@ rollout. What cannot hang is scored right here.
 """
 
 import asyncio
-import atexit
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,13 +30,11 @@ from marin_rl.environments.base import (
     checked_components,
     extracts_here,
 )
+from marin_rl.environments.worker_pools import PoolsInUse, worker_setup
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.isolated.pool import STARTUP_TIMEOUT_S, WorkerFault, WorkerLimits, WorkerPool
-from marin_rl.isolated.processes import clean_environment
+from marin_rl.isolated.pool import STARTUP_TIMEOUT_S, WorkerFault, WorkerPool
 from marin_rl.types import Example, Message, RewardComponent
-from marin_rl.user_code import packed_sources
 
-ANSWER_BYTES_MAX = 4 << 20
 # What a worker is asked to do, in place of an example to score completions for.
 EXTRACT, STYLE = b'"extract"', b'"style"'
 MESSAGE_CHARACTERS_MAX = 500
@@ -116,34 +112,6 @@ def _line_of(error: BaseException) -> str:
 def reward_name(environment: Environment) -> str:
     """Return the name of an environment's reward for errors."""
     return environment.reward_name if isinstance(environment, NamesReward) else environment.name
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """Limits, settings and environment variables of a process that runs an environment's code."""
-
-    limits: WorkerLimits
-    settings: dict[str, Any]
-    variables: dict[str, str]
-
-
-def worker_setup(environment: Environment, config: EnvironmentConfig, wall_s: float) -> WorkerSetup:
-    """Return the setup of workers that construct `environment` again (`worker.constructed`)."""
-    settings = config.model_dump(mode="json")
-    return WorkerSetup(
-        limits=WorkerLimits(
-            wall_s=wall_s,
-            memory_bytes=config.reward_memory_bytes_max,
-            answer_bytes=ANSWER_BYTES_MAX,
-            sealed=False,  # rewards and environments are the user's code: they may write files
-        ),
-        settings={
-            "module": type(environment).__module__,
-            "environment": settings,
-            "code": packed_sources(settings),
-        },
-        variables=clean_environment(config.pass_environment),
-    )
 
 
 class Scorer:
@@ -307,23 +275,9 @@ class Judge:
         return scorer_for(self.environment, self.config).extract(completions)
 
 
-_scorers: dict[str, Scorer] = {}
-_lock = threading.Lock()
+scorers = PoolsInUse(Scorer)
 
 
 def scorer_for(environment: Environment, config: EnvironmentConfig) -> Scorer:
     """The scorer of an environment in this process, started at its first use."""
-    key = config.model_dump_json() + environment.version
-    with _lock:
-        if key not in _scorers:
-            _scorers[key] = Scorer(environment, config)
-        return _scorers[key]
-
-
-@atexit.register
-def close_scorers() -> None:
-    """End every worker of this process."""
-    with _lock:
-        for scorer in _scorers.values():
-            scorer.close()
-        _scorers.clear()
+    return scorers.of(environment, config)

@@ -20,7 +20,7 @@ from marin_rl.cli import app
 from marin_rl.commands.serve import serving_config
 from marin_rl.config import EnvironmentConfig, outward_keys, parse_config
 from marin_rl.environments.registry import construct
-from marin_rl.environments.scoring import close_scorers
+from marin_rl.environments.scoring import scorers
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.evaluate import judges_of
 from marin_rl.storage.own_runs import remember, remembered
@@ -335,7 +335,7 @@ def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -
         judge = type(judge)(construct(hanging), hanging)
         assert judge.answers(["a", "hang", "b", "exit", "c"]) == ["A", None, "B", None, "C"]
     finally:
-        close_scorers()
+        scorers.close()
 
 
 @pytest.mark.slow

@@ -82,11 +82,11 @@ def test_a_run_without_them_imports_and_starts_nothing_of_them() -> None:
 import sys
 from marin_rl.config import Config
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.finished_pool import _pools
-from marin_rl.environments.episode_pool import _pools as others
+from marin_rl.environments.finished_pool import pools
+from marin_rl.environments.episode_pool import pools as others
 import marin_rl.rollouts.evaluate, marin_rl.rollouts.generate, marin_rl.storage.upkeep.audit
 environment_of(Config(run_id="r"))
-assert not _pools and not others
+assert not pools and not others
 print([name for name in sys.modules if name.startswith({FOREIGN!r})])
 """
     done = subprocess.run(
@@ -103,11 +103,11 @@ import sys
 commands = []
 sys.addaudithook(lambda event, args: event == "subprocess.Popen" and commands.append(str(args[1])))
 from marin_rl import run
-from marin_rl.environments.finished_pool import _pools
-from marin_rl.environments.episode_pool import _pools as others
+from marin_rl.environments.finished_pool import pools
+from marin_rl.environments.episode_pool import pools as others
 with run("configs/debug.yaml", {{"root": {str(tmp_path)!r}, "rounds": 1}}) as training:
     (committed,) = training
-assert not _pools and not others
+assert not pools and not others
 print(committed.number, len(commands), [c for c in commands if "host.py" in c])
 print([name for name in sys.modules if name.startswith({foreign!r})])
 """

@@ -12,7 +12,7 @@ from support.fakes import END, TEMPLATE, FakePolicyServer, served_policy
 
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.episode_pool import close_pools
+from marin_rl.environments.episode_pool import pools
 from marin_rl.errors import BridgeFault
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.progress import ProgressEvent
@@ -137,7 +137,7 @@ def rows(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
         policy=policy,
     )  # fmt: skip
     yield decode_shard(data).to_pylist()
-    close_pools()
+    pools.close()
 
 
 def test_every_end_is_in_the_rows_by_its_name(rows: list[dict[str, Any]]) -> None:
