@@ -8,7 +8,6 @@ were only in its process. Leaves out what is called (`environments.episode_pool`
 
 import asyncio
 import atexit
-import json
 import os
 import secrets
 import select
@@ -205,19 +204,16 @@ class CallWorker:
         """See to it that a silent worker is noticed, while anything is asked of it."""
         state = self._state
         if state.timer is None and self.alive and (state.pending or not self._ready.done()):
-            state.timer = self._loop.call_at(
-                self._loop.time() + self._patience_s(), self._check_silence
-            )
+            left_s = state.heard_at + self._silence_max_s() - time.monotonic()
+            state.timer = self._loop.call_later(max(0.01, left_s), self._check_silence)
 
-    def _patience_s(self) -> float:
-        limit_s = self._limits.wall_s + GRACE_S if self._ready.done() else STARTUP_TIMEOUT_S
-        return max(0.01, self._state.heard_at + limit_s - time.monotonic())
+    def _silence_max_s(self) -> float:
+        return self._limits.wall_s + GRACE_S if self._ready.done() else STARTUP_TIMEOUT_S
 
     def _check_silence(self) -> None:
         state, (_, answers, _) = self._state, self._process.pipes
         state.timer = None
-        limit_s = self._limits.wall_s + GRACE_S if self._ready.done() else STARTUP_TIMEOUT_S
-        silent = time.monotonic() - state.heard_at > limit_s
+        silent = time.monotonic() - state.heard_at > self._silence_max_s()
         # with something to read, this thread was late and not the worker
         readable = select.poll()  # `select` takes no descriptor above 1023
         readable.register(answers, select.POLLIN)
@@ -308,17 +304,8 @@ class CallPool:
         environment: Mapping[str, str],
         name: str,
     ) -> None:
-        hello = {
-            "module": module,
-            "settings": settings,
-            "cpu_s": 0,
-            "wall_s": limits.wall_s,
-            "answer_bytes": limits.answer_bytes,
-            "memory_bytes": limits.memory_bytes,
-            "sealed": limits.sealed,
-            "interleaved": True,
-        }
-        self._hello, self._limits, self._size = json.dumps(hello).encode(), limits, size
+        self._hello = limits.hello(module, settings, interleaved=True)
+        self._limits, self._size = limits, size
         self._environment, self._name = environment, name
         self._printed = PrintedText(name)  # one budget for all that it starts
         self._lock = threading.Lock()
@@ -335,13 +322,12 @@ class CallPool:
             self._workers = [worker for worker in self._workers if worker.alive]
             least = min(self._workers, key=lambda worker: worker.assigned, default=None)
             if least is None or (least.assigned and len(self._workers) < self._size):
-                least = self._new_worker()
+                least = CallWorker(
+                    self._hello, self._limits, self._environment, self._name, self._printed
+                )
                 self._workers.append(least)
             least.assigned += 1
             return least
-
-    def _new_worker(self) -> CallWorker:
-        return CallWorker(self._hello, self._limits, self._environment, self._name, self._printed)
 
     def release(self, worker: CallWorker) -> None:
         """Take back what `assign` gave."""

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,11 @@ class WorkerLimits:
     memory_bytes: int
     answer_bytes: int
     sealed: bool = True
+
+    def hello(self, module: str, settings: Mapping[str, Any] | None, **more: Any) -> bytes:
+        """First message of a worker that runs a module within these limits."""
+        limits = asdict(self) | {"cpu_s": self.cpu_s or 0}  # 0 sets no timer
+        return json.dumps({"module": module, "settings": settings, **limits, **more}).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +203,7 @@ class WorkerPool:
         environment: Mapping[str, str] | None = None,
         name: str | None = None,
     ) -> None:
-        hello = {
-            "module": module,
-            "settings": settings,
-            "cpu_s": limits.cpu_s or 0,  # 0 sets no timer
-            "memory_bytes": limits.memory_bytes,
-            "sealed": limits.sealed,
-        }
-        self._hello, self._limits, self._size = json.dumps(hello).encode(), limits, size
+        self._hello, self._limits, self._size = limits.hello(module, settings), limits, size
         self._environment = environment
         self._name = name or module
         self._lock = threading.Lock()

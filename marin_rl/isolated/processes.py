@@ -215,7 +215,15 @@ class WorkerProcess:
 
     def forward_output(self) -> bool:
         """Forward what is printed by now to standard error; return False at the pipe's end."""
-        return self._forward_output()
+        for _ in range(16):  # a flood must not keep the caller here
+            try:
+                data = os.read(self._output.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._printed.forward(data)
+        return True
 
     def end(self, patience_s: float = 0.0) -> str:
         """End the worker and its descendants; return how it ended.
@@ -231,7 +239,7 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            self._forward_output()
+            self.forward_output()
             for pipe in (self._questions, self._output):
                 with contextlib.suppress(OSError):
                     pipe.close()
@@ -252,7 +260,7 @@ class WorkerProcess:
         deadline = time.monotonic() + timeout_s
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while os.waitid(os.P_PID, self._process.pid, options) is None:
-            self._forward_output()
+            self.forward_output()
             if time.monotonic() >= deadline:
                 return
             time.sleep(POLL_S)
@@ -267,20 +275,8 @@ class WorkerProcess:
         poll.register(self._output, select.POLLIN)
         while (left_s := deadline - time.monotonic()) > 0:
             ready = dict(poll.poll(left_s * 1000))
-            if self._output.fileno() in ready and not self._forward_output():
+            if self._output.fileno() in ready and not self.forward_output():
                 poll.unregister(self._output)
             if descriptor in ready:
                 return
         raise TimeoutError
-
-    def _forward_output(self) -> bool:
-        """Forward what is in the pipe now; return False at its end."""
-        for _ in range(16):  # a flood must not keep the caller here
-            try:
-                data = os.read(self._output.fileno(), _READ_BYTES)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            self._printed.forward(data)
-        return True
