@@ -13,8 +13,6 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from marin_rl.config.section import (
-    OMIT_IF_NONE,
-    RUNTIME_ONLY,
     Count,
     Seconds,
     Section,
@@ -88,11 +86,10 @@ class AsynchronyConfig(Section):
         description="round r is sampled by checkpoint max(0, r - max_staleness), while earlier "
         "rounds are trained; 0: sampling and training alternate",
     )
-    shared_device: Literal["refuse"] | None = Field(
-        default=None,
+    shared_device: Literal["refuse"] | None = optional_field(
+        runtime_only=True,
         description="max_staleness with the embedded engine, which samples on the device that "
         "trains: null or time_sliced, they take it in turn; refuse, the run is refused",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     sampler: Literal["windowed"] | None = optional_field(
         description="null or in_order: the policy of a round follows from its number; windowed: "
@@ -104,24 +101,21 @@ class AsynchronyConfig(Section):
         "older than max_staleness are dropped as stale; wait, it waits for groups under way that "
         "would be too old for the next round"
     )
-    max_inflight_groups: Count | None = Field(
-        default=None,
+    max_inflight_groups: Count | None = optional_field(
+        runtime_only=True,
         description="windowed: groups that are sampled or being sampled and not yet taken; at "
         "least rollouts.groups_per_round. null: groups_per_round * (max_staleness + 1)",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    claim_s: Seconds | None = Field(
-        default=None,
+    claim_s: Seconds | None = optional_field(
+        runtime_only=True,
         description="windowed: seconds after which another worker samples groups that one claimed "
         "and did not finish; null: 3600",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    commit_every_s: Seconds | None = Field(
-        default=None,
+    commit_every_s: Seconds | None = optional_field(
+        runtime_only=True,
         description="windowed: groups of a chunk that end within this time are committed as "
         "one object, which a killed worker loses with those under way; null: each is an object of "
         "its own, as soon as it ends",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     in_flight_updates: Literal[True] | None = optional_field(
         description="windowed: true, a new checkpoint is served while completions are sampled, "

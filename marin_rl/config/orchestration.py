@@ -9,9 +9,7 @@ from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
 from marin_rl.config.section import (
-    OMIT_IF_NONE,
     PLAN,
-    RUNTIME_ONLY,
     Count,
     Seconds,
     Section,
@@ -99,24 +97,23 @@ class FlowConfig(Section):
         description="with runner work_pool: shards of one flow run, which takes seconds to start; "
         "null: a round's shards in shards_in_flight_max equal parts",
     )
-    pending_timeout_s: Seconds | None = Field(
-        default=None,
+    pending_timeout_s: Seconds | None = optional_field(
+        runtime_only=True,
         description="with runner work_pool: seconds between a worker's taking a flow run and its "
         "beginning, after which its work is given out again, as it is once Prefect marks the "
         f"worker offline; null: {PENDING_S:g}",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    ray_address: str | None = Field(
-        default=None,
+    ray_address: str | None = optional_field(
+        runtime_only=True,
         pattern=r"^\S{1,300}$",
         description="with runner ray: address of the cluster, HOST:PORT or ray://HOST:PORT",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    ray_resources: dict[Literal["generate", "sample", "evaluate"], dict[str, float]] | None = Field(
-        default=None,
-        description="with runner ray: what a task of a stage reserves, such as {generate: "
-        "{num_cpus: 2}}; null: one processor",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
+    ray_resources: dict[Literal["generate", "sample", "evaluate"], dict[str, float]] | None = (
+        optional_field(
+            runtime_only=True,
+            description="with runner ray: what a task of a stage reserves, such as {generate: "
+            "{num_cpus: 2}}; null: one processor",
+        )
     )
     retries: int = runtime_field(
         default=3, ge=0, le=100, description="per task, transient faults only"

@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from marin_rl.config.section import (
-    OMIT_IF_NONE,
-    RUNTIME_ONLY,
     Count,
     Seconds,
     Section,
@@ -283,10 +281,9 @@ class RolloutsConfig(Section):
         description="pushed: groups that environments push to `marin-rl serve-trajectories`, in "
         "the order in which they were accepted; null: the run samples its own"
     )
-    push_timeout_s: Seconds | None = Field(
-        default=None,
+    push_timeout_s: Seconds | None = optional_field(
+        runtime_only=True,
         description="seconds without another pushed group after which a round fails; null: 3600",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     shards_per_round: Count = Field(default=1, le=100_000, description="Parquet objects per round")
     errors_max_fraction: float = Field(
@@ -296,12 +293,11 @@ class RolloutsConfig(Section):
         description="share of failed rollouts above which a shard is not committed",
     )
 
-    commit_groups: Literal[True] | None = Field(
-        default=None,
+    commit_groups: Literal[True] | None = optional_field(
+        runtime_only=True,
         description="true: each group, and each member with several turns, is committed as soon as "
         "it is finished, so that a killed process costs what is in flight only, and a retry asks "
         "for what is missing; null: off",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
 
     @model_validator(mode="after")

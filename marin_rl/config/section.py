@@ -116,12 +116,14 @@ def runtime_field(*, default: Any, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, json_schema_extra=RUNTIME_ONLY, **limits)
 
 
-def optional_field(*, description: str, as_begun: bool = False, **limits: Any) -> Any:
+def optional_field(
+    *, description: str, as_begun: bool = False, runtime_only: bool = False, **limits: Any
+) -> Any:
     """A field that is null by default, and then left out of all that is written.
 
-    `as_begun` marks it `AS_BEGUN`.
+    `as_begun` marks it `AS_BEGUN`, `runtime_only` marks it `RUNTIME_ONLY` as well.
     """
-    marks = AS_BEGUN if as_begun else OMIT_IF_NONE
+    marks = (AS_BEGUN if as_begun else OMIT_IF_NONE) | (RUNTIME_ONLY if runtime_only else {})
     return Field(default=None, description=description, json_schema_extra=marks, **limits)
 
 

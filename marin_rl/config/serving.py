@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from marin_rl.config.section import (
-    OMIT_IF_NONE,
-    RUNTIME_ONLY,
     Count,
     Seconds,
     Section,
@@ -236,30 +234,27 @@ class InferenceConfig(Section):
         "registered for those that announce themselves next to the run; labels follow a space "
         "(zone=eu); empty: serve from this process",
     )
-    zone: str | None = Field(
-        default=None,
+    zone: str | None = optional_field(
+        runtime_only=True,
         pattern=r"^[A-Za-z0-9_.:-]{1,63}$",
         description="endpoints with this label zone are asked first, others while those are full; "
         "null: all alike",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     fleet_timeout_s: Seconds = runtime_field(
         default=300.0,
         description="seconds that sampling waits while no endpoint serves the round's policy",
     )
-    host: str | None = Field(
-        default=None,
+    host: str | None = optional_field(
+        runtime_only=True,
         description="address of the server of this process; others than loopback need the token "
         "of api_key_variable; null: 127.0.0.1",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    port: int | None = Field(
-        default=None,
+    port: int | None = optional_field(
+        runtime_only=True,
         ge=1,
         lt=2**16,
         description="port of the server of this process, for others that sample from it; null: "
         "a free one",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     model: str = Field(default="policy", description="name the policy is served under")
     api_key_variable: KeyVariable = runtime_field(
@@ -277,43 +272,38 @@ class InferenceConfig(Section):
         default=None,
         description="folder that this process and the endpoints share; null: the run's exports/",
     )
-    flight: str | None = Field(
-        default=None,
+    flight: str | None = optional_field(
+        runtime_only=True,
         pattern=r"^grpc(\+tls)?://[A-Za-z0-9_.-]{1,253}:[0-9]{1,5}$",
         description="with publish pull: address of this process, grpc://HOST:PORT or with TLS "
         "grpc+tls://HOST:PORT, at which servers that follow the run get new weights by Arrow "
         "Flight (port 0: a free one); others than loopback need the token of api_key_variable; "
         "null: they read checkpoints from the root",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    flight_certificate: str | None = Field(
-        default=None,
+    flight_certificate: str | None = optional_field(
+        runtime_only=True,
         min_length=1,
         description="with flight grpc+tls: PEM file of the certificate of HOST, and after it those "
         "of the authorities between it and the root",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    flight_key: str | None = Field(
-        default=None,
+    flight_key: str | None = optional_field(
+        runtime_only=True,
         min_length=1,
         description="with flight grpc+tls: PEM file of the certificate's private key, without a "
         "passphrase; its content is recorded nowhere",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    flight_ca: str | None = Field(
-        default=None,
+    flight_ca: str | None = optional_field(
+        runtime_only=True,
         min_length=1,
         description="of a server that follows the run: PEM file of the authorities that may have "
         "signed the trainer's certificate; null: those that the system trusts (SSL_CERT_FILE)",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
-    route: Literal["chat", "sglang", "vllm_generate"] | None = Field(
-        default=None,
+    route: Literal["chat", "sglang", "vllm_generate"] | None = optional_field(
+        runtime_only=True,
         description="how endpoints are asked: by OpenAI's chat routes with token ids, as vLLM and "
         "marin-rl have them, by SGLang's /generate, or by /inference/v1/generate (vllm_generate), "
         "which vLLM 0.32 has with --enable-scale-out and whose answers name the weights of each "
         "token; null: chat",
-        json_schema_extra={**RUNTIME_ONLY, **OMIT_IF_NONE},
     )
     requests_in_flight_max: Count = runtime_field(
         default=64, le=65536, description="concurrent requests of one shard"
