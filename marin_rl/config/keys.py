@@ -4,8 +4,10 @@ Leaves out reading and setting them (loading.py).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from marin_rl.config.run import Config
 from marin_rl.config.section import Section, is_plan, is_runtime_only, section_of
@@ -23,26 +25,27 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return lines
 
 
-def free_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
+    """Dotted names of every key of the tree, sections included."""
+    return [key for key, _ in _fields_of(Config)]
+
+
+def free_keys() -> list[str]:
     """Dotted names of the keys that may differ when a run is continued."""
-    keys: list[str] = []
-    for name, info in section.model_fields.items():
-        if is_runtime_only(info):
-            keys.append(prefix + name)
-        elif (inner := section_of(info.annotation)) is not None:
-            keys += free_keys(inner, f"{prefix}{name}.")
-    return keys
+    return [key for key, info in _fields_of(Config) if is_runtime_only(info)]
 
 
-def outward_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
+def outward_keys() -> list[str]:
     """Dotted names of the free keys that are their user's alone: no run.json decides them."""
-    keys: list[str] = []
+    fields = _fields_of(Config)
+    return [key for key, info in fields if is_runtime_only(info) and not is_plan(info)]
+
+
+def _fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, info in section.model_fields.items():
-        if is_runtime_only(info) and not is_plan(info):
-            keys.append(prefix + name)
-        elif (inner := section_of(info.annotation)) is not None:
-            keys += outward_keys(inner, f"{prefix}{name}.")
-    return keys
+        yield prefix + name, info
+        if (inner := section_of(info.annotation)) is not None:
+            yield from _fields_of(inner, f"{prefix}{name}.")
 
 
 def value_at(node: Section, key: str) -> Any:
@@ -66,13 +69,3 @@ def without(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         for name, value in tree.items()
         if "" not in heads.get(name, ())
     }
-
-
-def known_keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
-    """Dotted names of every key of the tree, sections included."""
-    keys: list[str] = []
-    for name, info in section.model_fields.items():
-        keys.append(prefix + name)
-        if (inner := section_of(info.annotation)) is not None:
-            keys += known_keys(inner, f"{prefix}{name}.")
-    return keys
