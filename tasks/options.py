@@ -78,24 +78,9 @@ class StageRunner:
 
     async def run(self, stage: Stage[Value], *arguments: Any) -> Value:
         """The result of one task. Raises what its last try raised."""
-        result = await self._call(stage, arguments)
+        (result,) = await self._results(stage, [arguments])
         self._watch.lap(_task(stage).name)
         return result
-
-    def _tuned(self, stage: Stage[Any]) -> Task[..., Any]:
-        return _task(stage).with_options(
-            retries=self._retries,
-            retry_delay_seconds=self._delays_s,
-            timeout_seconds=self._timeout_s,
-        )
-
-    async def _call(self, stage: Stage[Value], arguments: Sequence[Any]) -> Value:
-        nodes = nodes_of(_task(stage))
-        if nodes is not None:
-            return (await nodes.call(self._tuned(stage), [arguments]))[0]
-        outcome = await self._tuned(stage)(*arguments)
-        # `as_state` hands back a state; the reference in it carries the lineage.
-        return await outcome.aresult() if isinstance(outcome, State) else outcome
 
     async def each(self, stage: Stage[Value], calls: Iterable[Sequence[Any]]) -> list[Value]:
         """The results of one task per element of `calls`, in order, a bounded number at once.
@@ -105,26 +90,32 @@ class StageRunner:
         """
         gate, nodes = asyncio.Semaphore(self._in_flight_max), nodes_of(_task(stage))
 
-        async def pass_gate(arguments: Sequence[Any]) -> list[Value]:
+        async def pass_gate(unit: Sequence[Sequence[Any]]) -> list[Value]:
             async with gate:
-                return [await self._call(stage, arguments)]
+                return await self._results(stage, unit)
 
-        async def sent(chunk: Sequence[Sequence[Any]]) -> list[Value]:
-            assert nodes is not None, "see below"
-            async with gate:
-                return await nodes.call(self._tuned(stage), chunk)
-
-        if nodes is None:
-            waiting = [pass_gate(arguments) for arguments in calls]
-        else:
-            waiting = [sent(chunk) for chunk in nodes.chunks(list(calls))]
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        units = [[call] for call in calls] if nodes is None else nodes.chunks([*calls])
+        outcomes = await asyncio.gather(*map(pass_gate, units), return_exceptions=True)
         self._watch.lap(_task(stage).name)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             raise failures[0]
         done = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
         return [value for values in done for value in values]
+
+    async def _results(self, stage: Stage[Value], calls: Sequence[Sequence[Any]]) -> list[Value]:
+        """The results of calls that a node gets together, or of one in this process."""
+        task = _task(stage)
+        tuned = task.with_options(
+            retries=self._retries,
+            retry_delay_seconds=self._delays_s,
+            timeout_seconds=self._timeout_s,
+        )
+        if (nodes := nodes_of(task)) is not None:
+            return await nodes.call(tuned, calls)
+        outcomes = [await tuned(*arguments) for arguments in calls]
+        # `as_state` hands back a state; the reference in it carries the lineage.
+        return [await each.aresult() if isinstance(each, State) else each for each in outcomes]
 
 
 def _task(stage: Stage[Any]) -> Task[..., Any]:
