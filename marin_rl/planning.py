@@ -9,7 +9,7 @@ Reads a Hugging Face `config.json` for the parameter count when the folder is he
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from marin_rl.config import Config, ModelConfig, ModelFamily
 from marin_rl.errors import InputError
@@ -96,16 +96,16 @@ class Plan:
     rollouts_max: int
     tokens_sampled_max: int
     tokens_trained_max: int
-    parameters: int | None
-    trained_parameters: int | None
-    training_bytes: int | None
-    activation_bytes: int | None
-    engine_cache_bytes: int | None
-    engine_weight_bytes: int | None
+    parameters: int | None = None
+    trained_parameters: int | None = None
+    training_bytes: int | None = None
+    activation_bytes: int | None = None
+    engine_cache_bytes: int | None = None
+    engine_weight_bytes: int | None = None
     rollout_disk_bytes: int
     batch_disk_bytes: int
     score_disk_bytes: int
-    checkpoint_disk_bytes: int | None
+    checkpoint_disk_bytes: int | None = None
 
     @property
     def overlap_saves(self) -> float:
@@ -185,7 +185,6 @@ def plan(config: Config) -> Plan:
     if config.replay is not None:
         groups += config.replay.groups or groups
     trained = size * groups * config.policy.context_length
-    model = _ModelPlan() if architecture is None else _model_plan(config, architecture)
     return Plan(
         rounds=config.rounds,
         shards=config.rounds * config.rollouts.shards_per_round,
@@ -198,23 +197,12 @@ def plan(config: Config) -> Plan:
         ),
         batch_disk_bytes=int(trained * BATCH_BYTES_PER_TOKEN),
         score_disk_bytes=int(sampled * SCORE_BYTES_PER_TOKEN),
-        **model._asdict(),
+        **({} if architecture is None else _of_model(config, architecture)),
     )
 
 
-class _ModelPlan(NamedTuple):
-    """The fields of a plan that need a model's sizes; None where these are not known."""
-
-    parameters: int | None = None
-    trained_parameters: int | None = None
-    training_bytes: int | None = None
-    activation_bytes: int | None = None
-    engine_cache_bytes: int | None = None
-    engine_weight_bytes: int | None = None
-    checkpoint_disk_bytes: int | None = None
-
-
-def _model_plan(config: Config, architecture: Architecture) -> _ModelPlan:
+def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
+    """The fields of a plan that need a model's sizes."""
     trained = _trained(config, architecture)
     critic = config.training.critic
     learners = 2 if critic is not None and critic.trunk == "own" else 1
@@ -225,24 +213,22 @@ def _model_plan(config: Config, architecture: Architecture) -> _ModelPlan:
     training += _base_bytes(config, architecture, value_bytes)
     # Checkpoint 0 as well as one for each round.
     checkpoints = (config.rounds + 1) * learners * trained * (PARAMETER_BYTES + OPTIMIZER_BYTES)
-    of_model = _ModelPlan(
-        parameters=architecture.parameters,
-        trained_parameters=trained,
-        training_bytes=training,
-        activation_bytes=architecture.activation_bytes(
+    fields = {
+        "parameters": architecture.parameters,
+        "trained_parameters": trained,
+        "training_bytes": training,
+        "activation_bytes": architecture.activation_bytes(
             config.training.microbatch_sequences * context,
             value_bytes,
             recomputed=config.training.gradient_checkpointing,
         ),
-        checkpoint_disk_bytes=checkpoints + _base_disk_bytes(config, architecture.parameters),
-    )
-    if config.inference.endpoints:
-        return of_model
-    slots = config.inference.engine.slots
-    return of_model._replace(
-        engine_cache_bytes=architecture.cache_bytes(slots * context, value_bytes),
-        engine_weight_bytes=_engine_weight_bytes(config, architecture, value_bytes),
-    )
+        "checkpoint_disk_bytes": checkpoints + _base_disk_bytes(config, architecture.parameters),
+    }
+    if not config.inference.endpoints:
+        tokens = config.inference.engine.slots * context
+        fields["engine_cache_bytes"] = architecture.cache_bytes(tokens, value_bytes)
+        fields["engine_weight_bytes"] = _engine_weight_bytes(config, architecture, value_bytes)
+    return fields
 
 
 def _trained(config: Config, architecture: Architecture) -> int:
