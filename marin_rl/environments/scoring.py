@@ -174,8 +174,8 @@ class Scorer:
         """
         if self._pool is None:
             return [answer_in(self._environment, text) for text in completions]
-        answers = [_answer_of(answer) for answer in self._extracted(completions)]
-        return [None if isinstance(answer, RewardFault) else answer for answer in answers]
+        items = [text.encode() for text in completions]
+        return [_answer_of(answer) for answer in self._ask(EXTRACT, items, self._timeout_s)]
 
     def close(self) -> None:
         """End the workers, once what they score now is done."""
@@ -207,13 +207,6 @@ class Scorer:
             else:
                 scores += map(_score_of, orjson.loads(answer))
         return scores
-
-    def _extracted(self, completions: Sequence[str]) -> list[dict[str, Any]]:
-        items = [text.encode() for text in completions]
-        return [
-            {"fault": answer.message} if isinstance(answer, WorkerFault) else orjson.loads(answer)
-            for answer in self._ask(EXTRACT, items, self._timeout_s)
-        ]
 
     def _call_style(self) -> tuple[bool, bool]:
         """Return whether a group is scored in one call, and whether it reads token ids.
@@ -255,10 +248,13 @@ def _score_of(answer: dict[str, Any]) -> Score:
     return tuple(RewardComponent(**component) for component in answer["components"])
 
 
-def _answer_of(answer: dict[str, Any]) -> str | RewardFault | None:
-    if "unfit" in answer:
-        raise InputError(f"the environment cannot extract answers: {answer['unfit']}")
-    return RewardFault(answer["fault"]) if "fault" in answer else answer["answer"]
+def _answer_of(answer: bytes | WorkerFault) -> str | None:
+    if isinstance(answer, WorkerFault):
+        return None
+    extracted = orjson.loads(answer)
+    if "unfit" in extracted:
+        raise InputError(f"the environment cannot extract answers: {extracted['unfit']}")
+    return extracted["answer"]
 
 
 @dataclass(frozen=True, slots=True)
