@@ -94,3 +94,15 @@ class BaseEnvironment(ABC):
             answer=answer,
             metadata=dict(metadata),
         )
+
+
+class RewardedElsewhere(BaseEnvironment):
+    """Base of environments whose episodes another library or server plays and rewards."""
+
+    def demonstration(self, example: Example) -> str | None:
+        """None: there are no turns to imitate."""
+        return None
+
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """0: an episode that was ended before it was rewarded."""
+        return (RewardComponent(name=self.name, value=0.0),)

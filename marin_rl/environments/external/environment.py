@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.base_environment import RewardedElsewhere
 from marin_rl.environments.external.interpreter import Interpreter, installed_version
 from marin_rl.environments.registry import parse_options
-from marin_rl.types import Example, Message, RewardComponent, Split
+from marin_rl.types import Example, Message, Split
 
 ROWS_KEPT = 1024
 
@@ -47,7 +47,7 @@ class ExternalOptions(Section):
     )
 
 
-class ExternalEnvironment(BaseEnvironment):
+class ExternalEnvironment(RewardedElsewhere):
     """An environment of another library. Its interpreter starts when it is first needed."""
 
     library: ClassVar[Library]
@@ -86,14 +86,6 @@ class ExternalEnvironment(BaseEnvironment):
     def load_examples(self) -> None:
         """Start the interpreter: what the library refuses is known before any work."""
         _ = self.interpreter
-
-    def demonstration(self, example: Example) -> str | None:
-        """None: libraries have no turns to imitate."""
-        return None
-
-    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """0: an episode that was ended before the library rewarded it."""
-        return (RewardComponent(name=self.name, value=0.0),)
 
     def described(self, text: str, seed: int, index: int, split: Split) -> Example:
         """An example that is nothing but a seed; `text` stands for it where examples are shown."""

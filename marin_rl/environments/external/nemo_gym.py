@@ -13,12 +13,12 @@ import httpx
 from pydantic import Field, field_validator
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.base_environment import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import EndpointUnavailable, InputError, RewardFault
-from marin_rl.types import Example, Message, RewardComponent, Role, Split, ToolCall, Turn
+from marin_rl.types import Example, Message, Role, Split, ToolCall, Turn
 
 PARAMETERS = "responses_create_params"  # of a row: the request that an agent would make
 ROUTES = ("/seed_session", "/verify")
@@ -46,7 +46,7 @@ class NemoGymOptions(Section):
 
 
 @register("nemo_gym")
-class NemoGym(BaseEnvironment):
+class NemoGym(RewardedElsewhere):
     """Rewards the end of an episode as the server's /verify does."""
 
     name = "nemo_gym"
@@ -85,14 +85,6 @@ class NemoGym(BaseEnvironment):
         return self.make_example(
             _start_of(row)[0], seed=seed, index=index, split=split, metadata={"row": row}
         )
-
-    def demonstration(self, example: Example) -> str | None:
-        """None: rows have no turns to imitate."""
-        return None
-
-    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """0: an episode that was ended before the server scored it."""
-        return (RewardComponent(name=self.name, value=0.0),)
 
     def episode(self, example: Example) -> "NemoGymEpisode":
         """A session of the server."""

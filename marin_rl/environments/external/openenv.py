@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from pydantic import Field, field_validator
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.base_environment import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.external.environment import user_message
 from marin_rl.environments.external.openenv_session import (
@@ -29,7 +29,7 @@ from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.isolated.interleaved import uncharged
-from marin_rl.types import Example, Message, RewardComponent, Split, ToolCall, Turn
+from marin_rl.types import Example, Message, Split, ToolCall, Turn
 from marin_rl.user_code import SPEC_PATTERN, load
 
 # Fields of an observation that are its text, the first that is there.
@@ -93,7 +93,7 @@ class OpenEnvOptions(Section):
 
 
 @register("openenv")
-class OpenEnv(BaseEnvironment):
+class OpenEnv(RewardedElsewhere):
     """Rewards each step as the environment on the server does."""
 
     name = "openenv"
@@ -163,14 +163,6 @@ class OpenEnv(BaseEnvironment):
             split=split,
             metadata={"reset": arguments},
         )
-
-    def demonstration(self, example: Example) -> str | None:
-        """None: servers have no turns to imitate."""
-        return None
-
-    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """0: an episode that was ended before the environment rewarded it."""
-        return (RewardComponent(name=self.name, value=0.0),)
 
     def episode(self, example: Example) -> "OpenEnvEpisode":
         """An environment that is reset with the example's seed."""
