@@ -185,29 +185,15 @@ def check_demonstrations(config: Config) -> None:
     """
     chosen = config.sft.environment or config.environment
     environment = loaded_environment(chosen, "train")
-    if chosen.mixture is not None:
-        _check_mixed_demonstrations(config, environment)
-        return
-    if isinstance(environment, ChecksDemonstrations):
-        count = config.sft.steps * config.sft.sequences_per_step
-        environment.check_demonstrations(chosen.train_seed, count)
-        return
-    example = environment.example(chosen.train_seed, 0, "train")
-    if environment.demonstration(example) is None:
-        raise InputError(no_demonstration(environment, example))
-
-
-def _check_mixed_demonstrations(config: Config, environment: Environment) -> None:
-    """Refuse a warm start on a list of which an environment has no demonstrations."""
-    assert config.environment.mixture is not None, "a list of environments"
-    order = order_in(config.environment.mixture)
-    steps = config.sft.steps * config.sft.sequences_per_step
-    for place, part in enumerate(parts_of(environment, config.environment)):
-        own, count = part.environment, order.count(place, steps)
+    examples = config.sft.steps * config.sft.sequences_per_step
+    order = None if chosen.mixture is None else order_in(chosen.mixture)
+    for place, part in enumerate(parts_of(environment, chosen)):
+        own, seed = part.environment, part.config.train_seed
+        count = examples if order is None else order.count(place, examples)
         if isinstance(own, ChecksDemonstrations):
-            own.check_demonstrations(part.config.train_seed, count)
+            own.check_demonstrations(seed, count)
         elif count:
-            example = own.example(part.config.train_seed, 0, "train")
+            example = own.example(seed, 0, "train")
             if own.demonstration(example) is None:
                 raise InputError(no_demonstration(own, example))
 
