@@ -261,11 +261,9 @@ class Code(Problems):
 
 
 def _answer(result: SandboxResult, number: str) -> tuple[Any] | None:
-    """Return the value that a call printed with its number, once and at the end; else None."""
-    text = result.stdout.decode(errors="replace")
-    if not result.succeeded or text.count(number) != 1 or not text.startswith(number):
-        return None
+    """Return the value that a call printed after its number, and nothing else; else None."""
+    text = result.printed_after(number)
     try:
-        return (json.loads(text.removeprefix(number)),)
+        return None if text is None else (json.loads(text),)
     except json.JSONDecodeError:
         return None
