@@ -12,7 +12,7 @@ from pathlib import Path
 from marin_rl.config import Config
 from marin_rl.doctor.checks import Check, preflight
 from marin_rl.doctor.data import demonstrations, environment, pairs, storage
-from marin_rl.doctor.policy import canary, loss, prompts, tokenizer, tools
+from marin_rl.doctor.policy import canary, loss, prompts, tokenizer_files, tools
 from marin_rl.doctor.rewards import trials
 from marin_rl.doctor.surroundings import endpoints, mesh
 from marin_rl.environments.registry import code_of
@@ -35,7 +35,6 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.storage.stores.locks import refuse_locked
-from marin_rl.tokenizer_files import check_vocabulary, read_tokenizer
 from marin_rl.types import SlotRef
 from marin_rl.user_code import check_importable
 
@@ -150,18 +149,6 @@ def adapter(config: Config) -> str:
 
     modules = configured_modules(lora, architecture.linear_shapes)
     return f"{len(modules)} modules of rank {max(module.rank for module in modules.values())}"
-
-
-def tokenizer_files(config: Config) -> str:
-    """Check the tokenizer by its files; load it where only transformers knows how it is built."""
-    built = read_tokenizer(config.policy)
-    if built is None:
-        return tokenizer(config)
-    architecture = architecture_of(config)
-    sized_by_tokenizer = config.policy.init != "hf" and config.policy.model.vocab_size is None
-    if architecture is not None and not sized_by_tokenizer:
-        check_vocabulary(built, architecture.vocab_size)
-    return f"{len(built)} ids, chat template present"
 
 
 def reward_model_slot(config: Config) -> str:

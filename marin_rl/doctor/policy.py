@@ -17,11 +17,20 @@ PROMPTS_CHECKED_MAX = 64
 
 def tokenizer(config: Config) -> str:
     """Check that the tokenizer has a chat template and its ids fit the model's vocabulary."""
-    from marin_rl.planning import architecture_of
-    from marin_rl.tokenizer_files import check_vocabulary
     from marin_rl.tokenizers import tokenizer_for
 
-    built = tokenizer_for(config.policy)
+    return _checked(config, tokenizer_for(config.policy))
+
+
+def tokenizer_files(config: Config) -> str:
+    """Check the tokenizer by its files; load it where only transformers knows how it is built."""
+    return _checked(config, _tokenizer_of(config))
+
+
+def _checked(config: Config, built: "FileTokenizer | PreTrainedTokenizerBase") -> str:
+    from marin_rl.planning import architecture_of
+    from marin_rl.tokenizer_files import check_vocabulary
+
     sized_by_tokenizer = config.policy.init != "hf" and config.policy.model.vocab_size is None
     architecture = architecture_of(config)
     if architecture is not None and not sized_by_tokenizer:
