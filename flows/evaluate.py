@@ -11,14 +11,13 @@ from flows.connection import play_flow
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
 from marin_rl.config import Config
-from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.errors import ConfigError
 from marin_rl.storage.runs import (
     Run,
     RunRef,
-    checkpoint_slot,
+    checkpoint_at,
     committed,
     evals_slot,
-    latest_checkpoint,
     round_of,
 )
 from marin_rl.types import SlotRef
@@ -41,17 +40,7 @@ async def evaluate_run(
     chosen = resolve_config(config, run_id, overrides)
     check_own(chosen, round)
     with open_session(chosen, plays=False) as reference:
-        run = open_run(reference)
-        checkpoint = (
-            latest_checkpoint(run) if round is None else committed(run, checkpoint_slot(round))
-        )
-        if checkpoint is None:
-            which = "any" if round is None else f"{round}"
-            raise ObjectMissing(
-                f"run {run.run_id!r} has no committed checkpoint {which}: `marin-rl status "
-                f"{run.run_id}` shows which there are"
-            )
-        return await measure(reference, checkpoint)
+        return await measure(reference, checkpoint_at(open_run(reference), round))
 
 
 def check_own(config: Config, round: int | None) -> None:

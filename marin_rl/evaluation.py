@@ -23,7 +23,7 @@ from marin_rl.config import (
 from marin_rl.environments.base import Environment, FixedSet
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Judge
-from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.errors import ConfigError
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.text_client import TextClient
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
@@ -32,7 +32,7 @@ from marin_rl.rollouts.evaluate import HeldOut, evaluation_metrics, judges_of, r
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.run_records import RUN_KEY, seed_from
-from marin_rl.storage.runs import Run, checkpoint_named, committed_checkpoint, latest_checkpoint
+from marin_rl.storage.runs import Run, checkpoint_at, checkpoint_named
 from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.trust import Consent, check_named, settings_of
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
@@ -221,15 +221,8 @@ def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
         if target.round is not None:
             raise ConfigError(f"--round {target.round}: {text} names a checkpoint already")
         return checkpoint_named(text, KINDS, "what is evaluated", {})
-    run, round = target.open_run(), target.round
-    checkpoint = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
-    if checkpoint is None:
-        which = "any" if round is None else f"{round}"
-        raise ObjectMissing(
-            f"run {run.run_id!r} has no committed checkpoint {which}: `marin-rl status "
-            f"{run.run_id}` shows which there are"
-        )
-    return run, checkpoint
+    run = target.open_run()
+    return run, checkpoint_at(run, target.round)
 
 
 def _of_folder(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:

@@ -123,7 +123,7 @@ def test_a_run_in_its_own_environment_and_in_another(prompts: Path, tmp_path: Pa
     assert {r.sampling.temperature for g in other.groups for r in g.rollouts} == {0.5}
     assert max(r.n_completion_tokens for g in other.groups for r in g.rollouts) <= 4
     assert run.store.list() == before
-    with pytest.raises(ObjectMissing, match="no committed checkpoint 7"):
+    with pytest.raises(ObjectMissing, match="no checkpoint of round 7"):
         evaluate_target(Target(name="debug", root=str(tmp_path), round=7), EvaluationRequest())
 
 

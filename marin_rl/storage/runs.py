@@ -58,7 +58,7 @@ from marin_rl.storage.stores.locks import run_lock
 from schemas.fields import is_name
 
 __all__ = [
-    "LOCK_KEY", "Run", "RunRef", "base_slot", "batches_slot", "check_run_id",
+    "LOCK_KEY", "Run", "RunRef", "base_slot", "batches_slot", "check_run_id", "checkpoint_at",
     "checkpoint_named", "checkpoint_slot", "committed", "committed_checkpoint", "evals_slot",
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
     "pairs_slot", "place_named", "refuse_other_content", "reward_model_slot", "rollouts_slot",
@@ -267,6 +267,18 @@ def latest_checkpoint(run: Run) -> SlotRef | None:
     # first.
     rounds = (round_of(name) for name in run.store.children("checkpoints"))
     return _latest(run, (checkpoint_slot(round) for round in _descending(rounds)))
+
+
+def checkpoint_at(run: Run, round: int | None) -> SlotRef:
+    """The committed checkpoint of a round, or the latest. Raises ObjectMissing without one."""
+    ref = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
+    if ref is None:
+        wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
+        raise ObjectMissing(
+            f"{wanted} is committed in {run.store.url}: `marin-rl status {run.run_id}` shows which "
+            "there are"
+        )
+    return ref
 
 
 def latest_sft(run: Run) -> SlotRef | None:

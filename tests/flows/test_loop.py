@@ -190,7 +190,7 @@ def test_a_checkpoint_can_be_evaluated_later(played: Played) -> None:
     evaluated = start_evaluate(played.config, 1)
     assert evaluated.slot == "evals/round-00001"
     assert evaluated.summary["eval/examples"] == 4
-    with pytest.raises(ObjectMissing, match="no committed checkpoint 77"):
+    with pytest.raises(ObjectMissing, match="no checkpoint of round 77"):
         start_evaluate(played.config, 77)
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from marin_rl.errors import InputError, ObjectMissing, StalePolicy
+from marin_rl.errors import InputError, StalePolicy
 from marin_rl.lora import Adapter, merged, read_peft, write_peft
-from marin_rl.storage.runs import Run, committed_checkpoint, latest_checkpoint, round_of
+from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import load_tokenizer, tokenizer_for
 from marin_rl.training.model import (
     load_hf,
@@ -34,10 +34,7 @@ def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
     Raises ObjectMissing where it is not committed, InputError for a run without an adapter or a
     folder that exists, StalePolicy where it reads back as another adapter.
     """
-    ref = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
-    if ref is None:
-        wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
-        raise ObjectMissing(f"{wanted} is committed in {run.store.url}: see `marin-rl status`")
+    ref = checkpoint_at(run, round)
     identity = identity_of(run, ref)
     if identity.adapter is None or identity.adapter_digest is None:
         raise InputError(

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, InferenceConfig
-from marin_rl.errors import CorruptObject, ObjectMissing, StalePolicy
+from marin_rl.errors import CorruptObject, StalePolicy
 from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.client.protocol import parse_served_model_id, served_model_id
 from marin_rl.lora import Adapter
@@ -24,7 +24,7 @@ from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import Loaded
 from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import Update, canary_ids
-from marin_rl.storage.runs import Run, committed_checkpoint, latest_checkpoint, round_of
+from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.model import (
     LmHeadModel,
@@ -108,11 +108,7 @@ def read_version(
     CorruptObject for a checkpoint that is damaged or no adapter, StalePolicy where it is another
     one than its manifest, or the caller, promises.
     """
-    ref = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
-    if ref is None:
-        wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
-        raise ObjectMissing(f"{wanted} is committed in {run.store.url}: see `marin-rl status`")
-    return version_of(run, ref, promised, fetch)
+    return version_of(run, checkpoint_at(run, round), promised, fetch)
 
 
 def version_of(

@@ -23,7 +23,7 @@ import numpy as np
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing, StalePolicy
 from marin_rl.inference.weights import DecoderSpec, read_model, rotary_table
-from marin_rl.storage.runs import Run, committed_checkpoint, latest_checkpoint, round_of
+from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
 from marin_rl.training.model import (
     LmHeadModel,
@@ -233,15 +233,7 @@ def read_checkpoint(
     another tokenizer or architecture, and StalePolicy where the parameters are not those that the
     manifest, or the caller, promises.
     """
-    return read_slot(run, _committed(run, round), promised, served, fetch)
-
-
-def _committed(run: Run, round: int | None) -> SlotRef:
-    ref = latest_checkpoint(run) if round is None else committed_checkpoint(run, round)
-    if ref is None:
-        wanted = "no checkpoint" if round is None else f"no checkpoint of round {round}"
-        raise ObjectMissing(f"{wanted} is committed in {run.store.url}: see `marin-rl status`")
-    return ref
+    return read_slot(run, checkpoint_at(run, round), promised, served, fetch)
 
 
 def read_slot(
