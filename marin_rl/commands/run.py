@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from marin_rl.commands.options import (
+    INTERRUPTED,
     ROOT_VARIABLE,
     ApiKeyVariable,
     AsJson,
@@ -34,11 +35,7 @@ from marin_rl.commands.options import (
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, InputError, StorageError
 
-if TYPE_CHECKING:
-    from marin_rl.types import SlotRef
-
 MORE_ROUNDS = 20  # that the line to continue a finished run proposes
-INTERRUPTED = 130  # exit code that shells report of a process that Ctrl-C ended
 
 
 def run(  # noqa: PLR0913 - each is an option of the command
@@ -62,8 +59,10 @@ def run(  # noqa: PLR0913 - each is an option of the command
     if dry_run:
         _print_plan(config, as_json=as_json)
         return
+    from marin_rl.preflight import before_engines
+
     again = run_again(config, config_file, changes)
-    checkpoint = already_done("rl-loop", config)
+    checkpoint = before_engines(config, "rl-loop")
     if checkpoint is None:
         play("rl-loop", config, as_json=as_json)
     if checkpoint is None or as_json:
@@ -87,7 +86,9 @@ def sft(
 ) -> None:
     """Run only the supervised warm start of a run."""
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
-    checkpoint = already_done("sft", config) or play("sft", config, as_json=as_json)
+    from marin_rl.preflight import before_engines
+
+    checkpoint = before_engines(config, "sft") or play("sft", config, as_json=as_json)
     place = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
     if as_json:
         tell_json({"checkpoint": place, **checkpoint.summary})
@@ -117,10 +118,10 @@ def reward_model(
     """
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     from marin_rl.display.tables import key_values
+    from marin_rl.preflight import before_engines
 
-    checkpoint = already_done("reward-model", config) or play(
-        "reward-model", config, as_json=as_json
-    )
+    flow = "reward-model"
+    checkpoint = before_engines(config, flow) or play(flow, config, as_json=as_json)
     slot = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
     if as_json:
         tell_json({"checkpoint": slot, **checkpoint.summary})
@@ -131,20 +132,10 @@ def reward_model(
     try_next(f"status {config.run_id}{root_option(config)}")
 
 
-def already_done(flow: str, config: Config) -> "SlotRef | None":
-    """Check what needs no engine; return the last checkpoint of a flow that is finished.
-
-    Raises what `before_engines` raises, before anything slow is imported.
-    """
-    from marin_rl.preflight import before_engines
-
-    return before_engines(config, flow)
-
-
 def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
     """Run a flow on a configuration with live progress and warnings; return its last checkpoint.
 
-    With `as_json` progress and warnings are on standard error. `already_done` comes before it.
+    With `as_json` progress and warnings are on standard error. `before_engines` comes before it.
     Raises what the flow raises.
     """
     from marin_rl.analysis.warnings import NewWarnings

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from marin_rl.commands.options import (
+    INTERRUPTED,
     ApiKeyVariable,
     AsJsonLines,
     Overrides,
@@ -25,8 +26,6 @@ from marin_rl.machine import share_one_heap
 
 if TYPE_CHECKING:
     from marin_rl.storage.runs import Run
-
-INTERRUPTED = 130  # exit code that shells report of a process that Ctrl-C ended
 
 
 def sample(  # noqa: PLR0913 - each is an option of the command
