@@ -5,6 +5,7 @@ them (`episode_pool`) and who answers (`episode_worker`).
 """
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -100,9 +101,9 @@ def _turn(record: dict[str, Any]) -> Turn:
 
 def _validated(kind: Any, value: Any) -> Any:
     """`value` as a record of a type. Raises ValueError that names what does not fit."""
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind].validate_python(value)
+    return _adapter(kind).validate_python(value)
 
 
-_adapters: dict[Any, TypeAdapter[Any]] = {}  # they take milliseconds to make
+@cache
+def _adapter(kind: Any) -> Any:  # a TypeAdapter, which beartype knows no hint of
+    return TypeAdapter(kind)  # takes milliseconds to make

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,30 +58,26 @@ def _own_version(package: str) -> str | None:
         return None
 
 
+@cache
 def _version_in(python: str, package: str) -> str | None:
-    if (python, package) not in _versions:
-        try:
-            done = subprocess.run(
-                [python, "-I", "-c", _VERSION, package],
-                capture_output=True,
-                text=True,
-                timeout=VERSION_TIMEOUT_S,
-                env=clean_environment(),
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise InputError(
-                f"environment.options.python: expected the path of a Python interpreter, such as "
-                f"FOLDER/bin/python of a virtual environment, found {python!r}: {error}"
-            ) from None
-        if done.returncode and "PackageNotFoundError" not in done.stderr:
-            raise InputError(
-                f"environment.options.python: {python} fails: {done.stderr.strip()[-300:]}"
-            )
-        _versions[python, package] = None if done.returncode else done.stdout.strip()
-    return _versions[python, package]
-
-
-_versions: dict[tuple[str, str], str | None] = {}
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _VERSION, package],
+            capture_output=True,
+            text=True,
+            timeout=VERSION_TIMEOUT_S,
+            env=clean_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(
+            f"environment.options.python: expected the path of a Python interpreter, such as "
+            f"FOLDER/bin/python of a virtual environment, found {python!r}: {error}"
+        ) from None
+    if done.returncode and "PackageNotFoundError" not in done.stderr:
+        raise InputError(
+            f"environment.options.python: {python} fails: {done.stderr.strip()[-300:]}"
+        )
+    return None if done.returncode else done.stdout.strip()
 
 
 class InterpreterEnded(RewardFault):
