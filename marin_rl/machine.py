@@ -75,7 +75,8 @@ def running_pool_threads() -> int:
     """Threads of the pool that runs in this process: 0 before JAX starts, or not on Linux."""
     if "jax" not in sys.modules:
         return 0
-    return sum(_comm(task).startswith(_POOL_THREAD) for task in _tasks())
+    names = map(_text_of, Path("/proc/self/task").glob("*/comm"))
+    return sum(name.startswith(_POOL_THREAD) for name in names)
 
 
 def request_threads(count: int) -> bool:
@@ -167,8 +168,13 @@ def _features() -> frozenset[str]:
 
 @cache
 def _cpu_info() -> str:
+    return _text_of(Path("/proc/cpuinfo"))
+
+
+def _text_of(file: Path) -> str:
+    """Text of a file of the kernel; empty where it is not there, or not any more."""
     try:
-        return Path("/proc/cpuinfo").read_text()
+        return file.read_text()
     except OSError:
         return ""
 
@@ -183,20 +189,6 @@ def _number(variable: str) -> int:
     """The value of an environment variable, or 0 where it is no positive number."""
     value = os.environ.get(variable, "")
     return int(value) if value.isascii() and value.isdigit() else 0
-
-
-def _tasks() -> list[Path]:
-    try:
-        return list(Path("/proc/self/task").iterdir())
-    except OSError:
-        return []
-
-
-def _comm(task: Path) -> str:
-    try:
-        return (task / "comm").read_text()
-    except OSError:  # it has ended meanwhile
-        return ""
 
 
 def _device() -> str:
