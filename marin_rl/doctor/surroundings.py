@@ -1,6 +1,7 @@
 """Checks of what surrounds a run: devices, machine, endpoints, Prefect server."""
 
 import json
+import math
 import os
 import urllib.error
 import urllib.request
@@ -21,9 +22,7 @@ def devices(config: Config) -> str:
 
     visible = jax.devices()
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    product = 1
-    for axis in sizes:
-        product *= max(axis, 1)
+    product = math.prod(max(axis, 1) for axis in sizes)
     if len(visible) % product or (-1 not in sizes and product > len(visible)):
         raise ConfigError(
             f"the mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} does not fit "

@@ -135,9 +135,9 @@ def _abilities(name: str) -> tuple[str, str]:
 def _needs(name: str) -> str:
     needs = ["a server"] if name in _SERVERS else []
     if (package := _PACKAGES.get(name)) is not None:
-        there = "installed" if find_spec(package) is not None else "not installed here"
-        hint = "" if there == "installed" else "; see options.python"
-        needs.append(f"{package}: {there}{hint}")
+        there = find_spec(package) is not None
+        state = "installed" if there else "not installed here; see options.python"
+        needs.append(f"{package}: {state}")
     return ", ".join(needs)
 
 

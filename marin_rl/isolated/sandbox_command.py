@@ -150,14 +150,8 @@ def bubblewrap(
     `workspace` is a folder of this machine in place of an empty one; `/tmp` is apart from it then.
     """
     by_root = os.geteuid() == 0
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        "--die-with-parent",
-        "--new-session",
-        "--hostname",
-        "sandbox",
-    ]
-    command += ["--json-status-fd", str(descriptors.status)]
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session"]
+    command += ["--hostname", "sandbox", "--json-status-fd", str(descriptors.status)]
     command += ["--block-fd", str(descriptors.release)]
     if descriptors.seccomp is not None:
         command += ["--seccomp", str(descriptors.seccomp)]
@@ -185,8 +179,8 @@ def bubblewrap(
 
 def _namespaces(by_root: bool) -> list[str]:  # noqa: FBT001 - of this module alone
     if by_root:
-        kept = [part for name in ("SETUID", "SETGID", "SETPCAP") for part in ("--cap-add", name)]
-        kept = [part if part == "--cap-add" else f"CAP_{part}" for part in kept]
+        names = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
+        kept = [part for name in names for part in ("--cap-add", name)]
         separate = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
         return [*separate, "--cap-drop", "ALL", *kept]
     who = ["--uid", str(USER), "--gid", str(USER)]

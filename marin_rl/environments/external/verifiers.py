@@ -6,6 +6,7 @@ turn goes on from the very ids that were sampled.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import Field
@@ -98,10 +99,7 @@ class VerifiersEpisode(ExternalEpisode):
 
     async def step(self, turn: Turn) -> StepResult:
         """The environment's answer to a turn, or the rubric's reward."""
-        calls = [
-            {"id": call.id, "name": call.name, "arguments": call.arguments}
-            for call in turn.tool_calls
-        ]
+        calls = [asdict(call) for call in turn.tool_calls]
         self._names |= {call.id: call.name for call in turn.tool_calls}
         answer = await self.take({"content": turn.content, "tool_calls": calls})
         if not answer["done"]:
