@@ -56,10 +56,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Move": {
         "fork": ("storage:fork", "Make a run that shares its first rounds with another."),
         "export": ("export:export", "Write a run as one file, or what others read of it."),
-        "merge": (
-            "export:merge",
-            "Write the model that an adapter makes of its base.",
-        ),
+        "merge": ("export:merge", "Write the model that an adapter makes of its base."),
         "pairs": ("export:pairs", "Write preference pairs from the groups of a run."),
         "gc": ("storage:gc", "Delete unreferenced files and old checkpoints."),
     },
@@ -83,20 +80,10 @@ UNUSED_BY_HELP = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
 # Commands that read a run and run no code of a user: they spare what libraries would load as well.
 READERS = frozenset(
     {
-        "audit",
-        "diff",
-        "fsck",
-        "gc",
-        "lineage",
-        "pairs",
-        "report",
-        "rollouts",
-        "sql",
-        "status",
-        "verify",
-        "view",
+        "audit", "diff", "fsck", "gc", "lineage", "pairs", "report", "rollouts", "sql", "status",
+        "verify", "view",
     }
-)
+)  # fmt: skip
 
 IMPORTED_OBJECTS = 100_000  # new objects before the collector looks at them
 
