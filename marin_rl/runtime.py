@@ -346,6 +346,7 @@ class RunRuntime:
         if address is None:
             return None
         from marin_rl.inference.flight_tls import trainer_certificate
+        from marin_rl.serving.weights.adapter_versions import read_version
         from marin_rl.serving.weights.flight import WeightServer
         from marin_rl.training.model import named_parameters
 
@@ -357,16 +358,11 @@ class RunRuntime:
         if identity.base_digest is None:
             self._flight.offer(identity.parameters_digest, named_parameters(weights.model))
             return self._flight.url
-        adapter = weights.adapter or self._adapter_of(version)
+        # Servers that are given it merged have no adapter in `weights`.
+        adapter = weights.adapter or read_version(self._run, version).adapter
         self._flight.offer(identity.parameters_digest, adapter.arrays)
         self._flight.keep(identity.base_digest, partial(self._read_base, identity.base_digest))
         return self._flight.url
-
-    def _adapter_of(self, version: int) -> "Adapter":
-        """The adapter of a committed checkpoint, which servers are given merged."""
-        from marin_rl.serving.weights.adapter_versions import read_version
-
-        return read_version(self._run, version).adapter
 
     def _read_base(self, digest: str) -> Mapping[str, Any]:
         """The base of the run's adapter, from files. From any thread."""

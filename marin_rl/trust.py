@@ -221,7 +221,8 @@ def origin_of(function: str) -> str:
 
 def _left_out(run: Run, uses: Sequence[str]) -> list[str]:
     """Free keys as run.json has them, `dotted.key=JSON`, that `Run.open` left at their default."""
-    stored, opened = (read_record(run.folder) or {}).get("config"), _opened(run)
+    stored = (read_record(run.folder) or {}).get("config")
+    opened = run.config.model_dump(mode="json")  # sections that the run has, these keys as usual
     values = {key: _at(stored, key) for key in _outward() if key.startswith(tuple(uses))}
     return [
         f"{key}={json.dumps(value)}"
@@ -247,7 +248,8 @@ def _refuse_left_out(run: Run, items: Sequence[str], consent: Consent) -> None:
     if not left:
         return
     key = left[0].partition("=")[0]
-    example = f"{key}={json.dumps(_at(_opened(run), key))}"
+    usual = _at(run.config.model_dump(mode="json"), key)
+    example = f"{key}={json.dumps(usual)}"
     raise ConfigError(
         f"run {run.run_id!r} was not started by you on this machine, and these settings of "
         f"{run.folder.url_of(RUN_KEY)} are not taken from there:\n  "
@@ -255,14 +257,6 @@ def _refuse_left_out(run: Run, items: Sequence[str], consent: Consent) -> None:
         + f"\nName each as you want it, like --set {shlex.quote(example)}, or give a configuration "
         "file of your own; --trust takes them as they are"
     )
-
-
-def _opened(run: Run) -> dict[str, Any]:
-    """Configuration of a run as `Run.open` has it, with those keys at their defaults.
-
-    Sections that are null by default, such as sft.environment, are in it where the run has them.
-    """
-    return run.config.model_dump(mode="json")
 
 
 _ABSENT = object()
