@@ -68,7 +68,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
         return
     if overrides:
         raise ConfigError("--set changes a configuration: expected --verl too")
-    chosen = _numbers("--round", rounds)
+    chosen = _rounds(rounds)
     from marin_rl.display.text import size
     from marin_rl.storage.runs import Run
 
@@ -214,7 +214,7 @@ def pairs(
         raise ConfigError(
             f"--output {output}: expected a name ending in {' or '.join(PAIRS_SUFFIXES)}"
         )
-    chosen = _numbers("--round", rounds)
+    chosen = _rounds(rounds)
     from marin_rl.rollouts.pairs import pairs_of_run
     from marin_rl.storage.runs import Run
     from marin_rl.storage.tables.pairs import write_pairs
@@ -232,8 +232,8 @@ def pairs(
     tell(f"wrote {len(ranked)} pairs to {output}")
 
 
-def _numbers(option: str, text: str | None) -> list[int] | None:
-    """Parse `3` or `0-9`, the last one included. Raises BadParameter."""
+def _rounds(text: str | None) -> list[int] | None:
+    """Parse `3` or `0-9` of --round, the last one included. Raises BadParameter."""
     if text is None:
         return None
     first, _, last = text.partition("-")
@@ -243,6 +243,6 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
         numbers = []
     if not numbers:
         raise typer.BadParameter(
-            f"expected a round or a span like 0-9, found {text!r}", param_hint=f"'{option}'"
+            f"expected a round or a span like 0-9, found {text!r}", param_hint="'--round'"
         )
     return numbers
