@@ -120,6 +120,17 @@ class AsksPolicy(Protocol):
 POLICY = "policy"
 
 
+def function_tool(name: str, description: str, parameters: Mapping[str, Any]) -> Tool:
+    """The schema of a tool; `parameters` is a JSON schema of its arguments."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def user_message(text: str) -> tuple[Message, ...]:
+    """Text of an environment as a message of the user."""
+    return (Message(role="user", content=text),)
+
+
 async def settled(value: Any) -> Any:
     """The value itself, or what it awaits: methods of episodes may be `async` or not."""
     return await value if inspect.isawaitable(value) else value

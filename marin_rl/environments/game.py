@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import BaseEnvironment
-from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode import StepResult, Tool, user_message
 from marin_rl.environments.games.guess import Guess
 from marin_rl.environments.games.mastermind import Mastermind
 from marin_rl.environments.games.nim import Nim
@@ -117,7 +117,7 @@ class GameEnvironment(BaseEnvironment):
         starts = self._starts[split]
         number = draw.choice(starts) if split == "train" else starts[index % len(starts)]
         position = self._game.start(number)
-        messages = (Message(role="user", content=self._game.prompt(position)),)
+        messages = user_message(self._game.prompt(position))
         metadata: dict[str, Any] = {"start": number}
         if self._options.opening == "random":
             messages, metadata["move"] = self._opening(position, messages, draw)
@@ -185,10 +185,10 @@ class GameEpisode:
 
     def _after(self, reply: Reply) -> StepResult:
         if reply.won:
-            return StepResult(reward=self._reward(), done=True, messages=_said(reply.text))
+            return StepResult(reward=self._reward(), done=True, messages=user_message(reply.text))
         if reply.won is False or self._turns == self._turns_max:
-            return StepResult(reward=0.0, done=True, messages=_said(reply.text))
-        return StepResult(messages=_said(reply.text))
+            return StepResult(reward=0.0, done=True, messages=user_message(reply.text))
+        return StepResult(messages=user_message(reply.text))
 
     def _reward(self) -> float:
         """1 in the first turn, `LATE_REWARD` in the last one, on a line between them."""
@@ -198,7 +198,3 @@ class GameEpisode:
 
     async def close(self) -> None:
         """Release nothing."""
-
-
-def _said(text: str) -> tuple[Message, ...]:
-    return (Message(role="user", content=text),)

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.episode import StepResult
+from marin_rl.environments.episode import StepResult, user_message
 from marin_rl.environments.external.environment import (
     ExternalEnvironment,
     ExternalEpisode,
     ExternalOptions,
     Library,
-    user_message,
 )
 from marin_rl.environments.external.interpreter import (
     Interpreter,

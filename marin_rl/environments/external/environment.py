@@ -19,7 +19,7 @@ from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import RewardedElsewhere
 from marin_rl.environments.external.interpreter import Interpreter, installed_version
 from marin_rl.environments.registry import parse_options
-from marin_rl.types import Example, Message, Split
+from marin_rl.types import Example, Split
 
 ROWS_KEPT = 1024
 
@@ -156,8 +156,3 @@ class ExternalEpisode:
     async def close(self) -> None:
         """Release the library's episode. Raises RewardFault."""
         await self._interpreter.answer("close", episode=self.number)
-
-
-def user_message(text: str) -> tuple[Message, ...]:
-    """Text of the environment as a message of the user."""
-    return (Message(role="user", content=text),)

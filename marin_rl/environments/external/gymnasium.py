@@ -10,13 +10,12 @@ from typing import Any
 
 from pydantic import Field
 
-from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode import StepResult, Tool, user_message
 from marin_rl.environments.external.environment import (
     ExternalEnvironment,
     ExternalEpisode,
     ExternalOptions,
     Library,
-    user_message,
 )
 from marin_rl.environments.registry import register
 from marin_rl.errors import ConfigError

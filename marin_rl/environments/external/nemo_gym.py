@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import RewardedElsewhere
-from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode import StepResult, Tool, function_tool
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import EndpointUnavailable, InputError, RewardFault
@@ -235,12 +235,8 @@ def _message_of(item: Any) -> Message:
 def _tool_of(tool: Any) -> Tool:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ValueError(f"{PARAMETERS}.tools: expected functions, found {tool!r:.80}")
-    function = {
-        "name": tool["name"],
-        "description": tool.get("description") or tool["name"],
-        "parameters": tool.get("parameters") or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}
+    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+    return function_tool(tool["name"], tool.get("description") or tool["name"], parameters)
 
 
 def _message_item(text: str, number: int) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from pydantic import Field, field_validator
 
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import RewardedElsewhere
-from marin_rl.environments.episode import StepResult, Tool
-from marin_rl.environments.external.environment import user_message
+from marin_rl.environments.episode import StepResult, Tool, function_tool, user_message
 from marin_rl.environments.external.openenv_session import (
     ActionRefused,
     ServerFacts,
@@ -353,21 +352,16 @@ def _text_field(facts: ServerFacts, named: str | None) -> str | None:
     return named
 
 
-def _function(name: str, description: str, parameters: Mapping[str, Any]) -> Tool:
-    function = {"name": name, "description": description, "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
-
-
 def _mcp_tool(tool: Mapping[str, Any]) -> Tool:
     schema = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object"}
-    return _function(tool["name"], tool.get("description") or tool["name"], schema)
+    return function_tool(tool["name"], tool.get("description") or tool["name"], schema)
 
 
 def _action_tool(action: Mapping[str, Any]) -> Tool:
     """The tool whose arguments are the fields of an action."""
     kept = {k: v for k, v in action.items() if k in ("type", "properties", "required", "$defs")}
     kept["properties"] = _fields_of(action)
-    return _function(ACT, action.get("description") or "Take an action.", kept)
+    return function_tool(ACT, action.get("description") or "Take an action.", kept)
 
 
 def _tool_text(value: Any) -> str:

@@ -10,13 +10,12 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.episode import POLICY, StepResult, Tool, settled
+from marin_rl.environments.episode import POLICY, StepResult, Tool, settled, user_message
 from marin_rl.environments.external.environment import (
     ExternalEnvironment,
     ExternalEpisode,
     ExternalOptions,
     Library,
-    user_message,
 )
 from marin_rl.environments.external.policy_player import PolicyPlayer
 from marin_rl.environments.registry import register
