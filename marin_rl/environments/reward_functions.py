@@ -115,14 +115,8 @@ class RewardFunction:
         """
         n = len(completions)
         arguments = _group_arguments(example, completions, completion_ids, dialogues)
-        if missing := self._required - set(arguments):
-            raise ValueError(
-                f"it takes {_names(missing)}, which the row does not have; it has "
-                f"{_names(set(arguments) - _TRL) or 'no more columns'}"
-            )
-        if not self._open:
-            arguments = {key: value for key, value in arguments.items() if key in self._takes}
-        values = self._result(self._function(**arguments))
+        taken = self._taken(arguments, set(arguments) - _TRL)
+        values = self._result(self._function(**taken))
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
             raise ValueError(f"expected a list of {n} numbers, found {values!r:.80}")
         values = list(values)
@@ -152,12 +146,7 @@ class RewardFunction:
         }
         if "data_source" in example.metadata:
             arguments["data_source"] = example.metadata["data_source"]
-        if missing := self._required - set(arguments):
-            raise ValueError(
-                f"it takes {_names(missing)}, which the row does not have; it has "
-                f"{_names(example.metadata) or 'no more columns'}"
-            )
-        taken = {key: value for key, value in arguments.items() if key in self._takes or self._open}
+        taken = self._taken(arguments, example.metadata)
         value = self._result(self._function(**taken))
         if value is None:
             return []
@@ -174,6 +163,18 @@ class RewardFunction:
             Part(name="score", value=number(value["score"])),
             *(Part(name=name, value=number(part), weight=0.0) for name, part in others.items()),
         ]
+
+    def _taken(self, arguments: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
+        """Return the arguments that the function takes.
+
+        Raises ValueError, with the row's `columns`, where it needs one that is not there.
+        """
+        if missing := self._required - set(arguments):
+            raise ValueError(
+                f"it takes {_names(missing)}, which the row does not have; it has "
+                f"{_names(columns) or 'no more columns'}"
+            )
+        return {key: value for key, value in arguments.items() if self._open or key in self._takes}
 
     @cached_property
     def _runner(self) -> asyncio.Runner:
