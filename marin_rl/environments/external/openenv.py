@@ -8,7 +8,7 @@ fewer sessions than the group has members.
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -263,13 +263,13 @@ class OpenEnvEpisode:
                 return StepResult(done=True)
             expected = f"expected a call of {', '.join(sorted(self._tools))}"
             return StepResult(messages=user_message(expected), reward=0.0)
-        messages, rewards, info = list[Message](), list[float](), dict[str, Any]()
+        messages, rewards, info = list[Message](), list[float | None](), dict[str, Any]()
         for call in turn.tool_calls:
             text, answer = await self._called(call)
             messages.append(
                 Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
             )
-            rewards += _reward_of(answer)
+            rewards.append(_reward_of(answer))
             info |= _info_of(answer)
             if answer.get("done"):
                 await self.close()
@@ -298,7 +298,7 @@ class OpenEnvEpisode:
             await self.close()  # others may wait for it, long before this group is over
         return StepResult(
             messages=() if done else messages,
-            reward=_sum(_reward_of(answer)),
+            reward=_reward_of(answer),
             done=done,
             info=_info_of(answer),
         )
@@ -317,15 +317,13 @@ def _arguments_of(call: ToolCall, known: set[str]) -> dict[str, Any]:
     return arguments
 
 
-def _reward_of(answer: Mapping[str, Any]) -> Iterator[float]:
-    """Yield the reward of a step, if it has one."""
+def _reward_of(answer: Mapping[str, Any]) -> float | None:
     reward = answer.get("reward")
-    if reward is not None:
-        yield float(reward)
+    return None if reward is None else float(reward)
 
 
-def _sum(rewards: Iterator[float] | Sequence[float]) -> float | None:
-    values = list(rewards)
+def _sum(rewards: Sequence[float | None]) -> float | None:
+    values = [reward for reward in rewards if reward is not None]
     return sum(values) if values else None
 
 
