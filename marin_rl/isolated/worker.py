@@ -51,7 +51,13 @@ def work(questions: BinaryIO, answers: BinaryIO) -> None:
         return
     send(0, READY)
     if hello.get("interleaved"):
-        _interleave(answer, questions, answers, hello)
+        serve(
+            answer,
+            questions,
+            lambda number, *parts: _write(answers, answer_number(number, 0), parts),
+            limit_s=hello["wall_s"],
+            answer_bytes=hello["answer_bytes"],
+        )
         return
     try:
         while line := questions.readline():
@@ -63,19 +69,6 @@ def work(questions: BinaryIO, answers: BinaryIO) -> None:
                 send(index, data)
     except MemoryError:
         os._exit(MEMORY_EXIT_STATUS)  # nothing that needs memory may run any more
-
-
-def _interleave(
-    handler: Any, questions: BinaryIO, answers: BinaryIO, hello: Mapping[str, Any]
-) -> None:
-    """Answer calls side by side, each under a time limit."""
-    serve(
-        handler,
-        questions,
-        lambda number, *parts: _write(answers, answer_number(number, 0), parts),
-        limit_s=hello["wall_s"],
-        answer_bytes=hello["answer_bytes"],
-    )
 
 
 def _write(answers: BinaryIO, number: str, parts: Sequence[bytes]) -> None:
