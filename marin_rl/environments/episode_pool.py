@@ -15,14 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import (
-    Episode,
-    HasEpisodes,
-    StepResult,
-    checked_result,
-    episode_of,
-    settled,
-)
+from marin_rl.environments.episode import HasEpisodes, StepResult
 from marin_rl.environments.episode_wire import (
     Failure,
     Operation,
@@ -31,6 +24,7 @@ from marin_rl.environments.episode_wire import (
     decode_answer,
     encode_request,
 )
+from marin_rl.environments.episode_worker import EpisodeHere
 from marin_rl.environments.worker_pools import EnvironmentPool, PoolsInUse
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
 from marin_rl.isolated.calls import CallFault, CallWorker
@@ -67,31 +61,6 @@ class PlayedEpisode(Protocol):
     async def close(self) -> None:
         """Release what the episode holds. Raises as `start` does."""
         ...
-
-
-class EpisodeHere:
-    """An episode in this process."""
-
-    def __init__(self, environment: Environment, example: Example) -> None:
-        self._environment, self._example = environment, example
-        self._episode: Episode | None = None
-
-    async def start(self) -> Start:
-        """The first messages and the tools."""
-        self._episode = episode_of(self._environment, self._example)
-        messages, tools = await settled(self._episode.start())
-        return Start(messages=tuple(messages), tools=tuple(tools))
-
-    async def step(self, turn: Turn) -> StepResult:
-        """The answer to a turn."""
-        assert self._episode is not None, "started first"
-        return checked_result(await settled(self._episode.step(turn)))
-
-    async def close(self) -> None:
-        """Release what the episode holds, once; nothing where it was not started."""
-        episode, self._episode = self._episode, None
-        if episode is not None:
-            await settled(episode.close())
 
 
 class EpisodeAway:

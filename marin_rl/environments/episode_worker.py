@@ -36,12 +36,37 @@ def begin(settings: Mapping[str, Any]) -> "Episodes":
     return Episodes(constructed(settings, "play episodes", examples=True))
 
 
+class EpisodeHere:
+    """An episode in this process: a worker, or where there is none the process that samples."""
+
+    def __init__(self, environment: Environment, example: Example) -> None:
+        self._environment, self._example = environment, example
+        self._episode: Episode | None = None
+
+    async def start(self) -> Start:
+        """The first messages and the tools."""
+        self._episode = episode_of(self._environment, self._example)
+        messages, tools = await settled(self._episode.start())
+        return Start(messages=tuple(messages), tools=tuple(tools))
+
+    async def step(self, turn: Turn) -> StepResult:
+        """The answer to a turn."""
+        assert self._episode is not None, "started first"
+        return checked_result(await settled(self._episode.step(turn)))
+
+    async def close(self) -> None:
+        """Release what the episode holds, once; nothing where it was not started."""
+        episode, self._episode = self._episode, None
+        if episode is not None:
+            await settled(episode.close())
+
+
 class Episodes:
     """The episodes of this process, by the number that their owner gave them."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._episodes: dict[int, Episode] = {}
+        self._episodes: dict[int, EpisodeHere] = {}
         self._random: dict[int, _RandomState] = {}
 
     def call(
@@ -67,20 +92,18 @@ class Episodes:
 
     async def _start(self, asked: Request) -> Start:
         assert isinstance(asked.argument, Example)
-        episode = episode_of(self._environment, asked.argument)
-        self._episodes[asked.episode] = episode
-        messages, tools = await settled(episode.start())
-        return Start(messages=tuple(messages), tools=tuple(tools))
+        episode = self._episodes[asked.episode] = EpisodeHere(self._environment, asked.argument)
+        return await episode.start()
 
     async def _step(self, asked: Request) -> StepResult:
         assert isinstance(asked.argument, Turn)
-        return checked_result(await settled(self._episodes[asked.episode].step(asked.argument)))
+        return await self._episodes[asked.episode].step(asked.argument)
 
     async def _close(self, asked: Request) -> None:
         self._random.pop(asked.episode, None)
         episode = self._episodes.pop(asked.episode, None)
         if episode is not None:
-            await settled(episode.close())
+            await episode.close()
 
 
 def _kind_of(error: BaseException) -> Literal["fault", "tool", "unavailable"]:
