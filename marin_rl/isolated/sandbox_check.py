@@ -47,16 +47,12 @@ print(sys.argv[2] + json.dumps(facts))
 """
 
 
+@lru_cache(maxsize=8)
 def check_sandbox(mode: Mode, interpreter: str | None = None) -> str:
     """Run a program in a sandbox and compare what it sees with what it may see.
 
     Returns a line for people. Raises ConfigError that says what to install or to set.
     """
-    return _checked(mode, interpreter)
-
-
-@lru_cache(maxsize=8)
-def _checked(mode: Mode, interpreter: str | None) -> str:
     needed = ["bwrap", "setpriv"] if mode == "bubblewrap" else ["prlimit"]
     if missing := [name for name in needed if shutil.which(name) is None]:
         package = INSTALL if "bwrap" in missing else "util-linux"

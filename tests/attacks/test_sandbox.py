@@ -351,7 +351,7 @@ def test_the_walls_hold_for_a_user_who_is_not_root():
 
 def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sandbox_check.shutil, "which", lambda name: None)
-    sandbox_check._checked.cache_clear()
+    sandbox_check.check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"apt-get install bubblewrap.*sandbox: rlimits_only"):
         sandbox_check.check_sandbox("bubblewrap")
 
@@ -364,10 +364,10 @@ def test_a_bubblewrap_that_cannot_make_namespaces_is_refused(
     unfit.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     unfit.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    sandbox_check._checked.cache_clear()
+    sandbox_check.check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"No permissions.*--cap-add SYS_ADMIN.*rlimits_only"):
         sandbox_check.check_sandbox("bubblewrap")
-    sandbox_check._checked.cache_clear()
+    sandbox_check.check_sandbox.cache_clear()
     with pytest.raises(InputError, match="no sandbox could be made"):
         Sandbox().run(["true"])
 
@@ -377,10 +377,10 @@ def test_a_wall_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     sandbox()
     walls = [wall for wall in sandbox_command._namespaces(True) if wall != "--unshare-pid"]
     monkeypatch.setattr(sandbox_command, "_namespaces", lambda by_root: walls)
-    sandbox_check._checked.cache_clear()
+    sandbox_check.check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"does not hold on this machine: processes; "):
         sandbox_check.check_sandbox("bubblewrap")
-    sandbox_check._checked.cache_clear()
+    sandbox_check.check_sandbox.cache_clear()
 
 
 def test_limits_that_are_refused_start_no_program():
