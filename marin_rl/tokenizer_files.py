@@ -54,21 +54,16 @@ class HasBackend(Protocol):
 class FileTokenizer:
     """A tokenizer with what prompts and texts need: its backend, special tokens, chat template."""
 
-    backend: Tokenizer
+    backend_tokenizer: Tokenizer  # transformers' name for it
     special_tokens_map: Mapping[str, Any]
     chat_template: str | Mapping[str, str]
-
-    @property
-    def backend_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the library `tokenizers`, under transformers' name for it."""
-        return self.backend
 
     @property
     def all_special_ids(self) -> list[int]:
         """Ids of the special tokens that have a name, and of the additional ones."""
         values = self.special_tokens_map.values()
         tokens = [token for v in values for token in ([v] if isinstance(v, str) else v)]
-        ids = map(self.backend.token_to_id, dict.fromkeys(tokens))
+        ids = map(self.backend_tokenizer.token_to_id, dict.fromkeys(tokens))
         return [index for index in ids if index is not None]
 
     def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
@@ -81,19 +76,19 @@ class FileTokenizer:
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         """Tokenize a rendered conversation, without special tokens of its own."""
-        return {"input_ids": self.backend.encode(text, add_special_tokens=False).ids}
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=False).ids}
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:  # noqa: FBT001, FBT002 - transformers' signature
         """Return the text of ids."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def __len__(self) -> int:
         """Return the number of token ids."""
-        return self.backend.get_vocab_size()
+        return self.backend_tokenizer.get_vocab_size()
 
     def get_vocab(self) -> dict[str, int]:
         """Return ids by token."""
-        return self.backend.get_vocab()
+        return self.backend_tokenizer.get_vocab()
 
 
 def backend_digest(tokenizer: HasBackend) -> str:
@@ -137,7 +132,7 @@ def read_tokenizer(policy: PolicyConfig) -> FileTokenizer | None:
         tokens: dict[str, Any] = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN}
         tokens["additional_special_tokens"] = list(SPECIAL[3:])
         return FileTokenizer(
-            backend=backend, special_tokens_map=tokens, chat_template=CHAT_TEMPLATE
+            backend_tokenizer=backend, special_tokens_map=tokens, chat_template=CHAT_TEMPLATE
         )
     path = Path(folder)
     check_tokenizer_folder(path)
@@ -150,7 +145,7 @@ def read_tokenizer(policy: PolicyConfig) -> FileTokenizer | None:
     if not template:
         raise no_chat_template(folder)
     return FileTokenizer(
-        backend=_backend_of(path / "tokenizer.json"),
+        backend_tokenizer=_backend_of(path / "tokenizer.json"),
         special_tokens_map=_special_tokens(listed) | _special_tokens(settings),
         chat_template=template,
     )
