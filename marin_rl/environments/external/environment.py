@@ -8,7 +8,8 @@ an environment to itself.
 
 import atexit
 import itertools
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -17,9 +18,10 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import RewardedElsewhere
+from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.external.interpreter import Interpreter, installed_version
 from marin_rl.environments.registry import parse_options
-from marin_rl.types import Example, Split
+from marin_rl.types import Example, Message, Split, Turn
 
 ROWS_KEPT = 1024
 
@@ -135,13 +137,21 @@ class RowsEnvironment(ExternalEnvironment):
 _numbers = itertools.count()
 
 
-class ExternalEpisode:
-    """Calls of one episode in the interpreter of its environment."""
+class ExternalEpisode(ABC):
+    """Base of episodes: the calls of one in the interpreter of its environment."""
 
     def __init__(self, environment: ExternalEnvironment, example: Example) -> None:
         self._interpreter = environment.interpreter
         self.number = next(_numbers)
         self._example = example
+
+    @abstractmethod
+    async def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
+        """The messages of the first prompt, and the tools. Raises RewardFault."""
+
+    @abstractmethod
+    async def step(self, turn: Turn) -> StepResult:
+        """The answer to a turn. Raises RewardFault."""
 
     async def begin(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Start the library's episode of a row. Raises RewardFault."""

@@ -10,35 +10,14 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.environments.base import GroupScore
-from marin_rl.environments.episode import StepResult
+from marin_rl.environments.external.environment import ExternalEpisode
 from marin_rl.environments.external.interpreter import Interpreter
 from marin_rl.errors import RewardFault
 from marin_rl.types import Message, RewardComponent, Turn
 
-
-@runtime_checkable
-class ReplayedEpisode(Protocol):
-    """An episode in an interpreter, which knows it by its number."""
-
-    number: int
-
-    async def start(self) -> Any:
-        """Begin it."""
-        ...
-
-    async def step(self, turn: Turn) -> StepResult:
-        """The answer to a turn."""
-        ...
-
-    async def close(self) -> None:
-        """Release what it holds."""
-        ...
-
-
-Members = Sequence[tuple[ReplayedEpisode, Sequence[Message]]]
+Members = Sequence[tuple[ExternalEpisode, Sequence[Message]]]
 Score = tuple[RewardComponent, ...]
 
 
@@ -69,7 +48,7 @@ async def _scored(
     ]
 
 
-async def _end(episode: ReplayedEpisode, dialogue: Sequence[Message]) -> bool | RewardFault:
+async def _end(episode: ExternalEpisode, dialogue: Sequence[Message]) -> bool | RewardFault:
     """Play a dialogue again; True if the environment ended it, a fault if it answers otherwise."""
     done = False
     try:
@@ -116,6 +95,6 @@ def _components(answer: dict[str, float | dict[str, float]]) -> Score:
     )
 
 
-async def _close(episode: ReplayedEpisode) -> None:
+async def _close(episode: ExternalEpisode) -> None:
     with suppress(RewardFault):  # the scores are there, or the interpreter has ended
         await episode.close()
