@@ -139,7 +139,13 @@ class Code(Problems):
             prompts.of_split[split] = numbers[~np.isin(numbers, untested)]
         self._left_out = len(untested)
         self.size = len(prompts.of_split["train"])
-        self._read_tests(0 if not untested else int(prompts.of_split["train"][0]), prompts.rows)
+        tested = np.setdiff1d(np.arange(len(prompts.rows)), untested)
+        if not len(tested):
+            raise InputError(
+                f"{self._options.path}: none of its {len(prompts.rows)} rows has tests: expected "
+                f"them in one of the columns {', '.join(COLUMNS)}"
+            )
+        self._read_tests(int(tested[0]), prompts.rows)
 
     def notices(self, *, scored: bool = True) -> list[str]:
         """Facts about the rows, also those that are left out."""

@@ -50,12 +50,19 @@ LIVE_FUNCTION = {
 }
 
 
-def environment(folder: Path, row: dict[str, Any], *, timeout_s: float = 300, **options: Any):
-    """An environment of one row whose time limits no busy machine reaches, ready to score."""
+def environment(
+    folder: Path,
+    row: dict[str, Any],
+    other: dict[str, Any] | None = None,
+    *,
+    timeout_s: float = 300,
+    **options: Any,
+):
+    """An environment of two rows whose time limits no busy machine reaches, ready to score."""
     if (reason := reason_to_skip()) is not None:
         pytest.skip(reason)
     path = folder / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"id": "other"}) + "\n")
+    path.write_text(json.dumps(row) + "\n" + json.dumps((other or row) | {"id": "other"}) + "\n")
     options = {"path": str(path), "test_timeout_s": 60, "eval_fraction": 0.01, **options}
     config = EnvironmentConfig(name="code", options=options, reward_timeout_s=timeout_s)
     made = construct(config)
@@ -166,6 +173,7 @@ def test_every_solution_of_the_sample_is_right():
             r"line 1: expected tests .*input_output.*2 of 2 rows",
         ),
         (APPS | {"input_output": ""}, {}, r"untested: leave_out"),
+        (APPS | {"input_output": ""}, {"untested": "leave_out"}, "none of its 2 rows has tests"),
         (APPS | {"input_output": "{"}, {}, r"line 1: input_output: expected JSON"),
         (APPS | {"input_output": '{"inputs": ["1"], "outputs": []}'}, {}, "as many inputs as"),
         ({"task": "a", "input_output": "{}"}, {}, "expected a prompt in one of the columns"),
@@ -174,6 +182,14 @@ def test_every_solution_of_the_sample_is_right():
 def test_rows_without_tests_are_refused(row, options, message, tmp_path: Path):
     with pytest.raises(InputError, match=message):
         environment(tmp_path, row, **options)
+
+
+def test_rows_without_tests_are_left_out_of_a_fixed_set(tmp_path: Path):
+    untested = APPS | {"input_output": ""}
+    options = {"untested": "leave_out", "eval_fraction": 1.0}
+    made = environment(tmp_path, untested, APPS, **options)
+    assert (made.size, made.eval_size) == (0, 1)
+    assert made.example(0, 0, "eval").example_id == "other"
 
 
 def test_time_limits_that_cannot_be_kept_are_refused(tmp_path: Path):
