@@ -7,7 +7,6 @@ answers mean (`environment`) and limits on time and memory (`episode_pool`).
 import asyncio
 import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -94,10 +93,11 @@ class Interpreter:
 
         Raises InputError where the library cannot be used, with its own words.
         """
+        self._python = python or sys.executable
         variables = clean_environment(passed)
         del variables["PYTHONPATH"]  # the packages of this interpreter are not for that one
         self._process = subprocess.Popen(
-            [python or sys.executable, "-I", str(HOSTS / "host.py")],
+            [self._python, "-I", str(HOSTS / "host.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=variables,
@@ -109,7 +109,7 @@ class Interpreter:
         self._greeting: Future[dict[str, Any]] = Future()
         self._write({"adapter": str(HOSTS / adapter), "options": dict(options)})
         threading.Thread(target=self._read, name="external-answers", daemon=True).start()
-        self.ready = self._greeted(python)
+        self.ready = self._greeted()
 
     @property
     def ended(self) -> bool:
@@ -137,14 +137,13 @@ class Interpreter:
             self._process.kill()
         self._process.wait()
 
-    def _greeted(self, python: str | None) -> dict[str, Any]:
+    def _greeted(self) -> dict[str, Any]:
         try:
             greeting = self._greeting.result(STARTUP_TIMEOUT_S)
         except TimeoutError:
             self.close()
             raise InputError(
-                f"environment: {python or sys.executable} did not load its library in "
-                f"{STARTUP_TIMEOUT_S:g} s"
+                f"environment: {self._python} did not load its library in {STARTUP_TIMEOUT_S:g} s"
             ) from None
         except InterpreterEnded as error:
             raise InputError(f"environment: {error}") from None
@@ -192,5 +191,4 @@ class Interpreter:
 
     def _how(self) -> str:
         status = self._process.poll()
-        shown = os.fspath(self._process.args[0])  # pyright: ignore[reportArgumentType, reportIndexIssue, reportCallIssue]
-        return f"the interpreter of the library ({shown}) ended with status {status}"
+        return f"the interpreter of the library ({self._python}) ended with status {status}"
