@@ -120,8 +120,11 @@ def _alive(name: str) -> int | None:
     """The process id of a process that `up` started under this name, None unless it runs."""
     try:
         pid = int((RUN / f"{name}.pid").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    try:
         os.kill(pid, 0)
-    except (FileNotFoundError, ValueError, ProcessLookupError):
+    except (ProcessLookupError, PermissionError):  # the number is another user's by now
         return None
     return pid
 

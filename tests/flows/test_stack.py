@@ -29,6 +29,7 @@ from prefect.states import Cancelling, Suspended
 from support.flow_runs import REPOSITORY, ROUNDS, debug
 from support.forked_python import python
 
+from flows import stack as stack_commands
 from flows.server import free_port, healthy
 from flows.session import resolve_config
 from flows.stack import POOL, automations, declare_crashed, may_live
@@ -242,6 +243,18 @@ def test_only_flows_of_our_pool_are_judged() -> None:
         for module, _, name in (entry.partition(":") for entry in entries)
     }
     assert set(asked["flows"]["name"]["any_"]) == flows
+
+
+def test_a_number_that_another_users_process_has_by_now_is_none_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(pid: int, sign: int) -> None:
+        raise PermissionError(pid, sign)
+
+    (tmp_path / "worker.pid").write_text("4194000")
+    monkeypatch.setattr(stack_commands, "RUN", tmp_path)
+    monkeypatch.setattr(os, "kill", refused)
+    assert stack_commands._alive("worker") is None
 
 
 @pytest.mark.slow
