@@ -15,13 +15,7 @@ from typing import Any
 import orjson
 
 from marin_rl.errors import ConfigError, ObjectMissing, StorageError, StoreUnavailable
-from marin_rl.storage.stores.store import (
-    FilesystemStore,
-    Keys,
-    PutOutcome,
-    children_of,
-    keys_below,
-)
+from marin_rl.storage.stores.store import FilesystemStore, PutOutcome
 
 REQUEST_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 1800.0
@@ -70,22 +64,6 @@ class BucketStore(FilesystemStore):
             # The backend may send it again: no other attempt writes under this name.
             self._fs.pipe_file(self._path(key), data, timeout=_timeout_s(len(data)))
 
-    def list(self, prefix: str = "") -> Keys:
-        with self._explained(prefix):
-            return keys_below(self._fs, self._base, prefix)
-
-    def children(self, prefix: str = "") -> Keys:
-        with self._explained(prefix):
-            return children_of(self._fs, self._base, prefix)
-
-    def delete(self, key: str) -> None:
-        with suppress(ObjectMissing), self._explained(key):
-            self._fs.rm_file(self._path(key))
-
-    def size(self, key: str) -> int:
-        with self._explained(key):
-            return int(self._fs.info(self._path(key))["size"])
-
     def _read_once(self, key: str) -> bytes:
         with self._explained(key):
             return self._fs_once.cat_file(self._path(key), timeout=READ_TIMEOUT_S)
@@ -117,7 +95,6 @@ class BucketStore(FilesystemStore):
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:
-        """Turn the backend's errors into ours."""
         where = f"{self.url}/{key}" if key else self.url
         try:
             yield

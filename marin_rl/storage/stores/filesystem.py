@@ -8,22 +8,14 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from marin_rl.errors import ConfigError, ObjectMissing, RootUnfit, StorageError, StoreUnavailable
 from marin_rl.storage.stores.buckets import BucketStore
 from marin_rl.storage.stores.local import LocalStore
-from marin_rl.storage.stores.store import (
-    FilesystemStore,
-    Keys,
-    ObjectStore,
-    PutOutcome,
-    children_of,
-    keys_below,
-    on_open,
-)
+from marin_rl.storage.stores.store import FilesystemStore, ObjectStore, PutOutcome, on_open
 
 __all__ = ["MemoryStore", "ObjectStore", "PutOutcome", "open_store", "probe"]
 
@@ -111,28 +103,12 @@ class MemoryStore(FilesystemStore):
         return PutOutcome.CREATED
 
     def read(self, key: str) -> bytes:
-        with self._missing(key), _memory_lock:
+        with self._explained(key):
             return bytes(self._fs.cat_file(self._path(key)))
 
     def put_part(self, key: str, data: bytes) -> None:
         with _memory_lock:
             self._fs.pipe_file(self._path(key), data)
-
-    def list(self, prefix: str = "") -> Keys:
-        with _memory_lock:
-            return keys_below(self._fs, self._base, prefix)
-
-    def children(self, prefix: str = "") -> Keys:
-        with _memory_lock:
-            return children_of(self._fs, self._base, prefix)
-
-    def delete(self, key: str) -> None:
-        with _memory_lock, suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(key))
-
-    def size(self, key: str) -> int:
-        with self._missing(key), _memory_lock:
-            return int(self._fs.info(self._path(key))["size"])
 
     @property
     def _fs(self) -> Any:
@@ -146,8 +122,10 @@ class MemoryStore(FilesystemStore):
         return self.url.removeprefix("memory:/")
 
     @contextmanager
-    def _missing(self, key: str) -> Iterator[None]:
+    def _explained(self, key: str) -> Iterator[None]:
         try:
-            yield
+            with _memory_lock:
+                yield
         except FileNotFoundError:
-            raise ObjectMissing(f"{self.url_of(key)} does not exist") from None
+            where = f"{self.url}/{key}" if key else self.url
+            raise ObjectMissing(f"{where} does not exist") from None

@@ -7,14 +7,12 @@ and filesystem.py, which opens them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from marin_rl.errors import CorruptObject
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+from marin_rl.errors import CorruptObject, ObjectMissing
 
 _STEPS_OUT = frozenset(("", ".", ".."))
 
@@ -107,8 +105,41 @@ class FilesystemStore(ObjectStore):
 
     @property
     @abstractmethod
+    def _fs(self) -> Any:
+        """The filesystem of this process."""
+
+    @property
+    @abstractmethod
     def _base(self) -> str:
         """The store's folder as the filesystem names it."""
+
+    @abstractmethod
+    def _explained(self, key: str) -> AbstractContextManager[None]:
+        """Turn the filesystem's errors about a key into ours."""
+
+    def list(self, prefix: str = "") -> Keys:
+        start = f"{self._base}/{prefix}".rstrip("/") + "/"
+        with self._explained(prefix):
+            paths = [f"/{path.lstrip('/')}" for path in self._fs.find(start.rstrip("/"))]
+        # `find` of an object returns the object itself, which does not lie below the folder.
+        lead, root = "/" + start.lstrip("/"), "/" + self._base.strip("/") + "/"
+        return sorted(p.removeprefix(root) for p in paths if p.startswith(lead) and p[-1] != "/")
+
+    def children(self, prefix: str = "") -> Keys:
+        folder = f"{self._base}/{prefix}".rstrip("/")
+        paths: Keys = []
+        with suppress(ObjectMissing), self._explained(prefix):
+            paths = [str(path).strip("/") for path in self._fs.ls(folder, detail=False)]
+        # `ls` of an object, or of a folder with a marker, returns it too.
+        return sorted({path.rpartition("/")[2] for path in paths if path != folder.strip("/")})
+
+    def delete(self, key: str) -> None:
+        with suppress(ObjectMissing), self._explained(key):
+            self._fs.rm_file(self._path(key))
+
+    def size(self, key: str) -> int:
+        with self._explained(key):
+            return int(self._fs.info(self._path(key))["size"])
 
     def local_path(self, key: str) -> Path | None:
         """None: nothing here is a file."""
@@ -143,26 +174,3 @@ def checked(key: str) -> str:
             "of marin-rl names it so"
         )
     return key
-
-
-def keys_below(fs: "AbstractFileSystem", base: str, prefix: str) -> Keys:
-    """Keys under `base` of all objects below the folder `prefix`, sorted; no folder markers."""
-    start = f"{base}/{prefix}".rstrip("/") + "/"
-    paths = [f"/{path.lstrip('/')}" for path in fs.find(start.rstrip("/"))]
-    # `find` of an object returns the object itself, which does not lie below the folder.
-    lead = "/" + start.lstrip("/")
-    root = "/" + base.strip("/") + "/"
-    return sorted(p.removeprefix(root) for p in paths if p.startswith(lead) and p[-1] != "/")
-
-
-def children_of(fs: "AbstractFileSystem", base: str, prefix: str) -> list[str]:
-    """Names under `base` directly below the folder `prefix`, sorted; none where it is not."""
-    folder = f"{base}/{prefix}".strip("/")
-    try:
-        paths = [
-            str(path).strip("/") for path in fs.ls(f"{base}/{prefix}".rstrip("/"), detail=False)
-        ]
-    except FileNotFoundError:
-        return []
-    # `ls` of an object, or of a folder with a marker, returns it too.
-    return sorted({path.rpartition("/")[2] for path in paths if path != folder})
