@@ -1,4 +1,4 @@
-"""Charts of a run from metric rows and reward spreads, with bands where an interval is known.
+"""Charts of a run from metric rows and mean rewards, with bands where an interval is known.
 
 charts.yaml says which metrics make which chart; `marin_rl.metrics` defines them. A chart whose
 metrics a run does not have is named instead of drawn empty.
@@ -15,21 +15,12 @@ import yaml
 
 from marin_rl.display.text import evenly
 from marin_rl.pages.records import Chart, Line, Number
-from marin_rl.rollouts.estimates import estimate_of_groups, held_out_accuracies
+from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 
 Rows = Sequence[Mapping[str, Any]]
+Estimates = Mapping[int, Estimate]  # by round, ascending
 
 CURVE_POINTS_MAX = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """A mean reward of one round and its 95 % interval; the group is the unit that is drawn."""
-
-    round: int
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +45,16 @@ def plans() -> tuple[ChartPlan, ...]:
 
 
 def make_charts(
-    rows: Rows, training: Sequence[Spread], held_out: Sequence[Spread]
+    rows: Rows, training: Estimates, held_out: Estimates
 ) -> tuple[list[Chart], list[str]]:
     """The charts that have data, and the titles of those that have none.
 
-    `rows` are metric rows by round, ascending; the spreads are of training and evaluation rewards.
-    Of more than CURVE_POINTS_MAX rounds, an even selection is drawn.
+    `rows` are metric rows by round, ascending; the estimates are mean rewards of training and of
+    evaluation. Of more than CURVE_POINTS_MAX rounds, an even selection is drawn.
     """
     rows = evenly(rows, CURVE_POINTS_MAX)
-    kept = {row["round"] for row in rows} | {spread.round for spread in held_out}
-    charts = [_rewards(rows, [s for s in training if s.round in kept], held_out)]
+    kept = {row["round"] for row in rows} | held_out.keys()
+    charts = [_rewards(rows, {n: item for n, item in training.items() if n in kept}, held_out)]
     charts += [_chart(plan, rows) for plan in plans()]
     return (
         [chart for chart in charts if chart.lines],
@@ -71,52 +62,29 @@ def make_charts(
     )
 
 
-def spread_of(round: int, groups: Sequence[Sequence[float]]) -> Spread | None:
-    """Mean of all rewards and its interval, for which rollouts of a group are not independent.
-
-    None without rewards.
-    """
-    estimate = estimate_of_groups(groups)
-    if estimate is None:
-        return None
-    return Spread(round=round, mean=estimate.value, low=estimate.low, high=estimate.high)
-
-
-def _rewards(rows: Rows, training: Sequence[Spread], held_out: Sequence[Spread]) -> Chart:
-    lines = [_band("training reward", training), _band("held-out reward", held_out)]
-    lines.append(_accuracy(rows))
+def _rewards(rows: Rows, training: Estimates, held_out: Estimates) -> Chart:
+    bands = {
+        "training reward": training,
+        "held-out reward": held_out,
+        "held-out accuracy": held_out_accuracies(rows),
+    }
     return Chart(
         key="reward",
         title="Reward",
         unit="reward, accuracy",
         about="Mean reward of training and held-out rollouts and held-out accuracy, each with its "
         "95 % interval.",
-        lines=[line for line in lines if line is not None],
+        lines=[_band(name, estimates) for name, estimates in bands.items() if estimates],
     )
 
 
-def _band(name: str, spreads: Sequence[Spread]) -> Line | None:
-    if not spreads:
-        return None
+def _band(name: str, estimates: Estimates) -> Line:
     return Line(
         name=name,
-        x=[s.round for s in spreads],
-        y=[s.mean for s in spreads],
-        low=[s.low for s in spreads],
-        high=[s.high for s in spreads],
-    )
-
-
-def _accuracy(rows: Rows) -> Line | None:
-    accuracies = held_out_accuracies(rows)
-    if not accuracies:
-        return None
-    return Line(
-        name="held-out accuracy",
-        x=list(accuracies),
-        y=[estimate.value for estimate in accuracies.values()],
-        low=[estimate.low for estimate in accuracies.values()],
-        high=[estimate.high for estimate in accuracies.values()],
+        x=list(estimates),
+        y=[estimate.value for estimate in estimates.values()],
+        low=[estimate.low for estimate in estimates.values()],
+        high=[estimate.high for estimate in estimates.values()],
     )
 
 

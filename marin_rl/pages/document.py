@@ -15,11 +15,12 @@ from marin_rl.analysis.scan import scan_evals
 from marin_rl.analysis.status import Followed, status_of
 from marin_rl.analysis.watch import stage_of
 from marin_rl.display.text import evenly
-from marin_rl.pages.charts import Spread, make_charts, spread_of
+from marin_rl.pages.charts import make_charts
 from marin_rl.pages.records import Page, RoundSlots, Slot
 from marin_rl.pages.rounds import Amount, RoundPart, read_round
 from marin_rl.pages.slots import facts_of, round_slots
 from marin_rl.pages.tokens import TokenTexts
+from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
 from marin_rl.storage.run_progress import RoundProgress
 from marin_rl.storage.runs import Run
 
@@ -64,7 +65,7 @@ class RunPage:
         self._texts = TokenTexts(run.config.policy)
         self._parts: dict[int, tuple[Key, RoundPart]] = {}
         self._slots: dict[int, dict[str, Slot]] = {}
-        self._held_out: dict[int, Spread] = {}
+        self._held_out: dict[int, Estimate] = {}
 
     def page(self) -> Page:
         """The committed state. Raises CorruptObject, NewerSchema, StoreUnavailable."""
@@ -78,8 +79,8 @@ class RunPage:
         self._read_evaluations(committed)
         charts, absent = make_charts(
             status.rounds,
-            [part.spread for part in parts if part.spread is not None],
-            [self._held_out[round] for round in sorted(self._held_out)],
+            {part.round: part.reward for part in parts if part.reward is not None},
+            dict(sorted(self._held_out.items())),
         )
         lines = {k: v for k, v in status.facts.items() if k not in ("root", "in progress")}
         lines["rollouts"] = f"{sum(part.rollouts for part in parts):,}"
@@ -136,9 +137,9 @@ class RunPage:
         for (number,), rows in frame.group_by("round"):
             groups = rows.group_by("example_id").agg("reward")["reward"].to_list()
             usable = [[r for r in group if r is not None and math.isfinite(r)] for group in groups]
-            spread = spread_of(int(number), usable)  # type: ignore[arg-type]  # an int column
-            if spread is not None:
-                self._held_out[spread.round] = spread
+            reward = estimate_of_groups(usable)
+            if reward is not None:
+                self._held_out[int(number)] = reward  # type: ignore[arg-type]  # an int column
 
     def _slots_of(self, number: int, committed: dict[int, RoundProgress]) -> dict[str, Slot]:
         if number not in self._slots:

@@ -1,4 +1,4 @@
-"""Round of a run for a page: its reward spread, and the rollouts that are shown of it.
+"""Round of a run for a page: its mean reward, and the rollouts that are shown of it.
 
 Read through the verifying readers: a page never shows a row whose file differs from its manifest.
 Light columns are read of all rollouts, tokens only of the row groups that hold a picked one.
@@ -22,10 +22,10 @@ from marin_rl.analysis.dialogues import (
     tools_of,
 )
 from marin_rl.errors import ObjectMissing
-from marin_rl.pages.charts import Spread, spread_of
 from marin_rl.pages.picks import Member, Pick, pick
 from marin_rl.pages.records import Card, Fate, GroupCard, Tokens, TurnView
 from marin_rl.pages.tokens import Scores, TokenTexts, tokens_of
+from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.layout import SCORES_PREFIX
 from marin_rl.storage.runs import Run, checkpoint_slot
@@ -54,11 +54,11 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPart:
-    """Records that one sealed round adds to a page."""
+    """Records that one sealed round adds to a page; `reward` is the mean of all its rollouts'."""
 
     round: int
     rollouts: int
-    spread: Spread | None
+    reward: Estimate | None
     groups: Sequence[GroupCard]
     tokenizer_digest: str
 
@@ -93,7 +93,7 @@ def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> Round
     return RoundPart(
         round=round,
         rollouts=light.height,
-        spread=spread_of(round, valid),
+        reward=estimate_of_groups(valid),
         groups=[_group(one, members[one.group_id], rows, reading) for one in picks],
         tokenizer_digest=next((row["tokenizer_digest"] for row in rows.values()), ""),
     )

@@ -2,21 +2,21 @@
 
 import pytest
 
-from marin_rl.pages.charts import CURVE_POINTS_MAX, make_charts, plans, spread_of
+from marin_rl.pages.charts import CURVE_POINTS_MAX, make_charts, plans
 from marin_rl.pages.records import Chart
-from marin_rl.rollouts.estimates import wilson
+from marin_rl.rollouts.estimates import Estimate, estimate_of_groups, wilson
 
 
 def charts_of(rows: list[dict[str, float | None]]) -> dict[str, Chart]:
-    return {chart.key: chart for chart in make_charts(rows, [], [])[0]}
+    return {chart.key: chart for chart in make_charts(rows, {}, {})[0]}
 
 
 def test_an_interval_is_by_groups_not_by_rollouts() -> None:
-    apart = spread_of(3, [[1.0, 0.0]] * 40)
-    alike = spread_of(3, [[1.0, 1.0], [0.0, 0.0], []] * 20)
+    apart = estimate_of_groups([[1.0, 0.0]] * 40)
+    alike = estimate_of_groups([[1.0, 1.0], [0.0, 0.0], []] * 20)
     assert apart is not None
     assert alike is not None
-    assert (apart.round, apart.mean, alike.mean) == (3, 0.5, 0.5)
+    assert (apart.value, alike.value) == (0.5, 0.5)
     # Of 40 groups that are alike within, each is one draw; the others are at least one a rollout.
     assert (alike.low, alike.high) == pytest.approx(wilson(0.5, 40))
     low, high = wilson(0.5, 80)
@@ -24,20 +24,20 @@ def test_an_interval_is_by_groups_not_by_rollouts() -> None:
 
 
 def test_groups_of_different_sizes_weigh_by_their_size() -> None:
-    spread = spread_of(0, [[1.0] * 3, [0.0]])
+    spread = estimate_of_groups([[1.0] * 3, [0.0]])
     assert spread is not None
-    assert spread.mean == 0.75
+    assert spread.value == 0.75
     assert 0 < spread.low < 0.75 < spread.high < 1
 
 
 def test_no_reward_no_spread_and_a_width_for_one_group_and_for_equal_rewards() -> None:
-    assert spread_of(0, [[], []]) is None
-    spread = spread_of(0, [[0.0, 1.0]])
+    assert estimate_of_groups([[], []]) is None
+    spread = estimate_of_groups([[0.0, 1.0]])
     assert spread is not None
-    assert spread.low < 0.2 < spread.mean == 0.5 < 0.8 < spread.high
-    nothing = spread_of(0, [[0.0] * 8] * 16)
+    assert spread.low < 0.2 < spread.value == 0.5 < 0.8 < spread.high
+    nothing = estimate_of_groups([[0.0] * 8] * 16)
     assert nothing is not None
-    assert (nothing.low, nothing.mean) == (0.0, 0.0)
+    assert (nothing.low, nothing.value) == (0.0, 0.0)
     assert nothing.high == pytest.approx(0.1936, abs=1e-4)  # Wilson's of 0 in 16
 
 
@@ -47,7 +47,7 @@ def test_charts_without_data_are_named_and_gaps_are_left_out() -> None:
         {"round": 1, "entropy": None, "timing_s/train": 1.0, "timing_s/generate": 2.0},
         {"round": 2, "entropy": float("nan"), "kl": 0.25},
     ]
-    made, absent = make_charts(rows, [], [])
+    made, absent = make_charts(rows, {}, {})
     charts = {chart.key: chart for chart in made}
     assert set(charts) == {"entropy", "components", "times", "kl"}
     assert [(line.x, line.y) for line in charts["entropy"].lines] == [([0], [1.0])]
@@ -55,6 +55,16 @@ def test_charts_without_data_are_named_and_gaps_are_left_out() -> None:
     assert [line.name for line in charts["components"].lines] == ["format"]
     assert len(absent) == len(plans()) + 1 - len(charts)
     assert "Reward" in absent
+
+
+def test_rewards_have_a_band_by_round() -> None:
+    training = {n: Estimate(value=n / 10, low=0.0, high=1.0) for n in range(3)}
+    held_out = {2: Estimate(value=0.5, low=0.25, high=0.75)}
+    (chart,) = make_charts([{"round": 0}, {"round": 1}], training, held_out)[0]
+    assert [line.name for line in chart.lines] == ["training reward", "held-out reward"]
+    assert (chart.lines[0].x, chart.lines[0].y) == ([0, 1, 2], [0.0, 0.1, 0.2])
+    line = chart.lines[1]
+    assert (line.x, line.y, line.low, line.high) == ([2], [0.5], [0.25], [0.75])
 
 
 def test_held_out_accuracy_has_wilsons_interval() -> None:
