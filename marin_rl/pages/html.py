@@ -10,7 +10,6 @@ browser our scripts set text, never HTML.
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -41,7 +40,7 @@ class Script:
     """A script that is safe inside a `<script>` element, and its hash for the policy."""
 
     name: str
-    text: str
+    text: Markup
     module: bool
 
     @property
@@ -107,13 +106,14 @@ def _package_file(package: str, name: str) -> Path:
     )
 
 
-def _inlined(script: str) -> str:
+def _inlined(script: str) -> Markup:
     """Escape the two sequences that a `<script>` element interprets.
 
     Both can only occur inside strings, templates, regular expressions and comments, where a
     backslash before these characters changes nothing.
     """
-    return re.sub(r"</(?=script)", r"<\\/", script.replace("<!--", r"<\!--"), flags=re.IGNORECASE)
+    text = script.replace("<!--", r"<\!--")
+    return Markup(re.sub(r"</(?=script)", r"<\\/", text, flags=re.IGNORECASE))
 
 
 def page_json(page: Page) -> bytes:
@@ -125,24 +125,15 @@ def report_html(page: Page) -> str:
     """Render a self-contained file, which opens without a network."""
     hashes = " ".join(f"'{script.hash}'" for script in scripts())
     embedded = page_json(page).decode().translate(str.maketrans(_ESCAPED))
-    inline = [(script, Markup(script.text), None) for script in scripts()]
-    content_policy = policy(hashes, connect="'none'")
-    return _render(page.facts.run_id, inline, embedded, content_policy=content_policy)
+    return _render(page.facts.run_id, embedded, content_policy=policy(hashes, connect="'none'"))
 
 
 def live_html(run_id: str) -> str:
     """The same page without scripts and data, which it loads from the server."""
-    linked = [(script, None, f"/assets/{script.name}") for script in scripts()]
-    return _render(run_id, linked, "null", content_policy=None)
+    return _render(run_id, "null", content_policy=None)
 
 
-def _render(
-    run_id: str,
-    sources: Sequence[tuple[Script, Markup | None, str | None]],
-    data: str,
-    *,
-    content_policy: str | None,
-) -> str:
+def _render(run_id: str, data: str, *, content_policy: str | None) -> str:
     """Fill the template; a page without a policy of its own is a live one."""
     environment = Environment(
         loader=FileSystemLoader(STATIC), autoescape=True, undefined=StrictUndefined
@@ -151,10 +142,7 @@ def _render(
         run_id=run_id,
         policy=content_policy,
         style=Markup(style()),
-        scripts=[
-            {"text": text, "module": script.module, "source": source}
-            for script, text, source in sources
-        ],
+        scripts=scripts(),
         data=Markup(data),
         live=content_policy is None,
     )
