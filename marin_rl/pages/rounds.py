@@ -23,7 +23,7 @@ from marin_rl.analysis.dialogues import (
 )
 from marin_rl.errors import ObjectMissing
 from marin_rl.pages.picks import Member, Pick, pick
-from marin_rl.pages.records import Card, Fate, GroupCard, Tokens, TurnView
+from marin_rl.pages.records import Card, Fate, GroupCard, TurnView
 from marin_rl.pages.tokens import Scores, TokenTexts, tokens_of
 from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
 from marin_rl.storage.commits import read_manifest
@@ -63,23 +63,16 @@ class RoundPart:
     tokenizer_digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    name: str
-    reader: TableReader
-
-
 def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> RoundPart:
     """A sealed round; `amount.groups` 0 reads no tokens.
 
     Raises ObjectMissing while the round is not sealed, CorruptObject, NewerSchema.
     """
     manifest = rollouts_manifest(run, round)
-    shards = [
-        _Shard(part.name, open_part(run.store, manifest.slot, part, LADDER))
-        for part in manifest.parts
-    ]
-    light = pl.concat([_frame(shard.reader.table(select(ROLLOUTS, LIGHT))) for shard in shards])
+    shards = {
+        part.name: open_part(run.store, manifest.slot, part, LADDER) for part in manifest.parts
+    }
+    light = pl.concat([_frame(shard.table(select(ROLLOUTS, LIGHT))) for shard in shards.values()])
     members = _members(light)
     valid = [[m.reward for m in group if m.reward is not None] for group in members.values()]
     picks = pick(members, amount.groups, amount.members)
@@ -118,18 +111,21 @@ def _members(light: pl.DataFrame) -> dict[str, list[Member]]:
     return groups
 
 
-def _picked_rows(shards: Sequence[_Shard], picks: Sequence[Pick]) -> dict[str, dict[str, Any]]:
+def _picked_rows(
+    shards: Mapping[str, TableReader], picks: Sequence[Pick]
+) -> dict[str, dict[str, Any]]:
+    """Rows of the picked rollouts, each with the name of its shard as `file`."""
     wanted = {name for one in picks for name in one.members}
     names = [name for name in ROLLOUTS.names if name not in LEFT_OUT]
     rows: dict[str, dict[str, Any]] = {}
-    for shard in shards:
-        for index in range(shard.reader.row_groups):
-            ids = shard.reader.group(index, select(ROLLOUTS, ["rollout_id"]))["rollout_id"]
+    for file, shard in shards.items():
+        for index in range(shard.row_groups):
+            ids = shard.group(index, select(ROLLOUTS, ["rollout_id"]))["rollout_id"]
             if wanted.isdisjoint(ids.to_pylist()):
                 continue
-            frame = _frame(shard.reader.group(index, select(ROLLOUTS, names)))
+            frame = _frame(shard.group(index, select(ROLLOUTS, names)))
             for row in frame.filter(pl.col("rollout_id").is_in(list(wanted))).iter_rows(named=True):
-                rows[row["rollout_id"]] = row | {"file": shard.name}
+                rows[row["rollout_id"]] = row | {"file": file}
     return rows
 
 
@@ -236,18 +232,7 @@ def _card(row: Mapping[str, Any], place: str, reading: _Reading) -> Card:
         tools=tools_of(row["turns"]),
         fate=reading.fates.get(name, Fate()),
         turns=[_turn_view(turn, reading.amount.characters) for turn in row["turns"]],
-        tokens=_tokens(row, reading),
-    )
-
-
-def _tokens(row: Mapping[str, Any], reading: _Reading) -> Tokens:
-    return tokens_of(
-        ids=row["token_ids"],
-        trained=row["loss_mask"],
-        sampler=row["logprobs"],
-        scores=reading.scores.get(row["rollout_id"]),
-        texts=reading.texts,
-        tokens_max=reading.amount.tokens,
+        tokens=tokens_of(row, reading.scores.get(name), reading.texts, reading.amount.tokens),
     )
 
 

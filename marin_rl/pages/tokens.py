@@ -97,23 +97,18 @@ class Scores:
 
 
 def tokens_of(
-    *,
-    ids: Sequence[int],
-    trained: Sequence[int],
-    sampler: Sequence[float],
-    scores: Scores | None,
-    texts: TokenTexts,
-    tokens_max: int,
+    row: Mapping[str, Any], scores: Scores | None, texts: TokenTexts, tokens_max: int
 ) -> Tokens:
-    """The last `tokens_max` tokens: the end of a completion decides most rewards."""
+    """The last `tokens_max` tokens of a rollout: the end of a completion decides most rewards."""
+    ids, trained, sampler = row["token_ids"], row["loss_mask"], row["logprobs"]
     start = max(0, len(ids) - tokens_max)
     places = range(start, len(ids))
     known = scores if scores is not None and scores.trainer else None
     return Tokens(
         left_out=start,
-        ids=list(ids[start:]),
+        ids=ids[start:],
         texts=texts.of(ids[start:]),
-        trained=list(trained[start:]),
+        trained=trained[start:],
         sampler=[_short(sampler[p]) if trained[p] else None for p in places],
         trainer=None if known is None else [_short(known.trainer.get(p)) for p in places],
         entropies=None if known is None else [_short(known.entropies.get(p)) for p in places],
