@@ -17,7 +17,7 @@ import pyarrow as pa
 from polars.io.plugins import register_io_source
 
 from marin_rl.analysis.parts import Part, of_metrics, sealed, shards, slots
-from marin_rl.analysis.table_schemas import listed
+from marin_rl.analysis.table_schemas import NAMED, PLACE, RUN, listed
 from marin_rl.errors import CorruptObject, InputError
 from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX, SCORES_PREFIX
 from marin_rl.storage.runs import Run
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import duckdb
 
 Columns = Mapping[str, Any]  # names to Polars types; beartype cannot digest pl.Schema
-FrameOf = Callable[["Part", Columns], pl.LazyFrame]
+FrameOf = Callable[[Part], pl.LazyFrame]
 
 _INTERVAL = re.compile(r'(?<!")\bINTERVAL\b(?!")')  # the type, not a field of that name
 
@@ -59,65 +59,45 @@ def frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
         return empty(columns)
     if all(part.path for part in parts):
         return scan([part.path for part in parts], columns)
-    return fetched(parts, columns, lambda part, columns: scan(part.open(), columns))
-
-
-def owned_frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
-    """`frame` for files without `run_id`, which is added first: the run that wrote them."""
-    inside, columns = columns_of(schema), {"run_id": pl.String, **columns_of(schema)}
-    if not parts:
-        return empty(columns)
-    if not all(part.path for part in parts):
-        own = lambda part, _: scan(part.open(), inside).select(_literal(part.run_id), pl.all())
-        return fetched(parts, columns, own)
-    owned = groupby(parts, key=lambda part: part.run_id)
-    return pl.concat(
-        scan([part.path for part in own], inside).select(_literal(owner), pl.all())
-        for owner, own in owned
-    )
+    return fetched(parts, columns, lambda part: scan(part.open(), columns))
 
 
 def placed_frame(
-    parts: Sequence[Part], schema: pa.Schema, listed: Sequence[str] = ()
+    parts: Sequence[Part], own: Sequence[pa.Field], schema: pa.Schema, arrays: Sequence[str] = ()
 ) -> pl.LazyFrame:
-    """`frame` for files without `run_id` and `round`, which are added first.
+    """`frame` for files without the columns `own`, which their places say, and which come first.
 
-    `listed` are columns of fixed-size lists, which become lists.
+    `arrays` are columns of fixed-size lists, which become lists.
     """
-    inside = columns_of(schema)
-    columns = {"run_id": pl.String, "round": pl.Int32, **inside}
+    inside, columns = columns_of(schema), columns_of(pa.schema([*own, *schema]))
     if not parts:
         return empty(columns)
 
-    def read(part: Part, _: Columns) -> pl.LazyFrame:
-        if not listed:
-            rows = scan(part.open(), inside)
-        else:
-            plain = (pl.col(name).arr.to_list() for name in listed)
+    def read(part: Part) -> pl.LazyFrame:
+        if arrays:
+            plain = (pl.col(name).arr.to_list() for name in arrays)
             rows = _scan(part.open()).with_columns(plain)
-        round = pl.lit(part.round, pl.Int32).alias("round")
-        return rows.select(_literal(part.run_id), round, *inside)
+        else:
+            rows = scan(part.open(), inside)
+        name, version = name_of_table(part.key) or ("", 0)
+        values = {"run_id": part.run_id, "round": part.round, "name": name, "version": version}
+        place = [pl.lit(values[f.name], columns[f.name]).alias(f.name) for f in own]
+        return rows.select(*place, *inside)
 
     return fetched(parts, columns, read)
 
 
-def named_frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
-    """`frame` for reward tables: first the run, the round, the table's name and its version."""
+def owned_frame(parts: Sequence[Part], schema: pa.Schema) -> pl.LazyFrame:
+    """`placed_frame` for files without `run_id` alone: local ones of a run are scanned together."""
+    if not parts or not all(part.path for part in parts):
+        return placed_frame(parts, (RUN,), schema)
     inside = columns_of(schema)
-    columns = {"run_id": pl.String, "round": pl.Int32, "name": pl.String, "version": pl.Int32}
-    if not parts:
-        return empty({**columns, **inside})
-
-    def read(part: Part, _: Columns) -> pl.LazyFrame:
-        name, version = name_of_table(part.key) or ("", 0)
-        values = (part.run_id, part.round, name, version)
-        own = [
-            pl.lit(value, kind).alias(column)
-            for value, (column, kind) in zip(values, columns.items(), strict=True)
-        ]
-        return scan(part.open(), inside).select(*own, *inside)
-
-    return fetched(parts, {**columns, **inside}, read)
+    return pl.concat(
+        scan([part.path for part in of_run], inside).select(
+            pl.lit(run_id, pl.String).alias("run_id"), pl.all()
+        )
+        for run_id, of_run in groupby(parts, key=lambda part: part.run_id)
+    )
 
 
 def united_frame(parts: Sequence[Part], first: pa.Schema) -> pl.LazyFrame:
@@ -166,14 +146,11 @@ def _scan(source: Any, **options: Any) -> pl.LazyFrame:
 
 def fetched(parts: Sequence[Part], columns: Columns, frame_of: FrameOf) -> pl.LazyFrame:
     """A frame that a query reads part by part, by `frame_of`, and only what it needs."""
-    return register_io_source(
-        partial(_fetch, parts, columns, frame_of), schema=dict(columns), is_pure=True
-    )
+    return register_io_source(partial(_fetch, parts, frame_of), schema=dict(columns), is_pure=True)
 
 
 def _fetch(
     parts: Sequence[Part],
-    columns: Columns,
     frame_of: FrameOf,
     with_columns: list[str] | None,
     predicate: pl.Expr | None,
@@ -186,7 +163,7 @@ def _fetch(
         parts = [part for part in parts if _may_hold(part, predicate)]
     left, count = iter(parts), LOCAL_TOGETHER if all(part.path for part in parts) else 1
     while together := list(islice(left, count)):
-        rows = pl.concat(frame_of(part, columns) for part in together)
+        rows = pl.concat(frame_of(part) for part in together)
         if n_rows is not None:  # counts rows before the predicate
             first = rows.head(n_rows).collect()
             n_rows -= first.height
@@ -216,10 +193,6 @@ def _terms(predicate: pl.Expr) -> list[pl.Expr]:
     return [predicate]
 
 
-def _literal(run_id: str) -> pl.Expr:
-    return pl.lit(run_id, pl.String).alias("run_id")
-
-
 def columns_of(schema: pa.Schema) -> Columns:
     """Polars' types of Arrow's fields."""
     frame = pl.from_arrow(pa.Table.from_batches([], schema))  # `empty_table` imports pandas
@@ -232,22 +205,20 @@ def empty(columns: Columns) -> pl.LazyFrame:
     return pl.DataFrame(schema=dict(columns)).lazy()
 
 
-def _batches(runs: Sequence[Run]) -> pl.LazyFrame:
-    return placed_frame(sealed(runs, "batches", BATCHES_PREFIX), listed(batches_schema(1)), ARRAYS)
-
-
 VIEWS: Mapping[str, Callable[[Sequence[Run]], pl.LazyFrame]] = {
     "rollouts": lambda runs: frame(shards(runs), ROLLOUTS),
-    "batches": _batches,
+    "batches": lambda runs: placed_frame(
+        sealed(runs, "batches", BATCHES_PREFIX), PLACE, listed(batches_schema(1)), ARRAYS
+    ),
     "dispositions": lambda runs: placed_frame(
-        sealed(runs, "batches", DISPOSITIONS_PREFIX), DISPOSITIONS
+        sealed(runs, "batches", DISPOSITIONS_PREFIX), PLACE, DISPOSITIONS
     ),
     "metrics": lambda runs: united_frame(of_metrics(runs), METRICS_IDENTITY),
     "evals": lambda runs: frame(sealed(runs, "evals", ""), ROLLOUTS),
     "scores": lambda runs: owned_frame(
         sealed(runs, "checkpoints", SCORES_PREFIX, behind=1), SCORES
     ),
-    "rewards": lambda runs: named_frame(of_rewards(runs), REWARDS),
+    "rewards": lambda runs: placed_frame(of_rewards(runs), NAMED, REWARDS),
 }
 
 
