@@ -17,7 +17,7 @@ from marin_rl.storage.runs import (
     checkpoint_slot,
     evals_slot,
     rollouts_slot,
-    round_of,
+    rounds_in,
 )
 from marin_rl.storage.tables.intakes import intake_metrics
 from marin_rl.storage.tables.metrics import read_metrics, write_round_metrics
@@ -133,8 +133,7 @@ def evaluations(run: Run, rounds: Iterable[int] | None = None) -> dict[int, dict
     checkpoint has no row yet.
     """
     if rounds is None:
-        named = (round_of(name) for name in run.store.children("evals"))
-        rounds = (round for round in named if round is not None)
+        rounds = rounds_in(run.store, "evals")
     manifests = {round: read_manifest(run.store, evals_slot(round)) for round in rounds}
     return {round: _defined(item[0]) for round, item in sorted(manifests.items()) if item}
 

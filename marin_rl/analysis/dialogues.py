@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from marin_rl.errors import InputError, ObjectMissing
-from marin_rl.storage.runs import Run, committed, rollouts_slot, round_of
+from marin_rl.storage.runs import Run, committed, rollouts_slot, round_of, rounds_in
 from marin_rl.storage.tables.rollouts import iter_shards
 
 COLUMNS = (
@@ -232,6 +232,5 @@ def _round(run: Run, chosen: int | None) -> int:
 
 def _newest_sealed(run: Run) -> int | None:
     """The highest round whose rollouts are sealed: a listing, and a read or two."""
-    named = (round_of(name) for name in run.store.children("rollouts"))
-    rounds = sorted((number for number in named if number is not None), reverse=True)
+    rounds = reversed(rounds_in(run.store, "rollouts"))
     return next((n for n in rounds if committed(run, rollouts_slot(n)) is not None), None)

@@ -62,7 +62,7 @@ __all__ = [
     "checkpoint_named", "checkpoint_slot", "committed", "committed_checkpoint", "evals_slot",
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
     "pairs_slot", "place_named", "refuse_other_content", "reward_model_slot", "rollouts_slot",
-    "round_name", "round_of", "runs_under", "sft_slot", "shard_key",
+    "round_name", "round_of", "rounds_in", "runs_under", "sft_slot", "shard_key",
 ]  # fmt: skip
 
 LOCK_KEY = ".lock"
@@ -250,6 +250,12 @@ class Run:
             yield
 
 
+def rounds_in(store: ObjectStore, kind: str) -> list[int]:
+    """Rounds that have a folder or a file of a kind, committed or not, ascending: one listing."""
+    rounds = (round_of(name) for name in store.children(kind))
+    return sorted(round for round in rounds if round is not None)
+
+
 def committed(run: Run, slot: str) -> SlotRef | None:
     """The reference of a slot that a manifest commits; None while it is not committed."""
     existing = read_manifest(run.store, slot)
@@ -265,8 +271,8 @@ def latest_checkpoint(run: Run) -> SlotRef | None:
     """The committed checkpoint of the highest round: one listing, then one read or two."""
     # A listing that is out of date costs work again, and no more: every stage looks at its own key
     # first.
-    rounds = (round_of(name) for name in run.store.children("checkpoints"))
-    return _latest(run, (checkpoint_slot(round) for round in _descending(rounds)))
+    rounds = reversed(rounds_in(run.store, "checkpoints"))
+    return _latest(run, (checkpoint_slot(round) for round in rounds))
 
 
 def checkpoint_at(run: Run, round: int | None) -> SlotRef:
@@ -367,13 +373,10 @@ def is_run_name(name: str) -> bool:
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
-def _descending(numbers: Iterator[int | None]) -> list[int]:
-    return sorted((number for number in numbers if number is not None), reverse=True)
-
-
 def _steps(run: Run, kind: str) -> list[int]:
+    """Steps that have a folder of a kind, descending."""
     matches = (STEP.fullmatch(name) for name in run.store.children(kind))
-    return _descending(match and int(match[1]) for match in matches)
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def _latest(run: Run, slots: Iterator[str]) -> SlotRef | None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.metrics import is_defined
 from marin_rl.storage.commits import fingerprint, new_attempt
-from marin_rl.storage.runs import Run, metrics_key, round_of
+from marin_rl.storage.runs import Run, metrics_key, rounds_in
 from marin_rl.storage.stores.local import explained, open_regular
 from marin_rl.storage.tables.parquet import (
     TableReader,
@@ -67,8 +67,7 @@ def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
     ObjectMissing.
     """
     if rounds is None:
-        numbers = (round_of(name) for name in run.store.children("metrics"))
-        rounds = (round for round in numbers if round is not None)
+        rounds = rounds_in(run.store, "metrics")
     tables = [pa.Table.from_batches([], METRICS_IDENTITY)]  # `empty_table` imports pandas
     keys = [metrics_key(round) for round in sorted(rounds)]
     for key, data in zip(keys, load_all(run.store, keys), strict=True):

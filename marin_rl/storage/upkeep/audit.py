@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, round_of
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, round_of, rounds_in
 from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.upkeep.balances import Balance, balances, token_offences
@@ -79,19 +79,15 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
     or its metrics say that it had: its rollouts went somewhere.
     """
     seen = Seen(complete=True)
-    sampled, batched = _rounds(run, "rollouts"), _rounds(run, "batches")
+    kinds = ("rollouts", "batches", "checkpoints", "metrics")
+    sampled, batched, trained, closed = ({*rounds_in(run.store, kind)} for kind in kinds)
     # Checkpoint n + 1, or batches of round n + 1, can only exist once round n was trained on.
-    followed = {number - 1 for number in batched | _rounds(run, "checkpoints")}
-    latest = max(followed | _rounds(run, "metrics"), default=-1)
+    followed = {number - 1 for number in batched | trained}
+    latest = max(followed | closed, default=-1)
     for round in sorted({*range(latest + 1), *sampled, *batched}):
         # One that is sampled and has no batches yet is open, and cannot balance.
         if round <= latest or _has_batches(run, round):
             yield _audited(run, round, seen)
-
-
-def _rounds(run: Run, kind: str) -> set[int]:
-    numbers = (round_of(name) for name in run.store.children(kind))
-    return {number for number in numbers if number is not None}
 
 
 def _has_batches(run: Run, round: int) -> bool:

@@ -46,7 +46,7 @@ from marin_rl.storage.runs import (
     checkpoint_slot,
     latest_checkpoint,
     latest_sft,
-    round_of,
+    rounds_in,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.locks import is_free
@@ -172,9 +172,8 @@ def retire(run: Run) -> None:
 
 def _latest_checkpoints(run: Run) -> list[Slot]:
     """Checkpoints from the last that lost all its arrays up to the latest, ascending."""
-    numbers = (round_of(name) for name in run.folder.children("checkpoints"))
     slots: list[Slot] = []
-    for number in sorted((number for number in numbers if number is not None), reverse=True):
+    for number in reversed(rounds_in(run.folder, "checkpoints")):
         slot = checkpoint_slot(number)
         names = [key.removeprefix(f"{slot}/") for key in run.folder.list(slot)]
         slots.append(read_slot(run.folder, slot, names))

@@ -21,12 +21,11 @@ from marin_rl.storage.layout import (
     partial_of,
     popped_batch_of,
     rollouts_slot,
-    round_of,
     stream_group_of,
 )
-from marin_rl.storage.runs import Run
+from marin_rl.storage.runs import Run, rounds_in
 from marin_rl.storage.stores.filesystem import ObjectStore
-from marin_rl.storage.tables.intakes import Settled, intake_in
+from marin_rl.storage.tables.intakes import Intake, Settled, intake_in
 from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX, iter_present
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.tables.stream import numbers_of
@@ -55,26 +54,21 @@ def taken_batches(inventory: Inventory) -> Iterator[str]:
 
 def _settled_keys(config: Config, keys: Iterable[str], settled: Settled) -> Iterator[str]:
     for key in keys:
-        number, claim, numbers = _number_of(key), claim_of(key), pack_of(key)
-        if claim is not None:
+        if (claim := claim_of(key)) is not None:
             numbers = numbers_of(config, claim[0])
-        if number is not None:
-            numbers = range(number, number + 1)
+        elif (partial := partial_of(key)) is not None:
+            numbers = range(partial, partial + 1)
+        else:
+            numbers = numbers_in(key)
         # A pack stays until no one goes on with its chunk, for chains have no gaps.
-        if numbers is not None and all(n in settled for n in numbers):
+        if numbers and all(n in settled for n in numbers):
             yield key
-
-
-def _number_of(key: str) -> int | None:
-    """The group of the stream that an object has, or a part of."""
-    number = stream_group_of(key)
-    return partial_of(key) if number is None else number
 
 
 def collected_now(run: Run) -> list[str]:
     """The same keys by a listing of the stream alone, for a run that is being played."""
-    rounds = [r for name in run.folder.children("intakes") if (r := round_of(name)) is not None]
-    for round in sorted(rounds, reverse=True)[:2]:  # the latest one may not be sealed yet
+    # The latest one may not be sealed yet.
+    for round in reversed(rounds_in(run.folder, "intakes")[-2:]):
         # Both: until the round is sealed its groups are the only copy of them.
         intake = read_manifest(run.folder, intake_slot(round))
         if intake is None or read_manifest(run.folder, rollouts_slot(round)) is None:
@@ -125,7 +119,8 @@ def unfinished_groups(run: Run) -> Unfinished:
     """Groups that a policy has begun and a later one will go on with: not generated yet."""
     keys = run.store.list(STREAM)
     # A part that a crash left behind its finished group is not under way any longer.
-    finished, settled = {number for number, _ in _finished(run, keys)}, _settled_by(run)
+    finished, intake = {number for number, _ in _finished(run, keys)}, _latest_intake(run)
+    settled = intake.settled if intake else Settled()
     begun = [
         (number, key)
         for key in keys
@@ -147,10 +142,10 @@ def unfinished_groups(run: Run) -> Unfinished:
     return Unfinished(groups=len(numbers), tokens=tokens, begun_again=begun_again)
 
 
-def _settled_by(run: Run) -> Settled:
-    rounds = [r for name in run.store.children("intakes") if (r := round_of(name)) is not None]
-    latest = read_manifest(run.store, intake_slot(max(rounds))) if rounds else None
-    return intake_in(latest[0], run.store.url_of).settled if latest else Settled()
+def _latest_intake(run: Run) -> Intake | None:
+    rounds = rounds_in(run.store, "intakes")
+    latest = read_manifest(run.store, intake_slot(rounds[-1])) if rounds else None
+    return intake_in(latest[0], run.store.url_of) if latest else None
 
 
 def waiting_rollouts(run: Run) -> int:
@@ -164,9 +159,7 @@ def waiting_rollouts(run: Run) -> int:
 
 def _streamed(run: Run) -> int:
     settled, unsealed = Settled(), set[int]()
-    rounds = [r for name in run.store.children("intakes") if (r := round_of(name)) is not None]
-    if rounds and (latest := read_manifest(run.store, intake_slot(max(rounds)))) is not None:
-        intake = intake_in(latest[0], run.store.url_of)
+    if (intake := _latest_intake(run)) is not None:
         settled = intake.settled
         # Earlier ones are: each round is sealed before the next one takes its groups.
         if read_manifest(run.store, rollouts_slot(intake.round)) is None:
@@ -214,8 +207,7 @@ def numbers_in(key: str) -> range:
 
 def _sealed(run: Run) -> int:
     """Rollouts of sealed rounds after the last one that has batches."""
-    batched = [r for name in run.store.children("batches") if (r := round_of(name)) is not None]
-    count, round = 0, max(batched, default=-1)
+    count, round = 0, max(rounds_in(run.store, "batches"), default=-1)
     # A folder without a manifest is an attempt: that round has no batches yet.
     if round < 0 or read_manifest(run.store, batches_slot(round)) is not None:
         round += 1
