@@ -39,18 +39,8 @@ class CanaryBoard(SignedRecords):
         except CorruptObject:  # of another token: none of it can be trusted
             known = {}
         known[proven.version] = proven
-        newest = sorted(known)[-CANARIES_MAX:]
-        record = {
-            "run_sha256": run_sha256,
-            "canaries": [
-                {
-                    "version": version,
-                    "parameters_digest": known[version].parameters_digest,
-                    "canary": canary_record(known[version].canary),
-                }
-                for version in newest
-            ],
-        }
+        newest = [asdict(known[version]) for version in sorted(known)[-CANARIES_MAX:]]
+        record = {"run_sha256": run_sha256, "canaries": newest}
         self.folder.replace(CANARIES_KEY, self.signed("canaries", record))
 
     def read(self, run_sha256: str) -> dict[int, ProvenVersion]:
@@ -59,11 +49,9 @@ class CanaryBoard(SignedRecords):
         Raises CorruptObject for a record of another token, NewerSchema, StoreUnavailable.
         """
         try:
-            data = self.folder.read(CANARIES_KEY)
+            record = self.opened("canaries", CanariesEnvelope, CANARIES_KEY)
         except ObjectMissing:
             return {}
-        source = self.folder.url_of(CANARIES_KEY)
-        record = self.opened("canaries", CanariesEnvelope, data, source)
         if record["run_sha256"] != run_sha256:
             return {}
         return {
@@ -74,12 +62,6 @@ class CanaryBoard(SignedRecords):
             )
             for each in record["canaries"]
         }
-
-
-def canary_record(canary: Canary) -> dict[str, Any]:
-    """Fields of a canary as records have them."""
-    fields = asdict(canary)
-    return fields | {name: list(fields[name]) for name in ("token_ids", "logprobs")}
 
 
 def canary_in(record: Mapping[str, Any]) -> Canary:

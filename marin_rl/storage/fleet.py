@@ -148,8 +148,9 @@ class SignedRecords:
         full = {kind: dict(record), "format": f"marin-rl/{kind}", "version": VERSION}
         return sealed_json({**full, "signature": self._signature(full)})
 
-    def opened(self, kind: str, shape: type[Record], data: bytes, source: str) -> dict[str, Any]:
-        """The record in some bytes. Raises CorruptObject, NewerSchema naming `source`."""
+    def opened(self, kind: str, shape: type[Record], key: str) -> dict[str, Any]:
+        """The record of an object. Raises ObjectMissing, CorruptObject, NewerSchema."""
+        data, source = self.folder.read(key), self.folder.url_of(key)
         with record_errors(source):
             record = open_record(data, shape, format=f"marin-rl/{kind}", version=VERSION)
         signature = record.pop("signature", "")
@@ -221,28 +222,23 @@ class FleetBoard(SignedRecords):
         Raises CorruptObject for a record of another run or token, StoreUnavailable.
         """
         try:
-            data = self.folder.read(TARGET_KEY)
+            record = self.opened("target", TargetEnvelope, TARGET_KEY)
         except ObjectMissing:
             return None
-        return Target(**self._opened("target", data, self.folder.url_of(TARGET_KEY)))
+        fields: dict[str, Any] = {name: record.get(name) for name in TargetRecord.model_fields}
+        return Target(**fields)
 
     def _heartbeat(self, name: str) -> "Heartbeat | Unreadable | None":
-        key = f"{FLEET}/{name}"
         try:
-            data = self.folder.read(key)
-            return Heartbeat(**self._opened("heartbeat", data, self.folder.url_of(key)))
+            record = self.opened("heartbeat", HeartbeatEnvelope, f"{FLEET}/{name}")
         except ObjectMissing:
             return None  # withdrawn since the listing
         except StorageError as error:
             if error.transient:
                 raise
             return Unreadable(name=name, error=str(error))
-
-    def _opened(self, kind: str, data: bytes, source: str) -> dict[str, Any]:
-        """The fields of a record that this version knows. Raises as `opened`."""
-        shape, fields = _SHAPES[kind]
-        record = self.opened(kind, shape, data, source)
-        return {name: record.get(name) for name in fields}
+        fields: dict[str, Any] = {name: record.get(name) for name in HeartbeatRecord.model_fields}
+        return Heartbeat(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,12 +247,6 @@ class Unreadable:
 
     name: str
     error: str
-
-
-_SHAPES = {
-    "heartbeat": (HeartbeatEnvelope, tuple(HeartbeatRecord.model_fields)),
-    "target": (TargetEnvelope, tuple(TargetRecord.model_fields)),
-}
 
 
 def heartbeat_age_s(key: str, data: bytes, now: float) -> float | None:

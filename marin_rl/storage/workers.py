@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from marin_rl.errors import ObjectMissing, StorageError
-from marin_rl.storage.canaries import canary_in, canary_record
+from marin_rl.storage.canaries import canary_in
 from marin_rl.storage.fleet import FLEET, WORKER_SUFFIX, SignedRecords
 from marin_rl.types import ServedPolicy, SlotRef
 from schemas.fleet import SamplingEnvelope, WorkerEnvelope
@@ -77,16 +77,13 @@ class WorkerBoard(SignedRecords):
         Raises CorruptObject for a record of another token, NewerSchema, StoreUnavailable.
         """
         try:
-            data = self.folder.read(SAMPLING_KEY)
+            return _order_in(self.opened("sampling", SamplingEnvelope, SAMPLING_KEY))
         except ObjectMissing:
             return None
-        source = self.folder.url_of(SAMPLING_KEY)
-        return _order_in(self.opened("sampling", SamplingEnvelope, data, source))
 
     def beat(self, beat: WorkerBeat) -> None:
         """Write a worker's heartbeat in the place of its last one. Raises StorageError."""
-        record = asdict(beat) | {"chunks": list(beat.chunks)}
-        self.folder.replace(_key(beat.worker), self.signed("worker", record))
+        self.folder.replace(_key(beat.worker), self.signed("worker", asdict(beat)))
 
     def withdraw(self, worker: str) -> None:
         """Remove a worker's heartbeat. Raises StorageError."""
@@ -97,11 +94,8 @@ class WorkerBoard(SignedRecords):
         return {beat.worker: beat for beat in self.each(WORKER_SUFFIX, self._beat)}
 
     def _beat(self, name: str) -> WorkerBeat | None:
-        key = f"{FLEET}/{name}"
         try:
-            record = self.opened(
-                "worker", WorkerEnvelope, self.folder.read(key), self.folder.url_of(key)
-            )
+            record = self.opened("worker", WorkerEnvelope, f"{FLEET}/{name}")
         except StorageError as error:
             if error.transient:
                 raise
@@ -198,7 +192,7 @@ def _record_of(order: SamplingOrder) -> dict[str, Any]:
         "chat_template": policy.chat_template_digest,
         "checkpoint": policy.checkpoint.slot,
         "checkpoint_sha256": policy.checkpoint.sha256,
-        "canary": canary_record(policy.canary),
+        "canary": asdict(policy.canary),
     }
 
 
