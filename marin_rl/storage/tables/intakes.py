@@ -31,7 +31,7 @@ from marin_rl.storage.commits import (
 from marin_rl.storage.layout import STREAM, intake_slot, pack_of, stream_group_of
 from marin_rl.storage.runs import Run, committed
 from marin_rl.storage.stores.filesystem import ObjectStore
-from marin_rl.storage.tables.parquet import FETCHES_MAX, iter_present, verified
+from marin_rl.storage.tables.parquet import iter_present, verified
 from marin_rl.storage.tables.rollouts import commit_tables, decode_shard, shard_ref
 from marin_rl.storage.tables.streamed import StreamedGroup, object_key, rows_by_group
 from marin_rl.types import SlotRef
@@ -372,7 +372,7 @@ def _tables(run: Run, entries: Sequence[Entry]) -> list[pa.Table]:
     # By object: a pack is fetched and hashed once for all its groups.
     digests = {entry.key: entry.sha256 for entry in entries}
     tables = dict[tuple[str, int], pa.Table]()
-    present = iter_present(run.store, digests, FETCHES_MAX)
+    present = iter_present(run.store, digests)
     for (key, sha256), data in zip(digests.items(), present, strict=True):
         source = run.store.url_of(key)
         if data is None:

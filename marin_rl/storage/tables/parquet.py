@@ -295,29 +295,28 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
         return pa.memory_map(str(path)).read_buffer()
 
 
-def load_all(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer]:
+def load_all(store: ObjectStore, keys: Iterable[str]) -> Iterator[pa.Buffer]:
     """Objects as buffers, in order; remote ones are fetched concurrently."""
-    if not keys or store.local_path(keys[0]) is not None:
-        yield from (load(store, key) for key in keys)
-        return
-    with ThreadPoolExecutor(FETCHES_MAX) as pool:
-        yield from pool.map(lambda key: load(store, key), keys)
+    return in_order(store, lambda key: load(store, key), keys)
 
 
-def load_readable(store: ObjectStore, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+def load_readable(store: ObjectStore, keys: Iterable[str]) -> Iterator[pa.Buffer | None]:
     """As `load_all`, with None for what is no file that anyone may read."""
-    if not keys or store.local_path(keys[0]) is None:
-        yield from load_all(store, keys)
-        return
-    for key in keys:
+
+    def readable(key: str) -> pa.Buffer | None:
         try:
-            yield load(store, key)
+            return load(store, key)
         except CorruptObject:  # a link or a pipe in its place, which fsck names
-            yield None
+            return None
+
+    return in_order(store, readable, keys)
 
 
 def in_order(
-    store: ObjectStore, work: Callable[[Item], Value], items: Iterable[Item], at_once: int
+    store: ObjectStore,
+    work: Callable[[Item], Value],
+    items: Iterable[Item],
+    at_once: int = FETCHES_MAX,
 ) -> Iterator[Value]:
     """Results of `work` on each item, in order; of a remote store `at_once` are under way."""
     if store.local_path("shard") is not None:
@@ -344,7 +343,7 @@ def fetches_at_once(bytes_max: int) -> int:
 
 
 def iter_present(
-    store: ObjectStore, keys: Iterable[str], at_once: int
+    store: ObjectStore, keys: Iterable[str], at_once: int = FETCHES_MAX
 ) -> Iterator[pa.Buffer | None]:
     """Objects as buffers, in order, None for what is not there; remote ones concurrently.
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from marin_rl.storage.layout import partial_key, partial_name, pieces_folder
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import FETCHES_MAX, iter_present
+from marin_rl.storage.tables.parquet import iter_present
 from marin_rl.storage.tables.pieces import commit_groups, table_sampled_as
 from marin_rl.storage.tables.rollouts import groups_of
 from marin_rl.storage.tables.streamed import WORKER
@@ -59,7 +59,7 @@ class PartialGroups:
         return chains
 
     def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
-        return iter_present(self.run.store, keys, FETCHES_MAX)
+        return iter_present(self.run.store, keys)
 
     def _decoded(self, key: str, data: pa.Buffer) -> RolloutGroup:
         table = table_sampled_as(self.fingerprint, data, self.run.store.url_of(key))

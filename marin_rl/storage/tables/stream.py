@@ -29,7 +29,6 @@ from marin_rl.storage.layout import (
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import (
-    FETCHES_MAX,
     PARTS_MAX,
     in_order,
     iter_present,
@@ -155,7 +154,7 @@ class GroupStream:
                 self.groups |= {group.number: group for group in self._decoded(key, item)}
 
     def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
-        return iter_present(self.run.store, keys, FETCHES_MAX)
+        return iter_present(self.run.store, keys)
 
     def _read_packs(self, keys: Sequence[str]) -> None:
         """Read the packs that were not read before, a few at a time; forget those that are gone."""
@@ -290,6 +289,6 @@ def _record(data: bytes, source: str) -> dict[str, Any]:
 def groups_in(run: Run, numbers: Sequence[int]) -> Iterator[RolloutGroup]:
     """Yield the committed groups of the stream by number, those that are there."""
     keys = [stream_key(number) for number in numbers]
-    for key, data in zip(keys, iter_present(run.store, keys, FETCHES_MAX), strict=True):
+    for key, data in zip(keys, iter_present(run.store, keys), strict=True):
         if data is not None:
             yield from groups_of(decode_shard(data, source=run.store.url_of(key)))

@@ -50,12 +50,12 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.locks import is_free
-from marin_rl.storage.tables.parquet import load
+from marin_rl.storage.tables.parquet import in_order, load
 from marin_rl.storage.tables.rollouts import identify_shard
 from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
 from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
 from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_inventory
-from marin_rl.storage.upkeep.streams import collected_keys, collected_now, delete_all, taken_batches
+from marin_rl.storage.upkeep.streams import collected_keys, collected_now, taken_batches
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "heartbeat", "retention"]
 
@@ -162,7 +162,8 @@ def retire(run: Run) -> None:
     """
     if run.config.windowed:
         # Own folder alone: what a fork shares with its parent is the parent's to delete.
-        delete_all(run.folder, collected_now(run))
+        # `list`: an error is raised only where its result is taken.
+        list(in_order(run.folder, run.folder.delete, collected_now(run)))
     rule = run.config.retention
     if rule.checkpoints_last is None:
         return

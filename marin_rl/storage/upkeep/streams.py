@@ -3,8 +3,7 @@
 Which objects may go is said here; `gc` decides when, `fsck` and `audit` report.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -78,17 +77,6 @@ def collected_now(run: Run) -> list[str]:
     return []
 
 
-def delete_all(store: ObjectStore, keys: Sequence[str]) -> None:
-    """Delete objects, remote ones many at once. Raises StorageError."""
-    if not keys or store.local_path(keys[0]) is not None:
-        for key in keys:
-            store.delete(key)
-        return
-    with ThreadPoolExecutor(FETCHES_MAX) as pool:
-        # `list`: an error is raised only where its result is taken.
-        list(pool.map(store.delete, keys))
-
-
 def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     """Groups that an intake names, that are not there, and that no sealed round has."""
     sealed = {slot.number for slot in inventory.of_kind("rollouts") if slot.manifest is not None}
@@ -129,7 +117,7 @@ def unfinished_groups(run: Run) -> Unfinished:
         and number not in settled
     ]
     tokens = begun_again = 0
-    present = iter_present(run.store, (key for _, key in begun), FETCHES_MAX)
+    present = iter_present(run.store, (key for _, key in begun))
     for (_, key), data in zip(begun, present, strict=True):
         if data is not None:
             columns = ["n_completion_tokens", "error"]
