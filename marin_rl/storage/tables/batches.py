@@ -19,10 +19,10 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import (
     PART_BYTES_MAX,
     PartWriter,
-    TableReader,
     TableWriter,
     open_part,
     put_part,
+    select,
 )
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
@@ -113,13 +113,10 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     # By the manifest's total: the length of rows is part of their type, and must be known before
     # they are read.
     schema = schema_of(manifest, run.store.url_of(manifest.slot))
-    for part in _parts(manifest, BATCHES_PREFIX):
-        reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)
-        for index in range(reader.row_groups):
-            table = reader.group(index, schema)
-            # A round without a kept rollout has one empty row group, which is no step.
-            if table.num_rows:
-                yield _training_batch(table)
+    for table in _steps(run, manifest, schema):
+        # A round without a kept rollout has one empty row group, which is no step.
+        if table.num_rows:
+            yield _training_batch(table)
 
 
 def schema_of(manifest: Manifest, source: str) -> pa.Schema:
@@ -131,11 +128,12 @@ def iter_batch_names(run: Run, manifest: Manifest) -> Iterator[pa.Table]:
     """The columns step, row, rollout_ids and environments of each step, verified."""
     names = ("step", "row", "rollout_ids", "environments")
     full = schema_of(manifest, run.store.url_of(manifest.slot))
-    schema = pa.schema([full.field(name) for name in names])
+    return _steps(run, manifest, select(full, names))
+
+
+def _steps(run: Run, manifest: Manifest, schema: pa.Schema) -> Iterator[pa.Table]:
     for part in _parts(manifest, BATCHES_PREFIX):
-        reader = open_part(run.store, manifest.slot, part, BATCHES_LADDER)
-        for index in range(reader.row_groups):
-            yield reader.group(index, schema)
+        yield from open_part(run.store, manifest.slot, part, BATCHES_LADDER).groups(schema)
 
 
 def read_dispositions(run: Run, round: int) -> pa.Table:
@@ -159,9 +157,7 @@ def dispositions_of(run: Run, manifest: Manifest) -> pa.Table:
             f"{run.store.url_of(manifest.slot)}: expected one part with dispositions, found "
             f"{len(parts)}"
         )
-    (part,) = parts
-    reader: TableReader = open_part(run.store, manifest.slot, part, DISPOSITIONS_LADDER)
-    return reader.table(DISPOSITIONS)
+    return open_part(run.store, manifest.slot, parts[0], DISPOSITIONS_LADDER).table(DISPOSITIONS)
 
 
 def _parts(manifest: Manifest, prefix: str) -> list[Part]:

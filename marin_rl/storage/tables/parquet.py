@@ -196,6 +196,10 @@ class TableReader:
         """Row group `index`, upgraded, with exactly the columns of `schema`."""
         return self._read([index], schema)
 
+    def groups(self, schema: pa.Schema) -> Iterator[pa.Table]:
+        """Row groups in order, upgraded, each with exactly the columns of `schema`."""
+        return (self.group(index, schema) for index in range(self.row_groups))
+
     def table(self, schema: pa.Schema) -> pa.Table:
         """All rows, upgraded, with exactly the columns of `schema`."""
         return self._read(list(range(self.row_groups)), schema)

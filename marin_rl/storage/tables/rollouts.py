@@ -276,8 +276,7 @@ def iter_row_groups(
     """The row groups of a sealed round in shard order, verified; remote ones are fetched ahead."""
     schema = select(ROLLOUTS, columns)
     for reader in _readers(run, manifest):
-        for index in range(reader.row_groups):
-            yield reader.group(index, schema)
+        yield from reader.groups(schema)
 
 
 def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:

@@ -186,8 +186,8 @@ def iter_scores(run: Run, manifest: Manifest) -> Iterator[StepScores]:
     for part in manifest.parts:
         if part.name.startswith(SCORES_PREFIX):
             reader = open_part(run.store, manifest.slot, part, LADDER)
-            for index in range(reader.row_groups):
-                yield _step_scores(reader, reader.group(index, SCORES).combine_chunks())
+            for table in reader.groups(SCORES):
+                yield _step_scores(reader, table.combine_chunks())
 
 
 def _step_scores(reader: TableReader, table: pa.Table) -> StepScores:
