@@ -7,6 +7,7 @@ _PIECE = re.compile(
     r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/(?:partial-)?group-(\d{5,})-\d{2,}\.parquet"
 )
 _SHARD = re.compile(r"shard-(\d{4,})\.parquet")
+_METRICS = re.compile(r"metrics/round-(\d{5,})\.parquet")
 _ROUND = re.compile(r"round-(\d{5,})")
 STEP = re.compile(r"step-(\d{5,})")
 
@@ -198,3 +199,9 @@ def code_key(digest: str) -> str:
 def metrics_key(round: int) -> str:
     """The object that holds a round's metrics."""
     return f"metrics/{round_name(round)}.parquet"
+
+
+def metrics_round_of(key: str) -> int | None:
+    """The round whose metrics an object holds; None for other objects."""
+    match = _METRICS.fullmatch(key)
+    return int(match[1]) if match else None

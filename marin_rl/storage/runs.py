@@ -63,6 +63,7 @@ __all__ = [
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
     "pairs_slot", "place_named", "refuse_other_content", "reward_model_slot", "rollouts_slot",
     "round_name", "round_of", "rounds_in", "runs_under", "sft_slot", "shard_key",
+    "with_ancestors",
 ]  # fmt: skip
 
 LOCK_KEY = ".lock"
@@ -117,7 +118,7 @@ class Run:
             # Another process may have created the run since the first look, with other content.
             check_content(record, config, store.url_of(RUN_KEY))
         ancestors = ancestors_in(record)
-        viewed = _with_ancestors(open_store(config.root, config.storage_options), store, ancestors)
+        viewed = with_ancestors(open_store(config.root, config.storage_options), store, ancestors)
         return cls(config=config, run_id=config.run_id, store=viewed, ancestors=ancestors)
 
     @classmethod
@@ -175,7 +176,7 @@ class Run:
         return cls(
             config=parse_config(tree, "run reference"),
             run_id=run_id,
-            store=_with_ancestors(top, store, ancestors),
+            store=with_ancestors(top, store, ancestors),
             ancestors=ancestors,
         )
 
@@ -389,9 +390,10 @@ def _store_of(config: Config) -> ObjectStore:
     return open_store(config.root, config.storage_options).at(config.run_id)
 
 
-def _with_ancestors(
+def with_ancestors(
     top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]
 ) -> ObjectStore:
+    """The store of a run below `top` whose own folder is `own`: what ancestors have is theirs."""
     if not ancestors:
         return own
     return ForkedStore(own, [(item.through_round, top.at(item.run_id)) for item in ancestors])

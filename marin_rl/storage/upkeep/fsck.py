@@ -19,11 +19,11 @@ from itertools import chain
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
-from marin_rl.storage.layout import code_key, partial_of, shard_of_piece
+from marin_rl.storage.layout import code_key, metrics_round_of, partial_of, shard_of, shard_of_piece
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, read_record, stored_config
-from marin_rl.storage.runs import check_run_id, metrics_key, round_of
+from marin_rl.storage.runs import check_run_id, with_ancestors
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
-from marin_rl.storage.stores.forked_store import Ancestor, ForkedStore
+from marin_rl.storage.stores.forked_store import Ancestor
 from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.batches import schema_of
 from marin_rl.storage.tables.metrics import check_metrics
@@ -98,9 +98,7 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
         raise ObjectMissing(f"nothing lies in {own.url}: expected a run; see `marin-rl status`")
     # A broken run.json is one fault among others: the slots can be checked without it.
     name, ancestors, faults = _identity(top, own)
-    store = own
-    if ancestors:
-        store = ForkedStore(own, [(a.through_round, top.at(a.run_id)) for a in ancestors])
+    store = with_ancestors(top, own, ancestors)
     inventory = take_inventory(store)
     lines = read_lines(store, inventory)
     jobs = [
@@ -278,7 +276,7 @@ def _loose_jobs(
                 expected = {
                     "run_id": player(slot.number),
                     "round": slot.number,
-                    "shard": _shard(shard_of_piece(name) or name),
+                    "shard": shard_of(shard_of_piece(name) or name),
                 }
                 look = partial(_misplaced, expected=expected)
                 key = slot.key(name)
@@ -291,9 +289,7 @@ def _loose_jobs(
             look = partial(_misplaced, expected={"run_id": player(2**31)})
             check = partial(_check_loose, store, key, ROLLOUTS, ROLLOUTS_SCHEMA, look)
             yield store.url_of(key), check
-        round = round_of(key.rpartition("/")[2])
-        # `round_of` accepts the name in any folder; metrics lie in one.
-        if round is not None and key == metrics_key(round):
+        if (round := metrics_round_of(key)) is not None:
             expected = {"run_id": player(round), "round": round}
             look = partial(_wrong_metrics, expected=expected, lines=lines)
             check = partial(_check_loose, store, key, METRICS, METRICS_IDENTITY, look)
@@ -338,10 +334,6 @@ def _wrong_metrics(
     check_metrics(reader)
     fault = _misplaced(reader, expected)
     return lines.compared(reader, int(expected["round"] or 0)) if fault is None else fault
-
-
-def _shard(name: str) -> int:
-    return int(name.removeprefix("shard-").removesuffix(".parquet"))
 
 
 def _check_loose(

@@ -19,8 +19,10 @@ from marin_rl.storage.layout import (
     checkpoint_slot,
     evals_slot,
     metrics_key,
+    metrics_round_of,
     rollouts_slot,
     round_of,
+    shard_of,
     shard_of_piece,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore
@@ -39,7 +41,6 @@ PAIRS = "pairs"  # what a reward model learns from: one slot, without a number
 BASE = "base"  # what an adapter is of: likewise
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|\.probe-[0-9a-f]{16}")
-_SHARD = re.compile(r"shard-\d{4,}\.parquet")
 _NUMBERED = re.compile(r"(round|step)-\d{5,}")
 
 
@@ -50,7 +51,7 @@ def is_temporary(key: str) -> bool:
 
 def is_shard(name: str) -> bool:
     """True for a rollout shard, which is a commit of its own."""
-    return _SHARD.fullmatch(name) is not None
+    return shard_of(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,7 @@ class Inventory:
             key
             for key in self.keys
             if key.partition("/")[0] in tops and "/" in key and _slot_of(key) is None
-            if not is_private(key) and not _is_metrics(key)
+            if not is_private(key) and metrics_round_of(key) is None
         ]
 
     def of_kind(self, kind: str) -> list[Slot]:
@@ -266,7 +267,7 @@ def _is_seen(slots: Mapping[str, Slot], slot: str) -> bool:
 
 
 def _closed_rounds(keys: Iterable[str]) -> frozenset[int]:
-    rounds = (round_of(key.rpartition("/")[2]) for key in keys if _is_metrics(key))
+    rounds = map(metrics_round_of, keys)
     return frozenset(round for round in rounds if round is not None)
 
 
@@ -317,8 +318,3 @@ def _order(slot: str) -> tuple[str, int]:
 
 def _number(slot: str) -> int:
     return 0 if slot in (PAIRS, BASE) else int(slot.rpartition("-")[2])
-
-
-def _is_metrics(key: str) -> bool:
-    top, _, name = key.partition("/")
-    return top == "metrics" and re.fullmatch(r"round-\d{5,}\.parquet", name) is not None
