@@ -150,36 +150,29 @@ class FaultyStore(ObjectStore):
         def half() -> None:
             self._inner.put_part(key, data[: len(data) // 2])
 
-        with self._explained(key):
-            self._do("write", key, lambda: self._inner.put_part(key, data), half)
+        self._do("write", key, lambda: self._inner.put_part(key, data), half)
 
     def read(self, key: str) -> bytes:
-        with self._explained(key):
-            return self._do("read", key, lambda: self._inner.read(key))
+        return self._do("read", key, lambda: self._inner.read(key))
 
     def list(self, prefix: str = "") -> Keys:
-        with self._explained(prefix):
-            return self._do("list", prefix, lambda: self._inner.list(prefix))
+        return self._do("list", prefix, lambda: self._inner.list(prefix))
 
     def children(self, prefix: str = "") -> Keys:
-        with self._explained(prefix):
-            return self._do("children", prefix, lambda: self._inner.children(prefix))
+        return self._do("children", prefix, lambda: self._inner.children(prefix))
 
     def delete(self, key: str) -> None:
-        with self._explained(key):
-            self._do("delete", key, lambda: self._inner.delete(key))
+        self._do("delete", key, lambda: self._inner.delete(key))
 
     def size(self, key: str) -> int:
-        with self._explained(key):
-            return self._do("size", key, lambda: self._inner.size(key))
+        return self._do("size", key, lambda: self._inner.size(key))
 
     def local_path(self, key: str) -> Path | None:
         """Counted where there is a file: the caller is about to use it."""
         path = self._inner.local_path(key)
         if path is None:
             return None
-        with self._explained(key):
-            return self._do("path", key, lambda: path)
+        return self._do("path", key, lambda: path)
 
     def url_of(self, key: str) -> str:
         return self._inner.url_of(key)
@@ -196,12 +189,13 @@ class FaultyStore(ObjectStore):
         amid: Callable[[], None] = lambda: None,
     ) -> Result:
         """The result of `operation`, unless it is the one. Raises _NoAnswer where none comes."""
-        kind = self._operations.next(name, f"{self.url}/{key}")
+        url = f"{self.url}/{key}"
+        kind = self._operations.next(name, url)
         if kind == "kill-amid" and name == "path":
             # The file is written after this call returns, by Orbax, so a timer has to kill.
             self._kill_soon()
         elif kind is not None:
-            _befall(kind, operation, amid)
+            _befall(kind, url, operation, amid)
         return operation()
 
     def _torn(self, key: str, data: bytes) -> Callable[[], None]:
@@ -224,21 +218,12 @@ class FaultyStore(ObjectStore):
         delay_s = random.Random(self._operations.count).uniform(0, AMID_S_MAX)
         threading.Timer(delay_s, kill).start()
 
-    @contextmanager
-    def _explained(self, key: str) -> Iterator[None]:
-        try:
-            yield
-        except _NoAnswer:
-            raise StoreUnavailable(
-                f"{self.url}/{key}: no answer, for a fault was asked for ({VARIABLE})"
-            ) from None
 
-
-class _NoAnswer(Exception):
+class _NoAnswer(StoreUnavailable):
     """The operation may or may not have happened; its caller gets no answer."""
 
 
-def _befall(kind: str, operation: Callable[[], Any], amid: Callable[[], None]) -> None:
+def _befall(kind: str, url: str, operation: Callable[[], Any], amid: Callable[[], None]) -> None:
     """Apply a fault to an operation; returns if the operation is then to take place as always."""
     if kind == "kill-amid":
         amid()
@@ -252,7 +237,7 @@ def _befall(kind: str, operation: Callable[[], Any], amid: Callable[[], None]) -
     if kind.startswith("kill-"):
         kill()
     if kind in ("fail", "late", "lose-reply"):
-        raise _NoAnswer
+        raise _NoAnswer(f"{url}: no answer, for a fault was asked for ({VARIABLE})")
 
 
 def _quietly(operation: Callable[[], Any]) -> None:
