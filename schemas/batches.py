@@ -7,6 +7,8 @@ mask is int32 here). Dispositions say of every rollout of a round what became of
 
 import pyarrow as pa
 
+from schemas.arrow import list_of, required
+
 BATCHES_FORMAT = "marin-rl/batches"
 DISPOSITIONS_FORMAT = "marin-rl/dispositions"
 SCHEMA_VERSION = 1
@@ -16,14 +18,6 @@ FLOAT_ARRAYS = ("policy_logprobs", "advantages", "returns")
 ARRAYS = INTEGER_ARRAYS + FLOAT_ARRAYS
 
 DISPOSITION_KINDS = ("consumed", "filtered", "stale", "failed")
-
-
-def _required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
-
-
-def _names() -> pa.DataType:
-    return pa.list_(_required("element", pa.string()))
 
 
 def batches_schema(length: int) -> pa.Schema:
@@ -36,16 +30,15 @@ def batches_schema(length: int) -> pa.Schema:
     """
     if length < 1:
         raise ValueError(f"expected a padded length of at least 1 token, found {length}")
-    integers = pa.list_(_required("element", pa.int32()), length)
-    floats = pa.list_(_required("element", pa.float32()), length)
+    integers, floats = list_of(pa.int32(), length), list_of(pa.float32(), length)
     return pa.schema(
         [
-            _required("step", pa.int32()),
-            _required("row", pa.int32()),
-            *(_required(name, integers) for name in INTEGER_ARRAYS),
-            *(_required(name, floats) for name in FLOAT_ARRAYS),
-            _required("rollout_ids", _names()),
-            _required("environments", _names()),
+            required("step", pa.int32()),
+            required("row", pa.int32()),
+            *(required(name, integers) for name in INTEGER_ARRAYS),
+            *(required(name, floats) for name in FLOAT_ARRAYS),
+            required("rollout_ids", list_of(pa.string())),
+            required("environments", list_of(pa.string())),
         ]
     )
 
@@ -54,14 +47,14 @@ def batches_schema(length: int) -> pa.Schema:
 # `advantage` is null too where it differs from token to token (a critic's; see the scores).
 DISPOSITIONS = pa.schema(
     [
-        _required("rollout_id", pa.string()),
-        _required("group_id", pa.string()),
-        _required("round_generated", pa.int32()),
-        _required("environment", pa.string()),
-        _required("policy_version_min", pa.int32()),
-        _required("policy_version_max", pa.int32()),
-        _required("n_tokens", pa.int32()),
-        _required("disposition", pa.string()),
+        required("rollout_id", pa.string()),
+        required("group_id", pa.string()),
+        required("round_generated", pa.int32()),
+        required("environment", pa.string()),
+        required("policy_version_min", pa.int32()),
+        required("policy_version_max", pa.int32()),
+        required("n_tokens", pa.int32()),
+        required("disposition", pa.string()),
         pa.field("reason", pa.string()),
         pa.field("step", pa.int32()),
         pa.field("row", pa.int32()),

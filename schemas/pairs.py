@@ -6,25 +6,20 @@ there); a run's own copy has all of them, with tokens and split filled in.
 
 import pyarrow as pa
 
+from schemas.arrow import MESSAGE, list_of, required
+
 FORMAT = "marin-rl/pairs"
 SCHEMA_VERSION = 1
 
-
-def _required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
-
-
-_TOKENS = pa.list_(_required("element", pa.int32()))
-_MESSAGE = pa.struct([_required("role", pa.string()), _required("content", pa.string())])
 
 # `margin` is asked between the two rewards; `*_id`, `*_reward` and `source` say where an answer
 # came from. `*_token_ids` are prompt and answer together, under the tokenizer of the two digests.
 PAIRS = pa.schema(
     [
-        _required("id", pa.string()),
-        _required("messages", pa.list_(_required("element", _MESSAGE))),
-        _required("chosen", pa.string()),
-        _required("rejected", pa.string()),
+        required("id", pa.string()),
+        required("messages", list_of(MESSAGE)),
+        required("chosen", pa.string()),
+        required("rejected", pa.string()),
         pa.field("margin", pa.float64()),
         pa.field("split", pa.string()),
         pa.field("source", pa.string()),
@@ -32,8 +27,8 @@ PAIRS = pa.schema(
         pa.field("rejected_id", pa.string()),
         pa.field("chosen_reward", pa.float64()),
         pa.field("rejected_reward", pa.float64()),
-        pa.field("chosen_token_ids", _TOKENS),
-        pa.field("rejected_token_ids", _TOKENS),
+        pa.field("chosen_token_ids", list_of(pa.int32())),
+        pa.field("rejected_token_ids", list_of(pa.int32())),
         pa.field("tokenizer_digest", pa.string()),
         pa.field("chat_template_digest", pa.string()),
     ]

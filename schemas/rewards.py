@@ -6,6 +6,7 @@ separate.
 
 import pyarrow as pa
 
+from schemas.arrow import list_of, required
 from schemas.rollouts import REWARD_COMPONENT
 
 FORMAT = "marin-rl/rewards"
@@ -15,14 +16,10 @@ SCHEMA_VERSION = 1
 # `reward_before` is the shard's own.
 REWARDS = pa.schema(
     [
-        pa.field("rollout_id", pa.string(), nullable=False),
+        required("rollout_id", pa.string()),
         pa.field("reward", pa.float64()),
         pa.field("reward_before", pa.float64()),
-        pa.field(
-            "reward_components",
-            pa.list_(pa.field("element", REWARD_COMPONENT, nullable=False)),
-            nullable=False,
-        ),
+        required("reward_components", list_of(REWARD_COMPONENT)),
         pa.field("error", pa.string()),
     ]
 )

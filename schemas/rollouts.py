@@ -7,6 +7,8 @@ what each version added is in `schemas.migrations`. Writing and reading is `mari
 
 import pyarrow as pa
 
+from schemas.arrow import MESSAGE, list_of, required
+
 FORMAT = "marin-rl/rollouts"
 SCHEMA_VERSION = 3
 
@@ -19,34 +21,24 @@ STATUSES = ("complete", "truncated", "aborted", "error")
 UNFINISHED = "unfinished"  # finish reason of what was cancelled, for others were finished first
 
 
-def _required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
-
-
-def _list_of(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", kind, nullable=False))
-
-
 TIMESTAMP = pa.timestamp("us", tz="UTC")
-
-MESSAGE = pa.struct([_required("role", pa.string()), _required("content", pa.string())])
 
 REWARD_COMPONENT = pa.struct(
     [
-        _required("name", pa.string()),
-        _required("value", pa.float64()),
-        _required("weight", pa.float64()),
+        required("name", pa.string()),
+        required("value", pa.float64()),
+        required("weight", pa.float64()),
     ]
 )
 
-NAMED_REWARD = pa.struct([_required("name", pa.string()), _required("value", pa.float64())])
+NAMED_REWARD = pa.struct([required("name", pa.string()), required("value", pa.float64())])
 
 SAMPLING_FIELDS = [
-    _required("temperature", pa.float64()),
-    _required("top_p", pa.float64()),
-    _required("top_k", pa.int32()),
-    _required("max_tokens", pa.int32()),
-    _required("stop", _list_of(pa.string())),
+    required("temperature", pa.float64()),
+    required("top_p", pa.float64()),
+    required("top_k", pa.int32()),
+    required("max_tokens", pa.int32()),
+    required("stop", list_of(pa.string())),
     pa.field("seed", pa.int64()),
 ]
 
@@ -54,26 +46,26 @@ SAMPLING = pa.struct(SAMPLING_FIELDS)
 
 INFERENCE_METADATA = pa.struct(
     [
-        _required("model", pa.string()),
-        _required("weight_version", pa.int32()),
+        required("model", pa.string()),
+        required("weight_version", pa.int32()),
         *SAMPLING_FIELDS,
-        _required("request_id", pa.string()),
-        _required("finish_reason", pa.string()),
+        required("request_id", pa.string()),
+        required("finish_reason", pa.string()),
     ]
 )
 
 TOOL_CALL = pa.struct(
     [
-        _required("id", pa.string()),
-        _required("name", pa.string()),
-        _required("arguments", pa.string()),
+        required("id", pa.string()),
+        required("name", pa.string()),
+        required("arguments", pa.string()),
     ]
 )
 
 TURN = pa.struct(
     [
-        _required("role", pa.string()),
-        _required("content", pa.string()),
+        required("role", pa.string()),
+        required("content", pa.string()),
         pa.field("start", pa.int32()),
         pa.field("end", pa.int32()),
         pa.field("reward", pa.float64()),
@@ -81,14 +73,14 @@ TURN = pa.struct(
         pa.field("tool_call_id", pa.string()),
         pa.field("inference_metadata", INFERENCE_METADATA),
         # of version 2
-        pa.field("tool_calls", _list_of(TOOL_CALL)),
+        pa.field("tool_calls", list_of(TOOL_CALL)),
         pa.field("cut", pa.bool_()),
         pa.field("queue_s", pa.float64()),
         pa.field("prefill_s", pa.float64()),
         pa.field("decode_s", pa.float64()),
         pa.field("environment_s", pa.float64()),
         # of version 3
-        pa.field("rewards", _list_of(NAMED_REWARD)),
+        pa.field("rewards", list_of(NAMED_REWARD)),
         pa.field("malformed", pa.string()),
     ]
 )
@@ -97,50 +89,50 @@ TURN = pa.struct(
 # a rollout is one segment.
 ROLLOUTS = pa.schema(
     [
-        _required("run_id", pa.string()),
-        _required("round", pa.int32()),
-        _required("shard", pa.int32()),
-        _required("group_id", pa.string()),
-        _required("rollout_id", pa.string()),
-        _required("index_in_group", pa.int32()),
-        _required("group_size", pa.int32()),
-        _required("attempt", pa.string()),
-        _required("replica", pa.string()),
-        _required("environment", pa.string()),
-        _required("environment_version", pa.string()),
-        _required("example_id", pa.string()),
-        _required("split", pa.string()),
-        _required("prompt_seed", pa.int64()),
-        _required("messages", _list_of(MESSAGE)),
+        required("run_id", pa.string()),
+        required("round", pa.int32()),
+        required("shard", pa.int32()),
+        required("group_id", pa.string()),
+        required("rollout_id", pa.string()),
+        required("index_in_group", pa.int32()),
+        required("group_size", pa.int32()),
+        required("attempt", pa.string()),
+        required("replica", pa.string()),
+        required("environment", pa.string()),
+        required("environment_version", pa.string()),
+        required("example_id", pa.string()),
+        required("split", pa.string()),
+        required("prompt_seed", pa.int64()),
+        required("messages", list_of(MESSAGE)),
         pa.field("answer", pa.string()),
-        _required("metadata", pa.string()),
-        _required("policy_version_min", pa.int32()),
-        _required("policy_version_max", pa.int32()),
-        _required("policy_digest", pa.string()),
-        _required("tokenizer_digest", pa.string()),
-        _required("chat_template_digest", pa.string()),
-        _required("model", pa.string()),
-        _required("sampling", SAMPLING),
+        required("metadata", pa.string()),
+        required("policy_version_min", pa.int32()),
+        required("policy_version_max", pa.int32()),
+        required("policy_digest", pa.string()),
+        required("tokenizer_digest", pa.string()),
+        required("chat_template_digest", pa.string()),
+        required("model", pa.string()),
+        required("sampling", SAMPLING),
         pa.field("reward", pa.float64()),
-        _required("reward_components", _list_of(REWARD_COMPONENT)),
-        _required("status", pa.string()),
-        _required("finish_reason", pa.string()),
+        required("reward_components", list_of(REWARD_COMPONENT)),
+        required("status", pa.string()),
+        required("finish_reason", pa.string()),
         pa.field("error", pa.string()),
-        _required("token_ids", _list_of(pa.int32())),
-        _required("loss_mask", _list_of(pa.int8())),
-        _required("logprobs", _list_of(pa.float32())),
-        pa.field("policy_versions", _list_of(pa.int32())),
-        _required("n_prompt_tokens", pa.int32()),
-        _required("n_completion_tokens", pa.int32()),
-        _required("turns", _list_of(TURN)),
-        _required("started_at", TIMESTAMP),
-        _required("finished_at", TIMESTAMP),
+        required("token_ids", list_of(pa.int32())),
+        required("loss_mask", list_of(pa.int8())),
+        required("logprobs", list_of(pa.float32())),
+        pa.field("policy_versions", list_of(pa.int32())),
+        required("n_prompt_tokens", pa.int32()),
+        required("n_completion_tokens", pa.int32()),
+        required("turns", list_of(TURN)),
+        required("started_at", TIMESTAMP),
+        required("finished_at", TIMESTAMP),
         pa.field("queue_s", pa.float64()),
         pa.field("prefill_s", pa.float64()),
         pa.field("decode_s", pa.float64()),
-        _required("worker", pa.string()),
+        required("worker", pa.string()),
         # of version 3
-        pa.field("segment_lengths", _list_of(pa.int32())),
+        pa.field("segment_lengths", list_of(pa.int32())),
         pa.field("start_s", pa.float64()),
     ]
 )

@@ -8,6 +8,8 @@ goes on writing the lowest version that has its columns, whose bytes are fewer.
 
 import pyarrow as pa
 
+from schemas.arrow import list_of, required
+
 FORMAT = "marin-rl/scores"
 SCHEMA_VERSION = 3
 
@@ -20,14 +22,6 @@ WEIGHED = ("squared_score_norms",)
 NULLABLE = ("reference_logprobs", "old_logprobs", *VALUED, *WEIGHED)
 
 
-def _required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
-
-
-def _list_of(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(_required("element", kind))
-
-
 # Log-probabilities and entropies are in nats, by the parameters before the update of the step that
 # trained on the segment first. `round` is the round that was trained, `step`, `row` and `segment`
 # (counted from 1) are the place in its batches. `ratios` are those of the objective, at its level;
@@ -36,21 +30,21 @@ def _list_of(kind: pa.DataType) -> pa.DataType:
 # advantage is not 0 and the surrogate, times its correction, gave the log-probability no gradient.
 SCORES_V1 = pa.schema(
     [
-        _required("round", pa.int32()),
-        _required("rollout_id", pa.string()),
-        _required("step", pa.int32()),
-        _required("row", pa.int32()),
-        _required("segment", pa.int32()),
-        _required("positions", _list_of(pa.int32())),
-        *(pa.field(name, _list_of(pa.float32()), nullable=name in NULLABLE) for name in FLOATS),
-        _required("clipped", _list_of(pa.bool_())),
+        required("round", pa.int32()),
+        required("rollout_id", pa.string()),
+        required("step", pa.int32()),
+        required("row", pa.int32()),
+        required("segment", pa.int32()),
+        required("positions", list_of(pa.int32())),
+        *(pa.field(name, list_of(pa.float32()), nullable=name in NULLABLE) for name in FLOATS),
+        required("clipped", list_of(pa.bool_())),
     ]
 )
 
 # Of a critic: the value of each token before the update of the step, and before the first update of
 # the round; `returns`, which it is to learn, are the latter and the advantage before whitening.
-SCORES_V2 = pa.schema([*SCORES_V1, *(pa.field(name, _list_of(pa.float32())) for name in VALUED)])
+SCORES_V2 = pa.schema([*SCORES_V1, *(pa.field(name, list_of(pa.float32())) for name in VALUED)])
 
 # Of an optimal token baseline: 1 - 2 p(y) + sum_v p(v)^2 by the parameters before the first update
 # of the round, the squared norm of the gradient of log p(y) by logits / temperature.
-SCORES = pa.schema([*SCORES_V2, *(pa.field(name, _list_of(pa.float32())) for name in WEIGHED)])
+SCORES = pa.schema([*SCORES_V2, *(pa.field(name, list_of(pa.float32())) for name in WEIGHED)])
