@@ -40,42 +40,35 @@ class Ladder:
         return table
 
 
-def _without(table: pa.Table, names: tuple[str, ...]) -> pa.Table:
+def _with_nulls(table: pa.Table, schema: pa.Schema, names: tuple[str, ...]) -> pa.Table:
+    """Append columns of the newest schema, null in every row."""
     for name in names:
-        kind = scores.SCORES.field(name)
+        kind = schema.field(name)
         table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
     return table
 
 
 def _unvalued(table: pa.Table) -> pa.Table:
     """Upgrade scores of version 1, which are those of runs without a critic."""
-    return _without(table, scores.VALUED)
+    return _with_nulls(table, scores.SCORES, scores.VALUED)
 
 
 def _unweighed(table: pa.Table) -> pa.Table:
     """Upgrade scores of version 2, which are those of runs without an optimal token baseline."""
-    return _without(table, scores.WEIGHED)
-
-
-def _untimed(table: pa.Table) -> pa.Table:
-    """Upgrade rollouts of version 1: their turns have neither calls of tools nor times.
-
-    The times of a rollout may be null from version 2 on.
-    """
-    return _with_new_fields(table)
+    return _with_nulls(table, scores.SCORES, scores.WEIGHED)
 
 
 def _uncut(table: pa.Table) -> pa.Table:
     """Upgrade rollouts of version 2, each of which is one segment."""
-    table = _with_new_fields(table)
-    for name in ("segment_lengths", "start_s"):
-        kind = rollouts.ROLLOUTS.field(name)
-        table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
-    return table
+    return _with_nulls(_with_new_fields(table), rollouts.ROLLOUTS, ("segment_lengths", "start_s"))
 
 
 def _with_new_fields(table: pa.Table) -> pa.Table:
-    """Cast columns to the newest types, where what a struct gained is null."""
+    """Cast columns to the newest types, where what a struct gained is null.
+
+    Rollouts of version 1 need no more: their turns have neither calls of tools nor times. The times
+    of a rollout may be null from version 2 on.
+    """
     for index, name in enumerate(table.column_names):
         field = rollouts.ROLLOUTS.field(name)
         if not table.schema.field(index).equals(field):
@@ -83,7 +76,7 @@ def _with_new_fields(table: pa.Table) -> pa.Table:
     return table
 
 
-ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION, {1: _untimed, 2: _uncut})
+ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION, {1: _with_new_fields, 2: _uncut})
 BATCHES = Ladder(batches.BATCHES_FORMAT, batches.SCHEMA_VERSION)
 DISPOSITIONS = Ladder(batches.DISPOSITIONS_FORMAT, batches.SCHEMA_VERSION)
 METRICS = Ladder(metrics.FORMAT, metrics.SCHEMA_VERSION)
