@@ -182,22 +182,26 @@ def _row(group_id: str, *, round: int, version: int = 0, name: str | None = None
     }
 
 
+def _offences(run: Run, consumed: pa.Table, round: int, seen: Seen) -> dict[str, tuple[str, ...]]:
+    """The offences that have names, as a report of an audit shows them."""
+    offences = uses_offences(run, consumed, round, seen)
+    return {kind: tuple(names) for kind, names in offences.items() if names}
+
+
 def test_an_audit_counts_uses(tmp_path: Path) -> None:
     """Within three rounds, its own and two more; trained on there before."""
     run, seen = Run.create_or_open(_config(tmp_path)), Seen(complete=True)
     consumed = pa.Table.from_pylist([_row("a", round=0)], schema=DISPOSITIONS)
-    assert [uses_offences(run, consumed, round, seen) for round in range(3)] == [{}, {}, {}]
-    assert uses_offences(run, consumed, 2, seen) == {
-        "consumed in an earlier round": ("a/0 (round 2)",)
-    }
+    assert [_offences(run, consumed, round, seen) for round in range(3)] == [{}, {}, {}]
+    assert _offences(run, consumed, 2, seen) == {"consumed in an earlier round": ("a/0 (round 2)",)}
     strange = "used again though never trained on, or outside of the window"
     other = pa.Table.from_pylist([_row("b", round=1)], schema=DISPOSITIONS)
-    assert uses_offences(run, other, 2, seen) == {strange: ("b/0",)}
+    assert _offences(run, other, 2, seen) == {strange: ("b/0",)}
     late = pa.Table.from_pylist([_row("c", round=2)], schema=DISPOSITIONS)
-    assert [uses_offences(run, late, round, seen) for round in (2, 5)] == [{}, {strange: ("c/0",)}]
+    assert [_offences(run, late, round, seen) for round in (2, 5)] == [{}, {strange: ("c/0",)}]
     alone = Run.create_or_open(configuration(os.fspath(tmp_path / "alone")))
-    assert uses_offences(alone, consumed, 0, plain := Seen(complete=True)) == {}
-    assert uses_offences(alone, consumed, 1, plain) == {
+    assert _offences(alone, consumed, 0, plain := Seen(complete=True)) == {}
+    assert _offences(alone, consumed, 1, plain) == {
         "consumed in an earlier round": ("a/0 (round 0)",)
     }
 

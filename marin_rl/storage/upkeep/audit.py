@@ -28,7 +28,6 @@ from marin_rl.storage.upkeep.inventory import MANIFEST
 from marin_rl.storage.upkeep.uses import (
     Offences,
     Seen,
-    offence,
     rows_of_earlier,
     unsampled,
     uses_offences,
@@ -131,7 +130,7 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
     earlier = rows_of_earlier(run, everything, round, COLUMNS) if _reuses(batches[0]) else ()
     # An empty table first, for its columns: there may be no earlier rows.
     again = pa.concat_tables([generated.slice(0, 0), *earlier])
-    offences = {
+    offences: Offences = {
         **_foreign(run, rollouts, generated),
         **_mislabelled(run, generated),
         **_identities(generated["rollout_id"].to_pylist(), dispositions),
@@ -141,14 +140,13 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
         **unsampled(again, everything.filter(pc.invert(own)) if _reuses(batches[0]) else again),
         **_lineage(rollouts, batches[0]),
         **_totals(rollouts, batches[0], generated.num_rows, counts),
+        **token_offences(pa.concat_tables([generated, again]), everything),
     }
-    for kind, names in token_offences(pa.concat_tables([generated, again]), everything).items():
-        offences |= offence(kind, names)
     return RoundAudit(
         round=round,
         generated=generated.num_rows,
         **{kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},
-        offences=offences,
+        offences={kind: listed for kind, names in offences.items() if (listed := tuple(names))},
         balances=balances(generated, dispositions),
         reused=consumed.num_rows - counts.get("consumed", 0),
     )
@@ -173,10 +171,8 @@ def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
     # every sum.
     there = (name for name in run.store.children(manifest.slot) if name.startswith("shard-"))
     return {
-        **offence(
-            "rows of another run or round", generated.filter(wrong)["rollout_id"].to_pylist()
-        ),
-        **offence("shards outside the manifest", (name for name in there if name not in named)),
+        "rows of another run or round": generated.filter(wrong)["rollout_id"].to_pylist(),
+        "shards outside the manifest": [name for name in there if name not in named],
     }
 
 
@@ -198,16 +194,16 @@ def _mislabelled(run: Run, generated: pa.Table) -> Offences:
         # By the checkpoint and not by the shard's own word: a wrong digest is what is looked for.
         expected = checkpoint and checkpoint[0].extra.get("parameters_digest")
         wrong += [rollout for rollout, digest in rollouts if expected and digest != expected]
-    return offence("sampled by other parameters than their version's", wrong)
+    return {"sampled by other parameters than their version's": wrong}
 
 
 def _identities(generated: list[str], dispositions: pa.Table) -> Offences:
     disposed = dispositions["rollout_id"].to_pylist()
     return {
-        **offence("generated more than once", _repeated(generated)),
-        **offence("without a disposition", sorted(set(generated) - set(disposed))),
-        **offence("disposed of but never generated", sorted(set(disposed) - set(generated))),
-        **offence("disposed of more than once", _repeated(disposed)),
+        "generated more than once": _repeated(generated),
+        "without a disposition": sorted(set(generated) - set(disposed)),
+        "disposed of but never generated": sorted(set(disposed) - set(generated)),
+        "disposed of more than once": _repeated(disposed),
     }
 
 
@@ -223,9 +219,9 @@ def _states(dispositions: pa.Table) -> Offences:
     unreasoned = pc.xor(consumed, pc.is_null(dispositions["reason"]))
     names = dispositions["rollout_id"]
     return {
-        **offence("of unknown disposition", names.filter(unknown).to_pylist()),
-        **offence("consumed without a place, or the reverse", names.filter(misplaced).to_pylist()),
-        **offence("dropped without a reason, or the reverse", names.filter(unreasoned).to_pylist()),
+        "of unknown disposition": names.filter(unknown).to_pylist(),
+        "consumed without a place, or the reverse": names.filter(misplaced).to_pylist(),
+        "dropped without a reason, or the reverse": names.filter(unreasoned).to_pylist(),
     }
 
 
@@ -269,17 +265,17 @@ def _places(
     more = [name for name, count in times.items() if count > expected[name]]
     fewer = [name for name, count in times.items() if count < expected[name]]
     return {
-        **offence("not where its disposition says", sorted(str(x[0]) for x in absent)),
-        **offence("in the batches and in no disposition", sorted(x[0] for x in unreported)),
-        **offence("in the batches more than once", sorted(more)),
-        **offence("in the batches without all segments", sorted(fewer)),
+        "not where its disposition says": sorted(str(x[0]) for x in absent),
+        "in the batches and in no disposition": sorted(x[0] for x in unreported),
+        "in the batches more than once": sorted(more),
+        "in the batches without all segments": sorted(fewer),
     }
 
 
 def _lineage(rollouts: Manifest, batches: Manifest) -> Offences:
     named = {(parent.slot, parent.sha256) for parent in batches.parents}
     wrong = (rollouts.slot, rollouts.sha256) not in named
-    return offence("batches made from other rollouts", [batches.slot] if wrong else [])
+    return {"batches made from other rollouts": [batches.slot] if wrong else []}
 
 
 def _totals(
@@ -297,14 +293,12 @@ def _totals(
             for kind in DISPOSITION_KINDS
         },
     }  # fmt: skip
-    return offence(
-        "manifest totals",
-        (
-            f"{name}: says {total}, counted {count}"
-            for name, (total, count) in expected.items()
-            if total != count
-        ),
-    )
+    wrong = [
+        f"{name}: says {total}, counted {count}"
+        for name, (total, count) in expected.items()
+        if total != count
+    ]
+    return {"manifest totals": wrong}
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

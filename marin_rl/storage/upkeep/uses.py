@@ -8,7 +8,7 @@ used again, which `batching.reuse` decides.
 # pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
 # pyright: reportAttributeAccessIssue=false
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 
-Offences = dict[str, tuple[str, ...]]
+Offences = Mapping[str, Iterable[str]]  # offending names by kind of offence, also of none
 
 
 class Seen(dict[str, tuple[int, ...]]):
@@ -25,12 +25,6 @@ class Seen(dict[str, tuple[int, ...]]):
     def __init__(self, *, complete: bool = False) -> None:
         super().__init__()
         self.complete = complete
-
-
-def offence(kind: str, names: Iterable[str]) -> Offences:
-    """{kind: names}, or nothing where there are none."""
-    listed = tuple(names)
-    return {kind: listed} if listed else {}
 
 
 def rows_of_earlier(
@@ -48,7 +42,7 @@ def unsampled(again: pa.Table, dispositions: pa.Table) -> Offences:
     """Rollouts that are said to be of earlier rounds, and are among the rollouts of none."""
     there = set(again["rollout_id"].to_pylist())
     named = dispositions["rollout_id"].to_pylist()
-    return offence("used again but never generated", (n for n in named if n not in there))
+    return {"used again but never generated": [n for n in named if n not in there]}
 
 
 def uses_offences(run: Run, consumed: pa.Table, round: int, seen: "Seen") -> Offences:
@@ -74,6 +68,6 @@ def uses_offences(run: Run, consumed: pa.Table, round: int, seen: "Seen") -> Off
     for name in dict.fromkeys(names):
         seen[name] = (*seen.get(name, ()), round)
     return {
-        **offence("consumed in an earlier round", again),
-        **offence("used again though never trained on, or outside of the window", strange),
+        "consumed in an earlier round": again,
+        "used again though never trained on, or outside of the window": strange,
     }
