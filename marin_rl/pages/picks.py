@@ -33,8 +33,12 @@ class Pick:
 def pick(groups: Mapping[str, Sequence[Member]], n_groups: int, n_members: int) -> list[Pick]:
     """Pick at most `n_groups` groups of at most `n_members` members, the most telling first."""
     chosen: dict[str, str] = {}
-    means = {name: mean for name, members in groups.items() if (mean := _mean(members)) is not None}
-    spreads = {name: _spread(groups[name]) for name in means}
+    rewards = {
+        name: [member.reward for member in members if member.reward is not None]
+        for name, members in groups.items()
+    }
+    means = {name: math.fsum(values) / len(values) for name, values in rewards.items() if values}
+    spreads = {name: max(rewards[name]) - min(rewards[name]) for name in means}
     if spreads and max(spreads.values()) > 0:
         chosen[max(spreads, key=spreads.__getitem__)] = "rewards differ most"
     if means:
@@ -65,13 +69,3 @@ def pick_members(members: Sequence[Member], n_members: int) -> dict[str, str]:
         places.setdefault(member.rollout_id, "")
     kept = dict(list(places.items())[:n_members])
     return {m.rollout_id: kept[m.rollout_id] for m in members if m.rollout_id in kept}
-
-
-def _mean(members: Sequence[Member]) -> float | None:
-    rewards = [member.reward for member in members if member.reward is not None]
-    return math.fsum(rewards) / len(rewards) if rewards else None
-
-
-def _spread(members: Sequence[Member]) -> float:
-    rewards = [member.reward for member in members if member.reward is not None]
-    return max(rewards) - min(rewards) if rewards else 0.0

@@ -97,7 +97,7 @@ class _Reading:
     """Dispositions and scores of the picked rollouts, by rollout id, and options."""
 
     fates: Mapping[str, Fate]
-    scores: Mapping[str, Scores]
+    scores: Mapping[str, Scores | None]
     amount: Amount
     texts: TokenTexts
 
@@ -154,15 +154,18 @@ def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
     return fates
 
 
-def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores]:
-    """Trainer's scores of the picked rollouts, where they were trained on in one piece."""
-    scores: dict[str, Scores] = {}
+def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores | None]:
+    """Trainer's scores of the picked rollouts; None for one that was trained on in several pieces.
+
+    Positions of a piece are its own.
+    """
+    scores: dict[str, Scores | None] = {}
     last = round + max(run.config.staleness_rounds_max, 0)
     for trained in range(round, last + 1):
-        here: dict[str, Scores] = {}
+        here: dict[str, Scores | None] = {}
         for row in _score_rows(run, trained, list(rows)) if rows else ():
             name = row["rollout_id"]
-            here[name] = Scores.in_pieces() if name in here else Scores.of(row)
+            here[name] = None if name in here else Scores.of(row)
         scores = here | scores  # of the first round that trained on it
     return scores
 

@@ -74,7 +74,7 @@ def _tokenizer(policy: PolicyConfig) -> "tuple[Decodes, str]":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Per-token numbers of the trainer by position in the rollout; empty where not in one piece."""
+    """Per-token numbers of the trainer by position in the rollout."""
 
     trainer: Mapping[int, float]
     entropies: Mapping[int, float]
@@ -89,11 +89,6 @@ class Scores:
             entropies=dict(zip(places, row["entropies"], strict=True)),
             clipped=frozenset(p for p, hit in zip(places, row["clipped"], strict=True) if hit),
         )
-
-    @classmethod
-    def in_pieces(cls) -> "Scores":
-        """Of a rollout that was trained on in several segments, whose positions are their own."""
-        return cls(trainer={}, entropies={}, clipped=frozenset())
 
 
 def tokens_of(
