@@ -134,11 +134,12 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append the bytes to the file. Raises CorruptObject if it is no regular file of the run."""
-    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+    """Append a line to the file. Raises CorruptObject if it is no regular file of the run."""
+    with os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         # A line that was cut stays apart, so that it spoils itself alone.
-        torn = b"" if _ends_a_line(path) else b"\n"
-        file.write(torn + line + b"\n")
+        torn = file.read() not in (b"", b"\n")
+        file.write((b"\n" if torn else b"") + line + b"\n")
 
 
 def _has_line(path: Path, round: int) -> bool:
@@ -147,13 +148,3 @@ def _has_line(path: Path, round: int) -> bool:
         start = f'{{"round": {round}, '.encode()
         return any(line.startswith(start) and line.endswith(b"}\n") for line in file)
     return False
-
-
-def _ends_a_line(path: Path) -> bool:
-    """Return True where the file is empty, or its last byte is a newline."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return True
-        file.seek(size - 1)
-        return file.read(1) == b"\n"
