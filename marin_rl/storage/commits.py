@@ -12,8 +12,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from marin_rl.errors import (
@@ -333,20 +333,20 @@ def commit_object(
     """
     # One name and one set of bytes for all tries: whichever create takes effect late commits the
     # same.
-    slot = _Slot(store, key, data, attempt, fingerprint, identify)
+    look = partial(_look, store, key, data, attempt, fingerprint, identify)
     tried = False  # a create that was sent may take effect later, whatever its reply was
     trouble = "the store did not say"
     for _ in _until(deadline_s, sleep):
         try:
             # Before the create, which uploads all bytes: repeated tasks find the slot committed.
-            committed = slot.look()
+            committed = look()
             if committed is None:
                 tried = True
                 if store.put_if_absent(key, data) is PutOutcome.CREATED:
                     return data
                 # "Exists" and "unknown" are treated alike: the first may be our own create, sent
                 # twice by the network, so only the bytes in the slot say whose it is.
-                committed = slot.look()
+                committed = look()
             if committed is not None:
                 return committed
         except StoreUnavailable as error:
@@ -363,32 +363,21 @@ def commit_object(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """A slot that is being committed: its bytes in the store are compared with ours."""
+def _look(
+    store: ObjectStore, key: str, ours: bytes, attempt: str, fingerprint: str, identify: Identify
+) -> bytes | None:
+    """The committed bytes if they are ours or may stand for ours; None when absent.
 
-    store: ObjectStore
-    key: str
-    data: bytes
-    attempt: str
-    fingerprint: str
-    identify: Identify
-
-    def look(self) -> bytes | None:
-        """The committed bytes if they are ours or may stand for ours; None when absent.
-
-        Ours and another attempt's of the same fingerprint are equally good: both are returned.
-        """
-        try:
-            committed = self.store.read(self.key)
-        except ObjectMissing:
-            return None
-        if committed == self.data:  # spares parsing our own bytes after a lost reply
-            return committed
-        attempt, fingerprint = self.identify(committed)
-        source = self.store.url_of(self.key)
-        check_fingerprint(source, attempt, fingerprint, self.fingerprint, ours=self.attempt)
-        return committed
+    Ours and another attempt's of the same fingerprint are equally good: both are returned.
+    """
+    try:
+        committed = store.read(key)
+    except ObjectMissing:
+        return None
+    if committed != ours:  # spares parsing our own bytes after a lost reply
+        other, theirs = identify(committed)
+        check_fingerprint(store.url_of(key), other, theirs, fingerprint, ours=attempt)
+    return committed
 
 
 def _until(deadline_s: int | float, sleep: Callable[[float], None]) -> Iterator[None]:
