@@ -62,8 +62,6 @@ def configuration_markdown() -> str:
             f"## {title}",
             "",
             cleandoc(section.__doc__ or ""),
-        ]
-        lines += [
             "",
             "| key | type | default | range | free | meaning |",
             "|---|---|---|---|---|---|",
@@ -131,8 +129,7 @@ def _metric_row(item: Definition) -> str:
     if again == "no":
         again = within = ""
     steps = "" if item.over_steps == "mean" else item.over_steps
-    cells = (f"`{item.name}`", item.unit, item.formula, again, within, steps)
-    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+    return _table_row(f"`{item.name}`", item.unit, item.formula, again, within, steps)
 
 
 def _titled_sections() -> Iterator[tuple[str, str, type[Section]]]:
@@ -158,7 +155,7 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[S
 
 
 def _row(key: str, info: FieldInfo) -> str:
-    cells = (
+    return _table_row(
         f"`{key}`",
         _type_name(info.annotation),
         "" if info.is_required() else f"`{_default(info)}`",
@@ -166,7 +163,6 @@ def _row(key: str, info: FieldInfo) -> str:
         "free" if is_runtime_only(info) else "",
         info.description or "",
     )
-    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
 
 
 def _default(info: FieldInfo) -> str:
@@ -204,5 +200,6 @@ def _type_name(annotation: Any) -> str:
     return " or ".join(_type_name(argument) for argument in arguments if argument is not Ellipsis)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _table_row(*cells: str) -> str:
+    escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
