@@ -32,7 +32,6 @@ Root = str | os.PathLike[str]
 Runs = str | Sequence[str] | None
 
 TABLES = ("rollouts", "batches", "dispositions", "metrics", "evals", "scores", "rewards")
-ROLLOUTS_VERSIONS = 3  # that rollouts on disk may have: the newest of `schemas.migrations.ROLLOUTS`
 
 # The type of `turns`, which files of earlier versions have fewer fields of. In DuckDB's words, for
 # this module imports no Arrow.
@@ -204,26 +203,18 @@ def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Seque
 
 
 def _rollouts_in(paths: Sequence[str | None]) -> str:
-    """DuckDB's query over files of rollouts.
-
-    Files of several versions need `union_by_name`, which reads every footer before the query
-    starts; with one version alone it is left out.
-    """
-    files = _files(paths, by_name=ROLLOUTS_VERSIONS > 1)
+    """DuckDB's query over files of rollouts, of any version."""
     return (
         f"select *, {_DERIVED} from (select * replace (turns::{TURNS_TYPE} as turns) from ("
-        f"{files} union all by name {_LATER}))"
+        f"{_files_in(paths)} union all by name {_LATER}))"
     )
 
 
-def _metrics_in(paths: Sequence[str | None]) -> str:
-    """DuckDB's query over files of metrics, which have their columns from round to round."""
-    return _files(paths, by_name=True)
-
-
-def _files(paths: Sequence[str | None], *, by_name: bool) -> str:
+def _files_in(paths: Sequence[str | None]) -> str:
+    """DuckDB's query over files whose columns differ: by version, or by round as metrics do."""
     listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
-    options = f"union_by_name={str(by_name).lower()}, hive_partitioning=false"
+    # Reads every footer before the query starts.
+    options = "union_by_name=true, hive_partitioning=false"
     return f"select * from read_parquet([{listed}], {options})"
 
 
@@ -233,7 +224,7 @@ _READ: Mapping[
 ] = {
     "rollouts": (shards, _rollouts_in),
     "evals": (lambda runs: sealed(runs, "evals", ""), _rollouts_in),
-    "metrics": (of_metrics, _metrics_in),
+    "metrics": (of_metrics, _files_in),
 }
 
 

@@ -9,10 +9,9 @@ import pytest
 from support.run_factories import whole_run
 
 from marin_rl.analysis.frames import VIEWS, columns_of
-from marin_rl.analysis.query import ROLLOUTS_VERSIONS, TABLES, TURNS_TYPE, answer_rows, tables
+from marin_rl.analysis.query import TABLES, TURNS_TYPE, answer_rows, tables
 from marin_rl.analysis.scan import sql
 from marin_rl.storage.runs import Run
-from schemas.migrations import ROLLOUTS
 from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
 
 VALUES = (
@@ -54,10 +53,6 @@ def test_columns_of_tables_are_those_that_a_query_has(run: Run) -> None:
     for name, columns in tables(run.config.root, run.run_id).items():
         described = answer_rows(run.config.root, run.run_id, f"describe {name}").rows
         assert list(columns.items()) == [(row[0], row[1]) for row in described], name
-
-
-def test_rollouts_have_as_many_versions_as_the_reader_expects() -> None:
-    assert ROLLOUTS.newest == ROLLOUTS_VERSIONS, "`query` unites files of several versions by name"
 
 
 def test_turns_have_the_type_of_the_schema() -> None:
