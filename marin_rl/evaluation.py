@@ -31,6 +31,7 @@ from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.evaluate import HeldOut, evaluation_metrics, judges_of, requests_of
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
 from marin_rl.storage.commits import new_attempt
+from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_records import RUN_KEY, seed_from
 from marin_rl.storage.runs import Run, checkpoint_at, checkpoint_named
 from marin_rl.storage.tables.rollouts import encode_shard
@@ -40,7 +41,6 @@ from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 NEW_TOKENS_MAX = 512
 TABLES = (".jsonl", ".parquet")
 MODEL_KEY = "config.json"  # of a Hugging Face folder
-KINDS = {"checkpoints": "round-00012", "sft": "step-00500"}
 
 Served = tuple[ServedPolicy, type[PolicyClient]]
 
@@ -217,10 +217,11 @@ def _run_config(opened: Run, target: Target, request: EvaluationRequest) -> Conf
 def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
     """The run and the committed checkpoint that a target names: its latest, a round's, or one."""
     text = target.name.rstrip("/").removesuffix("/manifest.json")
-    if not (folder / RUN_KEY).is_file() and text.split("/")[-2:-1] in [[kind] for kind in KINDS]:
+    kind = text.rpartition("/")[0].rpartition("/")[2]
+    if kind in POLICY_SLOTS and not (folder / RUN_KEY).is_file():
         if target.round is not None:
             raise ConfigError(f"--round {target.round}: {text} names a checkpoint already")
-        return checkpoint_named(text, KINDS, "what is evaluated", {})
+        return checkpoint_named(text, POLICY_SLOTS, "what is evaluated", {})
     run = target.open_run()
     return run, checkpoint_at(run, target.round)
 

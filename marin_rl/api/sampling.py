@@ -28,12 +28,11 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_folder,
     read_slot,
 )
+from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named
 from marin_rl.tokenizers import encoder_of, load_tokenizer, tokenizer_for
 from marin_rl.trust import Consent, check_named, settings_of
 from marin_rl.types import Sampling
-
-CHECKPOINTS = {"checkpoints": "round-00012", "sft": "step-00500"}
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -209,8 +208,8 @@ def _opened(
     if is_run:
         run = Run.open(str(place.parent), place.name)
         ref = None
-    elif place.parent.name in CHECKPOINTS:
-        run, ref = checkpoint_named(str(place), CHECKPOINTS, "the source of an engine", {})
+    elif place.parent.name in POLICY_SLOTS:
+        run, ref = checkpoint_named(str(place), POLICY_SLOTS, "the source of an engine", {})
     else:
         return _of_folder(source, changes)
     consent = Consent(overrides=tuple(changes), trust=trust)
