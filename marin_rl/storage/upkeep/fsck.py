@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -171,21 +172,15 @@ def _player(name: str | None, ancestors: Sequence[Ancestor], round: int) -> str 
     return next((a.run_id for a in ancestors if round < a.through_round), name)
 
 
+Result = TypeVar("Result")
 Check = Callable[[], tuple[int, Fault | None]]
 Job = tuple[str, Check]  # the place that is checked comes first
 
 
 def _outcome(job: Job) -> tuple[int, Fault | None]:
     """Bytes read, and what is wrong; what could not even be read is a fault as well."""
-    place, check = job
-    try:
-        return check()
-    except CorruptObject as error:
-        return 0, Fault("malformed", place, str(error))
-    except MarinRLError:
-        raise  # of storage itself
-    except Exception as error:  # noqa: BLE001 - a crafted file fails anywhere inside of Arrow
-        return 0, Fault("malformed", place, _in_words(error))
+    result = _explained(*job)
+    return (0, result) if isinstance(result, Fault) else result
 
 
 def _in_words(error: Exception) -> str:
@@ -384,9 +379,9 @@ def _of_other_rollouts(reader: TableReader, rollouts: Slot | None) -> Fault | No
 
 
 def _explained(
-    place: str, look: Callable[[], Fault | None], otherwise: Kind = "malformed"
-) -> Fault | None:
-    """Return the fault that `look` returns, or one for the error that it raised."""
+    place: str, look: Callable[[], Result], otherwise: Kind = "malformed"
+) -> Result | Fault:
+    """Return the result of `look`, or a fault for the error that it raised."""
     try:
         return look()
     except NewerSchema as error:
@@ -394,7 +389,7 @@ def _explained(
     except CorruptObject as error:
         return Fault(otherwise, place, str(error))
     except MarinRLError:
-        raise
+        raise  # of storage itself
     except Exception as error:  # noqa: BLE001 - a crafted file fails anywhere inside of Arrow
         return Fault(otherwise, place, _in_words(error))
 
