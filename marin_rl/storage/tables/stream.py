@@ -6,7 +6,6 @@ on by claims, which spare work and decide nothing: where two workers sample one 
 object stays. Leaves out what rounds take (`intakes`).
 """
 
-import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -282,7 +281,7 @@ def claim_in(data: bytes, source: str) -> Claim:
 def _record(data: bytes, source: str) -> dict[str, Any]:
     try:
         return open_sealed_json(data, format=CLAIM_FORMAT, version=CLAIM_VERSION)
-    except (Malformed, NewerVersion, json.JSONDecodeError) as error:
+    except (Malformed, NewerVersion) as error:
         raise CorruptObject(f"{source}: {error}") from None
 
 
