@@ -25,7 +25,8 @@ from marin_rl.storage.tables.parquet import (
     TableWriter,
     commit_table,
     digest_of,
-    load_all,
+    in_order,
+    load,
 )
 from marin_rl.types import SlotRef
 from schemas.metrics import METRICS_IDENTITY
@@ -70,7 +71,8 @@ def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
         rounds = rounds_in(run.store, "metrics")
     tables = [pa.Table.from_batches([], METRICS_IDENTITY)]  # `empty_table` imports pandas
     keys = [metrics_key(round) for round in sorted(rounds)]
-    for key, data in zip(keys, load_all(run.store, keys), strict=True):
+    loaded = in_order(run.store, lambda key: load(run.store, key), keys)
+    for key, data in zip(keys, loaded, strict=True):
         reader = TableReader(data, run.store.url_of(key), LADDER)
         check_metrics(reader)
         tables.append(reader.table(reader.schema))

@@ -299,13 +299,8 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
         return pa.memory_map(str(path)).read_buffer()
 
 
-def load_all(store: ObjectStore, keys: Iterable[str]) -> Iterator[pa.Buffer]:
-    """Objects as buffers, in order; remote ones are fetched concurrently."""
-    return in_order(store, lambda key: load(store, key), keys)
-
-
 def load_readable(store: ObjectStore, keys: Iterable[str]) -> Iterator[pa.Buffer | None]:
-    """As `load_all`, with None for what is no file that anyone may read."""
+    """Objects as buffers, in order; None for what is no file that anyone may read."""
 
     def readable(key: str) -> pa.Buffer | None:
         try:
