@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.analysis.reference import configuration_markdown, metrics_markdown
+from marin_rl.environments.registry import USER_CLASS, described_environments
 from marin_rl.serving.http.prometheus import METRICS
 
 TOP = Path(__file__).parent.parent
@@ -23,6 +24,13 @@ README = (TOP / "README.md").read_text(encoding="utf-8")
 )
 def test_a_generated_page_is_what_the_code_says(page, made):
     assert (TOP / "docs" / page).read_text(encoding="utf-8") == made(), "run `make docs`"
+
+
+def test_the_reference_has_the_options_of_every_environment():
+    """But for those of a class of the user's own, which no page can know."""
+    page = (TOP / "docs/configuration.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^## environment\.options of (\w+)$", page, re.MULTILINE))
+    assert named == {entry.name for entry in described_environments()} - {USER_CLASS}
 
 
 def test_the_servers_metrics_are_documented_as_the_code_has_them():

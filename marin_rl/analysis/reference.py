@@ -15,9 +15,11 @@ from marin_rl.environments.chat import ChatOptions
 from marin_rl.environments.code_problems import CodeOptions
 from marin_rl.environments.echo import EchoOptions
 from marin_rl.environments.external.gymnasium import GymnasiumOptions
+from marin_rl.environments.external.nemo_gym import NemoGymOptions
 from marin_rl.environments.external.openenv import OpenEnvOptions
 from marin_rl.environments.external.textarena import TextArenaOptions
 from marin_rl.environments.external.verifiers import VerifiersOptions
+from marin_rl.environments.external.verifiers_v1 import VerifiersV1Options
 from marin_rl.environments.game import GameOptions
 from marin_rl.environments.judge import JudgeOptions
 from marin_rl.environments.math_problems import MathOptions
@@ -34,12 +36,14 @@ _OPTIONS: dict[str, type[Section]] = {
     "gymnasium": GymnasiumOptions,
     "judge": JudgeOptions,
     "math": MathOptions,
+    "nemo_gym": NemoGymOptions,
     "openenv": OpenEnvOptions,
     "python": PythonOptions,
     "reasoning_gym": ReasoningGymOptions,
     "repository": RepositoryOptions,
     "textarena": TextArenaOptions,
     "verifiers": VerifiersOptions,
+    "verifiers_v1": VerifiersV1Options,
 }
 
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "max_length": "at most", "pattern": "like"}
