@@ -12,7 +12,7 @@ in, bit by bit, with every digest right and the audit balanced. Ways of disturbi
 - silence on the fake GCS and on moto: an operation that fails, is late, doubled or not answered;
   and, below the clients, a request that is refused or dropped, before or after it took effect.
 
-By default seeded samples are played. `-m slow` plays all: every crash state by itself, the rest in
+All are slow tests. Every crash state is played by itself, and one silence; the rest in
 groups, where one run meets many faults, APART operations from each other, and is started again
 where one ends it. That each of them came is asserted; a group that ends otherwise is played again
 one by one, to name the culprit. A fault that only matters in an otherwise undisturbed run could
@@ -64,6 +64,7 @@ SILENCES = ("fail", "delay", "late", "duplicate", "lose-reply")
 APART = 5
 ALONE = 10**6  # apart: a group is one fault
 ONE_BY_ONE = bool(os.environ.get("MARIN_RL_ALL_FAULTS"))
+pytestmark = pytest.mark.slow
 ALL_S_MAX = 1800 if "MARIN_RL_FAULT_GROUPS" in os.environ else 24 * 3600
 
 
@@ -140,35 +141,24 @@ def summaries(config: Config) -> dict[str, object]:
 # --- crash states -------------------------------------------------------------------------------
 
 
-def check_states(undisturbed: Undisturbed, root: Path, count: int) -> None:
+@pytest.mark.timeout(ALL_S_MAX)
+def test_every_crash_state(undisturbed: Undisturbed, tmp_path: Path) -> None:
     states = undisturbed.states
     print(f"N = {undisturbed.operations} operations, {len(states.numbers)} different states")
 
     def go_on(index: str) -> Config:
-        config = debug(root / index)
+        config = debug(tmp_path / index)
         shutil.copytree(states.copy(int(index)), Path(config.root, config.run_id))
         start(config)
         return config
 
-    cases = chosen([str(i) for i in range(len(states.numbers))], count)
+    cases = chosen([str(i) for i in range(len(states.numbers))], 10**6)
     assert play(cases, go_on, undisturbed.expected) == []
-
-
-@pytest.mark.slow
-def test_some_crash_states(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    check_states(undisturbed, tmp_path, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(ALL_S_MAX)
-def test_every_crash_state(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    check_states(undisturbed, tmp_path, 10**6)
 
 
 # --- real kills ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(ALL_S_MAX)
 def test_kills_at_operations(
     undisturbed: Undisturbed, fork_server: ForkServer, tmp_path: Path
@@ -273,7 +263,6 @@ def test_a_silence(bucket: Bucket, undisturbed: Undisturbed) -> None:
     assert play(chosen(every, 1), bucket.disturbed, undisturbed.expected) == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(ALL_S_MAX)
 def test_silences_at_operations(bucket: Bucket, undisturbed: Undisturbed) -> None:
     operations, _ = bucket.names
@@ -281,7 +270,6 @@ def test_silences_at_operations(bucket: Bucket, undisturbed: Undisturbed) -> Non
     assert play_groups(every, bucket.silent, undisturbed.expected) == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(ALL_S_MAX)
 def test_requests_that_get_no_answer(bucket: Bucket, undisturbed: Undisturbed) -> None:
     _, requests = bucket.names
@@ -289,7 +277,6 @@ def test_requests_that_get_no_answer(bucket: Bucket, undisturbed: Undisturbed) -
     assert play_groups(every, bucket.refused, undisturbed.expected) == []
 
 
-@pytest.mark.slow
 def test_two_processes_at_once_on_an_object_store(
     bucket: Bucket, fork_server: ForkServer, undisturbed: Undisturbed
 ) -> None:

@@ -47,6 +47,7 @@ from marin_rl.training.model import build_model, named_parameters, with_paramete
 from marin_rl.training.replay import replay_round
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy, SlotRef
 
+pytestmark = pytest.mark.slow
 ROUNDS = 3
 CHUNK = 50  # of groups that the run itself never samples
 
@@ -73,7 +74,6 @@ def mixed(rollouts: list[Rollout]) -> list[Rollout]:
     return [each for each in rollouts if each.policy_version_min < each.policy_version_max]
 
 
-@pytest.mark.slow
 def test_a_run_is_whole_and_knows_the_policy_of_each_token(played: Config) -> None:
     """The speed of the machine decides how many completions a checkpoint comes upon."""
     run = checked(played)
@@ -244,7 +244,6 @@ def sampling_from(run: Run, servers: Sequence[PolicyServer]) -> Run:
     return replace(run, config=run.config.model_copy(update={"inference": inference}))
 
 
-@pytest.mark.slow
 def test_servers_that_follow_go_on_with_the_weights_of_later_checkpoints(played: Config) -> None:
     run = Run.open(played.root, played.run_id)
     with server_of(run) as server:
@@ -262,7 +261,6 @@ def test_servers_that_follow_go_on_with_the_weights_of_later_checkpoints(played:
     }
 
 
-@pytest.mark.slow
 def test_a_server_with_other_weights_under_the_right_name_is_lost_and_no_group_is(
     played: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +314,6 @@ def vllm_of(config: Config) -> Iterator[VllmStandIn]:
         yield vllm
 
 
-@pytest.mark.slow
 def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
     played: Config,
 ) -> None:
@@ -350,7 +347,6 @@ def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
     assert proven == [0, 2]
 
 
-@pytest.mark.slow
 def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(
     api: str, tmp_path: Path
 ) -> None:
@@ -384,7 +380,6 @@ def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(
             assert_logprobs(rollout, models)
 
 
-@pytest.mark.slow
 def test_wrong_weights_that_vllm_loads_are_proven_by_no_token(
     played: Config,
 ) -> None:
@@ -427,7 +422,6 @@ class Unproven:
             self._runtime.serve(ref)
 
 
-@pytest.mark.slow
 def test_a_round_of_one_policy_is_sampled_by_the_same_route(api: str, tmp_path: Path) -> None:
     with vllm_of(debug(tmp_path)) as vllm:
         config = debug(

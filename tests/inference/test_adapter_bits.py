@@ -10,7 +10,7 @@ from support.engines import amid, bits, engine_of, request_of, result_of, togeth
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.isa, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -18,8 +18,6 @@ def engine(adapter_engine: Engine) -> Engine:
     return adapter_engine
 
 
-@pytest.mark.isa
-@pytest.mark.slow
 def test_other_slots_adapters_change_no_bit(engine, model):
     # alone by half of the bank where that is proven, together by the whole of it
     adapters = [adapter_for(model, seed) for seed in range(3)]
@@ -56,8 +54,6 @@ def test_loading_amid_a_request_changes_none_of_its_bits(engine, model):
     assert bits(future.result(timeout=120)) == expected
 
 
-@pytest.mark.isa
-@pytest.mark.slow
 def test_a_dialogue_on_an_adapter_goes_on_from_its_own_cache(model):
     engine = engine_of(model, adapters_max=3, adapter_rank_max=8, prefix_cache=True)
     if not engine.keeps_prefixes:

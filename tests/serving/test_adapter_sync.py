@@ -24,6 +24,7 @@ from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.runs import Run
 from marin_rl.types import Message, Sampling
 
+pytestmark = pytest.mark.slow
 BASE_DIGEST = "0123456789"
 NAMES = ("t" * 64, "c" * 64)  # digests of the tokenizer and of its chat template
 
@@ -82,7 +83,6 @@ def check_samples(run: Run, model: str, adapter: Adapter) -> None:
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
 
 
-@pytest.mark.slow
 def test_each_version_has_a_name_and_old_ones_go(root, server):
     run, adapters = run_of(root, server, "one"), [adapter_for(tiny_model(), n) for n in range(4)]
     names = []
@@ -97,7 +97,6 @@ def test_each_version_has_a_name_and_old_ones_go(root, server):
     assert [name[:11] for name in exported] == ["round-00002", "round-00003"]
 
 
-@pytest.mark.slow
 def test_two_runs_share_a_server_and_leave_each_other_alone(root, server):
     runs = [run_of(root, server, name) for name in ("left", "right")]
     for version in range(3):

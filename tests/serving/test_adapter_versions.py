@@ -39,7 +39,7 @@ from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.state import identity_of
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_quickly")]
 LORA = ("policy.lora.rank=4", "policy.model.layers=1")
 FLEET = (
     "inference.endpoints=registered", "inference.publish=pull", "inference.flight=grpc://127.0.0.1:0",
@@ -72,7 +72,6 @@ def served_id(run: Run, round: int) -> str:
     return served_model_id("policy", round, identity_of(run, ref).parameters_digest)
 
 
-@pytest.mark.slow
 def test_a_run_samples_from_the_base_and_the_adapter_next_to_it(played):
     run, models = played
     base = read_version(run, 0).base_digest
@@ -86,7 +85,6 @@ def test_a_run_samples_from_the_base_and_the_adapter_next_to_it(played):
     assert read_metrics(run, [1])["weights/bytes"].to_pylist() == [size]
 
 
-@pytest.mark.slow
 def test_lineage_and_status_name_the_adapter_and_its_base(played):
     run, _ = played
     graph, identity = trace(run, 1), identity_of(run, committed(run, checkpoint_slot(1)))
@@ -125,7 +123,6 @@ def followed(played) -> Iterator[tuple[PolicyServer, CheckpointWatcher, Run]]:
         server.stop()
 
 
-@pytest.mark.slow
 def test_followers_serve_each_version_by_its_name(followed):
     server, follower, run = followed
     cards = {card["id"]: card for card in talk(server, "GET", "/v1/models")[2]["data"]}
@@ -165,7 +162,6 @@ def test_a_version_that_was_promised_otherwise_is_refused(played):
         read_version(run, 1, "0" * 64)
 
 
-@pytest.mark.slow
 def test_a_merged_policy_is_sent_to_our_servers_from_disk(played, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "manage")
     run, _ = played
@@ -209,7 +205,6 @@ def registered(run: Run) -> Iterator[PolicyServer]:
 
 
 @pytest.mark.isa
-@pytest.mark.slow
 @pytest.mark.bits
 def test_registered_followers_sample_each_version_by_name_as_the_run_itself_does(
     played, tmp_path, caplog

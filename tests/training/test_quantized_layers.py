@@ -7,7 +7,6 @@ import optax
 import pytest
 from support.adapters import random_adapter
 from support.batches import VOCAB, random_batch, tiny_policy
-from support.cases import others_slow
 from support.steps import make_step
 
 from marin_rl.config import InferenceConfig, LoraConfig, ObjectiveConfig
@@ -28,11 +27,12 @@ from marin_rl.training.state import fresh_state
 from marin_rl.training.step import step_arrays
 from marin_rl.training.step_types import StepSettings
 
+pytestmark = pytest.mark.slow
 SPEC = LoraConfig(rank=3, alpha=6.0)
 compiled_logprobs = jax.jit(token_logprobs)
 
 
-@pytest.fixture(scope="module", params=others_slow(["int8", "nf4"], "nf4"))
+@pytest.fixture(scope="module", params=["int8", "nf4"])
 def world(request):
     """Scheme, base template, quantised parameters, the same dequantised, and an adapter."""
     family = {"int8": "llama", "nf4": "qwen3"}[request.param]
@@ -77,7 +77,6 @@ def test_the_merged_model_is_one_of_plain_layers(world):
         np.testing.assert_allclose(whole[name], array, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_step_moves_the_adapter_as_on_the_dequantised_base(world, recomputed):
     scheme, base, frozen, plain, adapter = world
@@ -105,8 +104,7 @@ def _stepped(template, first, frozen):
     return step(fresh_state(first, plain, 0), None, *rows).state.parameters
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", others_slow(["float32", "bfloat16"], "bfloat16"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_decodes_what_the_trainer_computes(world, dtype):
     scheme, base, frozen, _, adapter = world
     template = with_quantized(with_adapter(base, adapter.modules), scheme)

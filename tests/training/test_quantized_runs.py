@@ -50,6 +50,8 @@ SETTINGS = (
 )
 
 
+@pytest.mark.isa
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_run_on_a_quantised_base(debug, tokenizer, tmp_path):
     """One run of two rounds: identity, replay and resumption to the bit, service, export."""
