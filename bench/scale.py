@@ -40,11 +40,10 @@ from marin_rl.storage.tables.intakes import (
     read_intake,
 )
 from marin_rl.storage.tables.packs import PackChain
-from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX, fetches_at_once
+from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX, fetches_at_once, in_order
 from marin_rl.storage.tables.rollouts import commit_shard, rollouts_manifest, seal_round
 from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.storage.tables.streamed import StreamedGroup
-from marin_rl.storage.upkeep.streams import delete_all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.run_factories import CHECKPOINT, checkpoint, configuration, group, policy
@@ -184,7 +183,7 @@ def windowed(table: Table, options: argparse.Namespace, *, packed: bool) -> None
     table.measure(f"{name}the intake is read", lambda: read_intake(run, 0))
     table.measure(
         f"{name}groups of the sealed round are deleted",
-        lambda: delete_all(run.store, run.store.list(STREAM)),
+        lambda: list(in_order(run.store, run.store.delete, run.store.list(STREAM))),
         at_once=FETCHES_MAX,
     )
 

@@ -91,7 +91,7 @@ class Bridge(TemplateBridge):
 
     def __init__(self) -> None:
         super().__init__(PolicyConfig())
-        self.__dict__["_tokenizer"] = TOKENIZER
+        self._tokenizer.__dict__["tokenizer"] = TOKENIZER
 
 
 class Turns(ToolTurns):
@@ -99,7 +99,7 @@ class Turns(ToolTurns):
 
     def __init__(self) -> None:
         super().__init__(PolicyConfig(), EnvironmentConfig())
-        self.__dict__["_tokenizer"] = TOKENIZER
+        self._tokenizer.__dict__["tokenizer"] = TOKENIZER
 
 
 def desk() -> ToolsOverExamples:
@@ -216,7 +216,7 @@ def test_a_template_without_tools_is_refused_before_sampling() -> None:
     class NoCallFormat(Turns):
         def __init__(self) -> None:
             super().__init__()
-            self.__dict__["_tokenizer"] = character_tokenizer()
+            self._tokenizer.__dict__["tokenizer"] = character_tokenizer()
 
     policy = policy_at(NOWHERE, "policy")
 

@@ -165,7 +165,7 @@ def test_damage_is_not_exported(run: Run, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tar*"))
 
 
-def test_what_a_killed_export_left_is_written_over(run: Run, tmp_path: Path) -> None:
+def test_the_file_that_a_killed_export_left_is_written_over(run: Run, tmp_path: Path) -> None:
     left = tmp_path / ".run.tar.partial"
     left.write_bytes(b"longer than the archive" * 100_000)
     made = write_archive(run, tmp_path / "run.tar")
