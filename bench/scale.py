@@ -125,7 +125,7 @@ def warm_run() -> Run:
     return Run.create_or_open(configuration(f"memory://{uuid.uuid4().hex}"))
 
 
-def in_order(table: Table, options: argparse.Namespace) -> None:
+def with_shards_given_out(table: Table, options: argparse.Namespace) -> None:
     """Steps of a round whose shards are given out: a few shards stand for all."""
     few, size = 5, options.groups // options.workers
     small = argparse.Namespace(**{**vars(options), "groups": few * size, "workers": few})
@@ -308,7 +308,7 @@ def main() -> None:
     table = Table(options.latency)
     print(f"{'step':48} {'requests':>11} {'CPU s':>10} {'waits s':>10}")
     commit_shard(warm_run(), 0, 0, [sampled_group(options, "g")], "f" * 64, policy(0))
-    in_order(table, options)
+    with_shards_given_out(table, options)
     windowed(table, options, packed=False)
     windowed(table, options, packed=True)
     options.results.mkdir(parents=True, exist_ok=True)

@@ -259,7 +259,7 @@ def test_a_version_that_the_trainer_does_not_prove_is_waited_for_within_bounds(
         server.serve(3)
         return await one(client)
 
-    # The same bound for both: on a busy machine the endpoint is lost before the fleet ends its wait.
+    # The same bound for both: on a busy machine the endpoint is lost before the wait ends.
     unproven = "serves version 3, which the trainer has not proven (yet|for 0.3 s)"
     with pytest.raises(FleetEmpty, match=unproven):
         ask([server], use, canary_of=canary_of, fleet_timeout_s=0.3)
