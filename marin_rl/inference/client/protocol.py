@@ -12,7 +12,7 @@ nothing of JAX, of sockets, or of any client library.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int32
@@ -22,8 +22,11 @@ from marin_rl.types import Message, Sampling, ToolCall
 MODELS_ROUTE = "/v1/models"
 CHAT_ROUTE = "/v1/chat/completions"
 CHAT_TOKENS_ROUTE = "/v1/chat/completions/tokens"
-CHAT_TOKENS_PATH = CHAT_TOKENS_ROUTE.removeprefix("/v1")  # below the base URL of an endpoint
 COMPLETIONS_ROUTE = "/v1/completions"
+# Below the base URL of an endpoint.
+CHAT_PATH = CHAT_ROUTE.removeprefix("/v1")
+CHAT_TOKENS_PATH = CHAT_TOKENS_ROUTE.removeprefix("/v1")
+COMPLETIONS_PATH = COMPLETIONS_ROUTE.removeprefix("/v1")
 TOKENIZE_ROUTE = "/tokenize"
 DETOKENIZE_ROUTE = "/detokenize"
 GENERATE_ROUTE = "/inference/v1/generate"
@@ -86,10 +89,10 @@ class ChatRequest:
     @property
     def path(self) -> str:
         """The route, below the base URL of an endpoint."""
-        return CHAT_ROUTE.removeprefix("/v1") if self.prompt_ids is None else CHAT_TOKENS_PATH
+        return CHAT_PATH if self.prompt_ids is None else CHAT_TOKENS_PATH
 
     def body(self) -> dict[str, Any]:
-        """The JSON body. Filters that are off, and an absent seed or stop, are left out."""
+        """The JSON body."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [message_body(message) for message in self.messages],
@@ -106,8 +109,6 @@ class ChatRequest:
             body["tools"] = [dict(tool) for tool in self.tools]
         if self.probe:
             body["probe"] = True
-        if self.sampling.seed is not None:
-            body["seed"] = self.sampling.seed
         return body
 
 
@@ -135,20 +136,16 @@ def call_body(call: ToolCall) -> dict[str, Any]:
 class TurnsRequest:
     """A sample of each of several prompts of ids from one served model, each with its own seed.
 
-    `sampling` holds for all of them, but for its seed. The list `seeds` of the body is ours: other
+    `sampling` holds for all of them, and has no seed. The list `seeds` of the body is ours: other
     servers of plain completions have one seed for all prompts.
     """
 
+    path: ClassVar[str] = COMPLETIONS_PATH
     model: str
     prompts: Sequence[Int32[np.ndarray, " _P"]]
     seeds: Sequence[int]
     sampling: Sampling
     session: str = ""
-
-    @property
-    def path(self) -> str:
-        """The route, below the base URL of an endpoint."""
-        return COMPLETIONS_ROUTE.removeprefix("/v1")
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -169,23 +166,17 @@ class PlainRequest:
     For endpoints without the chat route for ids, as vLLM's own server.
     """
 
+    path: ClassVar[str] = COMPLETIONS_PATH
     model: str
     prompt: Int32[np.ndarray, " P"]
     sampling: Sampling
 
-    @property
-    def path(self) -> str:
-        """The route, below the base URL of an endpoint."""
-        return COMPLETIONS_ROUTE.removeprefix("/v1")
-
     def body(self) -> dict[str, Any]:
         """The JSON body; `logprobs: 0` asks for those of the sampled tokens."""
-        seed = self.sampling.seed
         return {
             "model": self.model,
             "prompt": self.prompt.tolist(),
             **sampling_fields(self.sampling),
-            **({} if seed is None else {"seed": seed}),
             "logprobs": 0,
             "return_token_ids": True,
             "compact_logprobs": True,
@@ -193,7 +184,7 @@ class PlainRequest:
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a body that are the same for all its samples; filters that are off are left out."""
+    """Fields of a body; filters that are off, and an absent seed or stop, are left out."""
     fields: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -203,6 +194,8 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
         fields["top_k"] = sampling.top_k
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed
     return fields
 
 

@@ -58,8 +58,8 @@ def sglang_body(prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling) -> dict
     """Return the body of SGLang's `/generate` for one sample of a prompt."""
     parameters = sampling_fields(sampling)
     parameters["max_new_tokens"] = parameters.pop("max_tokens")
-    if sampling.seed is not None:
-        parameters["sampling_seed"] = sampling.seed
+    if "seed" in parameters:
+        parameters["sampling_seed"] = parameters.pop("seed")
     return {
         "input_ids": prompt_ids.tolist(),
         "sampling_params": parameters,

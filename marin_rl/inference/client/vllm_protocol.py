@@ -69,10 +69,11 @@ def generate_body(
     model: str, prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling
 ) -> dict[str, Any]:
     """The JSON body for one sample of a prompt; `logprobs: 0` asks for the sampled tokens' own."""
-    parameters = sampling_fields(sampling) | {"logprobs": 0}
-    if sampling.seed is not None:
-        parameters["seed"] = sampling.seed
-    return {"model": model, "token_ids": prompt_ids.tolist(), "sampling_params": parameters}
+    return {
+        "model": model,
+        "token_ids": prompt_ids.tolist(),
+        "sampling_params": sampling_fields(sampling) | {"logprobs": 0},
+    }
 
 
 def decode_generated(
