@@ -71,17 +71,14 @@ class Forcing(PolicyClient):
 
     log: list[tuple[dict[str, Any], dict[str, Any]]]
 
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, session: str = ""
-    ) -> bytes:
-        assert body is not None
+    async def _send(self, path: str, body: dict[str, Any], session: str) -> bytes:
         results = sum(message["role"] == "tool" for message in body["messages"])
         if results < FORCED:
             body = body | {"tool_choice": "required", "parallel_tool_calls": False}
             for tool in body["tools"]:  # a model of random weights would add keys without end
                 parameters = tool["function"]["parameters"] | {"additionalProperties": False}
                 tool["function"] = tool["function"] | {"parameters": parameters}
-        data = await super()._send(method, path, body, session)
+        data = await super()._send(path, body, session)
         self.log.append((body, json.loads(data)))
         return data
 

@@ -50,8 +50,8 @@ async def load_adapter(client: PolicyClient, adapter: NewAdapter, base: str) -> 
     served = await client.models_of_each()
     ids = await asyncio.gather(
         *(
-            _load(client, index, url, adapter, base, loaded=adapter.name in names)
-            for index, (url, names) in enumerate(served.items())
+            _load(client, url, adapter, base, loaded=adapter.name in names)
+            for url, names in served.items()
         )
     )
     # a request names one id, and may go to any of them
@@ -69,16 +69,16 @@ async def unload_adapters(client: PolicyClient, names: Sequence[str]) -> None:
     One that refuses keeps them: the round goes on, and its log says so.
     """
     served = await client.models_of_each()
-    for index, (url, known) in enumerate(served.items()):
+    for url, known in served.items():
         for name in sorted(known.intersection(names)):
             try:
-                await _unload(client, index, name)
+                await _unload(client, url, name)
             except InferenceError as error:
                 _log.warning("%s keeps the adapter %s: %s", url, name, error)
 
 
 async def _load(
-    client: PolicyClient, index: int, url: str, adapter: NewAdapter, base: str, *, loaded: bool
+    client: PolicyClient, url: str, adapter: NewAdapter, base: str, *, loaded: bool
 ) -> str:
     """Load at one endpoint, by vLLM's route, else by SGLang's; the model id there."""
     body: dict[str, Any] = {"lora_name": adapter.name, "lora_path": adapter.folder}
@@ -93,7 +93,7 @@ async def _load(
         (SGLANG_LOAD_ADAPTER_ROUTE, body, f"{base}:{adapter.name}"),
     ):
         try:
-            await client.post_as_admin(index, route, fields)
+            await client.post_as_admin(url, route, fields)
         # before RequestRejected, of which it is one
         except NoSuchRoute as error:
             answers.append(str(error))
@@ -110,8 +110,8 @@ async def _load(
     )
 
 
-async def _unload(client: PolicyClient, index: int, name: str) -> None:
+async def _unload(client: PolicyClient, url: str, name: str) -> None:
     try:
-        await client.post_as_admin(index, UNLOAD_ADAPTER_ROUTE, {"lora_name": name})
+        await client.post_as_admin(url, UNLOAD_ADAPTER_ROUTE, {"lora_name": name})
     except NoSuchRoute:
-        await client.post_as_admin(index, SGLANG_UNLOAD_ADAPTER_ROUTE, {"lora_name": name})
+        await client.post_as_admin(url, SGLANG_UNLOAD_ADAPTER_ROUTE, {"lora_name": name})

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -36,6 +37,7 @@ from marin_rl.inference.client.policy_client import (
     PAUSE_FIRST_S,
     PAUSE_MAX_S,
     PolicyClient,
+    at_root,
     model_ids,
 )
 from marin_rl.inference.client.protocol import ChatRequest
@@ -109,9 +111,7 @@ class FleetClient(PolicyClient):
             await asyncio.wait(running, timeout=PROBE_TIMEOUT_S)
         return sorted(member.url for member in self._fleet.ready)
 
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, session: str = ""
-    ) -> bytes:
+    async def _send(self, path: str, body: dict[str, Any], session: str) -> bytes:
         failures, samples = 0, _samples(body)
         # Before an endpoint is chosen: what waits here goes to those that join meanwhile.
         async with self._in_flight:
@@ -120,7 +120,7 @@ class FleetClient(PolicyClient):
                 member.sent(samples)
                 try:
                     # No gate: its place among the requests in flight is taken above.
-                    data = await self._attempt(member.url, method, path, body, gate=nullcontext())
+                    data = await self._attempt(member.url, "POST", path, body, gate=nullcontext())
                     await self._check_sampled(member, data)
                     return data
                 except (EndpointUnavailable, StalePolicy) as error:
@@ -278,10 +278,10 @@ class FleetClient(PolicyClient):
         """Raise StalePolicy, BadResponse or what the client raises unless it serves the policy."""
         first = member.url in self._proven_by_trainer
         self._proven_by_trainer.discard(member.url)
-        served = model_ids(await self._probe(member, "GET", "/models"))
+        served = model_ids(await self._probe(member, "/models"))
         if self._weights is not None:
             await self._send_weights(member, self._weights, first=first)
-            served = model_ids(await self._probe(member, "GET", "/models"))
+            served = model_ids(await self._probe(member, "/models"))
         if self.model not in served:
             shown = ", ".join(sorted(served)) or "no model"
             raise StalePolicy(f"serves {shown:.200}, not {self.model}")
@@ -300,18 +300,7 @@ class FleetClient(PolicyClient):
 
     def _sender(self, member: Member) -> Send:
         """Send requests to an endpoint as an admin, past the bound on requests in flight."""
-
-        async def send(method: str, path: str, body: dict[str, Any] | None) -> bytes:
-            return await self._attempt(
-                member.url,
-                method,
-                _root(member.url) + path,
-                body,
-                key=self._admin_key,
-                gate=nullcontext(),
-            )
-
-        return send
+        return partial(self.send_as_admin, member.url, gate=nullcontext())
 
     async def _prove(self, member: Member, canary: Canary) -> None:
         """Compare an endpoint's answer to the canary with the trainer's numbers."""
@@ -332,17 +321,16 @@ class FleetClient(PolicyClient):
 
     async def _load(self, member: Member) -> Any:
         try:
-            return load_in(await self._probe(member, "GET", _root(member.url) + "/metrics"))
+            return load_in(await self._probe(member, at_root(member.url, "/metrics")))
         except (RequestRejected, BadResponse):
             return None  # an endpoint without that route is balanced by what it was sent
 
-    async def _probe(
-        self, member: Member, method: str, path: str, body: dict[str, Any] | None = None
-    ) -> bytes:
+    async def _probe(self, member: Member, path: str) -> bytes:
+        """Answer of one endpoint to a GET, asked once. Raises as `chat` does."""
         # One that joins may have a queue before it: its canary waits there as any request.
         limit_s = min(PROBE_TIMEOUT_S, self._timeout_s) if member.state == "ready" else None
         return await self._attempt(
-            member.url, method, path, body, gate=nullcontext(), timeout_s=limit_s
+            member.url, "GET", path, None, gate=nullcontext(), timeout_s=limit_s
         )
 
 
@@ -362,14 +350,8 @@ def compare(completion: Completion, canary: Canary) -> None:
         )
 
 
-def _root(url: str) -> str:
-    return url.removesuffix("/v1")
-
-
-def _samples(body: dict[str, Any] | None) -> int:
+def _samples(body: dict[str, Any]) -> int:
     """Completions that a request asks for."""
-    if body is None:
-        return 0
     match body.get("prompt"):
         case [list(), *_] as prompts:
             return len(prompts)

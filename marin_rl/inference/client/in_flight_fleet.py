@@ -86,7 +86,7 @@ class InFlightFleetClient(InFlightClient, FleetClient):
 
     async def _served(self, member: Member) -> int:
         """The version that an endpoint says it serves, by the digest of the run's checkpoint."""
-        ids = model_ids(await self._probe(member, "GET", "/models"))
+        ids = model_ids(await self._probe(member, "/models"))
         parsed = [model for model in map(parse_served_model_id, ids) if model is not None]
         own = [model for model in parsed if model.name == self.model]
         if not own:

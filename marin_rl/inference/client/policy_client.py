@@ -105,7 +105,7 @@ class PolicyClient(ChatClient):
         elif request.prompt_ids is not None and request.n == 1:
             answer = await self._go_on(request, request.prompt_ids)
         else:
-            data = await self._send("POST", request.path, request.body(), request.session)
+            data = await self._send(request.path, request.body(), request.session)
             answer = decode_answer(data)
         self._check(answer, request.n)
         return answer
@@ -114,19 +114,19 @@ class PolicyClient(ChatClient):
         """Answer to exact ids: by the chat route for them, else by that of plain completions."""
         if self._has_chat_tokens:
             try:
-                data = await self._send("POST", request.path, request.body(), request.session)
+                data = await self._send(request.path, request.body(), request.session)
                 return decode_answer(data)
             except NoSuchRoute:
                 # For good: later requests spare the 404.
                 self._has_chat_tokens = False
         plain = PlainRequest(model=request.model, prompt=prompt_ids, sampling=request.sampling)
-        data = await self._send("POST", plain.path, plain.body(), request.session)
+        data = await self._send(plain.path, plain.body(), request.session)
         (answer, *_) = decode_turns(data)
         return answer
 
     async def _ask_turns(self, request: TurnsRequest) -> list[ChatAnswer]:
         """Answers to the prompts of one request, in order. Raises as `chat` does."""
-        data = await self._send("POST", request.path, request.body(), request.session)
+        data = await self._send(request.path, request.body(), request.session)
         try:
             return decode_turns(data)
         except BadResponse as error:
@@ -192,39 +192,35 @@ class PolicyClient(ChatClient):
         Raises InputError for an incomplete folder, StalePolicy, and as `chat` does.
         """
 
-        async def attempt(tried: int) -> None:
-            await weights.publish(partial(self.send_as_admin, url))
+        await self._retried(lambda tried: weights.publish(partial(self.send_as_admin, url)))
 
-        await self._retried(attempt)
-
-    async def post_as_admin(self, index: int, route: str, body: dict[str, Any]) -> bytes:
+    async def post_as_admin(self, url: str, route: str, body: dict[str, Any]) -> bytes:
         """Answer of one endpoint to a route below its host, asked with the admin key.
 
         Raises as `chat` does, and NoSuchRoute.
         """
-
-        async def post(tried: int) -> bytes:
-            return await self.send_as_admin(self._endpoints[index], "POST", route, body)
-
-        return await self._retried(post)
+        return await self._retried(lambda tried: self.send_as_admin(url, "POST", route, body))
 
     async def send_as_admin(
-        self, url: str, method: str, path: str, body: dict[str, Any] | None
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        gate: AbstractAsyncContextManager[Any] | None = None,
     ) -> bytes:
         """Send a request to a path from the root of an endpoint, once. Raises as `chat` does."""
-        route = url.removesuffix("/v1") + path
-        return await self._attempt(url, method, route, body, key=self._admin_key)
+        route = at_root(url, path)
+        return await self._attempt(url, method, route, body, key=self._admin_key, gate=gate)
 
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, session: str = ""
-    ) -> bytes:
+    async def _send(self, path: str, body: dict[str, Any], session: str) -> bytes:
+        """Answer of any endpoint to a POST. Raises as `chat` does."""
         # Round robin: requests of a round are alike, so counting them is counting load.
         first = next(self._turn)
-
-        async def send(tried: int) -> bytes:
-            return await self._attempt(self._willing(first + tried), method, path, body)
-
-        return await self._retried(send)
+        return await self._retried(
+            lambda tried: self._attempt(self._willing(first + tried), "POST", path, body)
+        )
 
     async def _retried(self, send: Callable[[int], Awaitable[Value]]) -> Value:
         """`send`, given the number of tries before, until it neither passes nor fails for good."""
@@ -348,6 +344,11 @@ class PolicyClient(ChatClient):
         for key in filter(None, (self._api_key, self._admin_key)):
             text = text.replace(key, "***")
         return text[:MESSAGE_CHARACTERS_MAX]
+
+
+def at_root(url: str, path: str) -> str:
+    """The URL of a path next to `/v1`, for the base URL of an endpoint."""
+    return url.removesuffix("/v1") + path
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

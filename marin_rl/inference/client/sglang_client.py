@@ -15,6 +15,7 @@ from marin_rl.inference.client.answers import (
     expect_object,
     read_object,
 )
+from marin_rl.inference.client.policy_client import at_root
 from marin_rl.inference.client.protocol import (
     SGLANG_GENERATE_ROUTE,
     ChatRequest,
@@ -33,8 +34,7 @@ class SGLangClient(TokensClient):
 
         async def post(tried: int) -> bytes:
             url = self._willing(first + tried)
-            route = url.removesuffix("/v1") + SGLANG_GENERATE_ROUTE
-            return await self._attempt(url, "POST", route, body)
+            return await self._attempt(url, "POST", at_root(url, SGLANG_GENERATE_ROUTE), body)
 
         answer = decode_sglang(await self._retried(post), self.model, prompt_ids)
         self._check_version(answer)

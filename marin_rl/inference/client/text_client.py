@@ -13,7 +13,7 @@ import numpy as np
 from marin_rl.errors import BadResponse
 from marin_rl.inference.client.answers import ChatAnswer, Completion, read_choices, read_tool_calls
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import ChatRequest
+from marin_rl.inference.client.protocol import CHAT_PATH, ChatRequest
 
 # What OpenAI's route does not define; some servers refuse a request that has it.
 _EXTENSIONS = ("return_token_ids", "compact_logprobs", "logprobs", "top_logprobs", "top_k")
@@ -37,7 +37,7 @@ class TextClient(PolicyClient):
             if seed is not None:
                 # The same seed again would give the same texts again.
                 body["seed"] = seed + len(completions)
-            data = await self._send("POST", "/chat/completions", body, request.session)
+            data = await self._send(CHAT_PATH, body, request.session)
             answer, choices = read_choices(data)
             completions += [_completion(choice) for choice in choices][:missing]
             answered, request_id = str(answer.get("model", "")), str(answer.get("id") or "")

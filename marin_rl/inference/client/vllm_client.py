@@ -22,6 +22,7 @@ from marin_rl.inference.client.answers import ChatAnswer, read_choices
 from marin_rl.inference.client.fleet import Member
 from marin_rl.inference.client.fleet_client import FleetClient
 from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
+from marin_rl.inference.client.policy_client import at_root
 from marin_rl.inference.client.protocol import GENERATE_ROUTE, ChatRequest, parse_served_model_id
 from marin_rl.inference.client.tokens_client import Ids, TokensClient
 from marin_rl.inference.client.vllm_protocol import (
@@ -53,7 +54,7 @@ class VllmClient(TokensClient):
 
     async def _sample(self, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
         body = generate_body(request.model, prompt_ids, request.sampling)
-        data = await self._send("POST", GENERATE_ROUTE, body, request.session)
+        data = await self._send(GENERATE_ROUTE, body, request.session)
         return await self._decoded(data, request, prompt_ids)
 
     async def _decoded(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
@@ -94,7 +95,7 @@ class VllmClient(TokensClient):
         self, url: str, method: str, path: str, body: dict[str, Any] | None, **options: Any
     ) -> bytes:
         if path == GENERATE_ROUTE:  # it is next to /v1, not below it
-            path = url.removesuffix("/v1") + path
+            path = at_root(url, path)
         return await super()._attempt(url, method, path, body, **options)
 
     def _advice(self, status: int, route: str) -> str:
@@ -178,11 +179,12 @@ class VllmInFlightClient(InFlightFleetClient, VllmClient):
 
     async def _check_running(self, member: Member) -> None:
         # One whose reload failed stays paused, with the label of the weights before.
-        if _field(await self._probe(member, "GET", _at(member, "/is_paused")), "is_paused") is True:
+        data = await self._probe(member, at_root(member.url, "/is_paused"))
+        if _field(data, "is_paused") is True:
             raise EndpointUnavailable("is paused: new weights are being loaded, or could not be")
 
     async def _served(self, member: Member) -> int:
-        data = await self._probe(member, "GET", _at(member, "/weight_info"))
+        data = await self._probe(member, at_root(member.url, "/weight_info"))
         version = await self._version_in(str(_field(data, "weight_version")))
         if version < self._version:
             raise StalePolicy(f"serves version {version}, before {self._version}")
@@ -204,10 +206,6 @@ def _until(text: str, stops: Sequence[str]) -> str:
     """A text up to the first stop string in it."""
     ends = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(ends)] if ends else text
-
-
-def _at(member: Member, path: str) -> str:
-    return member.url.removesuffix("/v1") + path
 
 
 def _field(data: bytes, name: str) -> object:
