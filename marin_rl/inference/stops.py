@@ -89,10 +89,10 @@ def text_before_stop(decode: Decode, ids: Sequence[int], stop: Sequence[str]) ->
     text = decode(ids)
     before = len(decode(ids[:-1]).rstrip(UNFINISHED))
     from_here = max(0, before - max(map(len, stop), default=0))
-    places = [text.find(string, from_here) for string in stop]
-    return text[: min((at for at in places if at >= 0), default=len(text))]
+    return text[: first_stop(text, stop, from_here)]
 
 
-def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Index of the earliest stop string in the text, or None."""
-    return min((at for at in map(text.find, stop) if at >= 0), default=None)
+def first_stop(text: str, stop: Sequence[str], start: int = 0) -> int | None:
+    """Index of the earliest stop string in the text from `start` on, or None."""
+    places = (text.find(string, start) for string in stop)
+    return min((at for at in places if at >= 0), default=None)

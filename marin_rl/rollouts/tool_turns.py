@@ -20,6 +20,7 @@ from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BadResponse, InputError, TemplateRefusal
 from marin_rl.inference.client.answers import Completion
+from marin_rl.inference.stops import first_stop
 from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
 from marin_rl.tool_calls import ToolFormat, malformed_call, parse_tool_calls, tool_format
 from marin_rl.types import Message, Rollout, Turn
@@ -159,8 +160,7 @@ class ToolTurns:
         if ids[-1] in self._tokenizer.end_ids:
             return self._tokenizer.decoded(ids[:-1], special=form.special)
         text = self._tokenizer.decoded(ids, special=form.special)
-        places = [at for string in stop if (at := text.find(string)) >= 0]
-        return text[: min(places, default=len(text))]
+        return text[: first_stop(text, stop)]
 
     def _token_ends(self, text: str) -> list[int]:
         """Return where each token of a text ends in it, in characters."""

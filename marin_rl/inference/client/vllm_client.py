@@ -33,6 +33,7 @@ from marin_rl.inference.client.vllm_protocol import (
     parse_label,
     spans_of,
 )
+from marin_rl.inference.stops import first_stop
 from marin_rl.types import Canary
 
 
@@ -59,7 +60,8 @@ class VllmClient(TokensClient):
 
     async def _decoded(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
         def text_of(ids: list[int]) -> str:
-            return _until(self._text_of(ids), request.sampling.stop)
+            text = self._text_of(ids)
+            return text[: first_stop(text, request.sampling.stop)]
 
         generated = decode_generated(data, request.model, prompt_ids, text_of)
         return await self._identified(generated)
@@ -200,12 +202,6 @@ def _labels_in(data: bytes) -> set[str]:
     counts = [len(ids) if isinstance(ids := each.get("token_ids"), list) else 0 for each in choices]
     spans = map(spans_of, choices, counts)
     return {span.label for of_choice in spans for span in of_choice}
-
-
-def _until(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first stop string in it."""
-    ends = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return text[: min(ends)] if ends else text
 
 
 def _field(data: bytes, name: str) -> object:
