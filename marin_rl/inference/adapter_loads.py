@@ -34,7 +34,6 @@ class AdapterStats:
     loads: int = 0
     unloads: int = 0
     write_s: float = 0.0
-    write_longest_s: float = 0.0
 
     def snapshot(self) -> "AdapterStats":
         """The counts as they are now; safe from any thread."""
@@ -167,11 +166,8 @@ class AdapterLoads:
         assert self._bank is not None
         started = time.monotonic()
         self._bank.write(write.adapter.row, write.rows)
-        seconds = time.monotonic() - started
-        stats = self.stats
-        stats.loads += 1
-        stats.write_s += seconds
-        stats.write_longest_s = max(stats.write_longest_s, seconds)
+        self.stats.write_s += time.monotonic() - started
+        self.stats.loads += 1
         write.done.set_result(write.adapter)
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ class EngineStats:
     busy_slot_steps: int = 0
     prefilled_prompts: int = 0
     copied_prompts: int = 0
-    scored_prompts: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     continued_prompts: int = 0

@@ -134,7 +134,6 @@ class EngineStep:
             policy, request.prompt_ids, request.top_logprobs, job.row
         )
         job.scored_by = policy.key
-        self._stats.scored_prompts += 1
 
     def _recompute(self, policy: Policy) -> None:
         """Compute the caches of running sequences as those of prompts, where other weights did."""

@@ -74,7 +74,6 @@ class PolicyServer:
         check_template(tokenizer)
         self._config = config.server
         self._keys = Keys.from_environment(config)
-        self._tokenizer = tokenizer
         detokenizer = Detokenizer(tokenizer)
         self.engine = Engine(
             model,

@@ -24,6 +24,7 @@ from marin_rl.errors import (
 from marin_rl.inference.client.answers import decode_answer
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatRequest, parse_served_model_id, served_model_id
+from marin_rl.inference.client.publishing import Publisher
 from marin_rl.types import Message, Sampling
 
 MODEL = served_model_id("policy", 3, "0123456789abcdef")
@@ -147,8 +148,11 @@ def test_no_endpoint_keeps_a_client_longer_than_an_answer_may_take(
     assert 0.9 <= time.monotonic() - began < 30
 
 
-def update(client: PolicyClient) -> Awaitable[None]:
-    return client.update_weights("/shared/round-00003", 3, "ab" * 32)
+async def update(client: PolicyClient) -> None:
+    weights = Publisher(
+        kind="update_weights_from_disk", folder="/shared/round-00003", version=3, digest="ab" * 32
+    )
+    await asyncio.gather(*(client.publish(weights, url) for url in client._endpoints))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from support.policy_runs import commit, parts, small_run, weights
 
 from marin_rl.errors import RequestRejected, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.generation import Delta, GenerationRequest
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
@@ -395,7 +396,11 @@ def test_sglangs_route_is_the_same_and_takes_the_admin_key_of_our_client(
         async with PolicyClient(
             endpoints=[server.base_url], model="policy", admin_key=key
         ) as client:
-            await client.update_weights(str(tmp_path / "model"), 8, digest)
+            folder = str(tmp_path / "model")
+            publisher = Publisher(
+                kind="update_weights_from_disk", folder=folder, version=8, digest=digest
+            )
+            await client.publish(publisher, server.base_url)
 
     digest = parameters_digest(model)
     asyncio.run(tell(digest))

@@ -170,28 +170,11 @@ class PolicyClient(ChatClient):
             for url in self._endpoints
         }
 
-    async def update_weights(
-        self, model_path: str, weight_version: int, parameters_digest: str
-    ) -> None:
-        """Have every endpoint load a Hugging Face folder, by SGLang's route.
-
-        Raises StalePolicy where the folder has other weights than the digest says, else as
-        `publish` does.
-        """
-        weights = Publisher(
-            kind="update_weights_from_disk",
-            folder=model_path,
-            version=weight_version,
-            digest=parameters_digest,
-        )
-        await asyncio.gather(*(self.publish(weights, url) for url in self._endpoints))
-
     async def publish(self, weights: Publisher, url: str) -> None:
         """Have one endpoint load weights, with the admin key where there is one.
 
         Raises InputError for an incomplete folder, StalePolicy, and as `chat` does.
         """
-
         await self._retried(lambda tried: weights.publish(partial(self.send_as_admin, url)))
 
     async def post_as_admin(self, url: str, route: str, body: dict[str, Any]) -> bytes:
