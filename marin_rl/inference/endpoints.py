@@ -29,7 +29,7 @@ from marin_rl.inference.client.adapters import NewAdapter, load_adapter, unload_
 from marin_rl.inference.client.fleet_client import ready_endpoints
 from marin_rl.inference.client.fleet_sources import EndpointSource, board_of
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import parse_served_model_id, served_model_id
+from marin_rl.inference.client.protocol import is_version_of, served_model_id
 from marin_rl.inference.client.publishing import Publisher, check_complete
 from marin_rl.storage.fleet import Target, run_sha256
 from marin_rl.storage.runs import Run, round_name, round_of
@@ -279,7 +279,7 @@ async def _model_id(
         served = await client.models_of_each()
     common = set.intersection(*served.values())
     others = {
-        url: sorted(name for name in names if _speaks_of_versions(name, inference.model))
+        url: sorted(name for name in names if is_version_of(name, inference.model))
         for url, names in served.items()
         if exact not in names
     }
@@ -297,11 +297,6 @@ async def _model_id(
         f"expected {exact} (parameters {digest[:16]}) or {inference.model} at every endpoint, "
         f"found {serving}: load the checkpoint there, or set inference.publish"
     )
-
-
-def _speaks_of_versions(name: str, model: str) -> bool:
-    parsed = parse_served_model_id(name)
-    return parsed is not None and parsed.name == model
 
 
 def _client(inference: InferenceConfig, endpoints: Sequence[str], model: str) -> PolicyClient:

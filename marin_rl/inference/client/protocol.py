@@ -68,6 +68,12 @@ def parse_served_model_id(model: str) -> ServedModel | None:
     )
 
 
+def is_version_of(model_id: str, name: str) -> bool:
+    """True for an id that `served_model_id` made of this name."""
+    parsed = parse_served_model_id(model_id)
+    return parsed is not None and parsed.name == name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """`n` samples of one conversation from one served model.

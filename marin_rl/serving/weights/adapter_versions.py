@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import CorruptObject, StalePolicy
 from marin_rl.inference.adapters import LoadedAdapter
-from marin_rl.inference.client.protocol import parse_served_model_id, served_model_id
+from marin_rl.inference.client.protocol import is_version_of, served_model_id
 from marin_rl.lora import Adapter
 from marin_rl.serving.weights.adapters import AdapterPromise, ServedAdapters
 from marin_rl.serving.weights.canary import rehearse
@@ -77,7 +77,7 @@ def serve_version(
         kept.add(current.name)
     for other in adapters.names:
         # first, so that there is room; names that are no version's are the user's own adapters
-        if other not in kept and _is_version_of(other, model):
+        if other not in kept and is_version_of(other, model):
             adapters.unload(other)
     # There already where a run that is resumed asks for this version again.
     loaded = adapters.get(name)
@@ -92,11 +92,6 @@ def serve_version(
 def _row_of(version: int) -> int:
     """Row of an engine's bank that a version has where it is free: versions take turns."""
     return 1 + version % VERSIONS_ROOM
-
-
-def _is_version_of(name: str, model: str) -> bool:
-    parsed = parse_served_model_id(name)
-    return parsed is not None and parsed.name == model
 
 
 def read_version(
