@@ -175,16 +175,6 @@ class VersionUpdater:
         # now, for two threads must not use one tokenizer
         self._canary_ids = canary_ids(tokenizer)
 
-    def serve(self, version: AdapterVersion) -> None:
-        """Serve an adapter that is proven already. Raises as `ServedAdapters.load` does."""
-        serve_version(
-            self._adapters,
-            self._inference.model,
-            version.round,
-            version.parameters_digest,
-            version.adapter,
-        )
-
     def take(self, round: int, promised: str | None = None, flight: str | None = None) -> Update:
         """Read, prove and serve the adapter of a round; errors are raised as they are.
 
@@ -199,13 +189,14 @@ class VersionUpdater:
         )
         # before it is served, by an engine that no request reaches
         rehearse(self._base, self._canary_ids, self._inference, self._dtype, version.adapter)
-        self.serve(version)
+        digest, adapter = version.parameters_digest, version.adapter
+        serve_version(self._adapters, self._inference.model, version.round, digest, adapter)
         return Update(
             source="watcher",
             weight_version=version.round,
-            parameters_digest=version.parameters_digest,
+            parameters_digest=digest,
             refused="",
-            bytes=sum(np.asarray(array).nbytes for array in version.adapter.arrays.values()),
+            bytes=sum(np.asarray(array).nbytes for array in adapter.arrays.values()),
             seconds=time.monotonic() - began,
             ended_at=time.time(),
         )
