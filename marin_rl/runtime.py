@@ -373,7 +373,7 @@ class RunRuntime:
 
     def _served_here(self, version: int, weights: "Weights") -> "PolicyServer":
         """The running server, with this policy in it."""
-        from marin_rl.serving.weights.adapter_versions import serve_version, with_versions_room
+        from marin_rl.serving.weights.adapter_versions import serve_version, with_adapters_room
 
         config, identity, adapter = self._run.config, weights.identity, weights.adapter
         if adapter is None:
@@ -384,7 +384,7 @@ class RunRuntime:
         server = self._server
         if server is None:
             assert identity.base_digest is not None, "an adapter is that of a base"
-            roomy = with_versions_room(config, adapter.rank_max).inference
+            roomy = with_adapters_room(config, adapter.rank_max).inference
             server = self._swapped_server(roomy, weights.model, 0, identity.base_digest)
         digest = identity.parameters_digest
         serve_version(server.adapters, config.inference.model, version, digest, adapter)

@@ -32,7 +32,7 @@ from marin_rl.serving.weights.adapter_versions import (
     VersionUpdater,
     read_base_of,
     read_version,
-    with_versions_room,
+    with_adapters_room,
 )
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
@@ -204,7 +204,7 @@ def _with_room_for(
     if version is None:
         return with_room(config, own)
     if alone:
-        return with_versions_room(config, version.adapter.rank_max)
+        return with_adapters_room(config, version.adapter.rank_max)
     return with_room(config, {RUN_VERSION: version.adapter, **own})
 
 
@@ -315,12 +315,8 @@ def with_room(config: Config, adapters: Mapping[str, Adapter]) -> Config:
                 f"expected inference.engine.{key} of at least {needed} for the adapters "
                 f"{', '.join(adapters)}, found {room}"
             )
-    room = {
-        "adapters_max": engine.adapters_max or max(ADAPTERS_ROOM, len(adapters)),
-        "adapter_rank_max": engine.adapter_rank_max or -(-rank // RANK_STEP) * RANK_STEP,
-    }
-    inference = config.inference.model_copy(update={"engine": engine.model_copy(update=room)})
-    return config.model_copy(update={"inference": inference})
+    ranks = -(-rank // RANK_STEP) * RANK_STEP
+    return with_adapters_room(config, ranks, max(ADAPTERS_ROOM, len(adapters)))
 
 
 def _announce(line: str) -> None:

@@ -27,7 +27,7 @@ from marin_rl.serving.weights.adapter_versions import (
     VersionUpdater,
     read_base_of,
     read_version,
-    with_versions_room,
+    with_adapters_room,
 )
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, with_update_root
 from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, following
@@ -113,7 +113,7 @@ def followed(played) -> Iterator[tuple[PolicyServer, CheckpointWatcher, Run]]:
     run, _ = played
     tokenizer, version = character_tokenizer(), read_version(run, 0)
     base = read_base_of(run, version)
-    server = proven_server(base, tokenizer, with_versions_room(run.config, 8, adapters=4))
+    server = proven_server(base, tokenizer, with_adapters_room(run.config, 8, adapters=4))
     versions = VersionUpdater(server.adapters, run, base.model, tokenizer, run.config.inference)
     versions.take(0)
     server.start()

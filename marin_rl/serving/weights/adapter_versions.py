@@ -50,8 +50,11 @@ class AdapterVersion:
     parameters_digest: str
 
 
-def with_versions_room(config: Config, rank: int, adapters: int = VERSIONS_ROOM) -> Config:
-    """The configuration with room for versions of an adapter, where it does not say how much."""
+def with_adapters_room(config: Config, rank: int, adapters: int = VERSIONS_ROOM) -> Config:
+    """The configuration with room for adapters of a rank, where it does not say how much.
+
+    By default for the versions of one.
+    """
     engine = config.inference.engine
     room = {
         "adapters_max": engine.adapters_max or adapters,
