@@ -7,6 +7,7 @@ Axes: S slots of a lane, R prompts of a prefill tile, P positions of a prompt bu
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -111,19 +112,10 @@ class Prover:
     def _adapters_alike(self) -> bool:
         """One sequence on the first row of the bank and on the last, others in the other rows."""
         S, last = self._shapes.slots, self._length - self._steps - 1
-        random = self._fused
-        try:
-            for row in {1, self._shapes.adapters}:
-                run = lambda row=row: self._run(
-                    np.full(S, 1), np.full(S, last), adapter_S=np.full(S, row)
-                )
-                self._fused = random
-                before = run()
-                self._fused = self._with_others_than(row)
-                if not all(_equal(*pair) for pair in zip(run(), before, strict=True)):
-                    return False
-        finally:
-            self._fused = random
+        for row in {1, self._shapes.adapters}:
+            same = partial(self._run, np.full(S, 1), np.full(S, last), adapter_S=np.full(S, row))
+            if not _equal(same(), same(fused=self._with_others_than(row))):
+                return False
         return True
 
     def _few_alike(self) -> bool:
@@ -137,17 +129,11 @@ class Prover:
         S, last, total = self._shapes.slots, self._length - self._steps - 1, self._shapes.adapters
         few = BankSizes(adapters=total).few
         tokens_S, positions_S, places_S = self._tokens(S), np.full(S, last), np.arange(S) % few
-        random, rows = self._fused, np.arange(total - few + 1, total + 1, dtype=np.int32)
+        rows = np.arange(total - few + 1, total + 1, dtype=np.int32)
         whole = self._run(tokens_S, positions_S, adapter_S=rows[places_S])
-        try:
-            layers = (
-                each._replace(adapters=some_rows(each.adapters, rows)) for each in random.layers
-            )
-            self._fused = random._replace(layers=tuple(layers))
-            half = self._run(tokens_S, positions_S, adapter_S=1 + places_S)
-        finally:
-            self._fused = random
-        return all(_equal(*pair) for pair in zip(half, whole, strict=True))
+        fused = self._with_adapters(lambda adapters: some_rows(adapters, rows))
+        half = self._run(tokens_S, positions_S, adapter_S=1 + places_S, fused=fused)
+        return _equal(half, whole)
 
     def _with_others_than(self, row: int) -> Decoder:
         """The weights with twice the numbers in all rows of the bank but this one."""
@@ -160,11 +146,12 @@ class Prover:
             by_adapter[np.arange(len(by_adapter)) != row - 1] *= array.dtype.type(2)
             return self._put(array)
 
-        layers = self._fused.layers
-        changed_layers = (
-            layer._replace(adapters=jax.tree.map(changed, layer.adapters)) for layer in layers
-        )
-        return self._fused._replace(layers=tuple(changed_layers))
+        return self._with_adapters(lambda adapters: jax.tree.map(changed, adapters))
+
+    def _with_adapters(self, change: Callable[[Any], Any]) -> Decoder:
+        """The weights with every layer's part of the bank changed."""
+        layers = (each._replace(adapters=change(each.adapters)) for each in self._fused.layers)
+        return self._fused._replace(layers=tuple(layers))
 
     def _rows(self, count: int, first: int = 0) -> np.ndarray:
         """Rows of the bank for `count` sequences, in turn, from `first` on, counted from 0."""
@@ -176,7 +163,7 @@ class Prover:
         tokens_S, positions_S = self._tokens(S), last - np.arange(S) % 3
         apart = self._run(tokens_S, positions_S)
         shared = self._run(tokens_S, positions_S, shared=int(positions_S.min()))
-        return all(_equal(one, other) for one, other in zip(apart, shared, strict=True))
+        return _equal(apart, shared)
 
     def _prompts_alike(self) -> bool:
         """For each tile of several prompts: one in all rows, then among others.
@@ -248,10 +235,11 @@ class Prover:
         shared: int = 0,
         only: int | None = None,
         adapter_S: np.ndarray | None = None,
+        fused: Decoder | None = None,
     ) -> Sequence[list[np.ndarray]]:
         """Results of a chunk by slot: tokens, logprobs, reports, and the cache that it left.
 
-        All slots take part, or `only` one.
+        All slots take part, or `only` one, with the weights `fused` if they are given.
         """
         shapes = self._shapes
         active_S = np.ones(shapes.slots, np.bool_)
@@ -264,6 +252,7 @@ class Prover:
             steps=self._steps,
             shared=shared,
             adapter_S=adapter_S,
+            fused=fused,
         )
         by_step = [sampled.tokens_CS, sampled.logprobs_CS, *sampled.reports]
         by_row = [np.moveaxis(np.asarray(array)[: self._steps], 1, 0) for array in by_step]
@@ -280,6 +269,7 @@ class Prover:
         steps: int,
         shared: int = 0,
         adapter_S: np.ndarray | None = None,
+        fused: Decoder | None = None,
     ) -> tuple[Cache, Sampled]:
         """The cache after a chunk of `steps` steps, and what it sampled."""
         shapes = self._shapes
@@ -291,7 +281,7 @@ class Prover:
         )
         limits = Limits(np.int32(steps), np.int32(0), np.int32(shared))
         return decode_chunk(
-            self._fused,
+            self._fused if fused is None else fused,
             self._rotary,
             self._cache(),
             ChunkInputs(inputs, self._extras, limits),
