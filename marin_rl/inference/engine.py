@@ -92,11 +92,10 @@ class Engine:
         decode: Decode | None = None,
         dtype: jnp.dtype | type = jnp.float32,
     ) -> None:
-        self._runner = Runner(model, config, context_length, jnp.dtype(dtype))
-        self.spec = self._runner.spec
+        runner = Runner(model, config, context_length, jnp.dtype(dtype))
+        self._runner, self.spec = runner, runner.spec
         self.context_length = context_length
         self.stats = EngineStats()
-        self._config = config
         self.stop_token_ids = tuple(stop_token_ids)
         self._bounds = RequestBounds(
             vocabulary=self.spec.vocabulary,
@@ -104,8 +103,7 @@ class Engine:
             stop_tokens=len(self.stop_token_ids),
             has_decode=decode is not None,
         )
-        self._policy = self._runner.policy(model, weight_version, parameters_digest)
-        runner = self._runner
+        self._policy = runner.policy(model, weight_version, parameters_digest)
         extras = ExtraRows(runner.lanes, runner.length, self.spec.vocabulary, runner.put)
         has_adapters = runner.bank is not None
         self._batch = RunningBatch(
@@ -113,14 +111,7 @@ class Engine:
         )
         self._changed = threading.Condition()
         self._pending = PendingRequests(self._batch, self._changed, self.stats)
-        self._steps = EngineStep(
-            runner,
-            self._batch,
-            self._pending,
-            self.stats,
-            chunk_steps=config.chunk_steps,
-            slots=config.slots,
-        )
+        self._steps = EngineStep(runner, self._batch, self._pending, self.stats)
         self.adapters = AdapterLoads(
             runner.bank, runner.plan.bank_sizes, self._changed, self._pending.jobs
         )
@@ -152,7 +143,7 @@ class Engine:
     @property
     def slots(self) -> int:
         """Sequences that are decoded side by side."""
-        return self._config.slots
+        return self._runner.lanes.slots
 
     @property
     def invariance(self) -> Invariance:
@@ -389,7 +380,7 @@ class Engine:
     def _wait_to_batch(self) -> None:
         """Wait a moment for requests that arrive together with the first one."""
         deadline = time.monotonic() + GATHER_S
-        seen, slots = 0, self._config.slots
+        seen, slots = 0, self.slots
         while not self._closing and seen < slots and time.monotonic() < deadline:
             waiting = self._pending.queue.waiting
             if waiting == seen:

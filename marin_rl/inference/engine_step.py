@@ -33,21 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 class EngineStep:
-    """A step of an engine with chunks of `chunk_steps` steps at most."""
+    """A step of an engine with the programs of `runner`."""
 
     def __init__(
-        self,
-        runner: Runner,
-        batch: RunningBatch,
-        pending: PendingRequests,
-        stats: EngineStats,
-        *,
-        chunk_steps: int,
-        slots: int,
+        self, runner: Runner, batch: RunningBatch, pending: PendingRequests, stats: EngineStats
     ) -> None:
         self._runner, self._batch, self._pending = runner, batch, pending
         self._stats = stats
-        self._chunk_steps, self._slots = chunk_steps, slots
+        self._chunk_steps, self._slots = runner.plan.chunk_steps, runner.lanes.slots
 
     def plan(self, policy: Policy) -> Schedule:
         """Assign waiting samples to free sequence slots. Under the lock of the requests."""
