@@ -232,7 +232,9 @@ class Telemetry:
 
     def _values(self, snapshot: Snapshot) -> dict[str, float | int]:
         stats = snapshot.stats
-        return {
+        # counts of the engine have the names of its statistics
+        counts = {f"engine_{name}_total": value for name, value in asdict(stats).items()}
+        return {name: value for name, value in counts.items() if name in _SPECS} | {
             "requests_running": self._running,
             "slots": snapshot.slots,
             "slots_busy": snapshot.busy,
@@ -241,21 +243,6 @@ class Telemetry:
             "prompts_shared": snapshot.sharing,
             "policy_version": snapshot.weight_version,
             "weight_update_age_seconds": time.monotonic() - self._updated_at,
-            "engine_requests_total": stats.requests,
-            "engine_cancelled_total": stats.cancelled,
-            "engine_failed_total": stats.failed,
-            "engine_prompt_tokens_total": stats.prompt_tokens,
-            "engine_tokens_total": stats.tokens,
-            "engine_chunks_total": stats.chunks,
-            "engine_slot_steps_total": stats.slot_steps,
-            "engine_busy_slot_steps_total": stats.busy_slot_steps,
-            "engine_prefilled_prompts_total": stats.prefilled_prompts,
-            "engine_prefilled_tokens_total": stats.prefilled_tokens,
-            "engine_cached_tokens_total": stats.cached_tokens,
-            "engine_continued_prompts_total": stats.continued_prompts,
-            "engine_evicted_prefixes_total": stats.evicted_prefixes,
-            "engine_recomputed_sequences_total": stats.recomputed_sequences,
-            "engine_recomputed_tokens_total": stats.recomputed_tokens,
             "prefix_cache": snapshot.keeps_prefixes,
             "engine_prefill_seconds_total": stats.prefill_s,
             "engine_decode_seconds_total": stats.decode_s,
