@@ -132,12 +132,16 @@ def usage() -> dict[str, float]:
 
 def engine_alone(server: Any, options: argparse.Namespace) -> dict[str, float]:
     """The same requests, given to the engine by a thread that keeps as many in flight."""
-    from marin_rl.serving.text.templates import ChatPrompts
-    from marin_rl.tokenizers import character_tokenizer
+    import numpy as np
 
-    prompts_of = ChatPrompts(character_tokenizer())
+    from marin_rl.serving.text.templates import ChatPrompts
+    from marin_rl.tokenizers import character_tokenizer, encoder_of
+
+    tokenizer = character_tokenizer()
+    prompts_of, encode = ChatPrompts(tokenizer), encoder_of(tokenizer)
     asked = bodies(options, stream=False)
-    prompts = [prompts_of.ids(body["messages"]) for body in asked]
+    texts = [prompts_of.text(body["messages"]) for body in asked]
+    prompts = [np.asarray(encode(text, False), np.int32) for text in texts]
     room = threading.Semaphore(options.concurrency)
     futures = []
     wall, cpu = time.perf_counter(), time.process_time()

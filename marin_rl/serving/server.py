@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import uvicorn
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.chat_templates import prove
 from marin_rl.compilation import spare_long_lived_objects
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InferenceError, InputError
@@ -36,7 +37,6 @@ from marin_rl.serving.http.auth import Keys, check_reach
 from marin_rl.serving.http.connections import Connections, raise_files_limit
 from marin_rl.serving.http.prometheus import Snapshot, Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
-from marin_rl.serving.text.templates import check_template
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.tokenizer_files import check_vocabulary
@@ -71,7 +71,7 @@ class PolicyServer:
         dtype: jnp.dtype | type = jnp.float32,
     ) -> None:
         check_vocabulary(tokenizer, model.Vocab.size)
-        check_template(tokenizer)
+        prove(tokenizer)
         self._config = config.server
         self._keys = Keys.from_environment(config)
         detokenizer = Detokenizer(tokenizer)

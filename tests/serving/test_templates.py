@@ -4,15 +4,15 @@ import json
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pytest
 from support.templates import CALLING, CHATML, QWEN, TALK, TEMPLATES, TOOLS
 
+from marin_rl.chat_templates import prove
 from marin_rl.errors import InputError
 from marin_rl.isolated.templates import CHARACTERS_MAX
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.text.templates import ChatPrompts, check_template, conversation_of
-from marin_rl.tokenizers import character_tokenizer
+from marin_rl.serving.text.templates import ChatPrompts, conversation_of
+from marin_rl.tokenizers import character_tokenizer, encoder_of
 
 
 def tokenizer_with(template: str) -> Any:
@@ -46,13 +46,12 @@ def test_rendering_equals_that_of_transformers(name, messages, tools, opening):
         add_generation_prompt=opening,
         tokenize=False,
     )
-    assert ChatPrompts(tokenizer).text(messages, tools=tools, opening=opening) == expected
+    text = ChatPrompts(tokenizer).text(messages, tools=tools, opening=opening)
+    assert text == expected
     ids = tokenizer.apply_chat_template(
         as_transformers_expects(messages), tools=tools, add_generation_prompt=opening
     )
-    rendered = ChatPrompts(tokenizer).ids(messages, tools=tools, opening=opening)
-    assert rendered.dtype == np.int32
-    assert rendered.tolist() == ids
+    assert encoder_of(tokenizer)(text, False) == ids
 
 
 FEATURES = """{% macro shout(x) %}{{ x | upper }}{% endmacro %}
@@ -172,26 +171,26 @@ def test_a_filter_that_jinja_has_not_is_named_at_the_start(filter_):
     with pytest.raises(
         InputError, match=r"the chat template of the model folder is wrong: .*No filter named"
     ):
-        check_template(tokenizer)
+        prove(tokenizer)
     error = failure(tokenizer.chat_template)
     assert (error.status, error.body["error"]["code"]) == (500, "chat_template")
 
 
 def test_a_template_that_is_no_jinja_is_reported_at_the_start():
     with pytest.raises(InputError, match="the chat template of the model folder is wrong"):
-        check_template(tokenizer_with("{% for x in %}"))
+        prove(tokenizer_with("{% for x in %}"))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_templates_of_known_families_pass_the_probes(name):
-    check_template(tokenizer_with(TEMPLATES[name]))
+    prove(tokenizer_with(TEMPLATES[name]))
 
 
 def test_a_template_may_refuse_all_but_one_message_of_a_user():
     strict = "{% if messages|length > 1 or tools %}{{ raise_exception('one only') }}{% endif %}x"
-    check_template(tokenizer_with(strict))
+    prove(tokenizer_with(strict))
     with pytest.raises(InputError, match="refuses one message of a user: no users"):
-        check_template(tokenizer_with("{{ raise_exception('no users') }}"))
+        prove(tokenizer_with("{{ raise_exception('no users') }}"))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +206,7 @@ def test_a_template_may_refuse_all_but_one_message_of_a_user():
 def test_a_probe_that_a_template_does_not_survive_is_named(condition, probe):
     hostile = "{% if " + condition + " %}{{ 'x' * 10**10 }}{% endif %}x"
     with pytest.raises(InputError, match=f"with {probe} it .*over 512 MiB of memory"):
-        check_template(tokenizer_with(hostile))
+        prove(tokenizer_with(hostile))
 
 
 def test_a_long_conversation_may_be_as_long_as_the_caller_sends_it():

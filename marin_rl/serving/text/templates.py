@@ -1,4 +1,4 @@
-"""Rendering of messages to token ids, by the chat template of the model folder and no other.
+"""Rendering of messages to texts, by the chat template of the model folder and no other.
 
 Owns the shape in which templates expect messages and tools, and how their failures are answered.
 Rendering itself, in a process with limits, is `chat_templates`'; reading a completion back into
@@ -9,24 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.chat_templates import ChatTemplate, Conversation, prove
+from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.errors import TemplateFault, TemplateRefusal
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.tokenizers import encoder_of
 from marin_rl.tool_calls import no_constant
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise InputError unless the tokenizer's chat template renders probe conversations."""
-    prove(tokenizer)
-
-
 class ChatPrompts:
-    """The way from conversations to token ids, by the tokenizer's own template.
+    """The way from conversations to the texts of prompts, by the tokenizer's own template.
 
     What it needs of the tokenizer is looked up once: transformers takes longer for that than a
     rendering does. May be used by several threads.
@@ -35,28 +27,11 @@ class ChatPrompts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._plain = ChatTemplate.of(tokenizer)
         self._with_tools = ChatTemplate.of(tokenizer, tools=True)
-        self._encode = encoder_of(tokenizer)
 
     @property
     def waits(self) -> bool:
         """Return True where rendering waits for a process, so that it must not hold up others."""
         return not (self._plain.is_built_in and self._with_tools.is_built_in)
-
-    def ids(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        opening: bool = True,
-    ) -> Int32[np.ndarray, " P"]:
-        """Token ids of a conversation.
-
-        Messages and tools are as OpenAI's clients send them; `opening` ends the ids with the
-        assistant's opening. Raises ApiError: 400 where the template refuses the messages, 500 where
-        the template itself is at fault.
-        """
-        text = self.text(messages, tools=tools, opening=opening)
-        return np.asarray(self._encode(text, False), np.int32)
 
     def text(
         self,
@@ -65,7 +40,12 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None = None,
         opening: bool = True,
     ) -> str:
-        """The text that `ids` encodes; raises what that raises."""
+        """The text of a conversation, which is encoded without further special tokens.
+
+        Messages and tools are as OpenAI's clients send them; `opening` ends the text with the
+        assistant's opening. Raises ApiError: 400 where the template refuses the messages, 500 where
+        the template itself is at fault.
+        """
         conversation = Conversation(
             messages=conversation_of(messages),
             tools=[dict(tool) for tool in tools] if tools else None,
