@@ -233,10 +233,8 @@ class PlainStream:
                 prompt = index // plain.body.samples
                 choice = _choice(index, plain.echoed(prompt), "length")
                 if plain.scored:
-                    scores, offsets = (
-                        results[prompt].prompt_scores,
-                        Offsets(plain.decoding.detokenizer),
-                    )
+                    scores = results[prompt].prompt_scores
+                    offsets = Offsets(plain.decoding.detokenizer)
                     choice["logprobs"] = _logprobs(plain, prompt, scores, _NOTHING, offsets)
                 if plain.body.return_token_ids:
                     choice |= {"prompt_token_ids": plain.prompts[prompt], "token_ids": []}

@@ -26,6 +26,7 @@ Leaves out how a body is read and what a response holds (`chat`, `completions`, 
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -38,7 +39,7 @@ from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.adapters import AdapterGone
 from marin_rl.inference.engine import Policy
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
-from marin_rl.serving.api.responses import DONE, event
+from marin_rl.serving.api.responses import DONE, event, tokens_of
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue
 from marin_rl.serving.http.access_log import RequestRecord, internal_error, record_of
@@ -252,15 +253,14 @@ class RequestHandler:
 
     def _on_timer(self) -> None:
         """One timer for both deadlines: hardly any request ever meets the first."""
-        now, deadline = self.queue.loop.time(), self._deadline
-        if now >= deadline.total_at:
+        now, total_at = self.queue.loop.time(), self._deadline.total_at
+        queue_at = self._deadline.queue_at if self._scheduled_at is None else math.inf
+        if now >= total_at:
             self._fail(request_timeout())
-        elif self._scheduled_at is None and now >= deadline.queue_at:
+        elif now >= queue_at:
             self._fail(queue_timeout())
         else:
-            waits = self._scheduled_at is None
-            later = min(deadline.queue_at, deadline.total_at) if waits else deadline.total_at
-            self._timer = self.queue.loop.call_at(later, self._on_timer)
+            self._timer = self.queue.loop.call_at(min(queue_at, total_at), self._on_timer)
 
     def _on_client_left(self) -> None:
         self._fail(client_left())
@@ -298,6 +298,4 @@ class RequestHandler:
         record.prefill_s = max(result.prefill_s for result in results)
         record.decode_s = max(result.decode_s for result in results)
         record.weight_version = results[-1].weight_version
-        record.completion_tokens = sum(
-            len(sample.token_ids) for result in results for sample in result.samples
-        )
+        record.completion_tokens = tokens_of(results)

@@ -70,6 +70,11 @@ def _only_from_the_folder(value: Any) -> Any:
     return value
 
 
+NoTemplateOptions = Annotated[
+    Annotated[dict[str, Any], Field(max_length=0)] | None, BeforeValidator(_only_from_the_folder)
+]
+
+
 def _temperature(value: float) -> float:
     if 0 < value < TEMPERATURE_MIN:
         raise ValueError(f"expected 0 (greedy) or at least {TEMPERATURE_MIN:g}, found {value:g}")
@@ -204,10 +209,7 @@ class ChatBody(SamplingBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: Annotated[
-        Annotated[dict[str, Any], Field(max_length=0)] | None,
-        BeforeValidator(_only_from_the_folder),
-    ] = None
+    chat_template_kwargs: NoTemplateOptions = None
     metadata: Annotated[dict[str, Label], Field(max_length=METADATA_MAX)] | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
@@ -411,10 +413,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: Annotated[
-        Annotated[dict[str, Any], Field(max_length=0)] | None,
-        BeforeValidator(_only_from_the_folder),
-    ] = None
+    chat_template_kwargs: NoTemplateOptions = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "TokenizeBody":
