@@ -5,7 +5,7 @@ at each scrape, never in between. Leaves out the access log (`access_log`).
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -169,19 +169,15 @@ class Telemetry:
     def request_ended(self, record: RequestRecord) -> None:
         """Count a request and what it cost. Called once, when its answer is complete."""
         self._running -= 1
-        requests, seconds = self._children(record.route, record.status)
+        requests, latency = self._children(record.route, record.status)
         requests.inc()
-        seconds.observe(record.latency_s)
+        latency.observe(record.latency_s)
         if record.reason:
             self._rejected.labels(record.reason).inc()
-        for phase, value in (
-            ("queue", record.queue_s),
-            ("prefill", record.prefill_s),
-            ("decode", record.decode_s),
-            ("first_token", record.first_token_s),
-        ):
-            if value is not None:
-                self._phases[phase].observe(value)
+        for phase, histogram in self._phases.items():
+            seconds = getattr(record, f"{phase}_s")
+            if seconds is not None:
+                histogram.observe(seconds)
         if record.weight_version is not None:
             self._prompt_tokens.inc(record.prompt_tokens)
             self._completion_tokens.inc(record.completion_tokens)
@@ -223,8 +219,8 @@ class Telemetry:
     def _at_scrape(self) -> Iterable[Metric]:
         snapshot = self._read()
         yield _info(snapshot)
-        yield _invariance(snapshot.invariance)
-        yield _adapters(snapshot.adapters)
+        yield _gauges("batch_invariant", asdict(snapshot.invariance))
+        yield _gauges("adapter_info", dict.fromkeys(snapshot.adapters, 1))
         for name, value in self._values(snapshot).items():
             spec = _SPECS[name]
             family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -272,19 +268,12 @@ def _info(snapshot: Snapshot) -> Metric:
     return InfoMetricFamily(spec.name.removesuffix("_info"), spec.meaning, labels)
 
 
-def _invariance(proven: Invariance) -> Metric:
-    spec = _SPECS["batch_invariant"]
+def _gauges(name: str, values: Mapping[str, float | int]) -> Metric:
+    """A gauge with a value for each value of its label."""
+    spec = _SPECS[name]
     family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
-    for name, holds in asdict(proven).items():
-        family.add_metric((name,), float(holds))
-    return family
-
-
-def _adapters(names: Iterable[str]) -> Metric:
-    spec = _SPECS["adapter_info"]
-    family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
-    for name in names:
-        family.add_metric((name,), 1.0)
+    for label, value in values.items():
+        family.add_metric((label,), float(value))
     return family
 
 
