@@ -247,13 +247,6 @@ def _flat(values: object, kinds: str, name: str) -> np.ndarray:
     return wide
 
 
-def _json(data: bytes) -> object:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise BadResponse(f"the answer is not JSON ({error}): {data[:80]!r}") from error
-
-
 def _optional(value: object, kind: Any, what: str) -> Any:
     if value is not None and not isinstance(value, kind):
         raise BadResponse(f"expected {what} of type {kind}, found {value!r:.80}")
@@ -262,7 +255,11 @@ def _optional(value: object, kind: Any, what: str) -> Any:
 
 def read_object(data: bytes) -> Mapping[str, Any]:
     """Read the JSON object that an answer is. Raises BadResponse."""
-    return expect_object(_json(data), "the answer")
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadResponse(f"the answer is not JSON ({error}): {data[:80]!r}") from error
+    return expect_object(body, "the answer")
 
 
 def expect_object(value: object, what: str) -> Mapping[str, Any]:
