@@ -331,6 +331,7 @@ def _delta(
     """The first `kept` tokens of a row; copies, so that the chunk's large arrays can go."""
     # a lane reports on all its rows as soon as one request wants it: only that one gets them
     request, adapter = running.job.request, running.job.adapter
+    policy = chunk if adapter is None else adapter
     raw = top_ids = top_logprobs = None
     if report is not None and request.raw_logprobs:
         raw = np.array(report.raw_S[:kept, seq_slot])
@@ -344,10 +345,8 @@ def _delta(
         raw_logprobs=raw,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        weight_version=chunk.weight_version if adapter is None else adapter.weight_version,
-        parameters_digest=(
-            chunk.parameters_digest if adapter is None else adapter.parameters_digest
-        ),
+        weight_version=policy.weight_version,
+        parameters_digest=policy.parameters_digest,
         adapter_name="" if adapter is None else adapter.name,
         finish_reason=running.finish_reason,
         prompt_scores=None if running.deltas else running.job.prompt_scores,

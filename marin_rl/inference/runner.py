@@ -129,14 +129,10 @@ class Runner:
         fused = self._decoder(policy)
         # by bucket and lane: the order of programs does not depend on that of the requests
         ordered = sorted(prompts.items(), key=lambda item: item[0])
-        shares = [
-            [(bucket, own) for (bucket, at), own in ordered if at == lane]
-            for lane in range(self.lanes.count)
-        ]
+        rows = self.plan.prefill_rows
 
         def run(lane: int) -> None:
-            for bucket, own in shares[lane]:
-                rows = self.plan.prefill_rows
+            for bucket, own in [(bucket, own) for (bucket, at), own in ordered if at == lane]:
                 for start in range(0, len(own), rows):
                     self._prefill(fused, lane, bucket, own[start : start + rows], adapter_S)
 
