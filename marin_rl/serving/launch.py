@@ -42,7 +42,12 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_slot,
     with_update_root,
 )
-from marin_rl.serving.weights.checkpoint_watcher import POLL_S, Take, following, whole_checkpoints
+from marin_rl.serving.weights.checkpoint_watcher import (
+    POLL_S,
+    CheckpointWatcher,
+    Take,
+    whole_checkpoints,
+)
 from marin_rl.serving.weights.registration import Announcement, Registration
 from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import canary_ids
@@ -105,7 +110,7 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
         return serve_forever(server, host, port, announce=_announce, report=report)
     with ExitStack() as stack:
         stack.enter_context(
-            following(follower.take, run, follower.round, board=board, poll_s=poll_s)
+            CheckpointWatcher(follower.take, run, follower.round, board=board, poll_s=poll_s)
         )
         if register is not None:
             registration = follower.registration(run, settings, register)

@@ -29,11 +29,7 @@ from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint
-from marin_rl.serving.weights.checkpoint_watcher import (
-    CheckpointWatcher,
-    following,
-    whole_checkpoints,
-)
+from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
 from marin_rl.storage.canaries import CANARIES_KEY
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.layout import stream_key
@@ -234,7 +230,7 @@ def server_of(run: Run) -> Iterator[PolicyServer]:
 def followed(run: Run, server: PolicyServer) -> AbstractContextManager[CheckpointWatcher]:
     """Have a server take the checkpoint that the trainer asks for, as `--follow` does."""
     take, board = whole_checkpoints(server.updater, run), board_of(run.config.inference, run.folder)
-    return following(take, run, 0, board=board, poll_s=0.02)
+    return CheckpointWatcher(take, run, 0, board=board, poll_s=0.02)
 
 
 def sampling_from(run: Run, servers: Sequence[PolicyServer]) -> Run:

@@ -30,7 +30,7 @@ from marin_rl.serving.weights.adapter_versions import (
     with_adapters_room,
 )
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, with_update_root
-from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, following
+from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher
 from marin_rl.serving.weights.registration import Announcement
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
@@ -195,7 +195,7 @@ def registered(run: Run) -> Iterator[PolicyServer]:
     board = board_of(run.config.inference, run.folder)
     follower = proven_follower(run, run.config, None, board=board, registered=True)
     registration = follower.registration(run, run.config, Announcement(), every_s=0.05)
-    with following(follower.take, run, follower.round, board=board, poll_s=0.02):
+    with CheckpointWatcher(follower.take, run, follower.round, board=board, poll_s=0.02):
         try:
             registration.start(follower.server.start())
             yield follower.server

@@ -18,11 +18,7 @@ from marin_rl.errors import StoreUnavailable
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
-from marin_rl.serving.weights.checkpoint_watcher import (
-    CheckpointWatcher,
-    following,
-    whole_checkpoints,
-)
+from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.stores.store import Keys
@@ -108,7 +104,9 @@ def test_the_newest_good_checkpoint_is_what_is_served(run: Run) -> None:
     server.start()
     failures = lambda: server.updater.stats.failures
     try:
-        with following(whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S) as follower:
+        with CheckpointWatcher(
+            whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S
+        ) as follower:
             commit(run, 1)
             assert becomes(lambda: server.model_id == served_id(run, 1))
             assert follower.round == 1
@@ -193,7 +191,9 @@ def test_a_run_that_vanishes_leaves_the_weights_as_they_are(tmp_path: Path) -> N
     commit(run, 0)
     server = server_of(run)
     try:
-        with following(whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S) as follower:
+        with CheckpointWatcher(
+            whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S
+        ) as follower:
             shutil.rmtree(tmp_path / "debug")
             time.sleep(5 * POLL_S)
             assert server.model_id == served_id(run, 0)
@@ -233,7 +233,9 @@ def test_storage_out_of_reach_is_waited_for(
     lines = lambda: [r.getMessage() for r in caplog.records if "cannot look" in r.getMessage()]
     with (
         caplog.at_level(logging.WARNING),
-        following(whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S) as follower,
+        CheckpointWatcher(
+            whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S
+        ) as follower,
     ):
         assert becomes(lambda: len(lines()) >= 3)
         assert [line.split(" in ")[1].split(" s")[0] for line in lines()[:3]] == [
@@ -284,7 +286,7 @@ def test_it_waits_for_an_update_that_is_under_way(memory: Run, server: PolicySer
 
 def test_it_ends_at_once(memory: Run, server: PolicyServer) -> None:
     followers = lambda: [thread.name for thread in threading.enumerate()].count("follower")
-    with following(whole_checkpoints(server.updater, memory), memory, 0, poll_s=3600.0):
+    with CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0, poll_s=3600.0):
         assert followers() == 1
         began = time.monotonic()
     assert time.monotonic() - began < 60  # it looks once an hour

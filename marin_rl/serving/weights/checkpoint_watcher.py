@@ -8,8 +8,7 @@ out how weights are loaded, proven and switched (`weight_updates`).
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
@@ -71,6 +70,7 @@ class Refusal:
 class CheckpointWatcher:
     """Serves the checkpoint that is asked for on `board`, else the newest of `run` that can be.
 
+    As a context it looks from a thread of its own.
     `take` serves that of a round. It begins after `round`. A round is taken once: weights that are
     loaded by hand stay until the next one is committed. A refused one is looked at again after
     `again_s`, and then less and less often.
@@ -100,11 +100,11 @@ class CheckpointWatcher:
         """The round whose checkpoint was taken last."""
         return self._round
 
-    def start(self) -> None:
-        """Begin to look, from a thread."""
+    def __enter__(self) -> "CheckpointWatcher":
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Look no more. An update that is under way ends first, if it does so within STOP_S."""
         self._stopping.set()
         self._thread.join(timeout=STOP_S)
@@ -210,21 +210,3 @@ class CheckpointWatcher:
             pause_s,
             error,
         )
-
-
-@contextmanager
-def following(
-    take: Take,
-    run: Run,
-    round: int,
-    *,
-    board: FleetBoard | None = None,
-    poll_s: float | int = POLL_S,
-) -> Iterator[CheckpointWatcher]:
-    """Follow a run for as long as the context lasts."""
-    follower = CheckpointWatcher(take, run, round, board=board, poll_s=poll_s)
-    follower.start()
-    try:
-        yield follower
-    finally:
-        follower.stop()
