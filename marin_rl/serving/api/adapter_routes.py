@@ -26,7 +26,6 @@ from marin_rl.serving.api.openapi import ERROR, ApiRoute, SGLangAdapters
 from marin_rl.serving.api.service import Service, json_response
 from marin_rl.serving.http.auth import read_body
 from marin_rl.serving.http.errors import ApiError, Body, Version, VersionText, parse
-from marin_rl.serving.weights.adapters import AdapterPromise
 from marin_rl.serving.weights.checkpoint_loader import Places, without_paths
 from marin_rl.serving.weights.weight_updates import UpdateRunning
 
@@ -47,10 +46,9 @@ class NewAdapter(Body):
     parameters_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
     @property
-    def promise(self) -> AdapterPromise:
-        """Version and digest that the caller was promised."""
-        version = None if self.weight_version is None else int(self.weight_version)
-        return AdapterPromise(weight_version=version, parameters_digest=self.parameters_digest)
+    def version(self) -> int | None:
+        """The version of the policy, as a number."""
+        return None if self.weight_version is None else int(self.weight_version)
 
 
 class LoadAdapterBody(NewAdapter):
@@ -136,7 +134,11 @@ def _load(service: Service, body: NewAdapter, *, in_place: bool) -> None:
         Places(service.limits.update_roots).check(place)
         folder = place.removeprefix("file://").removeprefix("local://")
         service.adapters.load_folder(
-            body.lora_name, str(Path(folder)), in_place=in_place, promise=body.promise
+            body.lora_name,
+            str(Path(folder)),
+            in_place=in_place,
+            version=body.version,
+            promised=body.parameters_digest,
         )
     except MarinRLError as error:
         raise _refusal(error, without_paths(str(error), place)) from None

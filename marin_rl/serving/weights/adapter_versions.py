@@ -19,7 +19,7 @@ from marin_rl.errors import CorruptObject, StalePolicy
 from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.client.protocol import is_version_of, served_model_id
 from marin_rl.lora import Adapter
-from marin_rl.serving.weights.adapters import AdapterPromise, ServedAdapters
+from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import Loaded
 from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
@@ -85,8 +85,7 @@ def serve_version(
     # There already where a run that is resumed asks for this version again.
     loaded = adapters.get(name)
     if loaded is None:
-        promise = AdapterPromise(weight_version=version, parameters_digest=digest)
-        loaded = adapters.load(name, adapter, promise=promise, row=row)
+        loaded = adapters.load(name, adapter, version=version, promised=digest, row=row)
     # last: until it is loaded the server's own name stands for the one before
     adapters.serve_as_current(name)
     return loaded

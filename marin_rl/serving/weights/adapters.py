@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from marin_rl.errors import InputError, MarinRLError, StalePolicy
 from marin_rl.inference.adapters import AdapterGone, LoadedAdapter
@@ -22,20 +21,6 @@ from marin_rl.serving.weights.weight_updates import UpdateRunning
 
 class NameTaken(InputError):
     """An adapter, or the base, is served under this name already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterPromise:
-    """Version and digest of a policy that a caller was promised; None: any.
-
-    The digest stands for base and adapter together.
-    """
-
-    weight_version: int | None = None
-    parameters_digest: str | None = None
-
-
-NO_PROMISE = AdapterPromise()
 
 
 class ServedAdapters:
@@ -85,7 +70,8 @@ class ServedAdapters:
         folder: str,
         *,
         in_place: bool = False,
-        promise: AdapterPromise = NO_PROMISE,
+        version: int | None = None,
+        promised: str | None = None,
     ) -> LoadedAdapter:
         """Load an adapter from a PEFT folder. Raises as `load` does, and InputError for a folder
         that is no adapter of the served base.
@@ -93,7 +79,7 @@ class ServedAdapters:
         with self._counted():
             self._check_name(name, in_place=in_place)  # before a large file is read
             adapter = read_peft(folder, self._shapes)
-            return self._load(name, adapter, in_place=in_place, promise=promise)
+            return self._load(name, adapter, version, promised, in_place=in_place)
 
     def load(
         self,
@@ -101,19 +87,22 @@ class ServedAdapters:
         adapter: Adapter,
         *,
         in_place: bool = False,
-        promise: AdapterPromise = NO_PROMISE,
+        version: int | None = None,
+        promised: str | None = None,
         row: int = 0,
     ) -> LoadedAdapter:
         """Load an adapter under a name; requests may use it from then on.
 
         With `in_place`, it takes the place of the one that has the name, on which the requests that
-        were sent before end. `row` is the row of the engine's bank that it gets if that is free.
-        Raises NameTaken without `in_place`, UpdateRunning during another load, StalePolicy for
-        another adapter or base than was promised, and what the engine raises.
+        were sent before end. `version` is that of the policy, by default the one in the name, and
+        `promised` the digest of base and adapter together that the caller expects, if any. `row` is
+        the row of the engine's bank that it gets if that is free. Raises NameTaken without
+        `in_place`, UpdateRunning during another load, StalePolicy for another adapter or base than
+        was promised, and what the engine raises.
         """
         with self._counted():
             self._check_name(name, in_place=in_place)
-            return self._load(name, adapter, in_place=in_place, promise=promise, row=row)
+            return self._load(name, adapter, version, promised, in_place=in_place, row=row)
 
     def unload(self, name: str) -> LoadedAdapter:
         """Let no further request use an adapter; those that were sent end on it.
@@ -133,16 +122,17 @@ class ServedAdapters:
         self,
         name: str,
         adapter: Adapter,
+        version: int | None,
+        promised: str | None,
         *,
         in_place: bool,
-        promise: AdapterPromise,
         row: int = 0,
     ) -> LoadedAdapter:
         base = self._engine.policy.parameters_digest
         digest = policy_digest(base, adapter.modules, adapter.digest)
-        if promise.parameters_digest not in (None, digest):
+        if promised not in (None, digest):
             raise StalePolicy(
-                f"expected the policy with the digest {promise.parameters_digest}, found {digest} "
+                f"expected the policy with the digest {promised}, found {digest} "
                 f"(of this adapter over the base {base[:16]}): another adapter than promised, or "
                 "one that was trained on another base"
             )
@@ -150,7 +140,7 @@ class ServedAdapters:
         loaded = self._engine.adapters.load(
             adapter,
             name=name,
-            weight_version=_version(name, promise.weight_version),
+            weight_version=_version_of(name) if version is None else version,
             parameters_digest=digest,
             in_place_of=0 if before is None else before.number,
             row=row,
@@ -193,9 +183,7 @@ class ServedAdapters:
         self._on_load(time.monotonic() - started)
 
 
-def _version(name: str, promised: int | None) -> int:
-    """The version of an adapter: the one that is given, else that of an id of ours, else 0."""
+def _version_of(name: str) -> int:
+    """The version in an id of ours; 0 for another name."""
     parsed = parse_served_model_id(name)
-    if promised is not None:
-        return promised
     return 0 if parsed is None else parsed.weight_version
