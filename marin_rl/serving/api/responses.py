@@ -232,7 +232,7 @@ def finish_reason(reason: str, calls: int) -> str:
     return "tool_calls" if calls and reason == "stop" else reason
 
 
-def dumps(body: Mapping[str, Any]) -> bytes:
+def dumps(body: Any) -> bytes:
     """JSON, of arrays too."""
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 

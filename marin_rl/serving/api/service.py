@@ -14,7 +14,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import orjson
 from jaxtyping import Int32
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +26,7 @@ from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.engine import Engine, Policy
 from marin_rl.inference.generation import STOP_TOKENS_MAX, Delta, GenerationResult
 from marin_rl.serving.api.requests import SamplingBody, SamplingFields
-from marin_rl.serving.api.responses import ResponseHeader, TextDecoding
+from marin_rl.serving.api.responses import ResponseHeader, TextDecoding, dumps
 from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.limits import check_samples, check_tokens
@@ -359,5 +358,4 @@ def _fingerprint(architecture: str, digest: str) -> str:
 
 def json_response(body: Any, status: int = 200) -> Response:
     """Any JSON, NumPy arrays included."""
-    data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(data, status, media_type="application/json")
+    return Response(dumps(body), status, media_type="application/json")

@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import orjson
 
 from marin_rl.inference.client.protocol import SGLANG_GENERATE_ROUTE
 from marin_rl.inference.generation import GenerationResult, Sample
 from marin_rl.serving.api.openapi import ApiRoute, SGLangGenerated
 from marin_rl.serving.api.request_handler import EngineRequest, SamplingEndpoint
 from marin_rl.serving.api.requests import SGLangBody, SGLangParameters
-from marin_rl.serving.api.responses import TextDecoding
+from marin_rl.serving.api.responses import TextDecoding, dumps
 from marin_rl.serving.api.service import Prompt, Service
 from marin_rl.serving.http.errors import new_id, parse
 
@@ -67,8 +66,7 @@ def _complete(
     """The JSON of the answer: an object for one sample, else a list."""
     (result,) = results
     answers = [_sample(prompt, decoding, result, s, scored=scored) for s in result.samples]
-    answer = answers[0] if len(answers) == 1 else answers
-    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+    return dumps(answers[0] if len(answers) == 1 else answers)
 
 
 def _sample(
