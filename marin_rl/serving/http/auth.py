@@ -188,7 +188,10 @@ class Guard:
         return too_large(bytes_max)
 
     async def _within_limits(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = Deadline.starting(self._config, asyncio.get_running_loop().time())
+        now, config = asyncio.get_running_loop().time(), self._config
+        deadline = Deadline(
+            queue_at=now + config.queue_timeout_s, total_at=now + config.request_timeout_s
+        )
         share = self._budget.share()
         scope["state"] |= {"deadline": deadline, "body_share": share}
         body = BoundedBody(receive, self._config, client_of(scope), share)

@@ -132,13 +132,6 @@ class Deadline:
     queue_at: float
     total_at: float
 
-    @staticmethod
-    def starting(config: ServerConfig, now: float) -> "Deadline":
-        """The deadlines of a request that arrives `now`."""
-        return Deadline(
-            queue_at=now + config.queue_timeout_s, total_at=now + config.request_timeout_s
-        )
-
 
 def deadline_of(scope: Scope) -> Deadline:
     """The deadlines that the guard gave a request when it came."""
