@@ -15,10 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from marin_rl.inference.generation import (
-    STOP_TOKENS_MAX,
-    Delta,
-)
+from marin_rl.inference.generation import STOP_TOKENS_MAX, Delta
 from marin_rl.inference.jobs import CachedPrefix, Job, PrefixKey, RunningSequence, WeightsKey
 from marin_rl.inference.kept_prefixes import KeptPrefixes
 from marin_rl.inference.logits_state import ExtraRows, checked_mask

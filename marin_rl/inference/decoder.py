@@ -31,13 +31,7 @@ from marin_rl.inference.low_rank import additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
 from marin_rl.inference.quantized_decoder import LayerMatrix
 from marin_rl.inference.weight_fusion import split_gate_up
-from marin_rl.inference.weights import (
-    Decoder,
-    DecoderSpec,
-    Layer,
-    Norm,
-    Rotary,
-)
+from marin_rl.inference.weights import Decoder, DecoderSpec, Layer, Norm, Rotary
 
 # Approximate tokens in one tile of prefill, and queries in one tile of its attention.
 PREFILL_TILE_TOKENS = 256

@@ -18,13 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from marin_rl.config import InferenceConfig
-from marin_rl.errors import (
-    ConfigError,
-    EndpointUnavailable,
-    FleetEmpty,
-    InputError,
-    StalePolicy,
-)
+from marin_rl.errors import ConfigError, EndpointUnavailable, FleetEmpty, InputError, StalePolicy
 from marin_rl.inference.client.adapters import NewAdapter, load_adapter, unload_adapters
 from marin_rl.inference.client.fleet_client import ready_endpoints
 from marin_rl.inference.client.fleet_sources import EndpointSource, board_of

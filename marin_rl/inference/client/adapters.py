@@ -11,13 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marin_rl.errors import (
-    BadResponse,
-    InferenceError,
-    InputError,
-    NoSuchRoute,
-    RequestRejected,
-)
+from marin_rl.errors import BadResponse, InferenceError, InputError, NoSuchRoute, RequestRejected
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import (
     LOAD_ADAPTER_ROUTE,

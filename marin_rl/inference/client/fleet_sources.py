@@ -16,13 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 from marin_rl.config import REGISTERED, Config, InferenceConfig, split_labels
 from marin_rl.errors import ConfigError
 from marin_rl.storage.canaries import CanaryBoard
-from marin_rl.storage.fleet import (
-    FleetBoard,
-    Identity,
-    Unreadable,
-    run_sha256,
-    served_settings,
-)
+from marin_rl.storage.fleet import FleetBoard, Identity, Unreadable, run_sha256, served_settings
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store

@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from marin_rl.errors import (
-    BadResponse,
-    EndpointUnavailable,
-    StalePolicy,
-)
+from marin_rl.errors import BadResponse, EndpointUnavailable, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, read_choices
 from marin_rl.inference.client.fleet import Member
 from marin_rl.inference.client.fleet_client import FleetClient

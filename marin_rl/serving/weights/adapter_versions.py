@@ -26,12 +26,7 @@ from marin_rl.serving.weights.trainer_source import from_trainer_or_files, train
 from marin_rl.serving.weights.weight_updates import Update, canary_ids
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.training.model import (
-    LmHeadModel,
-    digest_of,
-    parameter_shapes,
-    with_parameters,
-)
+from marin_rl.training.model import LmHeadModel, digest_of, parameter_shapes, with_parameters
 from marin_rl.training.policy_source import Fetch, read_base, read_trained
 from marin_rl.training.state import identity_of, template_of
 from marin_rl.types import SlotRef

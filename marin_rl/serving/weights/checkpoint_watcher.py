@@ -12,12 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
-from marin_rl.serving.weights.checkpoint_loader import (
-    Loaded,
-    Served,
-    Source,
-    read_checkpoint,
-)
+from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
 from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import Update, UpdateRunning, WeightUpdater
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256

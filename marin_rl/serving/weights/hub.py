@@ -33,13 +33,7 @@ def push_folder(folder: Path, name: str) -> None:
         api = HfApi()
         repository = api.create_repo(name, exist_ok=True).repo_id
         api.upload_folder(repo_id=repository, folder_path=str(folder))
-    except (
-        HfHubHTTPError,
-        LocalTokenNotFoundError,
-        HTTPError,
-        RequestException,
-        OSError,
-    ) as error:
+    except (HfHubHTTPError, LocalTokenNotFoundError, HTTPError, RequestException, OSError) as error:
         raise StoreUnavailable(
             f"{folder} is written, but could not be uploaded as {name}: {error}. Check the network "
             f"and HF_TOKEN, then upload it by `hf upload {name} {folder}`"
