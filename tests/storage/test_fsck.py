@@ -26,7 +26,7 @@ from marin_rl.storage.commits import (
 from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
 from marin_rl.storage.stores.local import LocalStore
-from marin_rl.storage.stores.store import Keys
+from marin_rl.storage.stores.store import Keys, on_open
 from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.storage.tables.pairs import commit_pairs
 from marin_rl.storage.tables.rewards import RewardSource, commit_rewards
@@ -186,6 +186,31 @@ def test_pairs_of_a_newer_version_are_detected(folder: Path) -> None:
     digest = {"sha256": sha256_of(path.read_bytes()), "bytes": path.stat().st_size}
     resealed(folder / "pairs/manifest.json", lambda record: record["parts"][0].update(digest))
     assert faults(folder) == [("newer version", str(path.relative_to(folder)))]
+
+
+class Pruned(LocalStore):
+    """A run in which newer software has left tombstones since the listing."""
+
+    def read(self, key: str) -> bytes:
+        if key.endswith("/pruned.json"):
+            return sealed_json({"format": "marin-rl/pruned", "version": 99})
+        return super().read(key)
+
+    def at(self, folder: str) -> "Pruned":
+        return Pruned(self.url_of(folder))
+
+
+def test_a_tombstone_of_a_newer_version_does_not_end_the_search(folder: Path) -> None:
+    part = one(folder, "batches/round-00001/batches-*.parquet")
+    part.unlink()
+    one(folder, "metrics/round-00000.parquet").write_bytes(b"")
+    on_open.append(lambda inner: Pruned(inner.url))
+    try:
+        found = faults(folder)
+    finally:
+        on_open.pop()
+    assert ("newer version", str(part.relative_to(folder))) in found
+    assert ("truncated", "metrics/round-00000.parquet") in found
 
 
 def test_a_damaged_tombstone_is_named(folder: Path) -> None:
