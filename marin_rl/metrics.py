@@ -19,6 +19,7 @@ import numpy as np
 
 # Under the variance of returns in critic/explained_variance, where they are all but equal; verl's.
 EXPLAINED_VARIANCE_MIN = 1e-5
+LARGEST = float(np.finfo(np.float32).max)  # stands in a row for what overflows float32
 
 Recomputable = Literal["yes", "one epoch", "no"]
 OverSteps = Literal["mean", "first", "last", "sum"]

@@ -6,7 +6,6 @@ their rows. Metrics that no file gives again (times, gradients) are reported as 
 `Definition.recomputable` says which.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from marin_rl.batching.scalar_columns import (
 )
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
-from marin_rl.metrics import KL_OF_REWARDS, Definition, definition_of
+from marin_rl.metrics import KL_OF_REWARDS, LARGEST, Definition, definition_of
 from marin_rl.rollouts.curriculum import RECORD, curriculum_metrics, decide
 from marin_rl.rollouts.evaluate import evaluation_metrics, judges_of
 from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
@@ -205,8 +204,8 @@ def _compare(
         if unchecked:
             continue
         value, logged = expected.get(name), recorded.get(name)
-        if value is not None and not math.isfinite(value) and logged is None:
-            continue  # a row has no numbers that are not finite
+        if value is not None and logged is None and not abs(value) < LARGEST:
+            continue  # no row has a number that is not finite, nor, of earlier versions, this one
         yield Finding(
             round=round,
             metric=name,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.config import ObjectiveConfig
+from marin_rl.metrics import LARGEST
 from marin_rl.training.critic import value_metrics
 from marin_rl.training.importance_correction import accepted_tokens
 from marin_rl.training.logprobs import TokenScores
@@ -168,8 +169,7 @@ def _mismatch_metrics(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:
     }
     # A ratio of e^89 overflows float32. No manifest holds an infinity: the metric would be left out
     # of the rounds that it is there for.
-    largest = jnp.finfo(jnp.float32).max
-    return {name: jnp.minimum(value, largest) for name, value in metrics.items()}
+    return {name: jnp.minimum(value, LARGEST) for name, value in metrics.items()}
 
 
 def _completion_mismatch(logprobs: Array, rows: StepArrays) -> Mapping[str, Array]:

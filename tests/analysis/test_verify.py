@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from typer.testing import CliRunner
 from marin_rl.analysis.lineage import trace_forward
 from marin_rl.analysis.recompute import NORMS
 from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, scan_scores, sql
-from marin_rl.analysis.verify import UNREADABLE, Finding, not_checked, verify_run
+from marin_rl.analysis.verify import UNREADABLE, Finding, _compare, not_checked, verify_run
 from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.errors import ObjectMissing
+from marin_rl.metrics import LARGEST
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot, metrics_key
 from marin_rl.storage.tables.metrics import _encode, read_metrics
@@ -454,3 +456,11 @@ def test_scores_join_their_rollouts_token_by_token(played: Path) -> None:
     assert found["apart"].max() < 1e-4
     said = read_metrics(Run.open(str(played), "debug"))["sampling/logp_difference/max"]
     assert found["apart"].to_list() == pytest.approx(pa.array(said).to_pylist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("overflow", [LARGEST, math.inf, -math.inf, math.nan])
+def test_rows_of_earlier_versions_lack_what_overflows(played: Path, overflow: float) -> None:
+    run = Run.open(str(played), "debug")
+    assert list(_compare(run, 0, {}, {"mismatch_kl": overflow})) == []
+    (finding,) = _compare(run, 0, {}, {"mismatch_kl": 1e38})
+    assert finding.problem == "is missing from the row"

@@ -20,6 +20,7 @@ from support.steps import make_step
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import ObjectiveConfig, PolicyConfig
+from marin_rl.metrics import LARGEST
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.training.logprobs import token_logprobs
@@ -436,10 +437,9 @@ def test_a_mismatch_beyond_float32_is_shown_as_its_largest_number(stage):
     apart = np.where(batch.loss_mask == 1, np.float32(-200), batch.policy_logprobs)
     batch = dataclasses.replace(batch, policy_logprobs=apart)
     _, found = stage.gradient(batch, 2, ROWS_MAX // 2)
-    largest = float(np.finfo(np.float32).max)
     overflow = ["importance_ratio/max", "importance_ratio/mean", "chi2/token", "chi2/sequence"]
     names = ["mismatch_kl", *(f"sampling/{name}" for name in overflow)]
-    assert {name: found[name] for name in names} == dict.fromkeys(names, largest)
+    assert {name: found[name] for name in names} == dict.fromkeys(names, LARGEST)
     assert 190 < found["sampling/logp_difference/max"] < 200
 
 
