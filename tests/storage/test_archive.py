@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from marin_rl.analysis.scan import scan_rollouts
 from marin_rl.cli import app
-from marin_rl.errors import CorruptObject, InputError
+from marin_rl.errors import CorruptObject, InputError, StorageError
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.storage.upkeep.archive import verify_archive, write_archive
@@ -192,6 +192,15 @@ def test_two_exports_to_one_file_at_once_are_refused(run: Run, tmp_path: Path) -
         assert partial.exists(), "it is the other's"
         other.communicate("")
     assert verify_archive(write_archive(run, tmp_path / "run.tar").path).faults == ()
+
+
+def test_a_place_that_cannot_be_written_to_is_named(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot write \d+ bytes to /proc/run.tar"):
+        write_archive(run, Path("/proc/run.tar"))
+    (tmp_path / "run.tar").mkdir()
+    with pytest.raises(StorageError, match="cannot write"):
+        write_archive(run, tmp_path / "run.tar")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.tar"]
 
 
 def test_forks_and_pruned_runs_are_self_contained(run: Run, tmp_path: Path) -> None:

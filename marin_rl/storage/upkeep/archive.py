@@ -11,7 +11,7 @@ import io
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +22,7 @@ from marin_rl.storage.layout import PUSHING
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, parse_record
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
-from marin_rl.storage.stores.local import open_regular
+from marin_rl.storage.stores.local import explained, open_regular
 from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.parquet import digest_of, load
 from marin_rl.storage.tables.tombstones import PRUNED
@@ -89,7 +89,7 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
     A fork's archive has what it shares with its ancestors too, each slot with the run that has it
     and that run's run.json, so what is unpacked is a root in which the fork is whole. Raises
     CorruptObject where a part is not what its manifest says, and InputError while another process
-    exports to `target`; nothing is left there then.
+    exports to `target`, StorageError where it cannot be written; nothing is left there then.
     """
     inventory = take_inventory(run.store)
     # Digests before data: the list of contents comes first in the file, so that a reader can check
@@ -105,7 +105,8 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         "lineage": _lineage(slot.manifest for slot in inventory.slots if slot.manifest is not None),
         "entries": [[entry.name, entry.bytes, entry.sha256] for entry in entries],
     }
-    with _completed(target) as file, tarfile.open(fileobj=file, mode="w", format=PAX) as tar:
+    size = sum(entry.bytes for entry in entries)
+    with _completed(target, size) as file, tarfile.open(fileobj=file, mode="w", format=PAX) as tar:
         _add(tar, CONTENTS, sealed_json(record))
         for entry in entries:
             data = load(*sources[entry.name])
@@ -117,38 +118,45 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         path=target,
         root_hash=str(record["root_hash"]),
         objects=len(entries),
-        bytes=sum(entry.bytes for entry in entries),
+        bytes=size,
     )
 
 
 @contextmanager
-def _completed(target: Path) -> Iterator[BinaryIO]:
+def _completed(target: Path, size: int) -> Iterator[BinaryIO]:
     """An empty file, which gets the name `target` at the end of a block that raises nothing.
 
     A file at `target` is therefore always a whole archive. Until then it has one name for all
     processes, and a lock that ends with its process: what a killed export leaves is written over by
-    the next. Raises InputError while another process has the lock.
+    the next. `size` is what is to be written, in bytes. Raises InputError while another process has
+    the lock, and StorageError.
     """
     partial = target.with_name(f".{target.name}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(open_regular(partial, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another may have completed it, and renamed it, between the opening and the lock.
-            if not os.path.samestat(os.fstat(file.fileno()), partial.stat()):
-                raise FileNotFoundError
-        except (BlockingIOError, FileNotFoundError):
+    with explained(target, size), ExitStack() as stack:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = open_regular(partial, os.O_RDWR | os.O_CREAT)
+        file = stack.enter_context(os.fdopen(descriptor, "r+b"))
+        if not _is_locked(file, partial):
             raise InputError(
                 f"another process exports to {target}: wait for its end, or name another file"
-            ) from None
-        try:
-            file.truncate()
-            yield file
-            file.flush()
-            partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            )
+        # Only where something fails: a file that has its name is another's to remove.
+        failed = stack.enter_context(ExitStack())
+        failed.callback(partial.unlink, missing_ok=True)
+        file.truncate()
+        yield file
+        file.flush()
+        partial.replace(target)
+        failed.pop_all()
+
+
+def _is_locked(file: BinaryIO, path: Path) -> bool:
+    """Lock a file; return False where another process has it, or has given it another name."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 def verify_archive(path: Path, expected: str | None = None) -> Verified:
