@@ -183,7 +183,10 @@ def test_a_template_that_is_no_jinja_is_reported_at_the_start():
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_templates_of_known_families_pass_the_probes(name):
-    prove(tokenizer_with(TEMPLATES[name]))
+    tokenizer = tokenizer_with(TEMPLATES[name])
+    prove(tokenizer)
+    prompts = ChatPrompts(tokenizer)
+    assert "two words" in prompts.text([{"role": "user", "content": "two words"}])
 
 
 def test_a_template_may_refuse_all_but_one_message_of_a_user():
