@@ -41,6 +41,7 @@ from support.forked_python import python
 from support.forked_workers import ForkedWorkers
 from support.prefect_server import PrefectServer
 from support.quick_programs import drop_quick_programs, quick_programs
+from support.slow_parts import Part
 from xdist.scheduler import LoadFileScheduling
 
 # jaxtyping's plugin has imported JAX before this file, so the variables above reach children only.
@@ -209,6 +210,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return None if by_file else ByRoom(config, log)
 
 
+def keep_one_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the slow tests of the part that `MARIN_RL_SLOW_PART` asks for."""
+    part = Part.parse(os.environ.get("MARIN_RL_SLOW_PART", "1/1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    kept = set(part.of(slow))
+    dropped = [item for item in slow if item not in kept]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item in kept]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Longest rooms first, and of slow tests the longest files; in a room, tests that are compiled
     quickly before others.
@@ -232,3 +244,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             order[item.path],
         )
     )
+    if is_of_slow(config):
+        keep_one_part(config, items)

@@ -1,0 +1,30 @@
+"""Parts of the slow suite: CI runs one of them, chosen by the commit."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Self, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """Part `number`, from 1 on, of `parts`. All parts together have each test once."""
+
+    number: int
+    parts: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return part K of N for `K/N`. Raises pytest.UsageError for other text."""
+        numbers = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", text)
+        if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+            raise pytest.UsageError(
+                f"MARIN_RL_SLOW_PART is {text!r}; it is K/N, such as 2/5 for the second of five parts"
+            )
+        return cls(int(numbers[1]), int(numbers[2]))
+
+    def of(self, tests: Sequence[T]) -> Sequence[T]:
+        """Return every Nth of `tests` from the Kth on: some of every file that has N or more."""
+        return tests[self.number - 1 :: self.parts]

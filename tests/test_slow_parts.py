@@ -1,0 +1,24 @@
+"""Parts of the slow suite: all together have each test once."""
+
+import re
+
+import pytest
+from support.slow_parts import Part
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 12])
+def test_all_parts_together_have_each_test_once(parts: int) -> None:
+    tests = [f"test_{number}" for number in range(11)]
+    of_parts = [Part.parse(f"{number}/{parts}").of(tests) for number in range(1, parts + 1)]
+    assert sorted(sum(of_parts, [])) == sorted(tests)
+
+
+def test_a_part_has_tests_of_every_file() -> None:
+    tests = [(file, number) for file in "abc" for number in range(5)]
+    assert [file for file, _ in Part(2, 5).of(tests)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("text", ["", "2", "0/5", "6/5", "-1/5", "2/5 ", "1.0/5", "a/b"])
+def test_a_part_that_does_not_exist_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match=re.escape(repr(text))):
+        Part.parse(text)
