@@ -8,6 +8,7 @@ from the footer's Thrift structure (compact protocol; parquet.thrift names the f
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from schemas import Malformed
 MAGIC = b"PAR1"
 TAIL_BYTES = 8  # length of the footer, and MAGIC
 DEPTH_MAX = 32  # structs and lists within each other: parquet.thrift has 8
+FOOTERS_KEPT, KEPT_BYTES_MAX = 64, 1 << 18  # one of ours has about 30 KB
 
 # Types of the compact protocol. A boolean field has its value in place of a type.
 TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(1, 13)
@@ -44,11 +46,19 @@ def column_chunks(buffer: pa.Buffer) -> list[list[ColumnChunk]]:
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != MAGIC or length > size - TAIL_BYTES:
         raise Malformed(f"expected a footer before {MAGIC!r} at the end of the file")
-    footer = buffer.slice(size - TAIL_BYTES - length, length).to_pybytes()
+    read = _row_groups if length > KEPT_BYTES_MAX else _row_groups_kept
+    return read(buffer.slice(size - TAIL_BYTES - length, length).to_pybytes())
+
+
+def _row_groups(footer: bytes) -> list[list[ColumnChunk]]:
     try:
         return _struct(footer, 0, FILE)[0].get(4, [])
     except (IndexError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise Malformed("the footer is not the structure that Parquet writes") from error
+
+
+# The processing task reads each shard twice: first the scalar columns, then the tokens.
+_row_groups_kept = lru_cache(FOOTERS_KEPT)(_row_groups)
 
 
 def _struct(data: bytes, at: int, fields: Fields) -> tuple[dict[int, Any], int]:
