@@ -21,7 +21,7 @@ class Part(NamedTuple):
         numbers = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", text)
         if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
             raise pytest.UsageError(
-                f"MARIN_RL_SLOW_PART is {text!r}; it is K/N, such as 2/5 for the second of five parts"
+                f"MARIN_RL_SLOW_PART is {text!r}; give K/N, such as 2/5 for part 2 of 5"
             )
         return cls(int(numbers[1]), int(numbers[2]))
 
