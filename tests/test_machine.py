@@ -53,6 +53,7 @@ def started(*, one_core: bool, first: str = "", **environment: str):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity")
+@pytest.mark.slow
 def test_a_process_that_starts_on_one_core_gives_the_bits_of_two():
     one, before, running, facts = started(one_core=True)
     two, *_ = started(one_core=False, NPROC="2")

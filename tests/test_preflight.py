@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.cases import others_slow
 from support.run_factories import evaluate, whole_run
 from support.scripted_policies import write_tokenizer
 from support.templates import QWEN
@@ -142,7 +143,7 @@ REWARDS = {
 }
 
 
-@pytest.mark.parametrize("fault", REWARDS)
+@pytest.mark.parametrize("fault", others_slow(REWARDS, "nan", "raises"))
 def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, fault) -> None:
     body, words = REWARDS[fault]
     name = f"preflight_{fault}"

@@ -113,6 +113,7 @@ def test_huangs_reward_is_the_score_less_the_kl() -> None:
     assert rlhf_metrics({}) == {}
 
 
+@pytest.mark.slow
 def test_a_shard_made_alone_has_the_bits_of_one_made_with_others(tmp_path: Path) -> None:
     """A shard that a killed run makes again must equal the one it would have made."""
     tables = []

@@ -12,6 +12,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 from polars.testing import assert_frame_equal
+from support.cases import others_slow
 from support.fake_stores import fake_gcs
 from support.run_factories import (
     CHECKPOINT,
@@ -61,7 +62,7 @@ def gcs_options() -> Iterator[dict[str, Any]]:
         yield server.options
 
 
-@pytest.fixture(params=["local", "memory", "gs"])
+@pytest.fixture(params=others_slow(["local", "memory", "gs"], "local"))
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     """Two finished rounds of different padded lengths, and a third with one shard of two."""
     name = uuid.uuid4().hex
@@ -337,7 +338,7 @@ def test_a_question_about_a_round_fetches_no_other_from_a_bucket(run: Run) -> No
             frame.filter(predicate).collect()
 
 
-@pytest.fixture(scope="module", params=["local", "memory"])
+@pytest.fixture(scope="module", params=others_slow(["local", "memory"], "local"))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A root with `run`, three rounds of it, and `fork`, which has a round 2 of its own."""
     local = str(tmp_path_factory.mktemp("family"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from support.cases import others_slow
 from support.run_factories import checkpoint, commit_round, configuration, group
 
 from marin_rl.analysis.lineage import trace
@@ -62,25 +63,25 @@ def _used(run: Run, round: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("replay", "expected"),
-    [
+    others_slow([
         # newest first: the groups of the round before, up to groups_per_round of them
-        ({}, [["a0", "b0"], ["a1", "b1"], ["a2", "b2"]]),
-        ({"groups": 1}, [["a0"], ["a1"], ["a2"]]),
         ({"groups": 3}, [["a0", "b0"], ["a0", "a1", "b1"], ["a1", "a2", "b2"]]),
-        ({"groups": 4}, [["a0", "b0"], ["a0", "b0", "a1", "b1"], ["a1", "b1", "a2", "b2"]]),
         # the fewest uses first: of round 0, what round 1 left
-        ({"groups": 1, "select": "by_group"}, [["a0"], ["a1"], ["a2"]]),
         (
             {"groups": 3, "select": "by_group"},
             [["a0", "b0"], ["a0", "a1", "b1"], ["a1", "a2", "b2"]],
         ),
         # the largest advantages first, however old
-        ({"groups": 1, "select": "prioritised"}, [["b0"], ["b1"], ["b2"]]),
         ({"groups": 2, "select": "prioritised"}, [["a0", "b0"], ["b0", "b1"], ["b1", "b2"]]),
         # two uses in all: never a third
         ({"groups": 4, "max_uses": 2}, [["a0", "b0"], ["a1", "b1"], ["a2", "b2"]]),
         ({"groups": 4, "window_rounds": 1}, [["a0", "b0"], ["a1", "b1"], ["a2", "b2"]]),
-    ],
+        ({}, [["a0", "b0"], ["a1", "b1"], ["a2", "b2"]]),
+        ({"groups": 1}, [["a0"], ["a1"], ["a2"]]),
+        ({"groups": 4}, [["a0", "b0"], ["a0", "b0", "a1", "b1"], ["a1", "b1", "a2", "b2"]]),
+        ({"groups": 1, "select": "by_group"}, [["a0"], ["a1"], ["a2"]]),
+        ({"groups": 1, "select": "prioritised"}, [["b0"], ["b1"], ["b2"]]),
+    ], first=5, several=True),
 )  # fmt: skip
 def test_groups_are_used_again_in_the_configured_order(
     tmp_path: Path, replay: dict[str, Any], expected: list[list[str]]

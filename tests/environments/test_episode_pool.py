@@ -242,11 +242,15 @@ def test_a_fault_costs_its_own_episode(
 
 @pytest.mark.parametrize(
     ("said", "message"),
-    [
-        ("die", "the step of an episode ended its process: ended its process (signal 9)"),
-        ("exit", "ended its process (exit status 3)"),
-        ("memory", "over 8192 MiB of memory"),
-    ],
+    others_slow(
+        [
+            ("die", "the step of an episode ended its process: ended its process (signal 9)"),
+            ("exit", "ended its process (exit status 3)"),
+            ("memory", "over 8192 MiB of memory"),
+        ],
+        first=1,
+        several=True,
+    ),
 )
 def test_a_dead_process_is_replaced_and_its_other_episodes_go_on(
     pool: EpisodePool, example: Example, said: str, message: str

@@ -56,6 +56,8 @@ def raw_of(sample: Sample) -> np.ndarray:
 
 
 @pytest.mark.bits
+@pytest.mark.slow
+@pytest.mark.isa
 def test_tokens_before_are_the_old_policys_and_those_after_a_fresh_prefills(
     model, other, recomputing
 ):
@@ -92,6 +94,8 @@ def test_tokens_before_are_the_old_policys_and_those_after_a_fresh_prefills(
 
 
 @pytest.mark.bits
+@pytest.mark.slow
+@pytest.mark.isa
 def test_without_it_the_cache_of_earlier_positions_stays_the_old_weights(model, other):
     engine = engine_of(model)
     try:
@@ -108,6 +112,8 @@ def test_without_it_the_cache_of_earlier_positions_stays_the_old_weights(model, 
 
 
 @pytest.mark.bits
+@pytest.mark.slow
+@pytest.mark.isa
 def test_a_recomputed_sequence_leaves_its_cache_to_the_next_turn(model, other):
     engine = engine_of(model, prefix_cache=True)
     try:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from support.cases import printed_seed
+from support.cases import others_slow, printed_seed
 
 from marin_rl.inference.stops import StopWatch, first_stop
 
@@ -86,7 +86,10 @@ CUT_CHARACTER = 1018204526
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"), [(Bytes, None), (Fallback, None), (Fallback, CUT_CHARACTER)]
+    ("kind", "seed"),
+    others_slow(
+        [(Bytes, None), (Fallback, None), (Fallback, CUT_CHARACTER)], first=1, several=True
+    ),
 )
 def test_the_end_is_that_of_decoding_every_prefix(kind, seed):
     rng = random.Random(printed_seed() if seed is None else seed)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from support.cases import others_slow
 from support.dialogues import BRIDGE
 from support.models import tiny_model
 from support.servers import CONTEXT, ENGINE, character_tokenizer, serving
@@ -174,12 +175,16 @@ def paused(vllm: VllmStandIn) -> None:
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [
-        (lambda _vllm: None, "names its weights 'default'.* it was restarted"),
-        (lambda vllm: label(vllm, 2, "f" * 64), "serves other weights than this run's"),
-        (lambda vllm: label(vllm, 1, DIGESTS[1]), "serves version 1, before 2"),
-        (paused, "is paused: new weights are being loaded, or could not be"),
-    ],
+    others_slow(
+        [
+            (lambda _vllm: None, "names its weights 'default'.* it was restarted"),
+            (lambda vllm: label(vllm, 2, "f" * 64), "serves other weights than this run's"),
+            (lambda vllm: label(vllm, 1, DIGESTS[1]), "serves version 1, before 2"),
+            (paused, "is paused: new weights are being loaded, or could not be"),
+        ],
+        first=1,
+        several=True,
+    ),
 )
 def test_a_vllm_with_other_weights_or_none_is_lost_with_the_reason(
     make: Callable[[VllmStandIn], None], reason: str

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
+from support.cases import others_slow
 from support.run_factories import add_round, shown_run
 from typer.testing import CliRunner
 
@@ -69,7 +70,7 @@ def test_data_is_sent_again_only_when_there_is_news(client: TestClient, run: Run
         {"origin": "null"},
     ],
 )
-@pytest.mark.parametrize("path", ["/", "/data.json", "/assets/page.js"])
+@pytest.mark.parametrize("path", others_slow(["/data.json", "/", "/assets/page.js"], first=1))
 def test_other_names_and_other_pages_are_refused(
     client: TestClient, headers: dict[str, str], path: str
 ) -> None:

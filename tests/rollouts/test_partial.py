@@ -380,6 +380,7 @@ def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(
         assert [t.content for t in rollout.turns] == [t.content for t in other.turns]
 
 
+@pytest.mark.slow
 def test_stop_strings_of_the_engine_are_those_of_whole_completions(
     server: PolicyServer, tmp_path: Path
 ) -> None:

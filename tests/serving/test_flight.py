@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import flight
+from support.cases import others_slow
 from support.policy_runs import commit, small_run, weights
 
 from marin_rl.config import parse_config
@@ -239,7 +240,14 @@ def test_a_trainer_hands_out_the_checkpoint_that_it_has_served(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "override",
-    ["inference.serve_merged=false", "inference.serve_merged=true", "policy.quantize_base=int8"],
+    others_slow(
+        [
+            "inference.serve_merged=false",
+            "inference.serve_merged=true",
+            "policy.quantize_base=int8",
+        ],
+        "inference.serve_merged=false",
+    ),
 )
 def test_of_an_adapter_its_own_arrays_are_handed_out_and_the_base_once(
     tmp_path: Path, override: str

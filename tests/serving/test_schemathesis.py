@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from support.cases import others_slow
 from support.servers import serving, talk
 
 from marin_rl.config import InferenceConfig, ServerConfig
@@ -78,6 +79,8 @@ ADMIN = (
     "POST /load_lora_adapter",
     "POST /unload_lora_adapter",
 )
+# Of each kind one in the default suite.
+TRIED = (OPEN[0], "GET /v1/models/{model}", "POST /v1/chat/completions", "POST /admin/pause")
 
 
 MOST = {"n": 2, "best_of": 2, "max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0}
@@ -153,7 +156,7 @@ def ask(
     return statuses
 
 
-@pytest.mark.parametrize("operation", [*OPERATIONS, *ADMIN])
+@pytest.mark.parametrize("operation", others_slow([*OPERATIONS, *ADMIN], *TRIED))
 def test_no_request_breaks_the_server_and_answers_are_as_described(described, operation):
     statuses = ask(described, operation, GenerationMode.POSITIVE, 15, BEARER)
     assert (set(statuses) == {403}) == (operation in ADMIN)
@@ -163,7 +166,10 @@ def test_no_request_breaks_the_server_and_answers_are_as_described(described, op
         assert statuses[200] > 0
 
 
-@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.startswith("POST")])
+@pytest.mark.parametrize(
+    "operation",
+    others_slow([o for o in OPERATIONS if o.startswith("POST")], "POST /v1/chat/completions"),
+)
 def test_no_wrong_request_breaks_it_either(described, operation):
     assert ask(described, operation, GenerationMode.NEGATIVE, 15, BEARER).total() > 1
 

@@ -146,6 +146,7 @@ def said(call_name: str, arguments: dict[str, Any]) -> str:
     return "a-b" if arguments["word"] == "ab" else "{'error': 'no such word'}"
 
 
+@pytest.mark.slow
 def test_a_dialogue_of_two_tools_has_exact_ids_and_real_results() -> None:
     environment = desk()
     example = environment.example(0, 3, "train")

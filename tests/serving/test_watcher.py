@@ -133,8 +133,11 @@ def test_the_newest_good_checkpoint_is_what_is_served(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [lambda data: data[:-100], lambda data: data[:99] + b"?" + data[100:], lambda data: b""],
-    ids=["torn", "flipped", "empty"],
+    others_slow(
+        [lambda data: data[:99] + b"?" + data[100:], lambda data: data[:-100], lambda data: b""],
+        first=1,
+    ),
+    ids=["flipped", "torn", "empty"],
 )
 def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken(
     memory: Run, server: PolicyServer, spoil: Callable[[bytes], bytes]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import printed_seed
+from support.cases import others_slow, printed_seed
 from support.partial_parts import appends_whatever_is_there, writes_over_parts
 from support.schedules import (
     Scheduler,
@@ -125,27 +125,30 @@ def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> N
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"take": takes_without_record},
-        {"take": forgets_what_is_settled},
-        {"take": takes_any_age, "first": 45},
-        {"commit_group": writes_over_groups},
-        {"commit_group": forgets_older_parts, "pieces": 2, "first": 20},
-        {"append": appends_whatever_is_there, "pieces": 3, "first": 150},
-        {"append": writes_over_parts, "pieces": 2},
-        {"gc": gc_of_parts, "pieces": 2},
-        {"gc": gc_of_what_is_taken, "first": 20},
-        {"gc": gc_of_the_stream},
-        {"commit": exists_then_put},
-        {"read_packs": reads_no_packs, "packs": 1},
-        {"commit_pack": writes_over_packs, "packs": 1},
-        {"gc": gc_of_packs_in_use, "packs": 2},
-        {"commit_group": stamps_the_latest_order, "orders": 1},
-        {"drain": drains, "orders": 1, "hasty": True},
-        {"begin": begins_between_heartbeats, "orders": 1},
-        {"begin": looks_before_it_announces, "orders": 1, "first": 85},
-        {"drain": drains_before_it_closes, "orders": 1, "first": 135},
-    ],
+    others_slow(
+        [
+            {"take": takes_without_record},
+            {"take": forgets_what_is_settled},
+            {"take": takes_any_age, "first": 45},
+            {"commit_group": writes_over_groups},
+            {"commit_group": forgets_older_parts, "pieces": 2, "first": 20},
+            {"append": appends_whatever_is_there, "pieces": 3, "first": 150},
+            {"append": writes_over_parts, "pieces": 2},
+            {"gc": gc_of_parts, "pieces": 2},
+            {"gc": gc_of_what_is_taken, "first": 20},
+            {"gc": gc_of_the_stream},
+            {"commit": exists_then_put},
+            {"read_packs": reads_no_packs, "packs": 1},
+            {"commit_pack": writes_over_packs, "packs": 1},
+            {"gc": gc_of_packs_in_use, "packs": 2},
+            {"commit_group": stamps_the_latest_order, "orders": 1},
+            {"drain": drains, "orders": 1, "hasty": True},
+            {"begin": begins_between_heartbeats, "orders": 1},
+            {"begin": looks_before_it_announces, "orders": 1, "first": 85},
+            {"drain": drains_before_it_closes, "orders": 1, "first": 135},
+        ],
+        first=4,
+    ),
     ids=lambda wrong: next(iter(wrong.values())).__name__,
 )
 def test_simpler_protocols_of_streams_are_caught(wrong: dict[str, Any]) -> None:

@@ -18,8 +18,16 @@ def printed_seed() -> int:
     return seed
 
 
-def others_slow(names: Iterable[Any], *quick: Any) -> list[Any]:
-    """The names, or other values, as parameters, those that are not `quick` marked slow."""
+def others_slow(names: Iterable[Any], *quick: Any, first: int = 0, several: bool = False) -> list:
+    """The names, or other values, as parameters, all but `quick` and the `first` marked slow.
+
+    With `several`, each is the values of several parameters.
+    """
     names = list(names)
-    assert set(quick) <= set(names), f"{quick} are to be among {names}"
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    assert all(name in names for name in quick), f"{quick} are to be among {names}"
+    quick = (*quick, *names[:first])
+    slow = pytest.mark.slow
+    return [
+        name if name in quick else pytest.param(*(name if several else (name,)), marks=slow)
+        for name in names
+    ]

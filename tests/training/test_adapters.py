@@ -221,6 +221,8 @@ def test_a_checkpoint_is_the_adapter_its_moments_and_the_digest_of_the_base(play
 
 
 @pytest.mark.bits
+@pytest.mark.slow
+@pytest.mark.isa
 def test_rounds_end_in_the_same_bits_however_they_are_interrupted(
     played, debug, tokenizer, tmp_path
 ):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import others_slow
 
 from marin_rl.training import attention, fused_attention
 from marin_rl.training.attention import attend, sight_of
@@ -57,7 +58,9 @@ def theirs(query, keys, values, weights, segments, prompts):
 OURS, THEIRS = (jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True)) for f in (ours, theirs))
 
 
-@pytest.mark.parametrize(("length", "block"), [(23, 4), (10, 64), (70, 64)])
+@pytest.mark.parametrize(
+    ("length", "block"), others_slow([(23, 4), (10, 64), (70, 64)], (23, 4), several=True)
+)
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**31))
 def test_values_and_gradients_are_those_of_the_whole_softmax(length, block, seed):

@@ -42,6 +42,7 @@ def backend(debug, tokenizer):
     return DeviceBackend.of(debug(LAYER), tokenizer)
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_documentation_trains_and_commits(tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert len(code.strip().splitlines()) <= 30

@@ -262,7 +262,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", others_slow(ROWS, "shared"))
 def test_rows_score_by_the_attention_of_a_gpu_as_by_that_of_a_cpu(name, monkeypatch):
     """As a GPU's model is put together, with XLA's operations in the place of cuDNN's kernel."""
     packing, rows = ROWS[name]

@@ -61,6 +61,7 @@ def single(tokenizer, tmp_path_factory):
 
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.parametrize("axis", others_slow(["data", "fsdp", "tensor"], "fsdp"))
+@pytest.mark.slow
 def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, axis):
     config, (expected, metrics, compiled) = single
     assert compiled == 0

@@ -161,13 +161,17 @@ def test_saved_and_loaded_models_are_equal(family, folders):
 
 @pytest.mark.parametrize(
     ("family", "keys"),
-    [
-        ("mistral", {"sliding_window": 64}),  # as long as the context
-        ("mistral", {"sliding_window": None}),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 32}),
-        ("gemma", {"hidden_activation": None}),
-        ("gemma", {"hidden_act": "gelu"}),  # hidden_activation says which one
-    ],
+    others_slow(
+        [
+            ("mistral", {"sliding_window": 64}),  # as long as the context
+            ("mistral", {"sliding_window": None}),
+            ("qwen2", {"use_sliding_window": False, "sliding_window": 32}),
+            ("gemma", {"hidden_activation": None}),
+            ("gemma", {"hidden_act": "gelu"}),  # hidden_activation says which one
+        ],
+        first=1,
+        several=True,
+    ),
 )
 def test_options_without_effect_are_accepted(changed, folders, family, keys):
     np.testing.assert_array_equal(
@@ -175,7 +179,7 @@ def test_options_without_effect_are_accepted(changed, folders, family, keys):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", others_slow(["llama", "qwen2", "qwen3"], "llama"))
 def test_a_scaled_rotary_embedding_survives_loading_and_saving(changed, folders, tmp_path, family):
     model = load_hf(changed(family, rope_scaling=YARN, rope_parameters=None))
     assert np.abs(scores(model) - scores(load_hf(folders[family][1]))).max() > 1e-3
