@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from support.cases import others_slow
 from support.run_factories import whole_run
 
 from marin_rl.deferred import defer
@@ -120,16 +119,14 @@ def test_commands_that_read_a_run_import_little(root, command):
 
 @pytest.mark.parametrize(
     "command",
-    others_slow(
-        [
-            ("audit", "run"),
-            ("diff", "run", "run"),
-            ("report", "run", "-o", "page.html"),
-            ("sql", "run", "select * from rollouts, metrics"),
-        ],
+    [
+        ("audit", "run"),
+        ("diff", "run", "run"),
         ("report", "run", "-o", "page.html"),
-    ),
+        ("sql", "run", "select * from rollouts, metrics"),
+    ],
 )
+@pytest.mark.slow
 def test_no_reader_imports_pandas(root, command, tmp_path):
     line = ["marin-rl", *command, "--root", root]
     program = (

@@ -61,6 +61,7 @@ def test_nothing_compiles_after_the_second_round(tmp_path: Path, compilations: l
     assert counts[1:] == [counts[1]] * 4
 
 
+@pytest.mark.slow
 def test_a_round_is_closed_once_with_defined_metrics_only(tmp_path: Path) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
     runtime = RunRuntime(run)

@@ -204,6 +204,7 @@ def update(server: PolicyServer, body: dict[str, Any]) -> tuple[int, dict[str, A
     return status, answer
 
 
+@pytest.mark.slow
 def test_a_fifo_ends_an_update_and_no_later_one(server: PolicyServer, folder: Path) -> None:
     hostile = folder.with_name("hostile")
     hostile.mkdir()

@@ -67,6 +67,7 @@ def check_against_merged(engine, model):
     assert len({bits(result)[0] for result in results}) == 3
 
 
+@pytest.mark.slow
 def test_modules_that_an_adapter_leaves_out_add_nothing(engine, model):
     adapter = adapter_for(model, modules=("v_proj", "mlp.up_proj"))
     request = request_of(adapter=load(engine, adapter))
@@ -88,6 +89,7 @@ def test_a_bank_beyond_the_mask_reads_each_sequences_own(model):
         engine.close()
 
 
+@pytest.mark.slow
 def test_results_name_the_adapter(engine, model):
     number = load(engine, adapter_for(model), "first", version=7)
     deltas = []
@@ -99,6 +101,7 @@ def test_results_name_the_adapter(engine, model):
     assert result_of(engine, request_of()).adapter_name == ""
 
 
+@pytest.mark.slow
 def test_requests_end_on_an_adapter_that_is_unloaded(engine, model):
     adapter = adapter_for(model, 3)
     number = load(engine, adapter)
@@ -114,6 +117,7 @@ def test_requests_end_on_an_adapter_that_is_unloaded(engine, model):
         engine.adapters.unload(number)
 
 
+@pytest.mark.slow
 def test_a_row_is_free_once_its_last_request_ended(engine, model):
     numbers = [load(engine, adapter_for(model, seed)) for seed in range(3)]
     with pytest.raises(InputError, match=r"at most 3 adapters .* found 3 loaded and 0 unloaded"):
@@ -128,6 +132,7 @@ def test_a_row_is_free_once_its_last_request_ended(engine, model):
     check_logprobs(result_of(engine, request), merged(model, fourth), request.prompt_ids)
 
 
+@pytest.mark.slow
 def test_in_place_new_requests_get_the_new_one_and_old_ones_end_on_theirs(engine, model):
     before, after = adapter_for(model, 5), adapter_for(model, 6)
     number = load(engine, before, "policy")
@@ -178,6 +183,7 @@ def test_adapters_of_one_row_share_no_cache(model):
         engine.close()
 
 
+@pytest.mark.slow
 def test_other_weights_are_refused_while_adapters_are_loaded(engine, model):
     number = load(engine, adapter_for(model))
     with pytest.raises(InputError, match=r"adapters are loaded on the weights one \(adapter\)"):
@@ -188,6 +194,7 @@ def test_other_weights_are_refused_while_adapters_are_loaded(engine, model):
     engine.swap(model, 1, "one")
 
 
+@pytest.mark.slow
 def test_adapters_that_do_not_fit_are_refused(engine, model):
     message = r"of rank 8 at most \(inference.engine.adapter_rank_max\), found rank 9"
     with pytest.raises(InputError, match=message):
@@ -200,6 +207,7 @@ def test_adapters_that_do_not_fit_are_refused(engine, model):
     assert engine.adapters.loaded == []
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_after_an_unload_fails_its_load_alone(engine, model, monkeypatch):
     def unloaded_amid_the_write(*_: object) -> None:
         (adapter,) = engine.adapters.loaded

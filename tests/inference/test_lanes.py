@@ -83,6 +83,8 @@ def test_bitwise_the_same_in_every_lane_and_under_any_load(laned):
 
 
 @pytest.mark.bits
+@pytest.mark.slow
+@pytest.mark.isa
 def test_sampling_options_of_one_lane_do_not_affect_the_other(laned):
     wishes = {"logit_bias": ((3, 5.0),), "presence_penalty": 1.0, "top_logprobs": 3}
     requests = [
@@ -94,6 +96,7 @@ def test_sampling_options_of_one_lane_do_not_affect_the_other(laned):
     assert [bits(future.result(timeout=120)) for future in futures] == expected
 
 
+@pytest.mark.slow
 def test_groups_are_spread_over_lanes_and_each_prompt_runs_once_in_a_lane(laned):
     before = laned.stats.snapshot()
     with together(laned):
@@ -109,6 +112,8 @@ def test_groups_are_spread_over_lanes_and_each_prompt_runs_once_in_a_lane(laned)
 
 
 @pytest.mark.bits
+@pytest.mark.slow
+@pytest.mark.isa
 def test_a_late_sibling_copies_the_prompt_within_its_lane(laned):
     requests = [request_of(20, prompt_seed=i, n=7, max_tokens=9 + i) for i in range(3)]
     expected = [bits(result_of(laned, request)) for request in requests]
@@ -118,6 +123,7 @@ def test_a_late_sibling_copies_the_prompt_within_its_lane(laned):
     assert laned.stats.copied_prompts > before
 
 
+@pytest.mark.slow
 def test_all_lanes_change_weights_between_the_same_two_chunks(model):
     engine = engine_of(model, lanes=2)
     other = tiny_model(seed=1)
@@ -167,6 +173,7 @@ def wait_until_the_copy_is_gone(engine: Engine) -> None:
     wait_until(lambda: engine._runner.memory.fused is None)
 
 
+@pytest.mark.slow
 def test_an_idle_engine_holds_no_copy_of_the_weights_for_long(laned, monkeypatch):
     copy_kept_s(monkeypatch, 3600)
     result_of(laned, request_of())

@@ -130,6 +130,8 @@ def test_a_recomputed_sequence_leaves_its_cache_to_the_next_turn(model, other):
 
 
 @pytest.mark.bits
+@pytest.mark.slow
+@pytest.mark.isa
 def test_two_swaps_between_two_chunks_are_one(model, other, recomputing):
     request = request_of(max_tokens=30)
     once = result_of(recomputing, request)

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import yaml
-from support.cases import printed_seed
+from support.cases import others_slow, printed_seed
 from support.fake_stores import Fault, fake_gcs, fake_s3
 from support.fakes import FakePolicyServer, served_policy
 from support.faults import CrashStates, Recording
@@ -181,7 +181,7 @@ def test_a_retry_asks_for_the_missing_members_of_a_group(
     assert rows(run) == plain
 
 
-@pytest.mark.parametrize("kind", ["gs", "s3"])
+@pytest.mark.parametrize("kind", others_slow(["gs", "s3"], "gs"))
 def test_a_bucket_keeps_finished_groups_until_the_shard_has_them_or_they_are_old(
     kind: str, server: FakePolicyServer, plain: list[dict[str, Any]]
 ) -> None:

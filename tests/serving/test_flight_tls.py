@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import others_slow
 from support.certificates import Authority, Files
 from support.policy_runs import commit, small_run, weights
 
@@ -169,7 +170,7 @@ def test_a_run_hands_out_its_policy_by_tls_and_records_no_key(
     assert [path for path in written if secret in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("trusted", others_slow([True, False], False))
 def test_a_follower_swaps_by_tls_where_it_trusts_the_trainer_else_by_files(
     trainer: WeightServer,
     authority: Authority,

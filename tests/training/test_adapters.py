@@ -266,6 +266,7 @@ def faults_of(run, *places):
     return [fault.kind for fault in faults if any(place in fault.place for place in places)]
 
 
+@pytest.mark.slow
 def test_fsck_and_gc_know_the_base(played):
     run, _, _ = played
     assert faults_of(run, "/base/", "/checkpoints/") == []
@@ -278,6 +279,7 @@ def test_fsck_and_gc_know_the_base(played):
         read_checkpoint(run, 2)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_gone_ends_with_one_error_before_work(played, tokenizer):
     run, _, last = played
     run.store.local_path("base/manifest.json").unlink()

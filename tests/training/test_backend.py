@@ -148,6 +148,7 @@ def test_gradients_of_several_batches_add_up(backend):
     assert program.settings.objective is not None
 
 
+@pytest.mark.slow
 def test_awaited_and_resolved_operations_give_the_same_bits(debug, tokenizer):
     rows = [to_fixed_shape(random_batch(4, seed=seed), 2, 4) for seed in range(3)]
     loss = Loss(settings=policy_settings(debug(LAYER)))

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
-from support.cases import others_slow
 from support.quick_programs import QUICK_FLAG
 from support.steps import take_step
 
@@ -60,7 +59,7 @@ def single(tokenizer, tmp_path_factory):
 
 
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
-@pytest.mark.parametrize("axis", others_slow(["data", "fsdp", "tensor"], "fsdp"))
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
 @pytest.mark.slow
 def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, axis):
     config, (expected, metrics, compiled) = single
