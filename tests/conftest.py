@@ -214,7 +214,9 @@ def keep_one_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the slow tests of the part that `MARIN_RL_SLOW_PART` asks for."""
     part = Part.parse(os.environ.get("MARIN_RL_SLOW_PART", "1/1"))
     slow = [item for item in items if item.get_closest_marker("slow")]
-    kept = set(part.of(slow))
+    kept = set(
+        part.of(slow, lambda item: item.path if item.get_closest_marker("in_order") else item)
+    )
     dropped = [item for item in slow if item not in kept]
     if dropped:
         config.hook.pytest_deselected(items=dropped)

@@ -242,6 +242,7 @@ def reader(
 
 
 @pytest.mark.slow
+@pytest.mark.in_order
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(c.page == page for c in HERE)])
 def test_the_commands_of_a_page_run_in_their_order(page: str, reader: Reader):

@@ -1,7 +1,7 @@
 """Parts of the slow suite: CI runs one of them, chosen by the commit."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Self, TypeVar
 
 import pytest
@@ -25,6 +25,11 @@ class Part(NamedTuple):
             )
         return cls(int(numbers[1]), int(numbers[2]))
 
-    def of(self, tests: Sequence[T]) -> Sequence[T]:
-        """Return every Nth of `tests` from the Kth on: some of every file that has N or more."""
-        return tests[self.number - 1 :: self.parts]
+    def of(self, tests: Sequence[T], unit: Callable[[T], Hashable]) -> list[T]:
+        """Return the tests of every Nth unit from the Kth on: some of each file that has N of them.
+
+        `unit` is equal for tests that stay together, such as those that run in order.
+        """
+        units = list(dict.fromkeys(map(unit, tests)))
+        kept = set(units[self.number - 1 :: self.parts])
+        return [test for test in tests if unit(test) in kept]
