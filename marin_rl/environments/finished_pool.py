@@ -52,7 +52,8 @@ async def finished_rollouts(
         if environment.workers:
             rollouts = await pools.of(environment, config).ask(example, policy)
         else:
-            rollouts = await asyncio.wait_for(environment.rollouts(example, policy), limit_s)
+            async with asyncio.timeout(limit_s):
+                rollouts = await environment.rollouts(example, policy)
     except EndpointUnavailable:
         raise
     except TimeoutError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -223,22 +224,43 @@ def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(
 
 
 def test_an_endpoint_is_lost_after_several_looks_without_an_answer(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fleet_client, "PROBE_TIMEOUT_S", 0.05)
-    said = list[str]()
-    # Not by the root's handlers: another program that configures logging takes pytest's away.
-    monkeypatch.setattr(fleet_client._log, "warning", lambda text, *args: said.append(text % args))
 
     async def use(client: FleetClient) -> None:
         await client.wait_until_ready()
-        await asyncio.to_thread(wait_until, lambda: any("is lost" in line for line in said))
+        await asyncio.to_thread(wait_until, lambda: "is lost" in caplog.text)
 
-    with FakePolicyServer(MODEL) as busy:
+    with FakePolicyServer(MODEL) as busy, caplog.at_level(logging.WARNING):
         busy.metrics_delay_s = 0.3
         ask(EndpointSource([busy.url]), use)
         assert busy.looks >= fleet_client.MISSES_MAX
-    assert any("no answer in 0.05 s" in line for line in said)
+    assert "no answer in 0.05 s" in caplog.text
+
+
+def test_an_endpoint_that_comes_back_may_leave_as_many_looks_unanswered_as_before() -> None:
+    client = FleetClient(source=EndpointSource(["http://127.0.0.1:9/v1"]), model=MODEL)
+    member = Member(endpoint=Endpoint(url="http://127.0.0.1:9/v1"), missed=fleet_client.MISSES_MAX)
+    client._joined(member)
+    assert (member.state, member.missed) == ("ready", 0)
+
+
+def test_a_client_is_closed_at_the_moment_at_which_it_wakes_to_look() -> None:
+    """The watcher's wait ends, and is cancelled before the watcher knows that it ended."""
+
+    async def run() -> None:
+        with FakePolicyServer(MODEL) as server:
+            client = FleetClient(source=EndpointSource([server.url]), model=MODEL, probe_s=60.0)
+            async with client:
+                await client.wait_until_ready()
+                await asyncio.gather(*client._looks.values())
+                client._hurry.set()
+                watcher = client._watcher
+            assert watcher is not None
+            assert watcher.cancelled()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_faults_of_an_endpoint_that_lives_are_counted() -> None:

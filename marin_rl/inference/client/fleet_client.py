@@ -166,7 +166,8 @@ class FleetClient(PolicyClient):
             # No await since `choose`, so no change is missed.
             self._changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
 
     async def _wait_for_proven(self) -> None:
         """Wait a moment for each endpoint that was proven just now to be looked at.
@@ -175,7 +176,8 @@ class FleetClient(PolicyClient):
         """
         if self._awaited and not self._spread.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._spread.wait(), SPREAD_S)
+                async with asyncio.timeout(SPREAD_S):
+                    await self._spread.wait()
             self._spread.set()
 
     def _place_of(self, session: str) -> str:
@@ -215,8 +217,10 @@ class FleetClient(PolicyClient):
                 task = self._looks.get(member.url)
                 if (task is None or task.done()) and self._due.get(member.url, (0.0, 0))[0] <= now:
                     self._looks[member.url] = asyncio.create_task(self._look(member))
+            # Not `wait_for`, which in Python 3.11 drops a cancellation where the wait has ended.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), self._probe_s)
+                async with asyncio.timeout(self._probe_s):
+                    await self._hurry.wait()
             self._hurry.clear()
 
     async def _resolve(self) -> None:
@@ -265,7 +269,7 @@ class FleetClient(PolicyClient):
             _log.info("endpoint %s serves %s", member.url, self.model)
         else:
             _log.warning("endpoint %s is back", member.url)
-        member.state, member.reason = "ready", ""
+        member.state, member.reason, member.missed = "ready", "", 0
         self._empty_s()
         self._changed.set()
 
