@@ -117,6 +117,7 @@ def test_commands_that_read_a_run_import_little(root, command):
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -126,7 +127,6 @@ def test_commands_that_read_a_run_import_little(root, command):
         ("sql", "run", "select * from rollouts, metrics"),
     ],
 )
-@pytest.mark.slow
 def test_no_reader_imports_pandas(root, command, tmp_path):
     line = ["marin-rl", *command, "--root", root]
     program = (

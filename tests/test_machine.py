@@ -52,8 +52,8 @@ def started(*, one_core: bool, first: str = "", **environment: str):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity")
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity")
 def test_a_process_that_starts_on_one_core_gives_the_bits_of_two():
     one, before, running, facts = started(one_core=True)
     two, *_ = started(one_core=False, NPROC="2")

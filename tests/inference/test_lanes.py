@@ -82,9 +82,9 @@ def test_bitwise_the_same_in_every_lane_and_under_any_load(laned):
             assert bits(result) == expected[index], index
 
 
-@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.isa
+@pytest.mark.bits
 def test_sampling_options_of_one_lane_do_not_affect_the_other(laned):
     wishes = {"logit_bias": ((3, 5.0),), "presence_penalty": 1.0, "top_logprobs": 3}
     requests = [
@@ -111,9 +111,9 @@ def test_groups_are_spread_over_lanes_and_each_prompt_runs_once_in_a_lane(laned)
     assert laned.stats.prefilled_prompts - after.prefilled_prompts == 2
 
 
-@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.isa
+@pytest.mark.bits
 def test_a_late_sibling_copies_the_prompt_within_its_lane(laned):
     requests = [request_of(20, prompt_seed=i, n=7, max_tokens=9 + i) for i in range(3)]
     expected = [bits(result_of(laned, request)) for request in requests]

@@ -55,9 +55,9 @@ def raw_of(sample: Sample) -> np.ndarray:
     return sample.raw_logprobs
 
 
-@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.isa
+@pytest.mark.bits
 def test_tokens_before_are_the_old_policys_and_those_after_a_fresh_prefills(
     model, other, recomputing
 ):
@@ -93,9 +93,9 @@ def test_tokens_before_are_the_old_policys_and_those_after_a_fresh_prefills(
         np.testing.assert_allclose(raw_of(sample)[count:], expected, atol=1e-5)
 
 
-@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.isa
+@pytest.mark.bits
 def test_without_it_the_cache_of_earlier_positions_stays_the_old_weights(model, other):
     engine = engine_of(model)
     try:
@@ -111,9 +111,9 @@ def test_without_it_the_cache_of_earlier_positions_stays_the_old_weights(model, 
         engine.close()
 
 
-@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.isa
+@pytest.mark.bits
 def test_a_recomputed_sequence_leaves_its_cache_to_the_next_turn(model, other):
     engine = engine_of(model, prefix_cache=True)
     try:
@@ -129,9 +129,9 @@ def test_a_recomputed_sequence_leaves_its_cache_to_the_next_turn(model, other):
         engine.close()
 
 
-@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.isa
+@pytest.mark.bits
 def test_two_swaps_between_two_chunks_are_one(model, other, recomputing):
     request = request_of(max_tokens=30)
     once = result_of(recomputing, request)

@@ -150,9 +150,9 @@ def test_pieces_are_what_one_request_brings_whichever_process_goes_on(
     assert all(each.policy_versions is None for each in answer.completions)
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=15)
 @given(st.data())
-@pytest.mark.slow
 def test_a_stop_string_ends_a_completion_wherever_pieces_are_cut(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -18,7 +18,9 @@ def printed_seed() -> int:
     return seed
 
 
-def others_slow(names: Iterable[Any], *quick: Any, first: int = 0, several: bool = False) -> list:
+def others_slow(
+    names: Iterable[Any], *quick: Any, first: int = 0, several: bool = False
+) -> list[Any]:
     """The names, or other values, as parameters, all but `quick` and the `first` marked slow.
 
     With `several`, each is the values of several parameters.

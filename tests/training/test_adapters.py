@@ -220,9 +220,9 @@ def test_a_checkpoint_is_the_adapter_its_moments_and_the_digest_of_the_base(play
         np.testing.assert_array_equal(array, named_parameters(trainer.served_model)[name])
 
 
-@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.isa
+@pytest.mark.bits
 def test_rounds_end_in_the_same_bits_however_they_are_interrupted(
     played, debug, tokenizer, tmp_path
 ):

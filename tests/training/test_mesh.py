@@ -58,9 +58,9 @@ def single(tokenizer, tmp_path_factory):
     return config, after_two_steps(config, tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
-@pytest.mark.slow
 def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, axis):
     config, (expected, metrics, compiled) = single
     assert compiled == 0

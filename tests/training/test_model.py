@@ -179,8 +179,8 @@ def test_options_without_effect_are_accepted(changed, folders, family, keys):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_scaled_rotary_embedding_survives_loading_and_saving(changed, folders, tmp_path, family):
     model = load_hf(changed(family, rope_scaling=YARN, rope_parameters=None))
     assert np.abs(scores(model) - scores(load_hf(folders[family][1]))).max() > 1e-3

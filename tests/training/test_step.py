@@ -167,8 +167,8 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.slow
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_microbatches_change_no_gradient_of_any_objective(name):
     objective, batch = ObjectiveConfig(**OBJECTIVES[name]), random_batch(7)
     stage = Stage(objective=objective, length_norm=LENGTH)
