@@ -11,6 +11,7 @@ from marin_rl.compilation import (
     compiled_apart,
     device_array,
     enable_compilation_cache,
+    exact_products,
 )
 from marin_rl.config import TrainingConfig
 from marin_rl.machine import machine_key
@@ -22,9 +23,11 @@ enable = enable_compilation_cache.__wrapped__
 
 @pytest.fixture(autouse=True)
 def _restored():
-    before = jax.config.jax_compilation_cache_dir
+    names = "jax_compilation_cache_dir", "jax_default_matmul_precision"
+    before = {name: jax.config.values[name] for name in names}
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name in names:
+        jax.config.update(name, before[name])
 
 
 def test_the_folder_is_chosen_by_our_variable_then_by_that_of_jax(monkeypatch, tmp_path):
@@ -81,3 +84,31 @@ def test_the_first_moments_of_all_shapes_are_one_program():
     for found, zeros in zip(jax.tree.leaves(moments), jax.tree.leaves(expected), strict=True):
         assert found.dtype == zeros.dtype
         np.testing.assert_array_equal(found, zeros)
+
+
+def _product() -> str:
+    """The product of two matrices of float32 as a program is given it."""
+    rows = jnp.ones((2, 2), jnp.float32)
+    return jax.jit(jnp.matmul).lower(rows, rows).as_text()
+
+
+def test_a_gpu_multiplies_float32_in_float32(monkeypatch):
+    """By JAX's default it is TF32: a run of `configs/game.yaml` on a GPU ended at its canary."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    exact_products("bfloat16")
+    assert "HIGHEST" not in _product()
+    exact_products("float32")
+    assert "HIGHEST" in _product()
+
+
+def test_the_precision_that_a_user_chose_is_kept(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.config.update("jax_default_matmul_precision", "tensorfloat32")
+    exact_products(jnp.float32)
+    assert jax.config.jax_default_matmul_precision == "tensorfloat32"
+
+
+def test_on_a_cpu_programs_are_the_same_as_before():
+    before = _product()
+    exact_products("float32")
+    assert _product() == before
