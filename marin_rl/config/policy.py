@@ -156,7 +156,8 @@ class PolicyConfig(Section):
         default=128, le=10_000_000, description="tokens of prompt and completion together"
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="dtype of activations; master weights stay float32"
+        default="float32",
+        description="dtype of activations and products; master weights stay float32",
     )
     lora: LoraConfig | None = optional_field(
         description="train an adapter, with all other parameters frozen; null: all are trained"
