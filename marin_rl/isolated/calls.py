@@ -13,6 +13,7 @@ import secrets
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,6 +34,7 @@ from marin_rl.isolated.processes import LineTooLong, PrintedText, WorkerProcess
 
 GRACE_S = 1.0  # for a worker to report a call that is late, before it counts as blocked
 _NUMBER_BYTES_MAX = 128  # of a line, in addition to the answer
+_ANSWERED_KEPT = 10_000  # numbers of calls, by which a second answer is known
 
 Limit = Literal["wall", "memory", "answer", "crash"]
 
@@ -60,6 +62,7 @@ class _State:
 
     pending: dict[str, _Pending] = field(default_factory=dict)
     running: str | None = None  # the call whose slice runs
+    answered: deque[str] = field(default_factory=lambda: deque(maxlen=_ANSWERED_KEPT))
     heard_at: float = 0.0
     outgoing: bytearray = field(default_factory=bytearray)
     waiting: bytearray = field(default_factory=bytearray)  # for the worker to be ready
@@ -184,8 +187,12 @@ class CallWorker:
             self._state.running = number if kind == BEGUN else None
         elif pending is not None and kind in (ANSWER, LATE, TOO_LARGE):
             del self._state.pending[number]
+            self._state.answered.append(number)
             self._resolve(pending, kind, parts)
         else:
+            if number in self._state.answered:
+                # a child that this call left behind: the one that runs now has no part in it
+                self._state.running = number
             raise ValueError(f"found {line[:40]!r}")
 
     def _resolve(self, pending: _Pending, kind: bytes, parts: list[bytes]) -> None:

@@ -92,7 +92,15 @@ class Talking:
                     print("a child", flush=True)
                     os._exit(0)
                 os.waitpid(child, 0)
-            case "split": os.fork()  # and the child goes on as if it were the process
+            case "split" if not rest: os.fork()  # and the child goes on as if it were the process
+            case "split" if rest == "late":  # this child answers once another says "go"
+                GATES["late"] = pipe = os.pipe()
+                loop = asyncio.get_running_loop()
+                if os.fork() == 0:
+                    loop.call_soon(os.read, pipe[0], 1)
+            case "go" if "late" in GATES:
+                os.write(GATES["late"][1], b"x")
+                time.sleep(0.5)
             case "free":
                 with uncharged():
                     await asyncio.sleep(float(rest))
@@ -322,6 +330,16 @@ def test_a_child_that_answers_as_well_costs_its_own_episode(
     # The child's answer, second or first of the two, may be read by the step or by the close.
     assert before == ["1 split"] or "process" in str(before[-1])
     assert after == ["1 hello"]
+
+
+def test_a_child_that_answers_late_costs_no_other_episode(folder: Path, example: Example) -> None:
+    """Its answer comes while another episode runs, which begins again in another process."""
+    pool = pool_of(config_of(step_timeout_s=300.0))
+    try:
+        assert talks(pool, example, "split late") == [["1 split late"]]
+        assert talks(pool, example, "go|hello") == [["1 go", "2 hello"]]
+    finally:
+        pool.close()
 
 
 def test_a_seed_of_the_global_generator_is_no_other_episodes(
