@@ -266,18 +266,18 @@ async def next_flow_run(client: PrefectClient, *earlier: FlowRun) -> FlowRun:
         await asyncio.sleep(0.05)
 
 
-async def worker_that_dies_once(*states: State) -> tuple[FlowRun, FlowRun]:
-    """Bring a flow run into `states` and die, then play another to its end; both as they are."""
+async def worker_that_dies_once(taken: list[FlowRun], *states: State) -> None:
+    """Bring a flow run into `states` and die, then play all others to their ends."""
     async with get_client() as client:
         await client.send_worker_heartbeat("pending", "mortal", heartbeat_interval_seconds=1)
-        first = await next_flow_run(client)
-        await client.update_flow_run_labels(first.id, {"prefect.worker.name": "mortal"})
+        taken.append(await next_flow_run(client))
+        await client.update_flow_run_labels(taken[0].id, {"prefect.worker.name": "mortal"})
         for state in states:
-            await client.set_flow_run_state(first.id, state)
-        second = await next_flow_run(client, first)
-        for state in (Running(), Completed()):
-            await client.set_flow_run_state(second.id, state)
-        return await client.read_flow_run(first.id), await client.read_flow_run(second.id)
+            await client.set_flow_run_state(taken[0].id, state)
+        while True:  # more than one, where the server's answer to a flow run came too late
+            taken.append(await next_flow_run(client, *taken))
+            for state in (Running(), Completed()):
+                await client.set_flow_run_state(taken[-1].id, state)
 
 
 async def deploy_never_begun(client: PrefectClient) -> UUID:
@@ -300,23 +300,27 @@ def test_a_flow_run_that_its_worker_abandons_is_given_out_again(
     api: str, states: tuple[State, ...], pending_s: int
 ) -> None:
     """A worker dies before it begins a flow run, or before the run's first heartbeat."""
-    config = parse_config({"flow": PENDING | {"pending_timeout_s": pending_s}}).flow
+    settings = PENDING | {"pending_timeout_s": pending_s, "retries": 3}
+    config = parse_config({"flow": settings}).flow
+    taken = list[FlowRun]()
 
     @flow(persist_result=False)
-    async def trainer() -> tuple[FlowRun, FlowRun]:
-        worker = asyncio.ensure_future(worker_that_dies_once(*states))
-        await StageRunner(config).run(given_out, config)
-        return await worker
+    async def trainer() -> None:
+        async with asyncio.TaskGroup() as both:
+            worker = both.create_task(worker_that_dies_once(taken, *states))
+            await StageRunner(config).run(given_out, config)
+            worker.cancel()
 
-    async def play() -> tuple[FlowRun, FlowRun]:
+    async def play() -> list[FlowRun]:
         async with get_client() as client:
             await deploy_never_begun(client)
-        return await trainer()
+            await trainer()
+            return [await client.read_flow_run(run.id) for run in taken]
 
-    first, second = asyncio.run(play())
-    assert (first.name, second.name) == ("shards", "shards")
+    first, *others = asyncio.run(play())
+    assert {run.name for run in (first, *others)} == {"shards"}
     assert first.state_type in (StateType.CANCELLING, StateType.CANCELLED)
-    assert second.state_type == StateType.COMPLETED
+    assert StateType.COMPLETED in {run.state_type for run in others}
 
 
 def answered(status: int) -> PrefectHTTPStatusError:
