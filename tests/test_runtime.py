@@ -23,7 +23,12 @@ from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint, 
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.model import build_model, named_parameters, parameters_digest
+from marin_rl.training.model import (
+    build_model,
+    named_parameters,
+    parameters_digest,
+    with_parameters,
+)
 from marin_rl.types import SlotRef
 
 # Programs as users have them are not the subject here, and take twice as long to compile.
@@ -92,6 +97,18 @@ def test_an_endpoint_without_temperature_in_its_logprobs_is_not_called_stale(
         policy = dataclasses.replace(policy, endpoints=(stale.url,))
         with pytest.raises(StalePolicy, match="found others"):
             prove(policy, model, config, temperature=0.7)
+
+
+def test_a_small_difference_may_be_rounding_and_a_large_one_is_other_weights(
+    embedded: RunRuntime,
+) -> None:
+    policy, config = embedded.serve(embedded.init_policy()), debug(Path("unused")).inference
+    model = embedded.trainer.model
+    for factor, rounding in ((1.01, True), (30.0, False)):
+        scaled = {name: factor * array for name, array in named_parameters(model).items()}
+        with pytest.raises(StalePolicy, match="does not sample from") as error:
+            prove(policy, with_parameters(model, scaled), config)
+        assert ("TF32 or bfloat16 makes" in str(error.value)) == rounding, str(error.value)
 
 
 def test_transfers_that_failed_are_counted_with_the_one_that_did_not(embedded: RunRuntime) -> None:

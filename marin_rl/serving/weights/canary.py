@@ -127,7 +127,7 @@ def prove(
             raise StalePolicy(
                 f"{endpoint} does not sample from {policy.model}: expected parameters "
                 f"{policy.parameters_digest[:DIGEST_DIGITS]}, {actual}; {gap.message()}, above "
-                f"inference.canary_tolerance ({tolerance:g}). {_remedy(policy)}"
+                f"inference.canary_tolerance ({tolerance:g}). {_rounding(gap)}{_remedy(policy)}"
             )
         worst = max(worst, gap.nats)
     return Proof(worst, _canary_of(model, answers[0], sampling.temperature, tolerance))
@@ -266,6 +266,16 @@ def _identified(
     if claimed:
         return f"which it claims to serve ({claimed[:DIGEST_DIGITS]}), but found others"
     return "found others; the endpoint does not say which"
+
+
+def _rounding(gap: Gap) -> str:
+    """A sentence for a difference that coarser products may make too, else nothing."""
+    if not gap.within(TOLERANCES["bfloat16"]):
+        return ""
+    return (
+        "TF32 or bfloat16 makes differences of this size as well: have the endpoint multiply in "
+        "float32, or set inference.canary_tolerance. "
+    )
 
 
 def _remedy(policy: ServedPolicy) -> str:
