@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from marin_rl.machine import (
     M_MMAP_THRESHOLD,
@@ -152,13 +153,14 @@ def keep_freed_memory() -> bool:
     return all(accepted) and share_one_heap()
 
 
-def exact_products(compute_dtype: Any) -> None:
-    """Let accelerators multiply float32 matrices in float32, where the policy computes in that.
+def set_matmul_precision(compute_dtype: DTypeLike) -> None:
+    """Have accelerators multiply float32 matrices in float32, for a policy that computes in it.
 
-    By JAX's default an NVIDIA GPU rounds their entries to the 10 bits of TF32, and a TPU to the 7
-    of bfloat16: an engine and a trainer, which add up in different orders, are then 1e-3 nats
-    apart after a few updates. JAX_DEFAULT_MATMUL_PRECISION, where it is set, is the user's choice.
-    A policy in bfloat16 keeps JAX's default, whose products of float32 are several times faster.
+    By JAX's default an NVIDIA GPU multiplies them in TF32 (10 bits of mantissa) and a TPU in
+    bfloat16 (7 bits): engine and trainer, which add up in different orders, are then 1e-3 nats
+    apart after a few updates. JAX_DEFAULT_MATMUL_PRECISION, where it is set, stays as it is, and
+    so does JAX's default for a policy in bfloat16. For the whole process; before programs are
+    compiled.
     """
     chosen = jax.config.values["jax_default_matmul_precision"] is not None
     if chosen or np.dtype(compute_dtype) != np.float32 or jax.default_backend() == "cpu":

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int32
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.compilation import exact_products
+from marin_rl.compilation import set_matmul_precision
 from marin_rl.config import EngineConfig
 from marin_rl.cpu_streams import Lanes, side_by_side
 from marin_rl.errors import InputError
@@ -60,7 +60,7 @@ class Runner:
     def __init__(
         self, model: LmHeadModel, config: EngineConfig, context_length: int, dtype: jnp.dtype
     ) -> None:
-        exact_products(dtype)
+        set_matmul_precision(dtype)
         self.spec, weights = read_model(model)
         self._placement = placement_of(weights)
         on_mesh = self._placement.mesh is not None

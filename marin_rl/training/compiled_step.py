@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.compilation import device_array, exact_products
+from marin_rl.compilation import device_array, set_matmul_precision
 from marin_rl.config import Config
 from marin_rl.cpu_streams import STEP_LANES, gains_from_lanes
 from marin_rl.errors import NonFiniteUpdate
@@ -78,7 +78,7 @@ class CompiledStep:
         settings: StepSettings,
         modules: Modules | None = None,
     ) -> None:
-        exact_products(settings.compute_dtype)
+        set_matmul_precision(settings.compute_dtype)
         self.settings = settings
         self.quantize_base = config.policy.quantize_base
         self.layout: Layout = layout_of(config.mesh)

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import PairBatch, padded
 from marin_rl.batching.plan import bucket
-from marin_rl.compilation import device_array, exact_products
+from marin_rl.compilation import device_array, set_matmul_precision
 from marin_rl.config import BatchingConfig, PolicyConfig
 from marin_rl.errors import CorruptObject
 from marin_rl.lora.quantization import is_quantized
@@ -210,7 +210,7 @@ class SequenceScorer:
     """The compiled programs of one architecture, a fixed number of rows per padded length."""
 
     def __init__(self, template: ScalarModel, policy: PolicyConfig) -> None:
-        exact_products(policy.compute_dtype)
+        set_matmul_precision(policy.compute_dtype)
         self._rewards = jax.jit(rewards_of(template, policy.compute_dtype))
         self._longest = policy.context_length
 

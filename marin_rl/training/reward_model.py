@@ -24,7 +24,7 @@ from marin_rl.batching.pairs import (
     pairs_of_step,
 )
 from marin_rl.batching.sequences import ChatTokenizer
-from marin_rl.compilation import exact_products
+from marin_rl.compilation import set_matmul_precision
 from marin_rl.config import RewardModelConfig, fingerprint_fields
 from marin_rl.errors import ConfigError
 from marin_rl.metrics import over_steps
@@ -93,7 +93,7 @@ class RewardModelTraining:
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError where the run configures no reward model."""
         config, self._settings = run.config, settings_of(run)
-        exact_products(config.policy.compute_dtype)
+        set_matmul_precision(config.policy.compute_dtype)
         self._run, self._tokenizer = run, tokenizer
         self._names = TokenizerIdentity.of(tokenizer)
         self._layout = layout_of(config.mesh)

@@ -11,7 +11,7 @@ from marin_rl.compilation import (
     compiled_apart,
     device_array,
     enable_compilation_cache,
-    exact_products,
+    set_matmul_precision,
 )
 from marin_rl.config import TrainingConfig
 from marin_rl.machine import machine_key
@@ -95,20 +95,20 @@ def _product() -> str:
 def test_a_gpu_multiplies_float32_in_float32(monkeypatch):
     """By JAX's default it is TF32: a run of `configs/game.yaml` on a GPU ended at its canary."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    exact_products("bfloat16")
+    set_matmul_precision("bfloat16")
     assert "HIGHEST" not in _product()
-    exact_products("float32")
+    set_matmul_precision("float32")
     assert "HIGHEST" in _product()
 
 
 def test_the_precision_that_a_user_chose_is_kept(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.config.update("jax_default_matmul_precision", "tensorfloat32")
-    exact_products(jnp.float32)
+    set_matmul_precision(jnp.float32)
     assert jax.config.jax_default_matmul_precision == "tensorfloat32"
 
 
 def test_on_a_cpu_programs_are_the_same_as_before():
     before = _product()
-    exact_products("float32")
+    set_matmul_precision("float32")
     assert _product() == before

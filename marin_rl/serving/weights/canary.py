@@ -124,10 +124,12 @@ def prove(
             # first: right weights with numbers from before temperature are no stale policy
             _check_temperature(endpoint, model, answer, sampling.temperature, tolerance)
             actual = _identified(answer, suspects(), sampling.temperature, tolerance)
+            rounding = "" if actual else _rounding(gap)
             raise StalePolicy(
                 f"{endpoint} does not sample from {policy.model}: expected parameters "
-                f"{policy.parameters_digest[:DIGEST_DIGITS]}, {actual}; {gap.message()}, above "
-                f"inference.canary_tolerance ({tolerance:g}). {_rounding(gap)}{_remedy(policy)}"
+                f"{policy.parameters_digest[:DIGEST_DIGITS]}, {actual or _claimed(answer)}; "
+                f"{gap.message()}, above inference.canary_tolerance ({tolerance:g}). "
+                f"{rounding}{_remedy(policy)}"
             )
         worst = max(worst, gap.nats)
     return Proof(worst, _canary_of(model, answers[0], sampling.temperature, tolerance))
@@ -257,11 +259,16 @@ def _check_temperature(
 
 def _identified(
     answer: ChatAnswer, suspects: Iterable[Suspect], temperature: float, tolerance: float
-) -> str:
-    """Parameters that an answer was sampled from, as far as can be determined."""
+) -> str | None:
+    """The suspect that an answer was sampled from, in words; None where it is none of them."""
     for suspect in suspects:
         if _gap(suspect.model, answer, temperature).within(tolerance):
             return f"found those of {suspect.name}, {suspect.parameters_digest[:DIGEST_DIGITS]}"
+    return None
+
+
+def _claimed(answer: ChatAnswer) -> str:
+    """The parameters that an endpoint says it serves, in words."""
     claimed = answer.parameters_digest
     if claimed:
         return f"which it claims to serve ({claimed[:DIGEST_DIGITS]}), but found others"
