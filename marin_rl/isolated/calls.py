@@ -23,6 +23,7 @@ from typing import Any, Literal
 from marin_rl.errors import InputError
 from marin_rl.isolated.interleaved import ANSWER, BEGUN, LATE, PAUSED, TOO_LARGE
 from marin_rl.isolated.lines import (
+    ANSWERED_KEPT,
     MEMORY_EXIT_STATUS,
     READY,
     answer_number,
@@ -34,7 +35,6 @@ from marin_rl.isolated.processes import LineTooLong, PrintedText, WorkerProcess
 
 GRACE_S = 1.0  # for a worker to report a call that is late, before it counts as blocked
 _NUMBER_BYTES_MAX = 128  # of a line, in addition to the answer
-_ANSWERED_KEPT = 10_000  # numbers of calls, by which a second answer is known
 
 Limit = Literal["wall", "memory", "answer", "crash"]
 
@@ -62,7 +62,7 @@ class _State:
 
     pending: dict[str, _Pending] = field(default_factory=dict)
     running: str | None = None  # the call whose slice runs
-    answered: deque[str] = field(default_factory=lambda: deque(maxlen=_ANSWERED_KEPT))
+    answered: deque[str] = field(default_factory=lambda: deque(maxlen=ANSWERED_KEPT))
     heard_at: float = 0.0
     outgoing: bytearray = field(default_factory=bytearray)
     waiting: bytearray = field(default_factory=bytearray)  # for the worker to be ready

@@ -12,6 +12,7 @@ import secrets
 import signal
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from marin_rl.errors import InputError
 from marin_rl.isolated.lines import (
+    ANSWERED_KEPT,
     MEMORY_EXIT_STATUS,
     UNFIT,
     answer_number,
@@ -63,6 +65,10 @@ class WorkerFault:
     message: str
 
 
+class _SecondAnswer(Exception):
+    """A line of an item that is answered already: a child that it left behind goes on."""
+
+
 class Worker:
     """A worker process that is started again whenever it had to be ended. One caller at a time.
 
@@ -104,6 +110,7 @@ class Worker:
             self._process.send(encoded(number, [common, *items]), SEND_TIMEOUT_S)
             while len(answers) < len(items):
                 (answer,) = self._receive(number, len(answers), limit_s)
+                self._answered.append(answer_number(number, len(answers)))
                 answers.append(answer)
         except TimeoutError:
             answers.append(WorkerFault("wall", f"over {limit_s:g} seconds"))
@@ -111,6 +118,11 @@ class Worker:
             answers.append(self._fault_of_exit())
         except ValueError as error:
             answers.append(WorkerFault("answer", str(error)))
+        except _SecondAnswer:
+            # The item that is asked for has no part in it. A new process has answered nothing yet,
+            # so it answers at least one of the rest.
+            self._restart()
+            return [*answers, *self.ask(common, items[len(answers) :], wall_s)]
         else:
             return answers
         self._restart()
@@ -126,6 +138,7 @@ class Worker:
 
     def _start(self) -> None:
         self._ready = False
+        self._answered: deque[str] = deque(maxlen=ANSWERED_KEPT)
         self._process = WorkerProcess(self._environment, self._printed)
         self._first = secrets.token_hex(16)
         # A process that has ended already is reported once something waits until it is ready.
@@ -162,7 +175,10 @@ class Worker:
         )
 
     def _receive(self, number: str, index: int, timeout_s: float | int) -> list[bytes]:
-        """Return the parts of the next answer. Raises TimeoutError, EOFError, ValueError."""
+        """Return the parts of the next answer.
+
+        Raises TimeoutError, EOFError, _SecondAnswer, ValueError.
+        """
         bytes_max = -(-self._limits.answer_bytes // 3) * 4  # base64 writes 4 bytes for 3
         try:
             line = self._process.receive(timeout_s, bytes_max + _NUMBER_BYTES_MAX)
@@ -172,6 +188,8 @@ class Worker:
             found, parts = decoded(line)
             if found == answer_number(number, index):
                 return parts
+            if found in self._answered:
+                raise _SecondAnswer
         raise ValueError(f"a line without this message's number, {line[:40]!r}")
 
     def _fault_of_exit(self) -> WorkerFault:

@@ -304,6 +304,37 @@ def test_starting_a_worker_does_not_wait_for_it(
     pool.close()
 
 
+CHILD_THAT_GOES_ON = """
+import os, time
+pipe = os.pipe()
+
+def begin(settings):
+    return answer
+
+def answer(common, item):
+    if item == b"child" and os.fork() == 0:
+        os.read(pipe[0], 1)  # and the child answers too, once another item says "go"
+    if item == b"go":
+        os.write(pipe[1], b"x")
+        time.sleep(0.5)
+    return item
+"""
+
+
+def test_a_child_that_answers_late_costs_no_other_item(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer comes while another item is scored, which a new process scores again."""
+    (tmp_path / "child_that_goes_on.py").write_text(CHILD_THAT_GOES_ON)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    limits = WorkerLimits(wall_s=300.0, memory_bytes=2**30, answer_bytes=2**10, sealed=False)
+    pool = WorkerPool("child_that_goes_on", limits, 1)
+    items = [b"child", b"go", b"more"]
+    assert pool.ask(b"", items) == items
+    assert [pool.ask(b"", [item]) for item in items] == [[item] for item in items]
+    pool.close()
+
+
 FORK_THAT_CLOSES = """
 import os
 from marin_rl.isolated.pool import WorkerLimits, WorkerPool
