@@ -40,6 +40,7 @@ from flows.connection import (
     using,
 )
 from marin_rl.errors import MarinRLError
+from marin_rl.progress import phase
 
 DATABASE = "prefect.db"
 START_TIMEOUT_S = 120.0
@@ -78,8 +79,7 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
     with temporary_settings(set_defaults=QUIET), _sigterm_as_interrupt():
         configured = get_current_settings().api.url
         if configured and healthy(configured):
-            for module in warm:
-                importlib.import_module(module)
+            _import(warm)
             with using(RemoteConnection(configured)):
                 yield configured
             return
@@ -89,6 +89,12 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
             logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not there
         with _temporary_server(warm) as url, temporary_settings(updates={"api.url": url}):
             yield url
+
+
+@phase("importing JAX and Levanter")
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
 
 
 @contextmanager
@@ -147,9 +153,9 @@ def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
             shutil.copyfile(template, database)
         connection = ApiConnection(url, temporary=True)
         with using(connection), _spawned(port, Path(home), connection) as (process, answered):
-            for module in warm:
-                importlib.import_module(module)
-            _wait_until_healthy(process, connection, Path(home) / LOG)
+            _import(warm)
+            with phase("starting a Prefect server"):
+                _wait_until_healthy(process, connection, Path(home) / LOG)
             answered.set()
             if not connection.lost and not template.exists():
                 save_database_template(database, template)

@@ -58,7 +58,7 @@ os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 _refuse_other_packages()
 sys.meta_path.insert(0, _InstalledPackages)
 
-from marin_rl.machine import ensure_threads  # noqa: E402 - the finder comes first
+from marin_rl.machine import ensure_no_alarms, ensure_threads  # noqa: E402 - the finder comes first
 
 
 def __getattr__(name: str) -> Any:
@@ -84,5 +84,6 @@ def _version() -> str:
         return "0.0.0"
 
 
-# Before anything can start JAX: afterwards its thread pool has its size.
+# Before anything can start JAX: afterwards its thread pool has its size, and its log a level.
 ensure_threads()
+ensure_no_alarms()

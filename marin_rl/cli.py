@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from marin_rl.deferred import import_postponing, postpone, withhold
 from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.progress import saying
 
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
@@ -211,7 +212,8 @@ def main() -> None:
     if READERS.intersection(sys.argv[1:2]):
         _spare_imports()
     try:
-        app()
+        with saying():
+            app()
     except (MarinRLError, OSError) as error:  # OSError: such as a disk that is full
         from marin_rl.commands.options import complain, err
 

@@ -29,6 +29,7 @@ from marin_rl.machine import (
     machine_key,
     share_one_heap,
 )
+from marin_rl.progress import phase
 
 _log = logging.getLogger(__name__)
 
@@ -108,12 +109,13 @@ def device_array(array: Any, dtype: Any = None) -> jax.Array:
     return jax.device_put(np.array(array, dtype))
 
 
-def compiled_apart(jitted: Any) -> Callable[..., Any]:
+def compiled_apart(jitted: Any, name: str) -> Callable[..., Any]:
     """A jitted function whose programs are compiled, each at its first call, before they run.
 
     What is free goes back to the kernel before and after, so that compiling a large program, which
     takes hundreds of megabytes for a while, does so neither on top of what was freed before nor
-    below what the program itself needs. Threads that call it at once compile once.
+    below what the program itself needs. Threads that call it at once compile once; `name` is
+    that of the program in progress.
     """
     known: set[Any] = set()
     compiling = threading.Lock()
@@ -123,11 +125,12 @@ def compiled_apart(jitted: Any) -> Callable[..., Any]:
         kind = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         with compiling:
             if kind not in known:
-                lowered = jitted.lower(*arguments)
-                give_back_freed_memory()
-                lowered.compile()  # the call below finds this very program
-                del lowered
-                give_back_freed_memory()
+                with phase(f"compiling {name}"):
+                    lowered = jitted.lower(*arguments)
+                    give_back_freed_memory()
+                    lowered.compile()  # the call below finds this very program
+                    del lowered
+                    give_back_freed_memory()
                 known.add(kind)
         return jitted(*arguments)
 

@@ -62,6 +62,16 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def ensure_no_alarms() -> None:
+    """Set TF_CPP_MIN_LOG_LEVEL so that XLA's CPU compiler asks nobody to file a bug for slowness.
+
+    Phases say what is compiled, and for how long. A level that is set already is the user's own;
+    with an NVIDIA GPU XLA's errors may be the only word on what is wrong with its driver.
+    """
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
 def pool_threads() -> int:
     """Threads of XLA's CPU pool: counted where JAX has started, else as many as it will start."""
     running = running_pool_threads()

@@ -188,6 +188,8 @@ class Trackers:
 
     def listen(self, event: ProgressEvent) -> None:
         """A progress listener: log the metrics of rounds, evaluations and warm-start steps."""
+        if not event.metrics:
+            return
         if event.stage in ("round", "evaluate") and event.round is not None:
             self.log(event.metrics, event.round)
         elif event.stage in ("sft", "reward_model"):

@@ -21,6 +21,7 @@ from prefect.tasks import Task
 
 from marin_rl.config import FlowConfig
 from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.progress import ProgressEvent, Stage, publish
 from marin_rl.rounds import Stopwatch
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
@@ -31,8 +32,21 @@ from tasks.fan_out import nodes_of
 RETRY_DELAY_S_MAX = 600.0
 JITTER = 0.5
 
+# Stages that displays show, by the names of their tasks.
+SHOWN: dict[str, Stage] = {
+    "begin": "start",
+    "fine_tune": "sft",
+    "serve": "serve",
+    "evaluate": "evaluate",
+    "generate": "generate",
+    "process": "process",
+    "train": "train",
+    "fit": "reward_model",
+}
+
 Value = TypeVar("Value")
-Stage = Callable[..., Awaitable[Value]]  # a task over an async function, as its caller sees it
+# A task over an async function, as its caller sees it.
+StageTask = Callable[..., Awaitable[Value]]
 
 
 def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -76,25 +90,29 @@ class StageRunner:
         """Seconds of the stages called so far, as `timing_s/*`."""
         return self._watch.metrics()
 
-    async def run(self, stage: Stage[Value], *arguments: Any) -> Value:
+    async def run(self, stage: StageTask[Value], *arguments: Any) -> Value:
         """The result of one task. Raises what its last try raised."""
+        _show(stage, arguments)
         (result,) = await self._results(stage, [arguments])
         self._watch.lap(_task(stage).name)
         return result
 
-    async def each(self, stage: Stage[Value], calls: Iterable[Sequence[Any]]) -> list[Value]:
+    async def each(self, stage: StageTask[Value], calls: Iterable[Sequence[Any]]) -> list[Value]:
         """The results of one task per element of `calls`, in order, a bounded number at once.
 
         When some fail the others still finish, since what they commit stays; then the first failure
         is raised.
         """
         gate, nodes = asyncio.Semaphore(self._in_flight_max), nodes_of(_task(stage))
+        waiting = [*calls]
+        for call in waiting[:1]:
+            _show(stage, call)
 
         async def pass_gate(unit: Sequence[Sequence[Any]]) -> list[Value]:
             async with gate:
                 return await self._results(stage, unit)
 
-        units = [[call] for call in calls] if nodes is None else nodes.chunks([*calls])
+        units = [[call] for call in waiting] if nodes is None else nodes.chunks(waiting)
         outcomes = await asyncio.gather(*map(pass_gate, units), return_exceptions=True)
         self._watch.lap(_task(stage).name)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -103,7 +121,9 @@ class StageRunner:
         done = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
         return [value for values in done for value in values]
 
-    async def _results(self, stage: Stage[Value], calls: Sequence[Sequence[Any]]) -> list[Value]:
+    async def _results(
+        self, stage: StageTask[Value], calls: Sequence[Sequence[Any]]
+    ) -> list[Value]:
         """The results of calls that a node gets together, or of one in this process."""
         task = _task(stage)
         tuned = task.with_options(
@@ -118,7 +138,16 @@ class StageRunner:
         return [await each.aresult() if isinstance(each, State) else each for each in outcomes]
 
 
-def _task(stage: Stage[Any]) -> Task[..., Any]:
+def _show(stage: StageTask[Any], arguments: Sequence[Any]) -> None:
+    """Publish that a stage begins: its own events come with the first units that are done."""
+    if (shown := SHOWN.get(_task(stage).name)) is not None:
+        run, *others = arguments
+        of_round = shown not in ("start", "sft", "reward_model")
+        round = others[0] if of_round else None
+        publish(ProgressEvent(run_id=run.run_id, stage=shown, round=round))
+
+
+def _task(stage: StageTask[Any]) -> Task[..., Any]:
     assert isinstance(stage, Task), f"expected a task, found {stage!r}"
     return stage
 

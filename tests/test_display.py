@@ -1,6 +1,7 @@
 """Terminal output, read back as text."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -9,7 +10,7 @@ from marin_rl.display.episodes import BeforeAfter, EpisodePair, PlayedEpisode, e
 from marin_rl.display.live import RunDisplay, showing
 from marin_rl.display.tables import fleet_table, frame_table, rollouts_table, rounds_table
 from marin_rl.display.text import duration, size, sparkline
-from marin_rl.progress import ProgressEvent, listening, publish
+from marin_rl.progress import ProgressEvent, listening, phase, publish
 
 
 def text_of(renderable) -> str:
@@ -85,6 +86,23 @@ def test_without_a_terminal_each_round_is_one_line():
             )
     lines = console.file.getvalue().splitlines()
     assert [line.split()[:2] for line in lines] == [["round", "0"], ["round", "1"]]
+
+
+def test_without_a_terminal_long_stages_and_their_phases_are_said():
+    console = Console(file=io.StringIO(), width=120)
+
+    def wait_for(line: str) -> None:
+        while not any(said.startswith(line) for said in console.file.getvalue().splitlines()):
+            time.sleep(0.001)
+
+    with showing(RunDisplay("demo", rounds=2), console, silence_s=0.01):
+        wait_for("starting (")
+        publish(ProgressEvent(run_id="demo", stage="generate", round=3, done=5, total=16))
+        wait_for("round 3: generating 5/16 (")
+        publish(ProgressEvent(run_id="demo", stage="train", round=3))
+        wait_for("round 3: training (")
+        with phase("compiling the training step"):
+            wait_for("compiling the training step (")
 
 
 def test_a_listener_that_raises_is_removed_and_the_others_still_hear():

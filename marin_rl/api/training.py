@@ -21,7 +21,7 @@ from marin_rl.config import Config, Overrides, as_overrides
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.machine import share_one_heap
 from marin_rl.preflight import before_engines
-from marin_rl.progress import ProgressEvent, listening
+from marin_rl.progress import ProgressEvent, listening, phase
 from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
 from marin_rl.trust import Consent, check_named, settings_of
 
@@ -250,6 +250,7 @@ class TrainingRun:
             )
 
 
+@phase("importing Prefect and JAX")
 def flow_named(name: str) -> Any:
     """Return the function that runs an installed flow. Raises ConfigError for another name."""
     share_one_heap()  # before what a flow imports starts its threads

@@ -21,6 +21,7 @@ from marin_rl.commands.options import (
     tell_json,
 )
 from marin_rl.errors import ConfigError
+from marin_rl.progress import listening, phase
 
 if TYPE_CHECKING:
     from marin_rl.evaluation import EvaluationRequest, Target
@@ -114,9 +115,10 @@ def _write_rows(
     target: "Target", request: "EvaluationRequest", output: Path | None, *, as_json: bool
 ) -> None:
     """Evaluate once, and write the rows to a Parquet file."""
-    from marin_rl.evaluation import evaluate_target
+    with phase("evaluating") as evaluating, listening(evaluating.listen):
+        from marin_rl.evaluation import evaluate_target
 
-    result = evaluate_target(target, request)
+        result = evaluate_target(target, request)
     rows = output or Path(f"{Path(target.name).name or 'endpoint'}-eval.parquet")
     rows.parent.mkdir(parents=True, exist_ok=True)
     rows.write_bytes(result.rows)
@@ -135,7 +137,8 @@ def _commit(target: "Target", overrides: list[str], *, as_json: bool) -> None:
     config = settings_of(run, consent, ("inference", "trackers", "flow"))
     check_named(run, config, consent, ("environment", "evaluation", "policy"))
     before_evaluation(config)
-    slot = flow_named("evaluate")(config, target.round)
+    with phase("evaluating") as evaluating, listening(evaluating.listen):
+        slot = flow_named("evaluate")(config, target.round)
     _print_metrics(run.run_id, {"slot": slot.slot}, slot.summary, as_json=as_json)
 
 

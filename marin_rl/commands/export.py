@@ -18,6 +18,7 @@ from marin_rl.commands.options import (
     tell_json,
 )
 from marin_rl.errors import ConfigError
+from marin_rl.progress import phase
 
 if TYPE_CHECKING:
     from marin_rl.storage.runs import Run
@@ -104,17 +105,18 @@ def _export_weights(
         raise ConfigError(f"--round: expected one checkpoint with {option}, found {len(rounds)}")
     round = rounds[0] if rounds else None
     facts: dict[str, object] = {"folder": str(folder)}
-    if peft:
-        from marin_rl.serving.weights.adapter_folders import export_peft
+    with phase("exporting"):
+        if peft:
+            from marin_rl.serving.weights.adapter_folders import export_peft
 
-        adapter = export_peft(run, round, folder)
-        facts |= {"round": adapter.round, "parameters": adapter.parameters_digest}
-        facts |= {"adapter": adapter.adapter_digest}
-    else:
-        from marin_rl.serving.weights.checkpoint_loader import export_hf
+            adapter = export_peft(run, round, folder)
+            facts |= {"round": adapter.round, "parameters": adapter.parameters_digest}
+            facts |= {"adapter": adapter.adapter_digest}
+        else:
+            from marin_rl.serving.weights.checkpoint_loader import export_hf
 
-        exported = export_hf(run, round, folder)
-        facts |= {"round": exported.round, "parameters": exported.parameters_digest}
+            exported = export_hf(run, round, folder)
+            facts |= {"round": exported.round, "parameters": exported.parameters_digest}
     if as_json:
         tell_json(facts)
         return
@@ -146,9 +148,10 @@ def merge(
 
     if push_to_hub is not None:
         check_hub_name(push_to_hub)  # before minutes of work
-    from marin_rl.serving.weights.adapter_folders import merge as merge_folders
+    with phase("merging"):
+        from marin_rl.serving.weights.adapter_folders import merge as merge_folders
 
-    digest = merge_folders(base, adapter, output, dtype)
+        digest = merge_folders(base, adapter, output, dtype)
     if push_to_hub is not None:
         push_folder(output, push_to_hub)
     if as_json:

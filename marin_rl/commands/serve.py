@@ -19,6 +19,7 @@ from marin_rl.commands.options import (
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.machine import share_one_heap
+from marin_rl.progress import phase
 
 Adapters = Annotated[
     list[str] | None,
@@ -108,7 +109,8 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     if model is not None:
         check_folder(model)
     complain([f"starting the server of {run_name or model}"], style="")
-    from marin_rl.serving.launch import serve_checkpoint, serve_folder
+    with phase("importing JAX and Levanter"):
+        from marin_rl.serving.launch import serve_checkpoint, serve_folder
 
     report = tell_json if as_json else None
     if run_name is not None:

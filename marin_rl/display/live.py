@@ -1,6 +1,6 @@
 """Live progress of a run, from its progress events.
 
-Without a terminal, one plain line is printed per round.
+Without a terminal, one plain line is printed per round, and one for what lasts long.
 """
 
 import time
@@ -16,7 +16,15 @@ from rich.text import Text
 
 from marin_rl.display.tables import METRICS, formatted, plain
 from marin_rl.display.text import duration, sparkline
-from marin_rl.progress import ProgressEvent, listening
+from marin_rl.progress import (
+    SILENCE_S,
+    ProgressEvent,
+    Say,
+    listening,
+    open_phase,
+    phase,
+    saying,
+)
 
 LIVE = (
     "reward", "eval/accuracy", "perf/tokens_per_second", "entropy", "sft/loss",
@@ -37,6 +45,9 @@ STAGES = {
 }
 
 
+BEFORE_ROUNDS = ("start", "sft", "reward_model", "done")
+
+
 class RunDisplay:
     """The state of a run by its progress events; `render()` draws it."""
 
@@ -52,11 +63,14 @@ class RunDisplay:
         self.accuracies: list[float] = []
         self.round_seconds: list[float] = []
         self._round_ended: float | None = None
+        self._stage_began = time.monotonic()
 
     def update(self, event: ProgressEvent) -> None:
         """Apply one event; events of other runs are ignored."""
         if event.run_id != self.run_id:
             return
+        if event.stage != self.stage:
+            self._stage_began = time.monotonic()
         self.stage, self.done, self.total = event.stage, event.done, event.total
         if event.round is not None:
             self.round = event.round
@@ -101,9 +115,18 @@ class RunDisplay:
         )
         return grid
 
-    def _stage_line(self) -> Text:
+    def stage_line(self) -> str:
+        """The stage with its counts and seconds: `round 3: generating 13/64 (12 s)`."""
+        before = "" if self.stage in BEFORE_ROUNDS else f"round {self.round}: "
         amount = f" {self.done}/{self.total}" if self.total else ""
-        return Text(f"{STAGES.get(self.stage, self.stage)}{amount}", style="dim")
+        seconds = time.monotonic() - self._stage_began
+        return f"{before}{STAGES.get(self.stage, self.stage)}{amount} ({duration(seconds)})"
+
+    def _stage_line(self) -> Text:
+        inner = open_phase()
+        own = self.stage_line()
+        line = own if inner is None else inner.line(time.monotonic())
+        return Text(own if line == own else f"{own}: {line}", style="dim")
 
     def _numbers(self) -> Table:
         grid = Table.grid(padding=(0, 3))
@@ -122,25 +145,35 @@ class RunDisplay:
 
 
 @contextmanager
-def showing(display: RunDisplay, console: Console) -> Iterator[None]:
+def showing(display: RunDisplay, console: Console, silence_s: float = SILENCE_S) -> Iterator[None]:
     """Draw `display` live while the block runs; plain lines where the console is no terminal."""
+
+    def write(line: str) -> None:
+        console.print(plain(line), soft_wrap=True)
+
     if not console.is_terminal:
-        with listening(lambda event: _print_event(display, console, event)):
+        with (
+            saying(write, silence_s) as heartbeat,
+            listening(lambda event: _print_event(display, heartbeat.say, event)),
+            phase(display.stage_line),
+        ):
             yield
         return
     with (
         Live(get_renderable=display.render, console=console, refresh_per_second=4, transient=False),
+        saying(write, silence_s=None),  # the panel shows the phase
         listening(display.update),
+        phase(display.stage_line),
     ):
         yield
 
 
-def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) -> None:
+def _print_event(display: RunDisplay, say: Say, event: ProgressEvent) -> None:
     display.update(event)
     if event.run_id != display.run_id:
         return
     if event.message and event.stage in ("start", "done"):
-        console.print(plain(event.message))
+        say(event.message)
     elif event.stage == "round":
         line = f"round {event.round}"
         if "reward" in event.metrics:
@@ -149,8 +182,8 @@ def _print_event(display: RunDisplay, console: Console, event: ProgressEvent) ->
             line += f"  held-out {display.metrics['eval/accuracy']:.1%}"
         if (left := display.seconds_left()) is not None:
             line += f"  {duration(left)} left"
-        console.print(line, highlight=False)
+        say(line)
     elif event.stage in ("sft", "reward_model") and event.total and event.done % 50 == 0:
         loss = event.metrics.get(f"{event.stage}/loss")
         tail = f"  loss {loss:.3f}" if loss is not None else ""
-        console.print(f"{STAGES[event.stage]} {event.done}/{event.total}{tail}", highlight=False)
+        say(f"{STAGES[event.stage]} {event.done}/{event.total}{tail}")

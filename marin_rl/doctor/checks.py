@@ -22,6 +22,7 @@ from marin_rl.doctor.policy import canary, loss, model, prompts, tokenizer, tool
 from marin_rl.doctor.rewards import reward
 from marin_rl.doctor.surroundings import devices, endpoints, machine, mesh, orchestrator
 from marin_rl.errors import MarinRLError
+from marin_rl.progress import phase
 
 Check = Callable[[Config], str]
 
@@ -65,7 +66,9 @@ def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterat
     explained: dict[str, str] = {}
     for name, check in checks:
         try:
-            yield Finding(name=name, passed=True, detail=check(config))
+            with phase(f"checking {name}"):
+                detail = check(config)
+            yield Finding(name=name, passed=True, detail=detail)
         except MarinRLError as error:
             detail = f"{type(error).__name__}: {error}"
             first = explained.setdefault(detail, name)
@@ -76,4 +79,5 @@ def examine(config: Config, checks: Sequence[tuple[str, Check]] = ALL) -> Iterat
 def preflight(config: Config, checks: Sequence[Check] = BEFORE_A_RUN) -> None:
     """Raise the error of the first check that fails, before any work is done."""
     for check in checks:
-        check(config)
+        with phase(f"checking {check.__name__.replace('_', ' ')}"):
+            check(config)

@@ -28,6 +28,7 @@ from etils import epath
 
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.machine import machine_facts
+from marin_rl.progress import phase
 from marin_rl.storage.commits import (
     commit_slot,
     fingerprint,
@@ -70,6 +71,7 @@ def checkpoint_fingerprint(content: Mapping[str, Any], parents: Sequence[SlotRef
     )
 
 
+@phase("writing the checkpoint")
 def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds and comes from, and how it lies
     run: Run,
     slot: str,
@@ -110,6 +112,7 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds and comes from
     )
 
 
+@phase("reading the checkpoint")
 def restore_checkpoint(
     run: Run, ref: SlotRef, like: Tree, *, unasked: Sequence[str] = ()
 ) -> dict[str, Any]:

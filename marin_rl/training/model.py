@@ -35,6 +35,7 @@ from marin_rl.errors import InputError
 from marin_rl.hf_settings import checked_hf_config
 from marin_rl.lora.quantization import FIELDS
 from marin_rl.model_folders import read_hf_config, weight_files
+from marin_rl.progress import phase
 from marin_rl.tokenizer_files import check_vocabulary
 from marin_rl.tokenizers import end_token_ids, load_tokenizer
 from marin_rl.training.families import (
@@ -208,6 +209,7 @@ def parameters_digest(model: eqx.Module) -> str:
 # ---------------------------------------------------------------- Hugging Face folders
 
 
+@phase("loading the model folder")
 def load_hf(folder: str | Path) -> LmHeadModel:
     """Load a local Hugging Face folder of one of `FAMILIES`, weights as float32.
 
@@ -276,6 +278,7 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
         )
 
 
+@phase("writing the Hugging Face folder")
 def save_hf(
     model: LmHeadModel,
     tokenizer: PreTrainedTokenizerBase,

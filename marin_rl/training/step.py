@@ -124,7 +124,7 @@ class ForwardBackward:
             return metrics, token_measures(settings, scores, ref_logprobs, values, arrays)
 
         # Two programs: lanes each run the first, and the metrics are of what all lanes gave.
-        self._gather = compiled_apart(jax.jit(gather))
+        self._gather = compiled_apart(jax.jit(gather), "the training step")
         self._measure = jax.jit(measure)
         self._lanes = lanes
 
@@ -211,7 +211,7 @@ def make_update(
 
     # Donation is by argument, so the state is passed in parts: moments and critic are donated,
     # parameters are not, for the engine may be sampling from these arrays.
-    jitted = compiled_apart(jax.jit(update, donate_argnums=(1, 2)))
+    jitted = compiled_apart(jax.jit(update, donate_argnums=(1, 2)), "the update")
 
     def run(
         state: TrainState, gradients: Gradients, loss: Float[Any, ""]

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from support.faults import CrashStates, Recording, Undisturbed, outcome
-from support.flow_runs import ForkServer, Played, debug, latest_flow_run
+from support.flow_runs import ForkServer, OpenedPhases, Played, debug, latest_flow_run
 from support.quick_programs import quick_programs
 
 from flows.rl_loop import start
 from flows.server import prefect_api
 from flows.session import HEAVY
+from marin_rl import progress
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.stores.fault_injection import inject_faults
 
@@ -39,9 +40,15 @@ def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     """A complete run, in this process, that nothing disturbed."""
     config = debug(tmp_path_factory.mktemp("runs"))
     events: list[ProgressEvent] = []
-    with quick_programs(), listening(events.append):
+    phases = OpenedPhases()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        quick_programs(),
+        listening(events.append),
+    ):
+        patch.setattr(progress, "_phases", phases)
         checkpoint = start(config)
-    return Played(latest_flow_run(config.run_id), config, checkpoint, events)
+    return Played(latest_flow_run(config.run_id), config, checkpoint, events, phases.lines)
 
 
 @pytest.fixture(scope="session")

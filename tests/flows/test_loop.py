@@ -74,6 +74,14 @@ def test_progress_is_shown_while_it_happens(played: Played) -> None:
     assert {event.round for event in evaluated} >= {0, 2, 3}
 
 
+def test_each_part_of_a_run_that_may_last_is_a_phase(played: Played) -> None:
+    lasting = {"checking storage", "proving that the engine decodes as trained"}
+    lasting |= {"writing the checkpoint"}
+    assert {f"{name} (0 s)" for name in lasting} <= {*played.phases}
+    begun = {event.stage for event in played.events if not event.done and not event.metrics}
+    assert begun >= {"start", "sft", "serve", "generate", "evaluate", "process", "train"}
+
+
 @pytest.mark.slow
 def test_the_graph_tells_the_round_and_the_shard(played: Played) -> None:
     assert played.flow_run.state_name == "Completed"

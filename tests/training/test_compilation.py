@@ -52,7 +52,7 @@ def test_compiling_apart_compiles_no_shape_twice_and_still_donates(caplog):
     def doubled(given, donated):
         return 2 * given + donated
 
-    call = compiled_apart(jax.jit(doubled, donate_argnums=1))
+    call = compiled_apart(jax.jit(doubled, donate_argnums=1), "a product")
     with jax.log_compiles():
         for length in (3, 3, 5):
             donated = jnp.ones(length)

@@ -28,6 +28,7 @@ from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.lora import Adapter, merged
+from marin_rl.progress import phase
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import LmHeadModel, named_parameters, with_parameters
 from marin_rl.types import Canary, Sampling, ServedPolicy
@@ -94,6 +95,7 @@ class Proof:
     canary: Canary
 
 
+@phase("proving that the engine decodes as trained")
 def prove(
     policy: ServedPolicy,
     model: LmHeadModel,
@@ -149,6 +151,7 @@ def _canary_of(
     )
 
 
+@phase("proving that the engine decodes as the model computes")
 def rehearse(
     model: LmHeadModel,
     prompt_ids: Int32[np.ndarray, " P"],
