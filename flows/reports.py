@@ -277,7 +277,7 @@ def _commands(run: Run, round: int) -> list[str]:
     commands = (
         f"marin-rl view {run.run_id}{root}",
         f"marin-rl rollouts {run.run_id} --round {round} --worst{root}",
-        f"marin-rl status {run.run_id} --watch{root}",
+        f"marin-rl status {run.run_id}{root}",
     )
     return ["## Look closer", *_quoted("\n".join(commands))]
 

@@ -21,10 +21,10 @@ from prefect.exceptions import Pause
 
 from flows.ahead import Rounds, Seconds, Trained, reported, run_together
 from flows.evaluate import round_after
-from flows.root_workers import RootWorkers
 from flows.rounds import learn
 from flows.session import pause_if_suspended
 from marin_rl.errors import StorageError
+from marin_rl.inference.client.fleet_sources import sampling_board
 from marin_rl.rollouts.intake import is_ready
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.streaming import (
@@ -35,6 +35,7 @@ from marin_rl.rollouts.streaming import (
     open_groups_max,
 )
 from marin_rl.storage.runs import RunRef, committed, evals_slot, rollouts_slot
+from marin_rl.storage.sampling_target import SamplingTarget
 from marin_rl.storage.tables.intakes import intake_ref, settled_before
 from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.types import ServedPolicy, SlotRef
@@ -82,7 +83,6 @@ class _WindowedRounds(Rounds):
         self._taken = self._first - 1  # the last round that took its groups
         self._ended = False  # sampling
         self._sampling = _Sampling(GroupStream(self._opened))
-        self._workers = RootWorkers(self._opened)  # next to what this flow has sampled itself
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the coroutines that sample, train and close the rounds."""
@@ -97,7 +97,6 @@ class _WindowedRounds(Rounds):
                     await self._newest_policy(sampling)
                     await self._fill(sampling)
                     await self._wait(sampling)
-                await self._workers.close("ended")
                 await self._evaluate_until(self._rounds.stop)
         except Pause:
             await self._drain(sampling, pausing=True)
@@ -108,7 +107,7 @@ class _WindowedRounds(Rounds):
                 chunk.cancel()
             await asyncio.gather(*sampling.chunks.values(), return_exceptions=True)
             with suppress(StorageError):  # what sampling failed by is raised
-                await self._workers.close()
+                await self._aim(None)
 
     async def _newest_policy(self, sampling: _Sampling) -> None:
         """Serve the latest checkpoint, once what earlier ones sample is finished.
@@ -124,8 +123,19 @@ class _WindowedRounds(Rounds):
         stages = StageRunner(self._config.flow)
         policy = await self._served(stages, version, needed=True)
         assert policy is not None, "it was needed"
-        await self._workers.open(policy, self._taken + 1)
+        await self._aim(policy)
         sampling.policy, sampling.version = policy, version
+
+    async def _aim(self, policy: ServedPolicy | None) -> None:
+        """Tell nodes on other machines which policy to sample by; None has them end early.
+
+        Raises StorageError.
+        """
+        if self._config.flow.runner == "local":
+            return
+        checkpoint = self._latest if policy is None else policy.checkpoint
+        target = SamplingTarget(checkpoint=checkpoint, open=policy is not None)
+        await in_thread(sampling_board(self._opened).write, target)
 
     async def _drain(self, sampling: _Sampling, *, pausing: bool = False) -> None:
         """Wait for the chunks under way: no group is of two policies.
@@ -134,12 +144,11 @@ class _WindowedRounds(Rounds):
         With `pausing` chunks end at the next border of groups, or of pieces, on every machine.
         """
         sampling.interruption.request(between_groups=pausing)
-        await self._workers.close()
+        await self._aim(None)
         chunks = [*sampling.chunks.values()]
         for ended in await asyncio.gather(*chunks, return_exceptions=pausing):
             if isinstance(ended, BaseException) and not isinstance(ended, Pause):
                 raise ended  # a task that ends in a suspended flow run raises Pause
-        await self._workers.drained()
         sampling.chunks.clear()
         sampling.interruption = Interruption()
 
@@ -164,13 +173,12 @@ class _WindowedRounds(Rounds):
         return policy
 
     async def _fill(self, sampling: _Sampling) -> None:
-        """Claim and begin chunks while there is room; with `flow.runner: root` workers do."""
+        """Claim and begin chunks while there is room."""
         if len(sampling.chunks) >= self._config.flow.shards_in_flight_max:
             return
         settled = await in_thread(settled_before, self._opened, self._taken + 1)
         began = time.monotonic()
         await in_thread(sampling.stream.look)
-        gone = await self._workers.gone(sampling.stream.claims.values())
         sampling.looking_s = time.monotonic() - began
         taken = self._taken + 1
         assert sampling.policy is not None, "a policy is served first"
@@ -180,13 +188,8 @@ class _WindowedRounds(Rounds):
             now=now_utc(),
             oldest=taken - self._config.staleness_rounds_max,
             busy={*sampling.chunks},
-            gone=gone,
         )
-        chunks = open_chunks(sampling.stream, settled, claimant)
-        if self._workers.alone:
-            self._workers.check(needed=next(chunks, None) is not None)
-            return
-        for chunk in chunks:
+        for chunk in open_chunks(sampling.stream, settled, claimant):
             await self._begin(sampling, chunk, claimant, settled.floor)
             if len(sampling.chunks) >= self._config.flow.shards_in_flight_max:
                 return

@@ -25,7 +25,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("run:run", "Start a run, or continue it where it stopped."),
         "sft": ("run:sft", "Run only the supervised warm start of a run."),
         "reward-model": ("run:reward_model", "Train a reward model from preference pairs."),
-        "sample": ("sample:sample", "Sample for a run that is trained elsewhere."),
         "recipes": ("config:recipes", "List the shipped recipes and what they set."),
     },
     "Look": {
@@ -90,7 +89,8 @@ IMPORTED_OBJECTS = 100_000  # new objects before the collector looks at them
 
 # Spellings of earlier versions, and what does the same now.
 WITHDRAWN_COMMANDS = {
-    "watch": "status --watch",
+    "watch": "view RUN",
+    "sample": "serve RUN --register",
     "plot": "report RUN --curve FILE.png",
     "eval": "evaluate",
 }
@@ -101,6 +101,9 @@ WITHDRAWN_OPTIONS = {
     ("try", "--url"): "--endpoint",
     ("serve", "--run"): "serve RUN",
     ("evaluate", "--option"): "--set environment.options.KEY=VALUE",
+    ("status", "--watch"): "view RUN",
+    ("status", "--every"): "view RUN",
+    ("status", "--once"): "status RUN",
     ("replay-step", "N"): "--round N",  # a number by itself
 }
 

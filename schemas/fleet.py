@@ -16,7 +16,6 @@ SETTINGS_MAX = 200
 ADAPTERS_MAX = 1024
 CANARY_TOKENS_MAX = 1024
 CANARIES_MAX = 16  # versions: more than any bound of staleness, which endpoints that lag may have
-CHUNKS_MAX = 4096  # of one worker
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
@@ -94,46 +93,14 @@ class CanariesRecord(Record):
 
 
 class SamplingRecord(Record):
-    """The policy and settings by which a run's workers are to sample: see `storage.workers`.
+    """The checkpoint that workers of a pool sample by: see `storage.sampling_target`.
 
-    `state` is open, closed (no new groups until it is open again) or ended. `rounds_taken` is what
-    the trainer knew as it wrote this; intakes say what was taken since. `groups_open_max`,
-    `claim_s` and `commit_every_s` are keys of its configuration that workers share.
+    `state` is open, or closed: no new groups until it is open again.
     """
 
-    run_sha256: Sha256
-    code: Sha256
-    stream: Sha256
-    state: Literal["open", "closed", "ended"]
-    rounds: Count
-    rounds_taken: Count
-    groups_open_max: Count
-    claim_s: Number
-    commit_every_s: Number | None = None
-    model: Text
-    weight_version: Count
-    parameters_digest: Sha256
-    tokenizer: Text
-    chat_template: Text
+    state: Literal["open", "closed"]
     checkpoint: Key
     checkpoint_sha256: Sha256
-    canary: CanaryRecord
-
-
-class WorkerRecord(Record):
-    """A worker that samples by the root alone: the chunks that it samples, by which policy.
-
-    `beat` grows with every writing. Times are Unix seconds by the worker's clock: for people.
-    """
-
-    worker: Name
-    run_sha256: Sha256
-    beat: Count
-    chunks: Annotated[list[Count], Field(max_length=CHUNKS_MAX)]
-    weight_version: Integer
-    groups: Count
-    started_at: Number
-    beat_at: Number
 
 
 class HeartbeatEnvelope(Record):
@@ -161,11 +128,4 @@ class SamplingEnvelope(Record):
     """The object that says what is to be sampled."""
 
     sampling: SamplingRecord
-    signature: Text = ""
-
-
-class WorkerEnvelope(Record):
-    """The object that a worker's heartbeat lies in."""
-
-    worker: WorkerRecord
     signature: Text = ""

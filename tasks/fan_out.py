@@ -177,7 +177,7 @@ def fanning_out(config: Config, *, shared_api: bool) -> Iterator[None]:
     where they do not, without the deployments, without Ray or its cluster.
     """
     flow = config.flow
-    if flow.runner in ("local", "root"):  # workers that have the root alone ask no flow
+    if flow.runner == "local":
         yield
         return
     if not shared_api:

@@ -19,8 +19,7 @@ from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import committed_shard, generate_shard
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.rewards import RewardScorer
-from marin_rl.rollouts.streaming import sample_chunk
-from marin_rl.rollouts.worker_pulse import watch_order
+from marin_rl.rollouts.streaming import sample_chunk, watch_target
 from marin_rl.runtime import runtime_for
 from marin_rl.storage.runs import Run, RunRef, committed, evals_slot
 from marin_rl.storage.tables.intakes import Settled
@@ -59,7 +58,7 @@ async def sample(
     if not run.code:
         return await sampling
     # Given out by another machine, whose requests to end come by the root.
-    watching = asyncio.ensure_future(watch_order(opened, policy, interruption))
+    watching = asyncio.ensure_future(watch_target(opened, policy, interruption))
     try:
         return await sampling
     finally:
@@ -192,6 +191,6 @@ def _of_shards(calls: Sequence[Sequence[Any]]) -> Sequence[Any]:
 
 
 pooled[generate.name] = Pooled(task=generate_on_pool, pack=_of_shards)
-# A request to end early is no parameter: `watch_order` sees it in the root.
+# A request to end early is no parameter: `watch_target` sees it in the root.
 pooled[sample.name] = Pooled(task=sample_on_pool, pack=lambda calls: calls[0][:-1])
 pooled[evaluate.name] = Pooled(task=evaluate_on_pool, pack=lambda calls: calls[0])

@@ -284,7 +284,6 @@ def test_weights_that_change_in_flight_are_a_choice_of_the_window() -> None:
     assert (vllm.in_flight_updates, vllm.recompute_kv_cache) == (True, True)
     for entry in ("registered", "[http://host/v1,http://other/v1]", "file:/fleet.txt"):
         follow = (f"inference.endpoints={entry}", "inference.publish=pull")
-        assert configured(*IN_FLIGHT, *follow).without_root_workers == ""
         adapted = configured(*IN_FLIGHT, *follow, "policy.lora.rank=4")
         assert as_begun(adapted).inference.serve_merged is True, "requests end on an adapter"
     adapted = configured(*WINDOW, *follow, "policy.lora.rank=4")

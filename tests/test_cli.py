@@ -75,7 +75,7 @@ def test_a_run_may_be_named_with_the_slash_that_shells_complete(root: str, name:
 
 
 @pytest.mark.parametrize("wrong", ["../run", "a/b", "..", ".", "/"])
-@pytest.mark.parametrize("command", ["status", "audit", "fsck", "rollouts", "status --watch"])
+@pytest.mark.parametrize("command", ["status", "audit", "fsck", "rollouts"])
 def test_a_folder_that_can_be_no_run_is_refused(root: str, command: str, wrong: str) -> None:
     """Not by an assertion of storage: a path to a run is what people type first."""
     refused = invoke(*command.split(), wrong, "--root", root)
@@ -211,7 +211,7 @@ def test_a_wrong_key_is_refused_before_anything_starts() -> None:
 @pytest.mark.parametrize(
     ("command", "present"),
     [
-        ("watch run", "marin-rl status --watch"),
+        ("watch run", "marin-rl view RUN"),
         ("plot run -o curve.png", "marin-rl report RUN --curve FILE.png"),
         ("eval run --k 1,8", "marin-rl evaluate"),
     ],
@@ -271,7 +271,6 @@ def test_the_line_of_a_command_is_the_first_of_its_own_help(name: str) -> None:
     [
         "status {name}",
         "status",
-        "status --watch --once",
         "rollouts {name}",
         "audit {name}",
         "metrics verify {name}",
@@ -353,8 +352,6 @@ def test_a_run_is_named_by_its_id_too(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("status run --once", "--once needs --watch"),
-        ("status run --every 1", "--every needs --watch"),
         ("report {name} --curve a.png -o b.html", "leave out --output"),
         ("evaluate {name} --k 1 --set inference.model=x", "goes with the evaluation that a run"),
         ("evaluate", "evaluate needs a run id, a model folder, or --endpoint URL --model NAME"),

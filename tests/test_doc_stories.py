@@ -35,8 +35,6 @@ ELSEWHERE = {
         "run CONFIG --set inference.endpoints=registered": "flows/test_fleet.py",
         "run CONFIG --set inference.endpoints=http": "flows/test_vllm.py",
         "run CONFIG --set flow.runner=ray": "flows/test_runners.py",
-        "run CONFIG --set flow.runner=root": "flows/test_root_workers.py",
-        "sample RUN": "flows/test_root_workers.py",
         "run CONFIG --set asynchrony.curriculum": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.replay": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.partial_rollout": "flows/test_windowed.py",
@@ -48,7 +46,7 @@ ELSEWHERE = {
     "docs/your-environment.md": {"env try game": "rollouts/test_trial.py"},
 }
 # Servers and pages that follow a run: they go on until they have printed this, then Ctrl-C.
-UNTIL = {"serve": "http://", "view": "http://", "status demo --watch": "demo"}
+UNTIL = {"serve": "http://", "view": "http://"}
 # Exit codes of commands that are shown with an error, or with a fault.
 CODES = {
     "MARIN_RL_FAULTS=kill-before:60 run configs/debug.yaml": -9,

@@ -61,8 +61,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 COMMANDS = {
     "status": ("status", "run"),
     "status of all": ("status",),
-    "watch": ("status", "run", "--watch", "--once"),
-    "watch all": ("status", "--watch", "--once"),
     "rollouts": ("rollouts", "run"),
     "sql": ("sql", "run", "select turns[-1].content as said, turns from rollouts"),
     "lineage": ("lineage", "run", "--round", "0"),
@@ -86,11 +84,10 @@ def test_nor_the_name_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a\x1b[2J\u202eb"
     folder.mkdir()
     (folder / "run.json").write_text("{}")
-    for options in ([], ["--watch"]):
-        shown = CliRunner().invoke(app, ["status", *options, "--root", str(tmp_path)])
-        assert shown.exit_code == 1
-        assert "a\ufffd[2J\ufffdb" in shown.output
-        assert OBEYED.findall(shown.output.replace("\n", "")) == []
+    shown = CliRunner().invoke(app, ["status", "--root", str(tmp_path)])
+    assert shown.exit_code == 1
+    assert "a\ufffd[2J\ufffdb" in shown.output
+    assert OBEYED.findall(shown.output.replace("\n", "")) == []
 
 
 ODD = "odd[red]\x1b[2Jy"  # a name that Rich would take for markup, a terminal for a command
@@ -112,8 +109,6 @@ def odd(run: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
         ("status", "run"),
         ("status", ODD),
         ("status",),
-        ("status", ODD, "--watch", "--once"),
-        ("status", "--watch", "--once"),
         ("fsck", "run"),
         ("rollouts", "run", "--round", "7"),
         ("lineage", "run", "--round", "0", "--row", "0", "--graph", "ROOT/graph.mmd"),
@@ -143,7 +138,7 @@ def test_names_of_folders_and_columns_are_shown_as_they_are(
     assert OBEYED.findall(shown.replace("\n", "")) == []
 
 
-@pytest.mark.parametrize("name", ["watch", "rollouts", "sql", "lineage"])
+@pytest.mark.parametrize("name", ["rollouts", "sql", "lineage"])
 def test_json_keeps_every_sign(run: Run, name: str) -> None:
     shown = CliRunner().invoke(app, [*COMMANDS[name], "--json", "--root", run.config.root])
     assert shown.exit_code == 0, shown.exception

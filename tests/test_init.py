@@ -213,9 +213,8 @@ def test_lines_of_a_fork_and_of_errors_can_be_pasted(folder: Path) -> None:
     paste(str(refused.exception))
     with Run.open(place, run.run_id).lock():
         locked = invoke("run", f"{place}/{run.run_id}")
-    assert "--watch" in str(locked.exception)
     (words,) = lines_in(str(locked.exception))
-    assert invoke(*words, "--once").exit_code == 0
+    assert invoke(*words).exit_code == 0
 
 
 def test_a_dry_run_says_whether_the_run_exists(folder: Path) -> None:

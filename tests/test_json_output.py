@@ -43,11 +43,6 @@ def told(*arguments: str, code: int = 0) -> list[Any]:
 CASES: dict[str, tuple[tuple[str, ...], Callable[[list[Any]], bool]]] = {
     "status": ((RUN,), lambda found: found[0]["trained"] == ROUNDS and len(found) == 1),
     "status of all": ((), lambda found: [item["run_id"] for item in found] == [RUN]),
-    "status --watch": (
-        (RUN, "--once"),
-        lambda found: found[0]["stage"]["name"] == "generating round 3",
-    ),
-    "status --watch of all": (("--once",), lambda found: found[0]["latest"]["round"] == ROUNDS - 1),
     "rollouts": (
         (RUN, "--limit", "5"),
         lambda found: found[0]["completion"] in HOSTILE and found[0]["rollout_id"],
@@ -139,15 +134,10 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     shown_run(tmp_path, run_id="good")
     shown_run(tmp_path, run_id="torn")
     (tmp_path / "torn" / "run.json").write_text('{"format": "marin-rl/ru')
-    for command in (("status",), ("status --watch", "--once")):
-        good, torn = told(*command, "--root", str(tmp_path), code=1)
-        assert good["run_id"] == "good"
-        assert torn["run_id"] == "torn"
-        assert torn["error"].startswith("CorruptObject")
-    shown = CliRunner().invoke(app, ["status", "--watch", "--root", str(tmp_path)])
-    assert shown.exit_code == 1
-    assert "cannot be read" in shown.output
-    assert "! torn: CorruptObject" in shown.output  # below the table, where there is room
+    good, torn = told("status", "--root", str(tmp_path), code=1)
+    assert good["run_id"] == "good"
+    assert torn["run_id"] == "torn"
+    assert torn["error"].startswith("CorruptObject")
 
 
 def test_a_run_that_was_given_more_rounds_is_not_complete(tmp_path: Path) -> None:
@@ -172,5 +162,3 @@ def test_a_run_that_was_given_more_rounds_is_not_complete(tmp_path: Path) -> Non
     commit_manifest(run.store, manifest)
     (found,) = told("status", run.run_id, "--root", str(tmp_path))
     assert (found["trained"], found["planned"]) == (4, 9)
-    (look,) = told("status --watch", run.run_id, "--once", "--root", str(tmp_path))
-    assert (look["rounds"], look["stage"]["ended"]) == (9, False)

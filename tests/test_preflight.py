@@ -108,7 +108,7 @@ def test_a_locked_run_is_refused_with_the_line_that_follows_it(tmp_path: Path) -
     run = Run.create_or_open(debug(tmp_path))
     with run.lock(), pytest.raises(RunLocked, match=f"process {os.getpid()}") as refused:
         before_engines(debug(tmp_path), "rl-loop")
-    assert f"marin-rl status debug --watch --root {tmp_path}" in str(refused.value)
+    assert f"marin-rl status debug --root {tmp_path}" in str(refused.value)
     assert before_engines(debug(tmp_path), "rl-loop") is None
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from marin_rl.analysis.stage import standstill
 from marin_rl.analysis.warnings import warnings_of
 from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.errors import MarinRLError
-from marin_rl.inference.client.fleet_sources import board_of, worker_board
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
@@ -78,8 +79,7 @@ class RunStatus:
     """Committed slots of a run, its metric rows, warnings, and one sentence on what it learned.
 
     The rows have the 95 % interval of `eval/accuracy` as `eval/accuracy/low` and `…/high`.
-    `fleet` are the servers that announce themselves, and `workers` those with the root alone
-    (`marin-rl sample`), as their last heartbeats say.
+    `fleet` are the servers that announce themselves, as their last heartbeats say.
     `trained` counts rounds, of `planned`; `reward_model` is None where the run trains none, and
     `warm_start` where it has none, or rounds already.
     """
@@ -99,7 +99,6 @@ class RunStatus:
     warnings: Sequence[str]
     rounds: Sequence[Mapping[str, Any]]
     fleet: Sequence[Mapping[str, Any]] = ()
-    workers: Sequence[Mapping[str, Any]] = ()
 
     @property
     def facts(self) -> dict[str, str]:
@@ -153,10 +152,9 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         warm_start=None if trained else _warm_start(run),
         reward_model=_reward_model(run),
         headline=headline(rows, run.run_id),
-        warnings=warnings_of(rows, run.run_id),
+        warnings=[*warnings_of(rows, run.run_id), *standstill(run, slots, rows)],
         rounds=_with_intervals(rows),
         fleet=fleet_rows(run),
-        workers=worker_rows(run),
     )
 
 
@@ -178,26 +176,6 @@ def fleet_rows(run: Run) -> list[dict[str, Any]]:
         row |= {"idle": beat.idle, "base_digest": beat.base_digest, "adapters": beat.adapters}
         rows.append(row | {"beat_ago_s": time.time() - beat.beat_at})
     return sorted(rows, key=lambda row: str(row.get("url", row["server"])))
-
-
-def worker_rows(run: Run) -> list[dict[str, Any]]:
-    """Workers with the root alone next to a run, by name: the chunks that each samples.
-
-    `beat_ago_s` is by two clocks, as in `fleet_rows`. Heartbeats of another API token are left out.
-    """
-    if not run.config.windowed:
-        return []
-    now, beats = time.time(), worker_board(run).beats()
-    return [
-        {
-            "worker": beat.worker,
-            "weight_version": beat.weight_version,
-            "chunks": list(beat.chunks),
-            "groups": beat.groups,
-            "beat_ago_s": now - beat.beat_at,
-        }
-        for _, beat in sorted(beats.items())
-    ]
 
 
 def _policy(config: PolicyConfig) -> str:

@@ -1,7 +1,6 @@
 """Commands that show a run: `status`, `rollouts`, `sql`, `report`, `view`. None changes one."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,13 +21,10 @@ from marin_rl.commands.options import (
     tell_json,
     tell_learned,
 )
-from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from marin_rl.dashboard import Looks
     from marin_rl.storage.runs import Run
-
-EVERY_S = 2.0
 
 Groups = Annotated[int, typer.Option("--groups", min=1, max=256, help="groups shown of a round")]
 Members = Annotated[int, typer.Option("--members", min=1, max=256, help="rollouts of a group")]
@@ -40,31 +36,18 @@ RolloutsMax = Annotated[
 def status(
     run_name: AnyRunName = None,
     *,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="draw stage, curves and warnings, until complete")
-    ] = False,
-    every_s: Annotated[
-        float | None, typer.Option("--every", min=0.2, help="seconds between two looks; default: 2")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="with --watch: look once and stop")] = False,
     as_json: AsJsonLines = False,
     root: Root = "runs",
 ) -> None:
     """Show rounds and latest metrics of one run or of all.
 
     With several runs, exit code 1 if one cannot be read; the others are shown all the same.
-    --watch follows them in the terminal, without Prefect; with --json a line per run and look.
     """
-    if watch:
-        _watch(run_name, every_s or EVERY_S, once=once, as_json=as_json, root=root)
-        return
-    if once or every_s is not None:
-        raise ConfigError(f"{'--once' if once else '--every'} needs --watch")
     if run_name is None:
         _status_of_all(root, as_json=as_json)
         return
     from marin_rl.analysis.status import run_status
-    from marin_rl.display.tables import fleet_table, key_values, rounds_table, workers_table
+    from marin_rl.display.tables import fleet_table, key_values, rounds_table
 
     current = run_status(root, run_name)
     if as_json:
@@ -75,8 +58,6 @@ def status(
         out.print(rounds_table(current.rounds, "Rounds"))
     if current.fleet:
         out.print(fleet_table(current.fleet))
-    if current.workers:
-        out.print(workers_table(current.workers))
     tell_learned(current)
 
 
@@ -98,61 +79,6 @@ def _status_of_all(root: str, *, as_json: bool) -> None:
     complain(f"{item.run_id}: {item.error}" for item in broken)
     if broken:
         raise typer.Exit(1)
-
-
-def _watch(run_name: str | None, every_s: float, *, once: bool, as_json: bool, root: str) -> None:
-    """Follow one run or all. Exit code 1 if one cannot be read at the end."""
-    from marin_rl import dashboard
-    from marin_rl.analysis.watch import Look, Watched
-
-    watched = Watched(root)
-    latest: dashboard.Looks = ()
-
-    def look() -> dashboard.Looks:
-        nonlocal latest
-        latest = watched.all() if run_name is None else watched.one(run_name)
-        return latest
-
-    with suppress(KeyboardInterrupt):
-        if as_json:
-            _print_looks(look, every_s, once=once)
-        else:
-            dashboard.watch(look, out, every_s, once=once)
-    if not isinstance(latest, Look) and not all(isinstance(item, Look) for item in latest):
-        raise typer.Exit(1)
-
-
-def _print_looks(look: Callable[[], "Looks"], every_s: float, *, once: bool) -> None:
-    """Print a line of JSON per run and look, with the latest row of the metrics.
-
-    A transient failure of the store is reported on standard error, and the look repeated. Raises
-    what `look` raises otherwise, and at first.
-    """
-    from marin_rl.analysis.watch import Look
-    from marin_rl.dashboard import complete
-
-    looks = look()
-    while True:
-        for item in [looks] if isinstance(looks, Look) else looks:
-            record = asdict(item)
-            if isinstance(item, Look):
-                record |= {"latest": item.rows[-1] if item.rows else None}
-                del record["rows"]
-            tell_json(record)
-        if once or complete(looks):
-            return
-        looks = _next_look(look, every_s)
-
-
-def _next_look(look: Callable[[], "Looks"], every_s: float) -> "Looks":
-    while True:
-        time.sleep(every_s)
-        try:
-            return look()
-        except MarinRLError as error:
-            if not error.transient:
-                raise
-            complain([f"not updated: {error}"])
 
 
 def rollouts(  # noqa: PLR0913 - each is an option of the command

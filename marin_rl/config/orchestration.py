@@ -3,9 +3,9 @@
 Leaves out what a round does, which is all in the other sections.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
 from marin_rl.config.section import (
@@ -78,12 +78,11 @@ class FlowConfig(Section):
     """Retries, deadlines and concurrency of the orchestrator."""
 
     shards_in_flight_max: Count = runtime_field(default=4, description="generate tasks at once")
-    runner: Literal["local", "work_pool", "ray", "root"] = runtime_field(
+    runner: Literal["local", "work_pool", "ray"] = runtime_field(
         default="local",
         description="where shards are sampled and checkpoints evaluated: in the flow's process, by "
-        "workers of a Prefect work pool, or on a Ray cluster; root: groups of a window are sampled "
-        "by `marin-rl sample` alone, and checkpoints are evaluated in the flow's process. All but "
-        "local need inference.endpoints",
+        "workers of a Prefect work pool, or on a Ray cluster. All but local need "
+        "inference.endpoints",
     )
     deployment: str = runtime_field(
         default="prod",
@@ -122,6 +121,16 @@ class FlowConfig(Section):
         default=5.0, ge=0, le=3600, description="first back-off, doubles"
     )
     stage_timeout_s: Seconds = runtime_field(default=6 * 3600.0, description="per stage")
+
+    @field_validator("runner", mode="before")
+    @classmethod
+    def _root_is_withdrawn(cls, runner: Any) -> Any:
+        if runner == "root":
+            raise ValueError(
+                "root was withdrawn: use work_pool or ray, and have servers of other machines join "
+                "the run's fleet (inference.endpoints: registered, marin-rl serve RUN --register)"
+            )
+        return runner
 
     @model_validator(mode="after")
     def _ray_has_an_address(self) -> "FlowConfig":

@@ -159,21 +159,3 @@ class RunSections(Section):
     def staleness_rounds_max(self) -> int:
         """Largest age of a rollout that is trained on, in rounds."""
         return max(self.batching.staleness_rounds_max, self.max_staleness)
-
-    @property
-    def without_root_workers(self) -> str:
-        """Reason why `marin-rl sample` cannot sample for this run; empty where it can."""
-        if not self.windowed:
-            return (
-                "workers that have the root alone sample a window of groups: expected "
-                "asynchrony.sampler windowed, found in_order"
-            )
-        if not self.inference.has_fleet or self.inference.publish == "vllm_reload":
-            return (
-                "workers that have the root alone prove each endpoint by its exact model id and "
-                "the trainer's canary: expected inference.publish pull (endpoints such as "
-                "registered), or a fleet that is sent weights under a name for each version; found "
-                f"publish {self.inference.publish} and endpoints "
-                f"{', '.join(self.inference.endpoints) or 'none'}"
-            )
-        return ""

@@ -139,20 +139,6 @@ def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def workers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Workers with the root alone, with what their last heartbeats say."""
-    headings = ("worker", "policy", "samples chunks", "groups", "heartbeat")
-    table = empty_table("Workers", headings, left=("worker", "samples chunks"))
-    for row in rows:
-        policy = "" if row["weight_version"] < 0 else str(row["weight_version"])
-        chunks = ", ".join(map(str, row["chunks"]))
-        table.add_row(
-            plain(row["worker"]), policy, chunks, f"{row['groups']:,}",
-            f"{row['beat_ago_s']:,.0f} s ago",
-        )  # fmt: skip
-    return table
-
-
 def _served(row: Mapping[str, Any]) -> str:
     """The policy of a server; of versions next to one base each, and the base's digest."""
     if row.get("adapters") is None:

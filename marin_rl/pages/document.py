@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 import polars as pl
 
 from marin_rl.analysis.scan import scan_evals
+from marin_rl.analysis.stage import stage_of
 from marin_rl.analysis.status import Followed, status_of
-from marin_rl.analysis.watch import stage_of
 from marin_rl.display.text import evenly
 from marin_rl.pages.charts import make_charts
 from marin_rl.pages.records import Page, RoundSlots, Slot

@@ -1,7 +1,6 @@
 """Intake of a round: look at the stream, decide, commit (`asynchrony.sampler: windowed`)."""
 
 from marin_rl.environments.checks import environment_of
-from marin_rl.inference.client.fleet_sources import worker_board
 from marin_rl.rollouts.streaming import now_utc, under_way
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot
@@ -14,10 +13,8 @@ from marin_rl.storage.tables.intakes import (
     settled_before,
 )
 from marin_rl.storage.tables.stream import GroupStream, stream_fingerprint
-from marin_rl.storage.workers import WORKERS, WorkerWatch
 from marin_rl.types import SlotRef
 
-_watches: dict[str, WorkerWatch] = {}  # by run, of workers that have the root alone
 _streams: dict[str, GroupStream] = {}  # by run: what was read of its stream is not read again
 
 
@@ -43,18 +40,9 @@ def _decided(run: Run, round: int, *, ended: bool) -> Intake | None:
     stream, settled = _stream_of(run), settled_before(run, round)
     stream.look()
     stream.read(settled)
-    on_the_way = under_way(stream, settled, now_utc(), _gone(run, stream))
+    on_the_way = under_way(stream, settled, now_utc())
     seen = Seen(groups=stream.groups.values(), under_way=on_the_way)
     return decide(round, seen, settled, run.config, ended=ended)
-
-
-def _gone(run: Run, stream: GroupStream) -> frozenset[str]:
-    """Workers with claims that are not alive; no round waits for their groups."""
-    workers = {claim.worker for claim in stream.claims.values()}
-    if not any(worker.startswith(WORKERS) for worker in workers):
-        return frozenset()
-    watch = _watches.setdefault(run.folder.url, WorkerWatch(worker_board(run)))
-    return watch.gone(workers)
 
 
 def _stream_of(run: Run) -> GroupStream:

@@ -6,6 +6,7 @@ round takes of the stream (`storage.tables.intakes`).
 """
 
 import asyncio
+import logging
 from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 from marin_rl.config import Config
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
+from marin_rl.errors import StorageError
+from marin_rl.inference.client.fleet_sources import sampling_board
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import group_request, refuse_if_mostly_errors, sample_groups
 from marin_rl.rollouts.in_flight import in_flight_client
@@ -36,7 +39,11 @@ from marin_rl.storage.tables.stream import (
 from marin_rl.storage.tables.streamed import number_of
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
 
+TARGET_POLL_S = 0.5
+
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 def open_groups_max(config: Config, version: int, rounds_taken: int) -> int:
@@ -57,8 +64,7 @@ class Claimant:
     """A worker that claims chunks: its name, those it samples already, and its clock.
 
     `most` bounds the groups that are claimed and not settled, its own and those of others, but for
-    those of policies before `oldest`, which no further round can take. Claims of workers that are
-    `gone` are not waited for.
+    those of policies before `oldest`, which no further round can take.
     """
 
     worker: str
@@ -66,7 +72,6 @@ class Claimant:
     now: datetime
     oldest: int = 0
     busy: Collection[int] = ()
-    gone: Collection[str] = ()
 
 
 def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> Iterator[int]:
@@ -90,7 +95,7 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
 
 def _is_anothers(claim: Claim | None, claimant: Claimant, config: Config) -> bool:
     """True if a claim leaves its chunk to another worker."""
-    if claim is None or claim.worker == claimant.worker or claim.worker in claimant.gone:
+    if claim is None or claim.worker == claimant.worker:
         return False
     return claim.is_live(claimant.now, _claim_s(config))
 
@@ -112,17 +117,13 @@ def is_finished(stream: GroupStream, settled: Settled, chunk: int) -> bool:
     return stream.has(settled.left(numbers_of(stream.run.config, chunk)))
 
 
-def under_way(
-    stream: GroupStream, settled: Settled, now: datetime, gone: Collection[str] = ()
-) -> list[int]:
-    """Policy versions of the live claims on groups that are not finished, but of workers `gone`."""
+def under_way(stream: GroupStream, settled: Settled, now: datetime) -> list[int]:
+    """Policy versions of the live claims on groups that are not finished."""
     seconds = _claim_s(stream.run.config)
     return [
         claim.policy_version
         for chunk, claim in stream.claims.items()
-        if claim.worker not in gone
-        and claim.is_live(now, seconds)
-        and not is_finished(stream, settled, chunk)
+        if claim.is_live(now, seconds) and not is_finished(stream, settled, chunk)
     ]
 
 
@@ -299,3 +300,24 @@ def _commit_rest(committing: _Committing, groups: list[RolloutGroup]) -> None:
 def now_utc() -> datetime:
     """The time by this machine's clock."""
     return datetime.now(UTC)
+
+
+async def watch_target(run: Run, policy: ServedPolicy, interruption: Interruption) -> None:
+    """Request an interruption once the flow of a run pauses, or samples by another policy.
+
+    With `in_flight_updates` another policy ends nothing. For nodes of a pool or cluster: they get
+    no request of another machine.
+    """
+    board = sampling_board(run)
+    while True:
+        try:
+            target = await asyncio.to_thread(board.read)
+        except StorageError as error:
+            _log.warning("cannot read the sampling target of %s: %s", run.run_id, error)
+        else:
+            paused = target is None or not target.open
+            moved = target is not None and target.checkpoint != policy.checkpoint
+            if paused or (moved and not run.config.in_flight_updates):
+                interruption.request(between_groups=True)
+                return
+        await asyncio.sleep(TARGET_POLL_S)

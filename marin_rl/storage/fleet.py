@@ -31,8 +31,6 @@ READERS = 16  # a listing names the heartbeats, and each is a request of its own
 Item = TypeVar("Item")
 
 _SUFFIX = ".heartbeat.json"
-WORKER_SUFFIX = ".worker.json"
-_BEATS = {_SUFFIX: "heartbeat", WORKER_SUFFIX: "worker"}
 _SETTINGS = ("policy.compute_dtype", "policy.context_length")
 
 
@@ -251,11 +249,10 @@ class Unreadable:
 
 def heartbeat_age_s(key: str, data: bytes, now: float) -> float | None:
     """Seconds since a heartbeat was written, by its writer's clock; None for other objects."""
-    kind = next((kind for suffix, kind in _BEATS.items() if key.endswith(suffix)), None)
-    if kind is None or not key.startswith(f"{FLEET}/"):
+    if not (key.endswith(_SUFFIX) and key.startswith(f"{FLEET}/")):
         return None
     try:
-        return now - float(json.loads(data)[kind]["beat_at"])
+        return now - float(json.loads(data)["heartbeat"]["beat_at"])
     except (ValueError, TypeError, KeyError):
         return None
 

@@ -63,7 +63,7 @@ def check_outcomes(origin: Path, folder: Path, names: list[str], commands: tuple
     wrong = [item for item in ended if item["traceback"] or item["megabytes"] > GREW_MB_MAX]
     assert not wrong, wrong[:3]
     for item in ended:
-        if item["command"] in ("status of all", "status --watch"):
+        if item["command"] == "status of all":
             assert "good" in item["text"], item
         if item["command"] == "gc beside" and item["code"]:
             assert "bad/run.json" in item["text"], item

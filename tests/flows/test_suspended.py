@@ -5,7 +5,6 @@ requests wait there, so that groups are under way when the flow run is suspended
 """
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,10 +17,9 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlo
 from prefect.flow_runs import suspend_flow_run
 from prefect.settings import temporary_settings
 from support.faults import outcome
-from support.flow_runs import REPOSITORY, debug
-from support.forked_python import python
+from support.flow_runs import debug
 from support.machines import Machines, Site
-from support.nodes import Node, RayCluster, pool_worker, ray_environment, wait
+from support.nodes import RayCluster, pool_worker, ray_environment, wait
 from support.streams import stream_of
 from support.windowed_runs import checked
 
@@ -29,7 +27,7 @@ from flows.rl_loop import start
 from flows.server import free_port
 from marin_rl.errors import RunLocked
 from marin_rl.inference.client.fleet import load_in
-from marin_rl.inference.client.fleet_sources import board_of, worker_board
+from marin_rl.inference.client.fleet_sources import board_of, sampling_board
 from marin_rl.rollouts.streaming import is_finished
 from marin_rl.storage.fleet import Heartbeat
 from marin_rl.storage.tables.intakes import Settled
@@ -183,15 +181,6 @@ class Suspendable:
         return bool(stream_of(self.run).claims) and self.unfinished()
 
 
-def root_worker(machines: Machines, name: str) -> Node:
-    """`marin-rl sample`, whose Prefect API is a closed port."""
-    environment = {**os.environ, "PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"}
-    config = machines.config
-    command = [python(), "-m", "marin_rl", "sample", config.run_id, "--root", config.root]
-    command += ["--follow", "--trust", f"--set={ONE_BY_ONE}"]
-    return Node(command, REPOSITORY, environment, machines.folder / f"{name}.log")
-
-
 def suspended_and_resumed(client: SyncPrefectClient, machines: Machines) -> None:
     """Play a run, suspended in the middle of its sampling, to its end."""
     endpoint, windowed = Endpoint(machines), machines.config.windowed
@@ -200,7 +189,7 @@ def suspended_and_resumed(client: SyncPrefectClient, machines: Machines) -> None
     with temporary_settings(updates={"api.url": machines.site.url}):
         suspend_flow_run(flow_run_id=played.flow_run, timeout=3000)
     if windowed:
-        wait(lambda: order_of(machines) == "closed", "the order to be closed")
+        wait(lambda: not may_sample(machines), "the target to be closed")
     assert not played.free, "it waits for what is under way"
     endpoint.resume()
     wait(lambda: played.free, "the flow to end")
@@ -216,19 +205,19 @@ def suspended_and_resumed(client: SyncPrefectClient, machines: Machines) -> None
     assert stream_of(machines.run).numbers == groups, "see above"
     client.resume_flow_run(played.flow_run)
     wait(lambda: played.state == "Completed", "the end of the flow")
-    assert order_of(machines) == ("ended" if windowed else None)
+    assert not may_sample(machines)
     assert not UNFINISHED & {*played.parts}
     if machines.config.flow.runner == "work_pool":
         assert "Completed" in played.parts
 
 
-def order_of(machines: Machines) -> str | None:
-    """The state of what workers are to sample by."""
-    order = worker_board(machines.run).order()
-    return None if order is None else order.state
+def may_sample(machines: Machines) -> bool:
+    """True while nodes are to sample by a policy."""
+    target = sampling_board(machines.run).read()
+    return target is not None and target.open
 
 
-@pytest.mark.parametrize("runner", ["work_pool", "root", pytest.param("ray", marks=needs_ray)])
+@pytest.mark.parametrize("runner", ["work_pool", pytest.param("ray", marks=needs_ray)])
 def test_a_window_is_suspended_and_goes_on(
     client: SyncPrefectClient, site: Site, tmp_path: Path, ended: ExitStack, runner: str
 ) -> None:
@@ -239,9 +228,6 @@ def test_a_window_is_suspended_and_goes_on(
         cluster.add("second")
         overrides.append(f"flow.ray_address={cluster.address}")
     machines = Machines(tmp_path, ended, *overrides, site=site)
-    if runner == "root":
-        for name in ("three", "four"):
-            ended.callback(root_worker(machines, name).end)
     suspended_and_resumed(client, machines)
     checked(machines.config)
 

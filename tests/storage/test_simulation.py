@@ -26,12 +26,6 @@ from support.schedules import (
     trusts_exists,
     trusts_silence,
 )
-from support.small_orders import (
-    begins_between_heartbeats,
-    drains,
-    drains_before_it_closes,
-    looks_before_it_announces,
-)
 from support.small_packs import gc_of_packs_in_use, reads_no_packs, writes_over_packs
 from support.windowed_world import (
     WindowedScheduler,
@@ -40,7 +34,6 @@ from support.windowed_world import (
     gc_of_parts,
     gc_of_the_stream,
     gc_of_what_is_taken,
-    stamps_the_latest_order,
     takes_any_age,
     takes_without_record,
     writes_over_groups,
@@ -141,11 +134,6 @@ def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> N
             {"read_packs": reads_no_packs, "packs": 1},
             {"commit_pack": writes_over_packs, "packs": 1},
             {"gc": gc_of_packs_in_use, "packs": 2},
-            {"commit_group": stamps_the_latest_order, "orders": 1},
-            {"drain": drains, "orders": 1, "hasty": True},
-            {"begin": begins_between_heartbeats, "orders": 1},
-            {"begin": looks_before_it_announces, "orders": 1, "first": 85},
-            {"drain": drains_before_it_closes, "orders": 1, "first": 135},
         ],
         first=4,
     ),
@@ -153,7 +141,7 @@ def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> N
 )
 def test_simpler_protocols_of_streams_are_caught(wrong: dict[str, Any]) -> None:
     # the first schedule is a little before one in which a rare fault shows
-    options = {"first": 0, "pieces": 0, "packs": 0, "orders": 0, **wrong}
+    options = {"first": 0, "pieces": 0, "packs": 0, **wrong}
     first = options.pop("first")
     with pytest.raises(AssertionError, match="schedule"):
         play(first, LAST_WRONG, WindowedScheduler, **options)

@@ -44,7 +44,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "rollouts": ("rollouts", "bad"),
     "gc beside": ("gc", "good", "--keep-last", "2"),
     "gc": ("gc", "bad", "--dry-run"),
-    "status --watch": ("status", "--watch", "--once"),
     "lineage": ("lineage", "bad", "--round", "1"),
     "diff": ("diff", "bad", "good"),
     "export": ("export", "bad", "--all", "-o", "/dev/null/nowhere.tar"),

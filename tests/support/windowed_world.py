@@ -1,8 +1,8 @@
 """A simulated world for streams of groups: workers, a trainer and gc on one bucket.
 
-Workers and trainer run the real code of claims, intakes, parts of unfinished groups, orders and
-heartbeats, and gc; a group is a few bytes in place of a Parquet file. The bucket checks the laws of
-the stream at every write and delete, the world the conservation of groups at the end.
+Workers and trainer run the real code of claims, intakes, parts of unfinished groups, and gc; a
+group is a few bytes in place of a Parquet file. The bucket checks the laws of the stream at every
+write and delete, the world the conservation of groups at the end.
 
 python tests/support/windowed_world.py 7 10000     # schedules 7 to 10006
 """
@@ -12,24 +12,14 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property
 from random import Random
 from typing import Any
 
 import pyarrow as pa
 from support.partial_parts import Append, appends, check_group, check_part, sampled_in_pieces
-from support.schedules import COLLECTED, STEPS_MAX, Scheduler, play
+from support.schedules import COLLECTED, Scheduler, play
 from support.simulated_process import Bucket, Player, identify
 from support.simulator import Process, Shape, World
-from support.small_orders import (
-    CHUNKS_MAX,
-    Begin,
-    Drain,
-    OrderLaw,
-    Orders,
-    begins,
-    drains,
-)
 from support.small_packs import (
     CommitPack,
     SmallChain,
@@ -43,7 +33,6 @@ from support.small_packs import (
 from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import ObjectMissing
 from marin_rl.rollouts.streaming import Claimant, is_finished, open_chunks, under_way
-from marin_rl.rollouts.worker_pulse import Pulse
 from marin_rl.storage.commits import (
     commit_object,
     fingerprint,
@@ -80,11 +69,11 @@ from marin_rl.storage.tables.stream import GroupStream, numbers_of
 from marin_rl.storage.tables.streamed import StreamedGroup
 from marin_rl.storage.upkeep.gc import Collection as Collected
 from marin_rl.storage.upkeep.inventory import take_inventory
-from marin_rl.storage.workers import SAMPLING_KEY
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, sha256_of
 
 GROUPS, STALENESS = 2, 1  # groups of a chunk
+CHUNKS_MAX = 3  # of a worker
 
 
 class WindowedBucket(Bucket):
@@ -95,14 +84,9 @@ class WindowedBucket(Bucket):
         self.generated: dict[int, str] = {}
         self.settled: dict[int, int] = {}
         self.needed: dict[str, int] = {}  # groups of the stream by key, and the round
-        self.order_law: OrderLaw
 
     def write(self, key: str, data: bytes) -> None:
         """Write; a group of the stream never changes, unless gc deleted it."""
-        if self.order_law.note(key, data):  # commits nothing, and is written again and again
-            self.objects[key] = data
-            return
-        self.order_law.check(key, data)
         number, before = stream_group_of(key), self.objects.get(key)
         if number is not None:
             assert before in (None, data), f"a group changed: {key}"
@@ -200,12 +184,6 @@ class WindowedPlayer(Player):
     """A process that samples chunks, or takes and trains rounds."""
 
     world: "WindowedWorld"
-    pulse: Pulse | None = None  # of a worker that samples by orders
-
-    @cached_property
-    def orders(self) -> Orders:
-        """This process's side of orders."""
-        return Orders(self)
 
     @property
     def run(self) -> Run:
@@ -225,12 +203,8 @@ class WindowedPlayer(Player):
     def play(self) -> SlotRef:
         """Train all rounds, and sample what is missing for them; the last checkpoint."""
         checkpoint = self.slot("checkpoints/round-00000", (), {"arrays": {}})
-        if self.world.orders:
-            self.orders.announce(0, "open")
         for round in range(self.world.shape.rounds):
             checkpoint = self.train(round, checkpoint)
-        if self.world.orders:
-            self.orders.pause(self.world.shape.rounds)
         return checkpoint
 
     def train(self, round: int, checkpoint: SlotRef) -> SlotRef:
@@ -242,19 +216,10 @@ class WindowedPlayer(Player):
         batches = self.batches(f"batches/round-{round:05d}", sealed)
         parts = {"arrays": {"round": round}, "more/scores": {}}
         above = (checkpoint, batches)
-        if self.world.orders and self.world.hasty:
-            self.orders.announce(round + 1, "open")
-        trained = self.slot(checkpoint_slot(round + 1), above, parts, reads=checkpoint)
-        if self.world.orders:
-            self.orders.pause(round)
-            self.orders.announce(round + 1, "open")
-        return trained
+        return self.slot(checkpoint_slot(round + 1), above, parts, reads=checkpoint)
 
     def work(self) -> SlotRef:
         """Sample some chunks, as long as there is room."""
-        if self.world.orders:
-            self.orders.work()
-            return SlotRef(slot="rollouts/.stream", sha256="")
         version = self.latest()  # once: its weights may be old by the time that it samples
         for _ in range(CHUNKS_MAX):
             if version is None or not self.sample(version):
@@ -268,13 +233,6 @@ class WindowedPlayer(Player):
         committed = (n for n in numbers if read_manifest(self.store, checkpoint_slot(n)))
         return next(committed, None)
 
-    def ordered(self) -> int | None:
-        """The version that workers are to sample by, which may be an old one."""
-        try:
-            return json.loads(self.store.read(SAMPLING_KEY))["sampling"]["weight_version"]
-        except ObjectMissing:
-            return None
-
     def sample(self, version: int, *, must: bool = False) -> bool:
         """Claim and sample a chunk; False where there is none. With `must`, live claims are not
         waited for: who claimed may be gone.
@@ -286,7 +244,7 @@ class WindowedPlayer(Player):
         if chunk is None and must:
             chunks = range(settled.floor // GROUPS, settled.floor + 100)
             chunk = next(c for c in chunks if not is_finished(stream, settled, c))
-        if chunk is None or (self.pulse and not self.world.begin(self.pulse, chunk)):
+        if chunk is None:
             return False
         if not (stream.claim(chunk, self.process.name, version, now) or must):
             return False
@@ -296,17 +254,8 @@ class WindowedPlayer(Player):
             samples_packs(self, chunk, left, version)
         else:
             for number in left:
-                if self.goes_on():
-                    self.world.commit_group(self, number, version)
+                self.world.commit_group(self, number, version)
         return True
-
-    def goes_on(self) -> bool:
-        """Beat, and look at the order; False where it ends what is under way."""
-        if self.pulse is None:
-            return True
-        self.pulse.write()
-        self.pulse.look()
-        return not self.pulse.interruption.requested
 
     def stream(self) -> SmallStream:
         """The stream as this process sees it now."""
@@ -408,17 +357,11 @@ class WindowedWorld(World):
         commit_pack: CommitPack = commits_pack,
         read_packs: Callable[[SmallChain], None] = reads_packs,
         waits: bool = False,
-        orders: int = 0,
-        begin: Begin = begins,
-        drain: Drain = drains,
-        hasty: bool = False,
         **protocol: Any,
     ) -> None:
         super().__init__(shape, **protocol)
         self.take, self.commit_group, self.waits = take, commit_group, waits
         self.append, self.pieces = append, pieces
-        self.orders, self.hasty, self.begin, self.drain = orders, hasty, begin, drain
-        self.order_law = self.bucket.order_law = OrderLaw(self)
         self.packs, self.commit_pack, self.read_packs = packs, commit_pack, read_packs
         window = {"sampler": "windowed", "max_staleness": STALENESS}
         self.config = parse_config(
@@ -472,19 +415,15 @@ class WindowedScheduler(Scheduler):
         # Numbers of its own: schedules of groups in one piece stay what they were.
         pieces = Random(f"pieces {seed}").choice((0, 0, 1, 2))
         packs = Random(f"packs {seed}").choice((0, 1, 2))
-        orders = Random(f"orders {seed}").choice((0, 0, 1))
-        drawn = {"waits": waits, "pieces": pieces, "packs": packs, "orders": orders}
+        drawn = {"waits": waits, "pieces": pieces, "packs": packs}
         self.world = WindowedWorld(shape, **{**drawn, **world})
-        if self.world.orders:  # several processes by turns, of which one plays rounds
-            self.stays, self.days, self.steps_max = 0.6, 0.005, 3 * STEPS_MAX
 
     def _newcomer(self) -> Process:
         world, roll = self.world, self.choices.random()
         patient = self.choices.random() < 0.5
-        share = 0.1 if world.orders else 0.25  # more workers, and one trainer for longer
-        if not world.processes or roll < share:
+        if not world.processes or roll < 0.25:
             return world.start(patient=patient)
-        if roll < 2 * share:
+        if roll < 0.5:
             return world.collect(keep=self.choices.choice((None, 2)))
         return world.start(WindowedPlayer.work, patient=patient)  # pyright: ignore
 
@@ -541,13 +480,6 @@ def forgets_older_parts(player: WindowedPlayer, number: int, version: int) -> No
     """Wrong: a group is as old as its last piece."""
     versions = sampled_in_pieces(player, number, version)
     _create_group(player, number, versions, max(versions))
-
-
-def stamps_the_latest_order(player: WindowedPlayer, number: int, version: int) -> None:
-    """Wrong: a group says that it is of the policy that was ordered as it ended."""
-    versions = sampled_in_pieces(player, number, version)
-    latest = player.ordered()
-    _create_group(player, number, versions, min(versions) if latest is None else latest)
 
 
 def gc_of_parts(run: Run, _rule: RetentionConfig, **_: Any) -> Collected:

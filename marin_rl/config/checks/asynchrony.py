@@ -144,5 +144,3 @@ def check_machines(config: RunSections) -> None:
             f"flow.runner is {config.flow.runner}, but inference.endpoints is empty: the "
             "embedded engine answers this process alone; expected endpoints, such as registered"
         )
-    if config.flow.runner == "root" and (reason := config.without_root_workers):
-        raise ValueError(f"flow.runner root: {reason}")

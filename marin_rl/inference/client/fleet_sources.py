@@ -19,8 +19,8 @@ from marin_rl.storage.canaries import CanaryBoard
 from marin_rl.storage.fleet import FleetBoard, Identity, Unreadable, run_sha256, served_settings
 from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run
+from marin_rl.storage.sampling_target import SamplingBoard
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
-from marin_rl.storage.workers import WorkerBoard
 
 LINES_MAX = 10_000  # of a file of endpoints
 ADVICE_MAX = 3  # entries that an error has an advice for
@@ -137,9 +137,9 @@ def board_of(inference: InferenceConfig, folder: ObjectStore) -> FleetBoard:
     return FleetBoard(folder, os.environ.get(inference.api_key_variable))
 
 
-def worker_board(run: Run) -> WorkerBoard:
-    """The records of a run's workers, with the API token of this process's environment."""
-    return WorkerBoard(run.folder, os.environ.get(run.config.inference.api_key_variable))
+def sampling_board(run: Run) -> SamplingBoard:
+    """The sampling target of a run, with the API token of this process's environment."""
+    return SamplingBoard(run.folder, os.environ.get(run.config.inference.api_key_variable))
 
 
 def canary_board(run: Run) -> CanaryBoard:

@@ -125,7 +125,7 @@ def _locked(path: Path) -> RunLocked:
     holder = holder_in(path)
     by = "another process" if holder is None else str(holder)
     where = " on this machine" if holder is None or holder.here else ""
-    command = ["marin-rl", "status", path.parent.name, "--watch", "--root", str(path.parents[1])]
+    command = ["marin-rl", "status", path.parent.name, "--root", str(path.parents[1])]
     return RunLocked(
         f"{path.parent} is being worked on by {by}{where}: wait for it, or end it. To follow it:\n"
         f"  {shlex.join(command)}"
