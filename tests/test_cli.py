@@ -8,6 +8,7 @@ from pathlib import Path
 
 import prefect.main  # noqa: F401 - its first import closes the streams of loggers: not a CliRunner's
 import pytest
+import yaml
 from support.run_factories import commit_round, configuration, group, group_of, rollout, whole_run
 from typer.testing import CliRunner, Result
 
@@ -200,6 +201,12 @@ def test_config_show_resolves_defaults_and_overrides() -> None:
     shown = invoke("config", "show", str(CONFIGS / "debug.yaml"), "--set", "training.beta1=0.5")
     assert "beta1: 0.5" in shown.output
     assert "beta2: 0.95" in shown.output
+    assert "not used" not in shown.output
+    folder = ("--set", "policy.init=hf", "--set", "policy.hf_path=/models/m")
+    of_folder = invoke("config", "show", str(CONFIGS / "debug.yaml"), *folder).output
+    assert "# policy.tokenizer is not used: the tokenizer is that of /models/m\n" in of_folder
+    assert "# policy.model is not used" in of_folder
+    assert yaml.safe_load(of_folder)["policy"]["hf_path"] == "/models/m"
 
 
 def test_a_wrong_key_is_refused_before_anything_starts() -> None:

@@ -15,10 +15,18 @@ from marin_rl.errors import MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
+from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
 from marin_rl.storage.run_progress import RoundProgress, progress, rounds_planned
-from marin_rl.storage.runs import Run, latest_reward_model, latest_sft, runs_under
+from marin_rl.storage.runs import (
+    Run,
+    committed_checkpoint,
+    latest_reward_model,
+    latest_sft,
+    runs_under,
+)
 from marin_rl.storage.tables.metrics import read_metrics
+from marin_rl.tokenizer_files import tokenizer_folder
 
 Options = Mapping[str, Any] | None
 Result = TypeVar("Result")
@@ -147,7 +155,7 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         checkpoints=len(checkpoints),
         shards=sum(item.shards for item in slots.values()),
         environment=_environment(run.config.environment),
-        policy=_policy(run.config.policy),
+        policy=_policy(run, trained),
         in_progress=_open_round(run, slots),
         warm_start=None if trained else _warm_start(run),
         reward_model=_reward_model(run),
@@ -178,9 +186,10 @@ def fleet_rows(run: Run) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: str(row.get("url", row["server"])))
 
 
-def _policy(config: PolicyConfig) -> str:
+def _policy(run: Run, trained: int) -> str:
     """Source of the first parameters, tokenizer, and the adapter where one is trained."""
-    facts = [f"init {config.init}", f"tokenizer {config.tokenizer}"]
+    config = run.config.policy
+    facts = [_source(config), f"tokenizer {_tokenizer(run, trained)}"]
     lora = config.lora
     if lora is not None:
         kind = f"of rank {lora.rank}" if lora.rank else f"as {lora.init_from}"
@@ -188,6 +197,23 @@ def _policy(config: PolicyConfig) -> str:
     if config.quantize_base is not None:
         facts.append(f"base quantised to {config.quantize_base}")
     return ", ".join(facts)
+
+
+def _source(config: PolicyConfig) -> str:
+    """Source of the first parameters; what a folder or a checkpoint decides has its name."""
+    named = {"hf": config.hf_path, "checkpoint": config.checkpoint}.get(config.init)
+    return f"init {config.init}" + (f" ({named})" if named else "")
+
+
+def _tokenizer(run: Run, trained: int) -> str:
+    """The built-in tokenizer's name, or the folder's with the digest that checkpoints record."""
+    folder = tokenizer_folder(run.config.policy)
+    if folder is None:
+        return run.config.policy.tokenizer
+    checkpoint = committed_checkpoint(run, trained)
+    extra = {} if checkpoint is None else manifest_of(run.store, checkpoint).extra
+    digest = extra.get("tokenizer_digest")
+    return folder + (f" (digest {digest[:12]})" if digest else "")
 
 
 def _environment(config: EnvironmentConfig) -> str:

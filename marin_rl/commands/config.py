@@ -1,6 +1,8 @@
 """The commands `recipes` and `config …`: show, validate and document configurations."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 import yaml
@@ -18,6 +20,9 @@ from marin_rl.commands.options import (
     tell_json,
 )
 
+if TYPE_CHECKING:
+    from marin_rl.config import Config
+
 
 def config_show(
     config_file: ConfigFile,
@@ -33,9 +38,22 @@ def config_show(
     if as_json:
         tell_json(tree)
         return
+    for line in _unused(config):
+        tell(f"# {line}")
     out.print(
         yaml.safe_dump(tree, sort_keys=False), markup=False, highlight=False, end="", soft_wrap=True
     )
+
+
+def _unused(config: "Config") -> Iterator[str]:
+    """Sentences about settings of the policy that its model folder decides instead."""
+    from marin_rl.tokenizer_files import tokenizer_folder
+
+    policy = config.policy
+    if policy.hf_path is not None:
+        yield f"policy.model is not used: the sizes are those of {policy.hf_path}/config.json"
+    if (folder := tokenizer_folder(policy)) is not None and folder != policy.tokenizer:
+        yield f"policy.tokenizer is not used: the tokenizer is that of {folder}"
 
 
 def config_validate(

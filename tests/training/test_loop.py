@@ -13,6 +13,7 @@ from support.batches import commit_round, random_batch
 from support.faults import NamedOperations
 from support.trained_runs import LENGTH, batches_of, begin, play
 
+from marin_rl.analysis.status import run_status
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import load_config
 from marin_rl.errors import (
@@ -27,7 +28,7 @@ from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.stores.filesystem import open_store
-from marin_rl.tokenizers import character_tokenizer
+from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.compiled_step import rows_compiled_for
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, parameters_digest, save_hf
@@ -181,6 +182,11 @@ def test_a_run_begins_from_a_model_folder(debug, tokenizer, tmp_path):
     run, trainer, first = begin(debug(*start), tokenizer)
     assert identity_of(run, first).parameters_digest == parameters_digest(model)
     assert parameters_digest(trainer.model) == parameters_digest(model)
+    names = TokenizerIdentity.of(tokenizer)
+    folder = tmp_path / "hf"
+    assert run_status(run.config.root, run.run_id).policy == (
+        f"init hf ({folder}), tokenizer {folder} (digest {names.tokenizer_digest[:12]})"
+    )
     buckets = ("batching.length_buckets=[65]",)
     longer = debug(*start, "run_id=longer", "policy.context_length=65", *buckets)
     with pytest.raises(InputError, match="made for 64 positions"):
