@@ -5,15 +5,14 @@ reads no checkpoint it just wrote, and hands weights to the engine as references
 needed for correctness: a new process reads all of it from the committed slots.
 """
 
-import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from marin_rl.errors import ConfigError, MarinRLError, StorageError
 from marin_rl.machine import give_back_freed_memory
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from marin_rl.rollouts.rewards import RewardScorer
     from marin_rl.serving.server import PolicyServer
     from marin_rl.serving.weights.canary import Suspect
-    from marin_rl.serving.weights.flight import WeightServer
     from marin_rl.training.loop import Trainer
     from marin_rl.training.model import LmHeadModel
     from marin_rl.training.reward_model import RewardModelTraining
@@ -75,7 +73,6 @@ class RunRuntime:
         self._server: PolicyServer | None = None
         self._transfers_failed = 0
         self._published = False
-        self._flight: WeightServer | None = None
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -334,42 +331,7 @@ class RunRuntime:
             # a policy with an adapter has the identity of both, but is sent merged
             saved = digest_of(named_parameters(merged_model(weights.model)))
         self._published = True
-        flight = self._handed_out(weights, version)
-        return publish(self._run, version, identity.parameters_digest, names, save, flight, saved)
-
-    def _handed_out(self, weights: Weights, version: int) -> str | None:
-        """Address at which followers get a version by Arrow Flight, where they do.
-
-        Of an adapter that is the adapter alone, and its base once.
-        """
-        address = self._run.config.inference.flight
-        if address is None:
-            return None
-        from marin_rl.inference.flight_tls import trainer_certificate
-        from marin_rl.serving.weights.adapter_versions import read_version
-        from marin_rl.serving.weights.flight import WeightServer
-        from marin_rl.training.model import named_parameters
-
-        if self._flight is None:
-            key = os.environ.get(self._run.config.inference.api_key_variable)
-            certificate = trainer_certificate(self._run.config.inference)
-            self._flight = WeightServer(address, key, certificate)
-        identity = weights.identity
-        if identity.base_digest is None:
-            self._flight.offer(identity.parameters_digest, named_parameters(weights.model))
-            return self._flight.url
-        # Servers that are given it merged have no adapter in `weights`.
-        adapter = weights.adapter or read_version(self._run, version).adapter
-        self._flight.offer(identity.parameters_digest, adapter.arrays)
-        self._flight.keep(identity.base_digest, partial(self._read_base, identity.base_digest))
-        return self._flight.url
-
-    def _read_base(self, digest: str) -> Mapping[str, Any]:
-        """The base of the run's adapter, from files. From any thread."""
-        from marin_rl.training.policy_source import read_base
-        from marin_rl.training.state import template_of
-
-        return read_base(self._run, digest, template_of(self._run.config.policy, self.tokenizer))
+        return publish(self._run, version, identity.parameters_digest, names, save, saved)
 
     def _served_here(self, version: int, weights: "Weights") -> "PolicyServer":
         """The running server, with this policy in it."""
@@ -427,9 +389,6 @@ class RunRuntime:
             if self._server is not None:
                 self._server.stop()
                 self._server = None
-            if self._flight is not None:
-                self._flight.close()
-                self._flight = None
             if self._published:
                 from marin_rl.inference.endpoints import unpublish
 

@@ -19,7 +19,6 @@ CANARIES_MAX = 16  # versions: more than any bound of staleness, which endpoints
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
-FlightUrl = Annotated[str, Field(pattern=r"^grpc(\+tls)?://[^\s]{1,500}$")]
 
 
 class HeartbeatRecord(Record):
@@ -57,15 +56,13 @@ class HeartbeatRecord(Record):
 class TargetRecord(Record):
     """The checkpoint that a trainer has servers serve, and until when.
 
-    Servers go on to later checkpoints by themselves once one above `through` is committed. `flight`
-    is where the trainer hands out the weights, where it does.
+    Servers go on to later checkpoints by themselves once one above `through` is committed.
     """
 
     run_sha256: Sha256
     version: Count
     through: Count
     parameters_digest: Sha256
-    flight: FlightUrl | None = None
 
 
 class CanaryRecord(Record):

@@ -223,6 +223,8 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             "set filters.truncated instead, which leaves it out of both, or kl_placement loss",
         ),
         ({"training": {"lerning_rate": 1}}, "did you mean training.learning_rate?"),
+        ({"inference": {"flight": "grpc://a:1"}}, "inference.flight: was withdrawn; servers read"),
+        ({"flow": {"runner": "root"}}, "root was withdrawn: use work_pool or ray"),
         ({"learning_rate": 1}, "did you mean training.learning_rate?"),
         ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate"),

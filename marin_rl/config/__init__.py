@@ -10,7 +10,15 @@ alone.
 from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig, ReplayConfig
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.code import code_in, pin_code
-from marin_rl.config.keys import differences, free_keys, known_keys, outward_keys, value_at, without
+from marin_rl.config.keys import (
+    WITHDRAWN,
+    differences,
+    free_keys,
+    known_keys,
+    outward_keys,
+    value_at,
+    without,
+)
 from marin_rl.config.loading import (
     Overrides,
     Recipe,
@@ -65,14 +73,15 @@ from marin_rl.config.training import (
 )
 
 __all__ = [
-    "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "AsynchronyConfig", "BatchingConfig",
-    "CodeName", "Config", "Count", "CriticConfig", "EngineConfig", "EntrySampling",
-    "EnvironmentConfig", "EvaluationConfig", "FiltersConfig", "FlowConfig", "InferenceConfig",
-    "LearnedRewardConfig", "LoraConfig", "MeshConfig", "MixtureEntry", "ModelConfig", "ModelFamily",
-    "ObjectiveConfig", "Overrides", "PolicyConfig", "Recipe", "ReplayConfig", "RetentionConfig",
-    "RewardModelConfig", "RolloutsConfig", "SFTConfig", "SamplingConfig", "Seconds", "Section",
-    "ServerConfig", "TrackersConfig", "TrainingConfig", "as_overrides", "code_in", "differences",
-    "fingerprint_fields", "free_keys", "is_runtime_only", "known_keys", "load_config",
-    "omitted_if_none", "outward_keys", "override", "parse_config", "pin_code", "section_of",
-    "shipped_recipes", "split_labels", "value_at", "whole_weights", "with_choices", "without",
+    "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "WITHDRAWN", "AsynchronyConfig",
+    "BatchingConfig", "CodeName", "Config", "Count", "CriticConfig", "EngineConfig",
+    "EntrySampling", "EnvironmentConfig", "EvaluationConfig", "FiltersConfig", "FlowConfig",
+    "InferenceConfig", "LearnedRewardConfig", "LoraConfig", "MeshConfig", "MixtureEntry",
+    "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides", "PolicyConfig", "Recipe",
+    "ReplayConfig", "RetentionConfig", "RewardModelConfig", "RolloutsConfig", "SFTConfig",
+    "SamplingConfig", "Seconds", "Section", "ServerConfig", "TrackersConfig", "TrainingConfig",
+    "as_overrides", "code_in", "differences", "fingerprint_fields", "free_keys", "is_runtime_only",
+    "known_keys", "load_config", "omitted_if_none", "outward_keys", "override", "parse_config",
+    "pin_code", "section_of", "shipped_recipes", "split_labels", "value_at", "whole_weights",
+    "with_choices", "without",
 ]  # fmt: skip

@@ -12,6 +12,12 @@ from pydantic.fields import FieldInfo
 from marin_rl.config.run import Config
 from marin_rl.config.section import Section, is_plan, is_runtime_only, section_of
 
+# Keys of earlier versions, and what to do without them.
+WITHDRAWN = {
+    f"inference.{name}": "servers read checkpoints from the root, which is faster: remove it"
+    for name in ("flight", "flight_certificate", "flight_key", "flight_ca")
+}
+
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Dotted keys whose values differ, each as `key: old -> new`, sorted."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from marin_rl.config.code import pin_code
-from marin_rl.config.keys import known_keys
+from marin_rl.config.keys import WITHDRAWN, known_keys
 from marin_rl.config.run import Config
 from marin_rl.config.sampling import as_mixture
 from marin_rl.errors import ConfigError
@@ -193,6 +193,8 @@ def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any
 
 def _describe(item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"]) or "(whole configuration)"
+    if item["type"] == "extra_forbidden" and key in WITHDRAWN:
+        return f"{key}: was withdrawn; {WITHDRAWN[key]}"
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key{_nearest(key)}"
     shown = "" if isinstance(item["input"], dict | BaseModel) else f", found {item['input']!r}"

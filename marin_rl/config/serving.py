@@ -272,32 +272,6 @@ class InferenceConfig(Section):
         default=None,
         description="folder that this process and the endpoints share; null: the run's exports/",
     )
-    flight: str | None = optional_field(
-        runtime_only=True,
-        pattern=r"^grpc(\+tls)?://[A-Za-z0-9_.-]{1,253}:[0-9]{1,5}$",
-        description="with publish pull: address of this process, grpc://HOST:PORT or with TLS "
-        "grpc+tls://HOST:PORT, at which servers that follow the run get new weights by Arrow "
-        "Flight (port 0: a free one); others than loopback need the token of api_key_variable; "
-        "null: they read checkpoints from the root",
-    )
-    flight_certificate: str | None = optional_field(
-        runtime_only=True,
-        min_length=1,
-        description="with flight grpc+tls: PEM file of the certificate of HOST, and after it those "
-        "of the authorities between it and the root",
-    )
-    flight_key: str | None = optional_field(
-        runtime_only=True,
-        min_length=1,
-        description="with flight grpc+tls: PEM file of the certificate's private key, without a "
-        "passphrase; its content is recorded nowhere",
-    )
-    flight_ca: str | None = optional_field(
-        runtime_only=True,
-        min_length=1,
-        description="of a server that follows the run: PEM file of the authorities that may have "
-        "signed the trainer's certificate; null: those that the system trusts (SSL_CERT_FILE)",
-    )
     route: Literal["chat", "sglang", "vllm_generate"] | None = optional_field(
         runtime_only=True,
         description="how endpoints are asked: by OpenAI's chat routes with token ids, as vLLM and "
@@ -378,32 +352,12 @@ class InferenceConfig(Section):
         return all(entry.startswith("http") and " " not in entry for entry in self.endpoints)
 
     @model_validator(mode="after")
-    def _tls_has_a_certificate(self) -> "InferenceConfig":
-        """Refuse TLS without a certificate and its key, and these without TLS."""
-        files = {"flight_certificate": self.flight_certificate, "flight_key": self.flight_key}
-        tls = self.flight is not None and self.flight.startswith("grpc+tls://")
-        for name, file in files.items():
-            if tls and file is None:
-                raise ValueError(f"flight is {self.flight}: expected {name}, a PEM file, too")
-            if file is not None and not tls:
-                raise ValueError(
-                    f"{name} is set, but flight is {self.flight or 'not'}: expected "
-                    "grpc+tls://HOST:PORT"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _the_fleet_follows(self) -> "InferenceConfig":
         """Refuse ways to new weights that a fleet, or no fleet, cannot take."""
         if REGISTERED in self.endpoints and not self.pulled:
             raise ValueError(
                 f"publish is {self.publish}, but endpoints has registered: such servers take each "
                 "checkpoint by themselves; expected pull"
-            )
-        if self.flight is not None and not self.pulled:
-            raise ValueError(
-                f"flight is for servers that take each checkpoint by themselves, but publish is "
-                f"{self.publish}: expected pull"
             )
         if self.pulled and not self.endpoints:
             raise ValueError("publish is pull, but endpoints is empty: expected registered or URLs")

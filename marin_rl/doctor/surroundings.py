@@ -9,7 +9,6 @@ import urllib.request
 from marin_rl.config import REGISTERED, Config, InferenceConfig
 from marin_rl.doctor.event_loop import await_apart
 from marin_rl.errors import ConfigError, EndpointUnavailable, StalePolicy
-from marin_rl.inference.flight_tls import trainer_certificate
 from marin_rl.machine import share_one_heap
 
 HEALTH_TIMEOUT_S = 3.0
@@ -60,8 +59,7 @@ def machine(config: Config) -> str:
 
 
 def endpoints(config: Config) -> str:
-    """Check that every endpoint answers and serves the model by name, and a trainer's own TLS."""
-    trainer_certificate(config.inference)
+    """Check that every endpoint answers and serves the model by name."""
     if not config.inference.endpoints:
         return "embedded server (none configured)"
     from marin_rl.inference.client.fleet_sources import EndpointSource

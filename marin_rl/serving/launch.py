@@ -10,7 +10,7 @@ Inside a run the server lives in the flow's process instead and takes the traine
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,9 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config, InferenceConfig
-from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.errors import ConfigError
 from marin_rl.inference.client.fleet_sources import board_of
-from marin_rl.inference.flight_tls import trusted_roots
 from marin_rl.lora import Adapter, read_peft
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
@@ -49,7 +48,6 @@ from marin_rl.serving.weights.checkpoint_watcher import (
     whole_checkpoints,
 )
 from marin_rl.serving.weights.registration import Announcement, Registration
-from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import canary_ids
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, latest_checkpoint
@@ -158,21 +156,17 @@ def proven_follower(
     """
     apart = board is not None and _apart(run, settings.inference, registered=registered)
     version = read_version(run, round) if apart else None
-    ca = settings.inference.flight_ca
-    if ca is not None:
-        trusted_roots(ca)  # a file that cannot be read is said now, not at each update
-    loaded = read_checkpoint(run, round) if version is None else _base_of(run, version, board, ca)
+    loaded = read_checkpoint(run, round) if version is None else read_base_of(run, version)
     read = read_adapters(loaded.model, adapters)
     roomy = _with_room_for(settings, version, read, alone=registered)
     _announce("proving that the engine decodes as trained")
     tokenizer = tokenizer_for(settings.policy)
     server = proven_server(loaded, tokenizer, roomy, read)
-    key = None if board is None else board.api_key
     if version is None:
-        take = whole_checkpoints(server.updater, run, key, ca)
+        take = whole_checkpoints(server.updater, run)
         return Follower(server=server, take=take, round=loaded.round or 0, apart=False)
     inference = roomy.inference
-    versions = VersionUpdater(server.adapters, run, loaded.model, tokenizer, inference, key)
+    versions = VersionUpdater(server.adapters, run, loaded.model, tokenizer, inference)
     versions.take(version.round, version.parameters_digest)
     return Follower(server=server, take=versions.take, round=version.round, apart=True)
 
@@ -184,19 +178,6 @@ def _apart(run: Run, inference: InferenceConfig, *, registered: bool) -> bool:
         return False
     # A run from before this was recorded keeps the bits of merged weights.
     return inference.serve_merged is False if registered else inference.serve_merged is not True
-
-
-def _base_of(run: Run, version: AdapterVersion, board: FleetBoard | None, ca: str | None) -> Loaded:
-    """The base of a run's adapter, from a trainer that hands it out, else from files."""
-    target = None
-    if board is not None:
-        with suppress(MarinRLError):  # the follower, which looks again, says so
-            target = board.target()
-    return from_trainer_or_files(
-        trainer_at(target and target.flight, board and board.api_key, ca),
-        f"the base of {run.run_id}",
-        lambda fetch: read_base_of(run, version, fetch),
-    )
 
 
 def _with_room_for(

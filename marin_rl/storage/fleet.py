@@ -69,7 +69,6 @@ class Target:
     version: int
     through: int
     parameters_digest: str
-    flight: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

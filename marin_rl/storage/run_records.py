@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from marin_rl.config import (
+    WITHDRAWN,
     Config,
     EnvironmentConfig,
     code_in,
@@ -153,7 +154,7 @@ def stored_config(record: Mapping[str, Any], source: str) -> Config:
     if not isinstance(tree, Mapping):
         return parse_config(tree, source)
     _check_pinned(tree, source)
-    return parse_config(without(tree, outward_keys()), source)
+    return parse_config(without(tree, [*outward_keys(), *WITHDRAWN]), source)
 
 
 def as_recorded(record: Mapping[str, Any], config: Config, source: str) -> Config:

@@ -4,7 +4,7 @@ The base of a run's adapter is committed once, in a slot of its own: its paramet
 of a Hugging Face folder that has them. Checkpoints of the run hold the adapter and that digest.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import device_array
 from marin_rl.config import fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing
-from marin_rl.lora import Adapter, Shapes
+from marin_rl.lora import Adapter
 from marin_rl.lora.quantization import dequantize_base, quantize_base
 from marin_rl.storage.checkpoints import (
     checkpoint_fingerprint,
@@ -59,7 +59,6 @@ from marin_rl.training.step_types import Parameters
 from marin_rl.types import SlotRef
 
 # Parameters by their digest and shapes, from elsewhere than the run's files. The caller compares.
-Fetch = Callable[[str, Shapes], Mapping[str, np.ndarray]]
 
 # Counts up when the same configuration would commit another base.
 PROGRAM_VERSION = 1
@@ -125,19 +124,17 @@ def served_template(identity: Identity, template: LmHeadModel, dtype: str) -> Lm
     return with_quantized(with_adapter(template, adapter.modules, dtype), adapter.quantize_base)
 
 
-def read_policy(
-    run: Run, ref: SlotRef, template: LmHeadModel, fetch: Fetch | None = None
-) -> CommittedPolicy:
+def read_policy(run: Run, ref: SlotRef, template: LmHeadModel) -> CommittedPolicy:
     """Read a committed checkpoint of a run; `template` is the model's, without an adapter.
 
-    Optimizer, average and critic are dropped. What was trained is of `fetch`, if given. Raises
-    CorruptObject, ObjectMissing, InputError for a folder that is another base than the adapter's.
+    Optimizer, average and critic are dropped. Raises CorruptObject, ObjectMissing, InputError for a
+    folder that is another base than the adapter's.
     """
     identity = identity_of(run, ref)
     adapter, base = identity.adapter, dict[str, Any]()
     if adapter is not None:
         base = read_base(run, adapter.base_digest, template)
-    trained = read_trained(run, ref, template, fetch)
+    trained = read_trained(run, ref, template)
     return CommittedPolicy(identity=identity, trained=trained, base=base)
 
 
@@ -147,9 +144,7 @@ def dtype_of(run: Run) -> str:
     return "float32" if lora is None else lora.dtype
 
 
-def read_trained(
-    run: Run, ref: SlotRef, template: LmHeadModel, fetch: Fetch | None = None
-) -> Mapping[str, np.ndarray]:
+def read_trained(run: Run, ref: SlotRef, template: LmHeadModel) -> Mapping[str, np.ndarray]:
     """Trained parameters of a checkpoint on the host alone: an adapter's arrays, where it has one.
 
     Raises as `read_policy` does, but that it reads no base.
@@ -157,9 +152,6 @@ def read_trained(
     identity = identity_of(run, ref)
     if identity.adapter is not None:
         template = with_adapter(template, identity.adapter.modules, dtype_of(run))
-    if fetch is not None:
-        shapes = {name: tuple(each.shape) for name, each in trained_shapes(template).items()}
-        return fetch(identity.parameters_digest, shapes)
     optimizer = make_optimizer(policy_adamw(run.config.training), matrix_mask(template))
     like = tree_of(state_like(template, optimizer))
     try:

@@ -75,7 +75,7 @@ def test_a_run_that_samples_ahead_hands_its_weights_to_a_server(
     ahead = ("rounds=3", "asynchrony.max_staleness=1")
     alone = debug(tmp_path / "alone", *ahead)
     start(alone)
-    config = debug(tmp_path / "fleet", *ahead, *FLEET, "inference.flight=grpc://127.0.0.1:0")
+    config = debug(tmp_path / "fleet", *ahead, *FLEET)
     run, log = Run.create_or_open(config), tmp_path / "server.log"
     asked: list[Target] = []
 
@@ -88,8 +88,6 @@ def test_a_run_that_samples_ahead_hands_its_weights_to_a_server(
         start(config)
     assert outcome(alone).same_as(outcome(config)) == []
     assert {target.version for target in asked} == {0, 1}
-    assert all(str(target.flight).startswith("grpc://127.0.0.1:") for target in asked)
-    assert "is read from files" not in log.read_text()
 
 
 @pytest.mark.slow
@@ -121,7 +119,7 @@ def test_versions_of_an_adapter_are_sampled_by_name_while_servers_come_and_go(
     adapter = ("rounds=3", "policy.lora.rank=4")
     alone = debug(tmp_path / "alone", *adapter, "inference.serve_merged=false")
     start(alone)
-    config = debug(tmp_path / "fleet", *adapter, *FLEET, "inference.flight=grpc://127.0.0.1:0")
+    config = debug(tmp_path / "fleet", *adapter, *FLEET)
     run = Run.create_or_open(config, as_begun)
     first = serve(servers, run, tmp_path / "first.log")
     second: list[RegisteredServer] = []

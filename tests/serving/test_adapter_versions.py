@@ -42,7 +42,7 @@ from marin_rl.training.state import identity_of
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_quickly")]
 LORA = ("policy.lora.rank=4", "policy.model.layers=1")
 FLEET = (
-    "inference.endpoints=registered", "inference.publish=pull", "inference.flight=grpc://127.0.0.1:0",
+    "inference.endpoints=registered", "inference.publish=pull",
 )  # fmt: skip
 
 

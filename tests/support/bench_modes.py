@@ -162,10 +162,6 @@ MODES = {
                  "{folder}/runs", "--picture", "{folder}/lora.svg", "--set", "rounds=1", *SMALL),
         shows=("| seed | full | adapter |", "adapter 1: 1 ", "lora.svg"),
     ),
-    "weights": Mode(
-        command=("weights.py", "--megabytes", "1", "--arrays", "2", "--repeat", "1"),
-        shows=("Arrow Flight, read", "files, read"),
-    ),
     "selection": Mode(
         command=("selection.py", "--rounds", "1", "--groups", "2"),
         shows=("first_done", "length_bias"),
@@ -194,7 +190,7 @@ MODES = {
 }  # fmt: skip
 # Processes of these are not forked: they measure a start, or memory, or take Python into a sandbox;
 # gRPC, of weights, may wait without end in a fork.
-REAL_STARTS = ("startup.py", "process.py", "round.py", "learning.py", "sandbox.py", "weights.py")
+REAL_STARTS = ("startup.py", "process.py", "round.py", "learning.py", "sandbox.py")
 # Scripts that play whole runs. Their modes are a file of tests of their own, which another process
 # may take.
 OF_RUNS = {

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,16 +15,12 @@ REGISTERS_S = 400
 
 
 class RegisteredServer:
-    """`marin-rl serve RUN --follow --register` on a free port, by the id of its process.
-
-    It is forked, but where weights come by Flight: gRPC may wait without end in a fork.
-    """
+    """`marin-rl serve RUN --follow --register` on a free port, by the id of its process."""
 
     def __init__(self, run: Run, log: Path, *options: str) -> None:
         self._run, self._log = run, log
-        program = python() if run.config.inference.flight is None else sys.executable
         command = [
-            *(program, "-m", "marin_rl", "serve", run.run_id, "--root", run.config.root),
+            *(python(), "-m", "marin_rl", "serve", run.run_id, "--root", run.config.root),
             *("--follow", "--register", "--port", "0", "--poll-s", "0.1", *options),
         ]
         with log.open("wb") as file:

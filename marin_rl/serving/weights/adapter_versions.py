@@ -7,7 +7,6 @@ out how a run's own process has the arrays (`runtime`) and when to look for new 
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -22,12 +21,11 @@ from marin_rl.lora import Adapter
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.serving.weights.checkpoint_loader import Loaded
-from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import Update, canary_ids
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.training.model import LmHeadModel, digest_of, parameter_shapes, with_parameters
-from marin_rl.training.policy_source import Fetch, read_base, read_trained
+from marin_rl.training.model import LmHeadModel, digest_of, with_parameters
+from marin_rl.training.policy_source import read_base, read_trained
 from marin_rl.training.state import identity_of, template_of
 from marin_rl.types import SlotRef
 
@@ -91,21 +89,17 @@ def _row_of(version: int) -> int:
     return 1 + version % VERSIONS_ROOM
 
 
-def read_version(
-    run: Run, round: int | None, promised: str | None = None, fetch: Fetch | None = None
-) -> AdapterVersion:
+def read_version(run: Run, round: int | None, promised: str | None = None) -> AdapterVersion:
     """The adapter of a committed checkpoint (None: the latest), verified by its digest.
 
-    Its arrays are of `fetch`, if given. Raises ObjectMissing where it is not committed,
+    Raises ObjectMissing where it is not committed,
     CorruptObject for a checkpoint that is damaged or no adapter, StalePolicy where it is another
     one than its manifest, or the caller, promises.
     """
-    return version_of(run, checkpoint_at(run, round), promised, fetch)
+    return version_of(run, checkpoint_at(run, round), promised)
 
 
-def version_of(
-    run: Run, ref: SlotRef, promised: str | None = None, fetch: Fetch | None = None
-) -> AdapterVersion:
+def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVersion:
     """The adapter in a committed slot, verified. Raises as `read_version` does."""
     identity = identity_of(run, ref)
     if identity.adapter is None:
@@ -114,7 +108,7 @@ def version_of(
             "run `marin-rl fsck`"
         )
     template = template_of(run.config.policy, tokenizer_for(run.config.policy))
-    arrays = read_trained(run, ref, template, fetch)
+    arrays = read_trained(run, ref, template)
     digest = identity.adapter.policy_digest(digest_of(arrays))
     for expected in (identity.parameters_digest, promised):
         if expected not in (None, digest):
@@ -130,21 +124,10 @@ def version_of(
     )
 
 
-def read_base_of(run: Run, version: AdapterVersion, fetch: Fetch | None = None) -> Loaded:
-    """The base of a run's adapter as a model to be served, of `fetch` if given.
-
-    Raises as `read_base` does, and StalePolicy where `fetch` gives another one.
-    """
+def read_base_of(run: Run, version: AdapterVersion) -> Loaded:
+    """The base of a run's adapter as a model to be served. Raises as `read_base` does."""
     template = template_of(run.config.policy, tokenizer_for(run.config.policy))
-    if fetch is None:
-        parameters: Mapping[str, np.ndarray] = read_base(run, version.base_digest, template)
-    else:
-        parameters = fetch(version.base_digest, parameter_shapes(template))
-        # Only here: `read_base` compares the digest of what it reads itself.
-        if (digest := digest_of(parameters)) != version.base_digest:
-            raise StalePolicy(
-                f"expected the base with the digest {version.base_digest}, found {digest}"
-            )
+    parameters = read_base(run, version.base_digest, template)
     size = sum(array.nbytes for array in parameters.values())
     model = with_parameters(template, parameters)
     return Loaded(model=model, parameters_digest=version.base_digest, bytes=size)
@@ -153,8 +136,7 @@ def read_base_of(run: Run, version: AdapterVersion, fetch: Fetch | None = None) 
 class VersionUpdater:
     """Serves the adapters of a run's checkpoints on a server of their base. Safe from any thread.
 
-    Each is proven first: a private engine decodes with it what the merged model computes. `api_key`
-    is what a trainer that hands out parameters asks for.
+    Each is proven first: a private engine decodes with it what the merged model computes.
     """
 
     def __init__(
@@ -164,26 +146,20 @@ class VersionUpdater:
         base: LmHeadModel,
         tokenizer: PreTrainedTokenizerBase,
         inference: InferenceConfig,
-        api_key: str | None = None,
     ) -> None:
         self._adapters, self._run, self._base = adapters, run, base
-        self._inference, self._api_key = inference, api_key
+        self._inference = inference
         self._dtype = jnp.dtype(run.config.policy.compute_dtype)
         # now, for two threads must not use one tokenizer
         self._canary_ids = canary_ids(tokenizer)
 
-    def take(self, round: int, promised: str | None = None, flight: str | None = None) -> Update:
+    def take(self, round: int, promised: str | None = None) -> Update:
         """Read, prove and serve the adapter of a round; errors are raised as they are.
 
-        From the trainer at `flight`, where it gives it, else from files. Raises as `read_version`
-        and `rehearse` do, and what the engine raises without room.
+        Raises as `read_version` and `rehearse` do, and what the engine raises without room.
         """
         began, run = time.monotonic(), self._run
-        version = from_trainer_or_files(
-            trainer_at(flight, self._api_key, self._inference.flight_ca),
-            f"round {round} of {run.run_id}",
-            lambda fetch: read_version(run, round, promised, fetch),
-        )
+        version = read_version(run, round, promised)
         # before it is served, by an engine that no request reaches
         rehearse(self._base, self._canary_ids, self._inference, self._dtype, version.adapter)
         digest, adapter = version.parameters_digest, version.adapter

@@ -34,7 +34,7 @@ from marin_rl.training.model import (
     parameter_shapes,
     save_hf,
 )
-from marin_rl.training.policy_source import Fetch, dtype_of, read_policy, served_template
+from marin_rl.training.policy_source import dtype_of, read_policy, served_template
 from marin_rl.training.quantized_layers import merged_model
 from marin_rl.training.state import Identity, identity_of, template_of
 from marin_rl.types import SlotRef
@@ -224,16 +224,14 @@ def read_checkpoint(
     round: int | None,
     promised: str | None = None,
     served: Served | None = None,
-    fetch: Fetch | None = None,
 ) -> Loaded:
     """The parameters of a committed checkpoint (None: the latest), verified as `read_folder` does.
 
-    Every file is compared with the manifest first; what was trained is of `fetch`, if given. Raises
-    ObjectMissing where it is not committed, CorruptObject, what the store raises, InputError for
-    another tokenizer or architecture, and StalePolicy where the parameters are not those that the
-    manifest, or the caller, promises.
+    Every file is compared with the manifest first. Raises ObjectMissing where it is not committed,
+    CorruptObject, what the store raises, InputError for another tokenizer or architecture, and
+    StalePolicy where the parameters are not those that the manifest, or the caller, promises.
     """
-    return read_slot(run, checkpoint_at(run, round), promised, served, fetch)
+    return read_slot(run, checkpoint_at(run, round), promised, served)
 
 
 def read_slot(
@@ -241,7 +239,6 @@ def read_slot(
     ref: SlotRef,
     promised: str | None = None,
     served: Served | None = None,
-    fetch: Fetch | None = None,
 ) -> Loaded:
     """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does."""
     identity = _identity(run, ref)
@@ -257,7 +254,7 @@ def read_slot(
     dtype = dtype_of(run)
     if served is not None:
         served.architecture.check(served_template(identity, template, dtype))
-    policy = read_policy(run, ref, template, fetch)
+    policy = read_policy(run, ref, template)
     promises = identity.parameters_digest, promised
     digest = _verified(policy.digest, policy.trained, promises)
     model = policy.served(template, dtype)

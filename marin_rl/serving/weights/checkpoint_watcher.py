@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
-from marin_rl.serving.weights.trainer_source import from_trainer_or_files, trainer_at
 from marin_rl.serving.weights.weight_updates import Update, UpdateRunning, WeightUpdater
 from marin_rl.storage.fleet import FleetBoard, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint, round_of
@@ -27,26 +26,15 @@ STOP_S = 30.0  # for an update that is under way
 _log = logging.getLogger(__name__)
 
 
-# Serves a round: with the digest that was promised of it, and where its parameters are handed out.
-Take = Callable[[int, str | None, str | None], Update]
+Take = Callable[[int, str | None], Update]  # serves a round, with the digest promised of it
 
 
-def whole_checkpoints(
-    updater: WeightUpdater, run: Run, api_key: str | None = None, flight_ca: str | None = None
-) -> Take:
-    """Take the checkpoint of a round as new weights of the engine: see `WeightUpdater.load`.
+def whole_checkpoints(updater: WeightUpdater, run: Run) -> Take:
+    """Take the checkpoint of a round as new weights of the engine: see `WeightUpdater.load`."""
 
-    `api_key` is what a trainer that hands out parameters asks for; `flight_ca` are the authorities
-    of its certificate (None: the system's).
-    """
-
-    def take(round: int, promised: str | None, flight: str | None = None) -> Update:
+    def take(round: int, promised: str | None) -> Update:
         def read(served: Served) -> Loaded:
-            return from_trainer_or_files(
-                trainer_at(flight, api_key, flight_ca),
-                f"round {round} of {run.run_id}",
-                lambda fetch: read_checkpoint(run, round, promised, served, fetch),
-            )
+            return read_checkpoint(run, round, promised, served)
 
         source = Source(kind="watcher", place=run.store.url, read=read)
         return updater.load(source, recompute_kv_cache=run.config.recompute_kv_cache)
@@ -132,7 +120,7 @@ class CheckpointWatcher:
         if target is not None:
             # unequal, and not larger: a run that is resumed may go back by one
             if target.version != self._round and self._may_try(target.version):
-                self._load(target.version, target.parameters_digest, target.flight)
+                self._load(target.version, target.parameters_digest)
             return
         for round in self._newer_rounds():
             if self._may_try(round) and self._is_committed(round) and self._load(round):
@@ -174,10 +162,10 @@ class CheckpointWatcher:
         except CorruptObject:
             return True  # and refused, with a word on why, by those who load it
 
-    def _load(self, round: int, promised: str | None = None, flight: str | None = None) -> bool:
+    def _load(self, round: int, promised: str | None = None) -> bool:
         run = self._run
         try:
-            update = self._take(round, promised, flight)
+            update = self._take(round, promised)
         except UpdateRunning:
             return True  # nothing older is wanted either: next time
         except MarinRLError as error:
