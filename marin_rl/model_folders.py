@@ -5,7 +5,6 @@ FIFO called `config.json` would block them for good, a device would never end, a
 a terabyte would fill the memory. So every file is looked at before any is opened.
 """
 
-import json
 import os
 import stat
 from collections.abc import Collection
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.errors import InputError
+from marin_rl.plain_files import check_regular, read_object
 
 ENTRIES_MAX = 10_000
 # tokenizer.json of a vocabulary of 262,144 tokens has 33 MB.
@@ -63,25 +63,8 @@ def _check_entry(path: Path, status: os.stat_result) -> None:
     mode = status.st_mode
     if stat.S_ISDIR(mode) and path.suffix not in (_WEIGHTS, *_READ):
         return
-    if not stat.S_ISREG(mode):
-        raise InputError(f"{path}: expected a regular file, found {_kind(mode)}; remove it")
     bytes_max = SETTINGS_BYTES_MAX if path.name in _SETTINGS else VOCABULARY_BYTES_MAX
-    if path.suffix in _READ and status.st_size > bytes_max:
-        raise InputError(
-            f"{path}: expected at most {bytes_max} bytes, found {status.st_size}; copy the model "
-            "folder again"
-        )
-
-
-def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    return kinds.get(stat.S_IFMT(mode), "something else")
+    check_regular(path, status, bytes_max if path.suffix in _READ else None)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -120,7 +103,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / WEIGHTS_INDEX
     if not index.is_file():
         return [folder / WEIGHTS_FILE]
-    places = read_object(index).get("weight_map")
+    places = read_object(index, VOCABULARY_BYTES_MAX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise InputError(f"{index}: expected `weight_map`, an object of tensors and their files")
     names = sorted(set(places.values()))
@@ -131,14 +114,3 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{len(names)} files that it names; download the missing ones"
             )
     return [folder / name for name in names]
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises InputError."""
-    try:
-        tree = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {file}: {error}") from error
-    if not isinstance(tree, dict):
-        raise InputError(f"{file}: expected an object, found {tree!r:.80}")
-    return tree

@@ -13,7 +13,8 @@ from typing import get_args
 
 from marin_rl.config import Config, ModelConfig, ModelFamily
 from marin_rl.errors import InputError
-from marin_rl.model_folders import check_family, read_object
+from marin_rl.model_folders import check_family
+from marin_rl.plain_files import read_object
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
 BATCH_BYTES_PER_TOKEN = 3.0

@@ -18,6 +18,7 @@ from marin_rl.chat_templates import CHAT_TEMPLATE
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
 from marin_rl.model_folders import check_model_folder
+from marin_rl.plain_files import read_object
 
 CHARACTERS = "characters"
 PAD, EOS, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
@@ -200,15 +201,7 @@ def _backend_of(file: Path) -> Tokenizer:
 
 def _object_in(file: Path) -> dict[str, Any]:
     """Read a JSON object; empty where there is no such file. Raises InputError."""
-    if not file.is_file():
-        return {}
-    try:
-        tree = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read a tokenizer from {file.parent}: {file}: {error}") from error
-    if not isinstance(tree, dict):
-        raise InputError(f"{file}: expected an object, found {tree!r:.80}")
-    return tree
+    return read_object(file) if file.is_file() else {}
 
 
 def _special_tokens(tree: Mapping[str, Any]) -> dict[str, Any]:

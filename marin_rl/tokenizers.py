@@ -24,6 +24,7 @@ from transformers import (
 from marin_rl.chat_templates import CHAT_TEMPLATE, start_worker
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
+from marin_rl.plain_files import read_object
 from marin_rl.tokenizer_files import (
     EOS,
     PAD,
@@ -84,7 +85,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     check_tokenizer_folder(path)
     try:
         tokenizer = _from_folder(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"cannot read a tokenizer from {path}: {error}; expected tokenizer.json and "
             "tokenizer_config.json as transformers 4 or 5 writes them"
@@ -102,9 +103,7 @@ def _from_folder(path: Path) -> PreTrainedTokenizerBase:
     `additional_special_tokens` in transformers 4, where that key is a mapping of named tokens.
     """
     file = path / "tokenizer_config.json"
-    settings = json.loads(file.read_bytes()) if file.is_file() else {}
-    if not isinstance(settings, dict):
-        raise ValueError(f"{file.name}: expected a JSON object, found {settings!r:.80}")
+    settings = read_object(file) if file.is_file() else {}
     backend = settings.get("tokenizer_class") == TOKENIZERS_BACKEND
     renamed: dict[str, Any] = {}
     extra = settings.get("extra_special_tokens")
@@ -147,10 +146,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     file = Path(folder, "generation_config.json")
     if not folder or not file.is_file():
         return (end,)
-    try:
-        listed = json.loads(file.read_bytes()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"cannot read {file}: {error}; expected a JSON object") from error
+    listed = read_object(file).get("eos_token_id")
     ids = listed if isinstance(listed, list) else [end if listed is None else listed]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise InputError(f"{file}: expected eos_token_id as one id or a list, found {listed!r:.80}")

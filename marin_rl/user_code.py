@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from marin_rl.errors import ConfigError, InputError
+from marin_rl.plain_files import read_regular
 
 FILE_BYTES_MAX = 1 << 20
 NAMES_SHOWN_MAX = 8
@@ -105,11 +106,9 @@ def pin(text: str, folder: Path, key: str) -> str:
         return text
     path = _path_of(spec, folder, key)
     try:
-        data = path.read_bytes()
-    except OSError as error:
+        data = read_regular(path, FILE_BYTES_MAX)
+    except (OSError, InputError) as error:
         raise ConfigError(f"{key}: cannot read {path}: {error}") from None
-    if len(data) > FILE_BYTES_MAX:
-        raise ConfigError(f"{key}: {path} has {len(data)} bytes; expected {FILE_BYTES_MAX} at most")
     _check_defines(spec, data, path, key)
     digest = sha256(data).hexdigest()
     if spec.sha256 not in ("", digest):

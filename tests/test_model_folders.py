@@ -227,7 +227,7 @@ def test_rotary_tables_in_the_weights_are_left_out(folder):
 @pytest.mark.parametrize(
     ("index", "named"),
     [
-        ("[]", "expected an object"),
+        ("[]", "expected a JSON object"),
         ("{", "cannot read"),
         ('{"weight_map": []}', "expected `weight_map`"),
         ('{"weight_map": {"a": 1}}', "expected `weight_map`"),

@@ -18,10 +18,12 @@ from marin_rl.config.code import pin_code
 from marin_rl.config.keys import WITHDRAWN, known_keys
 from marin_rl.config.run import Config
 from marin_rl.config.sampling import as_mixture
-from marin_rl.errors import ConfigError
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.plain_files import read_regular
 
 RECIPE = "recipe"
 RECIPES = Path(__file__).parent / "recipes"
+PROBLEMS_SHOWN_MAX = 20
 
 # What is meant by a value that these keys do not have.
 INSTEAD = {
@@ -39,7 +41,7 @@ def as_overrides(overrides: Overrides) -> list[str]:
         return list(overrides)
     try:
         return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"overrides: {error}; expected numbers, texts, lists or mappings, and code by name "
             "(`rewards.py:score`)"
@@ -51,7 +53,11 @@ def load_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
 
     Files that it names are relative to the current folder.
     """
-    return _layered(dict(tree), Path("mapping"), overrides)
+    try:
+        plain = json.loads(json.dumps(dict(tree), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"configuration: expected values that JSON has: {error}") from None
+    return _layered(plain, Path("mapping"), overrides)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -135,12 +141,16 @@ def _overlaid(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
+    from marin_rl.config.yaml_files import FILE_BYTES_MAX
+
     try:
-        tree = _parse_yaml(file.read_text(encoding="utf-8")) or {}
+        tree = _parse_yaml(read_regular(file, FILE_BYTES_MAX).decode()) or {}
     except FileNotFoundError:
         raise ConfigError(f"no configuration file at {file}: expected a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
+    except InputError as error:
+        raise ConfigError(str(error)) from None
     except ValueError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -150,12 +160,9 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 def _parse_yaml(text: str) -> Any:
     """Parse YAML. Raises ValueError."""
-    import yaml  # here, because commands that read a run parse none
+    from marin_rl.config.yaml_files import parse_yaml  # commands that read a run parse none
 
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+    return parse_yaml(text)
 
 
 def parse_config(tree: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -163,7 +170,10 @@ def parse_config(tree: Mapping[str, Any], source: str = "configuration") -> Conf
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_describe(item) for item in error.errors()]
+        problems = error.errors(include_url=False)
+        lines = [_describe(item) for item in problems[:PROBLEMS_SHOWN_MAX]]
+        if left := len(problems) - len(lines):
+            lines.append(f"and {left} more")
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
 
 
@@ -177,7 +187,7 @@ def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any
         try:
             value = _parse_yaml(text)
         except ValueError as error:
-            raise ConfigError(f"--set {item!r}: the value is not valid YAML") from error
+            raise ConfigError(f"--set {item:.200}: the value is not valid YAML: {error}") from error
         *parents, leaf = key.strip().split(".")
         node = result
         for name in parents:
@@ -197,7 +207,7 @@ def _describe(item: ErrorDetails) -> str:
         return f"{key}: was withdrawn; {WITHDRAWN[key]}"
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key{_nearest(key)}"
-    shown = "" if isinstance(item["input"], dict | BaseModel) else f", found {item['input']!r}"
+    shown = "" if isinstance(item["input"], dict | BaseModel) else f", found {item['input']!r:.200}"
     instead = f"; {INSTEAD[key]}" if key in INSTEAD else ""
     return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}{instead}"
 

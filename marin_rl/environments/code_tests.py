@@ -116,7 +116,7 @@ def _value(text: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON, found {text!r:.80}: {error}") from None
 
 
@@ -130,11 +130,11 @@ def _parsed(value: Any, name: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         pass
     try:
         return json.loads(_unpacked(value))
-    except (ValueError, binascii.Error, zlib.error) as error:
+    except (ValueError, RecursionError, binascii.Error, zlib.error) as error:
         raise ValueError(f"{name}: expected JSON, found {value!r:.80}: {error}") from None
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
-from marin_rl.environments.base import plain_json
 from marin_rl.errors import InputError
+from marin_rl.plain_files import check_regular, read_object, read_regular
+from schemas import Malformed
+from schemas.strict_json import parse_json
 
 KEY = "environment.options.path"
 ROWS_PER_BATCH = 4096
 DIGEST_CHARACTERS = 12
-NESTING_MAX = 200  # levels; orjson reads more of them than it writes
 SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 
 Row = dict[str, Any]
@@ -49,14 +49,10 @@ class JsonLines:
 
     def row(self, index: int) -> Any:
         """Return the parsed line. Raises InputError."""
-        line = self._lines[index]
         try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            return parse_json(self._lines[index])
+        except Malformed as error:
             raise InputError(f"{self.place(index)} is not JSON: {error}") from None
-        if line.count(b"[") + line.count(b"{") > NESTING_MAX:
-            plain_json({"": row}, self.place(index))
-        return row
 
     def scan(self, columns: Collection[str]) -> Iterator[Any]:
         """Yield every parsed line, whole. Raises InputError."""
@@ -142,13 +138,16 @@ def _missing(path: Path) -> InputError:
 def _files_of_folder(folder: Path) -> list[Path]:
     """Return the data files of a folder. Raises InputError where it is not clear which."""
     if (folder / "dataset_dict.json").exists():
-        splits = _json_of(folder / "dataset_dict.json").get("splits", [])
+        splits = _list_in(folder / "dataset_dict.json", "splits")
         raise InputError(
             f"{KEY}: {folder} holds the splits {', '.join(map(str, splits))}: set it to one of them"
             f", such as {folder / str(splits[0] if splits else 'train')}"
         )
     if (folder / "state.json").exists():
-        entries = _json_of(folder / "state.json").get("_data_files", [])
+        file = folder / "state.json"
+        entries = _list_in(file, "_data_files")
+        if not all(isinstance(entry, dict) and "filename" in entry for entry in entries):
+            raise InputError(f"{file}: expected _data_files with a filename each")
         return [folder / Path(str(entry["filename"])).name for entry in entries]
     files = sorted(folder.glob("*.parquet"))
     if not files:
@@ -192,6 +191,7 @@ def _arrow_rows(files: Sequence[Path]) -> ArrowRows:
 
 def _digest_of(file: Path) -> str:
     try:
+        check_regular(file, file.stat())
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
@@ -200,19 +200,16 @@ def _digest_of(file: Path) -> str:
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise InputError(f"{KEY}: cannot read {path}: {error}") from None
 
 
-def _json_of(path: Path) -> Row:
-    try:
-        parsed = orjson.loads(_bytes_of(path))
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise InputError(f"{path}: expected an object")
-    return parsed
+def _list_in(file: Path, name: str) -> list[Any]:
+    entries = read_object(file).get(name, [])
+    if not isinstance(entries, list):
+        raise InputError(f"{file}: expected a list as {name}, found {entries!r:.80}")
+    return entries
 
 
 def _without_nulls(row: Row) -> Row:

@@ -28,7 +28,8 @@ from marin_rl.lora.spec import (
     linear_shapes,
     module_name,
 )
-from marin_rl.model_folders import check_model_folder, read_object
+from marin_rl.model_folders import check_model_folder
+from marin_rl.plain_files import read_object
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Far above that of any adapter; bounds what a damaged file makes us parse.

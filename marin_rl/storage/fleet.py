@@ -8,7 +8,6 @@ into a root, and knows no token, can neither collect prompts nor send servers el
 """
 
 import hmac
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from schemas.fleet import HeartbeatEnvelope, HeartbeatRecord, TargetEnvelope, TargetRecord
 from schemas.manifests import canonical_json, open_record, sealed_json, sha256_of
 from schemas.records import Record
+from schemas.strict_json import parse_json
 
 FLEET = ".fleet"
 TARGET_KEY = f"{FLEET}/target.json"
@@ -251,8 +251,8 @@ def heartbeat_age_s(key: str, data: bytes, now: float) -> float | None:
     if not (key.endswith(_SUFFIX) and key.startswith(f"{FLEET}/")):
         return None
     try:
-        return now - float(json.loads(data)["heartbeat"]["beat_at"])
-    except (ValueError, TypeError, KeyError):
+        return now - float(parse_json(data)["heartbeat"]["beat_at"])
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize, serialize
 
 from marin_rl.errors import CorruptObject
+from schemas.strict_json import parse_json
 
 PACKED = "arrays.safetensors"
 
@@ -45,7 +46,7 @@ def unpacked(data: bytes, source: str) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     try:
         for name, tensor in deserialize(data):
-            *folders, last = json.loads(name)
+            *folders, last = parse_json(name.encode())
             branch = tree
             for folder in folders:
                 branch = branch.setdefault(folder, {})

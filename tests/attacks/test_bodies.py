@@ -21,19 +21,18 @@ from support.servers import CHAT, CONTEXT, asks_well, raw, serving, talk
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.api.requests import ChatBody, CompletionBody, DetokenizeBody
-from marin_rl.serving.http import errors
 from marin_rl.serving.http.errors import (
     CONTAINERS_MAX,
     DEPTH_MAX,
     NAMES_MAX,
     VALUES_MAX,
     ApiError,
-    TooMuchJson,
-    check_bounds,
     parse,
 )
 from marin_rl.serving.http.limits import FREE_BYTES, TRIM_BYTES, BodyBudget, BodyShare
 from marin_rl.serving.server import PolicyServer
+from schemas import strict_json
+from schemas.strict_json import JsonLimits, TooMuchJson, check_bounds
 
 # The speed of the model does not matter here.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -104,19 +103,15 @@ def test_counts_in_the_bytes_equal_those_of_a_parser(
     value: list[object], ascii: int, chunk: int
 ) -> None:
     data = json.dumps(value, ensure_ascii=bool(ascii)).encode()
-    names = ("VALUES_MAX", "NAMES_MAX", "CONTAINERS_MAX", "DEPTH_MAX")
+    names = ("values_max", "names_max", "containers_max", "depth_max")
     counts = dict(zip(names, shape_of(value), strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(errors, "_CHUNK_BYTES", chunk)
-        for name, count in counts.items():
-            patch.setattr(errors, name, count)
-        check_bounds(data)
+        patch.setattr(strict_json, "_CHUNK_BYTES", chunk)
+        check_bounds(data, JsonLimits(**counts))
         for name, count in counts.items():
             if count:
-                patch.setattr(errors, name, count - 1)
                 with pytest.raises(TooMuchJson):
-                    check_bounds(data)
-                patch.setattr(errors, name, count)
+                    check_bounds(data, JsonLimits(**{**counts, name: count - 1}))
 
 
 @pytest.mark.parametrize(

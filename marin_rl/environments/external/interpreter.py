@@ -163,7 +163,8 @@ class Interpreter:
         """Take in answers until there are no more."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(ValueError, KeyError):  # a line that is none: nothing can be read any more
+        # A line that is no answer: nothing can be read any more.
+        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
             while line := self._process.stdout.readline(LINE_BYTES_MAX):
                 self._receive(json.loads(line))
         self.close()

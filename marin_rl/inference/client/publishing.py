@@ -19,6 +19,7 @@ from typing import Any, Literal
 from marin_rl.errors import EndpointUnavailable, InputError, RequestRejected, StalePolicy
 from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE
 from marin_rl.inference.client.vllm_protocol import label_of
+from schemas.strict_json import parse_json
 
 SAFETENSORS_HEADER_MAX = 100 * 2**20
 
@@ -111,15 +112,15 @@ class Publisher:
 
 async def _is_sglang(send: Send) -> bool:
     try:
-        models = json.loads(await send("GET", "/v1/models", None))["data"]
+        models = parse_json(await send("GET", "/v1/models", None))["data"]
+        return any(isinstance(m, dict) and m.get("owned_by") == "sglang" for m in models)
     except (RequestRejected, ValueError, KeyError, TypeError):
         return False
-    return any(isinstance(m, dict) and m.get("owned_by") == "sglang" for m in models)
 
 
 def _field(data: bytes, name: str) -> object:
     try:
-        return json.loads(data).get(name)
+        return parse_json(data).get(name)
     except (ValueError, AttributeError):
         return None
 

@@ -4,10 +4,8 @@ Owns the base of all bodies, the reading of JSON, and the refusal as OpenAI word
 field is refused by name rather than ignored: an option that silently does nothing is worse than
 none.
 
-A body of some megabytes can spell millions of values, and each costs a parser 30 to 300 times the
-bytes that spell it. So `check_bounds` first counts values, names and containers in the bytes, at
-the speed of `bytes.count`, and a body beyond a bound is refused at that cost alone. Leaves out the
-number of bytes (`auth`), what conversations hold (`messages`) and what may be asked for
+Values, names and containers are counted before a body is parsed (`schemas.strict_json`). Leaves out
+the number of bytes (`auth`), what conversations hold (`messages`) and what may be asked for
 (`requests`).
 """
 
@@ -22,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from marin_rl.inference.client.protocol import error_body
+from schemas.strict_json import JsonLimits, TooMuchJson, check_bounds
 
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 VersionText = Annotated[str, Field(pattern=r"^\d{1,9}$")]  # SGLang's type for the same field
@@ -37,10 +36,12 @@ NAMES_MAX = 2**15
 CONTAINERS_MAX = 2**16
 # Schemas of forms have at most 32 levels, inside of six levels of a request.
 DEPTH_MAX = 64
-
-# Small enough that a chunk's pieces stay in the processor's cache; 2 is the least, for an escape.
-_CHUNK_BYTES = 2**17
-_OTHERS = bytes(set(range(256)) - set(b'"[]{},:'))
+LIMITS = JsonLimits(
+    values_max=VALUES_MAX,
+    names_max=NAMES_MAX,
+    containers_max=CONTAINERS_MAX,
+    depth_max=DEPTH_MAX,
+)
 
 
 class ApiError(Exception):
@@ -85,7 +86,7 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], data: bytes) -> B:
     """Read a JSON body; ApiError 400 names the first wrong field and what was expected of it."""
     try:
-        check_bounds(data)
+        check_bounds(data, LIMITS)
         return kind.model_validate_json(data)
     except TooMuchJson as error:
         raise ApiError(400, str(error), code="limit_exceeded") from None
@@ -191,63 +192,3 @@ _random = random.Random(secrets.randbits(256))
 def new_id() -> str:
     """Return a unique id; not a secret."""
     return f"{_random.getrandbits(128):032x}"
-
-
-class TooMuchJson(ValueError):
-    """A body that spells more than a bound allows."""
-
-
-def check_bounds(data: bytes) -> None:
-    """Raise TooMuchJson for a body with too many values, names, containers, or levels.
-
-    Bytes that are not JSON may pass: the parser stops at the first of them, and up to there the
-    counts are those that it sees.
-    """
-    containers = data.count(b"[") + data.count(b"{")
-    if (
-        containers <= DEPTH_MAX
-        and data.count(b",") < VALUES_MAX - containers
-        and data.count(b":") <= NAMES_MAX
-    ):
-        return  # even if all of them stood outside of strings
-    _count(data)
-
-
-def _count(data: bytes) -> None:
-    values = names = containers = depth = 0
-    for marks in _marks_outside_strings(data):
-        opened = marks.count(b"[") + marks.count(b"{")
-        containers += opened
-        names += marks.count(b":")
-        values += marks.count(b",") + opened
-        _refuse_beyond(containers, CONTAINERS_MAX, "objects and lists")
-        _refuse_beyond(names, NAMES_MAX, "names")
-        _refuse_beyond(values, VALUES_MAX, "values")
-        for mark in marks.translate(None, b",:"):
-            depth += 1 if mark in b"[{" else -1
-            if depth > DEPTH_MAX:
-                raise TooMuchJson(f"expected at most {DEPTH_MAX} levels of objects and lists")
-            if depth < 0:
-                return  # not JSON: the parser says where
-
-
-def _refuse_beyond(count: int, most: int, noun: str) -> None:
-    if count > most:
-        raise TooMuchJson(f"expected at most {most} {noun} in a body")
-
-
-def _marks_outside_strings(data: bytes) -> Iterator[bytes]:
-    """The brackets, commas and colons that are no part of a string, chunk by chunk."""
-    inside, start, quotes = False, 0, 0
-    while start < len(data):
-        chunk = data[start : start + _CHUNK_BYTES]
-        backslashes = len(chunk) - len(chunk.rstrip(b"\\"))
-        if backslashes % 2 and start + len(chunk) < len(data):
-            chunk = chunk[:-1]  # the next chunk has it, with what it escapes
-        start += len(chunk)
-        unescaped = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
-        pieces = unescaped.translate(None, _OTHERS).split(b'"')
-        quotes += len(pieces) - 1  # a string may begin in one chunk and end in another
-        _refuse_beyond((quotes + 1) // 2, VALUES_MAX + NAMES_MAX, "strings")
-        yield b"".join(pieces[inside::2])
-        inside ^= len(pieces) % 2 == 0

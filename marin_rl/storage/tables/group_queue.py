@@ -7,7 +7,6 @@ any other piece of a shard. A group is created before the next number is tried: 
 out. The footer has a digest of what was pushed, by which a repeated request finds its first commit.
 """
 
-import json
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.types import RolloutGroup, ServedPolicy
 from schemas.migrations import ROLLOUTS as LADDER
 from schemas.rollouts import CONTENT_VERSION
+from schemas.strict_json import parse_json
 
 # Groups among which a repeated request looks for its first commit: a client tries again within
 # minutes. An opening server reads the footers of as many.
@@ -179,7 +179,7 @@ class GroupQueue:
         rows = decode_shard(data, ["group_id", "metadata"], source=source).to_pylist()
         # Of any row: all rows of a group have the metadata of its example.
         texts = [row["metadata"] for row in rows if row["group_id"] == place.group_id]
-        return {name: str(value) for name, value in json.loads(texts[0])[ORIGIN].items()}
+        return {name: str(value) for name, value in parse_json(texts[0].encode())[ORIGIN].items()}
 
     def _remember(self, place: QueuePlace, stamp: dict[str, str]) -> None:
         environment = int(stamp[ENVIRONMENT])

@@ -26,8 +26,10 @@ from marin_rl.storage.runs import Run, pairs_slot
 from marin_rl.storage.tables.parquet import TableWriter, open_part, put_part
 from marin_rl.storage.tables.structs import Struct
 from marin_rl.types import PreferencePair, Role, SlotRef, Split
+from schemas import Malformed
 from schemas.migrations import PAIRS as LADDER
 from schemas.pairs import PAIRS
+from schemas.strict_json import parse_json
 
 _PAIR = Struct(PreferencePair, PAIRS)
 
@@ -195,8 +197,8 @@ def _json_rows(file: Path, data: bytes) -> Iterator[tuple[str, object]]:
         if line.strip():
             where = f"{file}, line {place}"
             try:
-                yield where, orjson.loads(line)
-            except orjson.JSONDecodeError as error:
+                yield where, parse_json(line)
+            except Malformed as error:
                 raise InputError(f"{where} is not JSON: {error}") from None
 
 

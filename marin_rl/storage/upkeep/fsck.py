@@ -7,7 +7,6 @@ hold what their names say. Nothing is changed, and only a failing store can end 
 everything else that is wrong becomes a Fault.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +60,7 @@ from schemas.pairs import PAIRS as PAIRS_SCHEMA
 from schemas.rewards import REWARDS as REWARDS_SCHEMA
 from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
 from schemas.scores import SCORES as SCORES_SCHEMA
+from schemas.strict_json import parse_json
 
 # Requests mostly wait for the network, so their number does not follow the cores.
 REMOTE_WORKERS = 16
@@ -411,9 +411,9 @@ def _of_record(store: ObjectStore, key: str, error: CorruptObject | NewerSchema)
 
 def _sealed(data: bytes) -> bool:
     try:
-        record = json.loads(data)
+        record = parse_json(data)
         digest = record.pop("digest")
         return digest == sha256_of(canonical_json(record))
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        # Any JSON is possible here: a list, no digest, or nesting beyond the parser's depth.
+    except (ValueError, KeyError, AttributeError, TypeError):
+        # Any JSON is possible here: a list, or no digest.
         return False
