@@ -143,6 +143,15 @@ class ScoresGroups(Protocol):
 
 
 @runtime_checkable
+class ScoresLimits(Protocol):
+    """Optional part of an environment: a completion is wrong if checking it exceeds a limit."""
+
+    def score_of_limit(self, completion: str, limit: str) -> tuple[RewardComponent, ...]:
+        """Components of such a completion; `limit` says which limit it was."""
+        ...
+
+
+@runtime_checkable
 class NamesReward(Protocol):
     """Optional part of an environment: a name of its reward other than the environment's."""
 

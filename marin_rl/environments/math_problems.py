@@ -7,8 +7,6 @@ limit. Leaves out files and the split (`chat`), and the processes (`scoring`).
 
 import importlib
 import importlib.util
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +15,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.math_answers import (
+    before_answer,
+    boxed,
+    gold_answer,
+    nesting,
+    same_number,
+    unbraced,
+    written_number,
+)
 from marin_rl.environments.problems import ProblemOptions, Problems
 from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.prompt_rows import OTHER_PROMPT_COLUMNS, PROMPT_COLUMNS
@@ -27,7 +34,8 @@ from marin_rl.types import Example, RewardComponent, Split
 SAMPLE = Path(__file__).parent / "samples" / "math.jsonl"
 ANSWER_COLUMNS = ("final_answer", "answer", "solution", "ground_truth", "target", "label")
 INSTRUCTION = r"Reason step by step, and put the final answer in \boxed{}."
-_GSM8K = "####"
+_NESTING_MAX = 24  # parsing takes seconds from here on
+_CHARACTERS_MAX = 2000  # of an expression that is no number
 
 
 class MathOptions(ProblemOptions):
@@ -104,7 +112,7 @@ class Math(Problems):
         r"""The row's solution, ending with the answer in \boxed{}."""
         solution = example.metadata.get("solution") or example.metadata.get("reference") or ""
         text = "\n\n".join(solution) if isinstance(solution, list) else str(solution)
-        text = text.partition(_GSM8K)[0].strip()
+        text = before_answer(text)
         if boxed(text) is not None:
             return text
         final = rf"\boxed{{{example.answer}}}"
@@ -119,70 +127,60 @@ class Math(Problems):
 
     def load_scorer(self) -> None:
         """Import math-verify, once in each worker."""
-        _verifier()
+        _grader()
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         """Components `correct` and `format`. Raises RewardFault for an unfit reference answer."""
-        parse, verify = _verifier()
-        gold = parse(rf"\boxed{{{example.answer}}}")
-        if not gold:
-            raise RewardFault(f"the answer {example.answer!r:.80} is no mathematics")
-        formed = boxed(completion) is not None
-        answer = None
-        if formed:
-            answer = parse(rf"\boxed{{{boxed(completion)}}}")
-        elif self._math.answer_in == "any":
-            answer = parse(completion)
-        correct = bool(answer) and verify(gold, answer)
+        answer = boxed(completion)
+        if answer is None and self._math.answer_in == "any":
+            right = _equal(example.answer or "", completion, whole=True)
+        else:
+            right = answer is not None and _equal(example.answer or "", answer)
+        return self._components(completion, right=right)
+
+    def score_of_limit(self, completion: str, limit: str) -> tuple[RewardComponent, ...]:
+        """Components of an answer that sympy does not get done with: it is wrong."""
+        return self._components(completion, right=False, detail=limit)
+
+    def _components(
+        self, completion: str, *, right: bool, detail: str | None = None
+    ) -> tuple[RewardComponent, ...]:
+        formed = float(boxed(completion) is not None)
+        correct, form = self._math.correct_weight, self._math.format_weight
         return (
-            RewardComponent(name="correct", value=float(correct), weight=self._math.correct_weight),
-            RewardComponent(name="format", value=float(formed), weight=self._math.format_weight),
+            RewardComponent(name="correct", value=float(right), weight=correct, detail=detail),
+            RewardComponent(name="format", value=formed, weight=form),
         )
 
 
-def gold_answer(value: Any) -> str | None:
-    r"""The answer in a column: after `####`, in the last \boxed{}, or all of it.
+def _equal(gold: str, answer: str, *, whole: bool = False) -> bool:
+    """Compare an answer, or the last expression of a whole text, with the row's.
 
-    A list, as OlympiadBench has them, is all its answers.
+    Raises RewardFault where the row's is no mathematics; an answer that is none is wrong.
     """
-    if isinstance(value, list):
-        answers = [str(each).strip().strip("$") for each in value if str(each).strip()]
-        return ", ".join(answers) or None
-    if value is None:
-        return None
-    text = str(value)
-    if _GSM8K in text:
-        return text.rpartition(_GSM8K)[2].strip() or None
-    inside = boxed(text)
-    if inside is None and len(text.split()) > _WORDS_MAX:
-        return None  # a solution that states no answer
-    return (text.strip().strip("$") if inside is None else inside.strip()) or None
+    gold, answer = unbraced(gold), unbraced(answer)
+    expected, actual = written_number(gold), written_number(answer)
+    if expected is not None and actual is not None:
+        return same_number(expected, actual)
+    if expected is not None and _is_unfit(gold):
+        return False  # an integer that is too long for expressions to equal it
+    if _is_unfit(gold) or not (meanings := _grader().parsed(rf"\boxed{{{gold}}}")):
+        raise RewardFault(
+            f"the row's answer {gold!r:.80} is no mathematics: expected an expression of at most "
+            f"{_CHARACTERS_MAX} characters and {_NESTING_MAX} levels of brackets"
+        )
+    if _is_unfit(answer):
+        return False
+    try:
+        return _grader().equal(
+            meanings, _grader().parsed(answer if whole else rf"\boxed{{{answer}}}")
+        )
+    except Exception:  # noqa: BLE001 - no text of a model may be left out for what sympy raises
+        return False
 
 
-_WORDS_MAX = 24
-
-
-def boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{…} of a text, None where none is there and closed."""
-    for start in reversed(list(_starts(text))):
-        depth = 0
-        for place in range(start, len(text)):
-            if text[place] == "{" and text[place - 1] != "\\":
-                depth += 1
-            elif text[place] == "}" and text[place - 1] != "\\":
-                depth -= 1
-                if depth == 0:
-                    return text[start + 1 : place].strip() or None
-    return None
-
-
-def _starts(text: str) -> Iterator[int]:
-    """Places of the opening braces."""
-    for macro in (r"\boxed{", r"\fbox{"):
-        place = text.find(macro)
-        while place >= 0:
-            yield place + len(macro) - 1
-            place = text.find(macro, place + 1)
+def _is_unfit(text: str) -> bool:
+    return len(text) > _CHARACTERS_MAX or nesting(text) > _NESTING_MAX
 
 
 def _with_answer(columns: Any, rows: Rows) -> Any:
@@ -203,15 +201,6 @@ def _with_answer(columns: Any, rows: Rows) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _verifier() -> Any:
-    """Return math-verify's `parse` and `verify` without their alarms: workers have limits."""
-    library = importlib.import_module("math_verify")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that alarms are off
-
-    def parse(text: str) -> Any:
-        return library.parse(text, parsing_timeout=None)
-
-    def verify(gold: Any, answer: Any) -> bool:
-        return library.verify(gold, answer, timeout_seconds=None)
-
-    return parse, verify
+def _grader() -> Any:
+    """Return the comparison by math-verify, which is imported where it scores."""
+    return importlib.import_module("marin_rl.environments.math_grader")

@@ -26,6 +26,7 @@ from marin_rl.environments.base import (
     GroupScore,
     NamesReward,
     ScoresGroups,
+    ScoresLimits,
     answer_in,
     checked_components,
     extracts_here,
@@ -201,7 +202,10 @@ class Scorer:
         wall_s = self._timeout_s * (n if by_group else 1)
         scores: list[Score] = []
         for answer in self._ask(orjson.dumps(example), list(map(orjson.dumps, calls)), wall_s):
-            if isinstance(answer, WorkerFault):
+            if isinstance(answer, WorkerFault) and isinstance(self._environment, ScoresLimits):
+                reason = _explained(answer, wall_s)
+                scores.append(self._environment.score_of_limit(completions[len(scores)], reason))
+            elif isinstance(answer, WorkerFault):
                 fault = RewardFault(f"{where}: {_explained(answer, wall_s)}")
                 scores += [fault] * (n if by_group else 1)
             else:
