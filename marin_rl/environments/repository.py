@@ -6,8 +6,8 @@ row's test files are written again, and FAIL_TO_PASS and PASS_TO_PASS decide. Le
 (`repository_checkouts`) and the running of tests (`repository_tests`).
 """
 
-import itertools
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +18,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
+from marin_rl.data_paths import Content, contents_at
 from marin_rl.environments.episode import Episode, Tool
 from marin_rl.environments.problems import ProblemOptions, Problems
 from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.repository_checkouts import (
     Checkouts,
+    check_commit,
     clone_of,
     git,
     missing_commits,
@@ -53,8 +55,11 @@ COLUMNS = (
 HIDDEN = frozenset({"patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS", "hints_text"})
 # Files that decide how pytest judges; they are those of the row, as the tests are.
 OF_RUNNERS = frozenset(
-    {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"}
-)
+    {
+        "conftest.py", "pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "tox.ini",
+        "setup.cfg", "pyproject.toml",
+    }
+)  # fmt: skip
 _PYTEST_TIMEOUT_S = 120.0  # to import pytest once
 _SETUP_CHARACTERS = 1000  # of the output of a set-up, in an error
 INSTRUCTION = (
@@ -246,7 +251,7 @@ class Task:
     commit: str
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
-    files: Mapping[str, bytes | None]
+    files: Mapping[str, Content]
 
 
 def task_of(row: Mapping[str, Any], checkouts: Checkouts) -> Task:
@@ -255,12 +260,14 @@ def task_of(row: Mapping[str, Any], checkouts: Checkouts) -> Task:
     failing, passing = (names_in(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
     base = checkouts.pristine(repo, commit)
     with checkouts.patched(repo, commit, str(row["test_patch"])) as tree:
-        changed = git(tree, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
-        names = {entry[3:].decode() for entry in changed.split(b"\0") if entry}
+        git(tree, "add", "-A", "-f")  # also what the repository ignores
+        changed = git(tree, "diff", "--cached", "--name-only", "-z", "--no-renames")
+        names = {os.fsdecode(name) for name in changed.split(b"\0") if name}
         names |= files_of_tests([*failing, *passing], tree)
-        for each, name in itertools.product((base, tree), OF_RUNNERS):
-            names |= {str(place.relative_to(each)) for place in each.rglob(name)}
-        files = {name: _content(tree / name) for name in sorted(names)}
+        names |= _files_of_runners(base) | _files_of_runners(tree)
+        files: dict[str, Content] = {}
+        for name in sorted(names):
+            files |= contents_at(tree, name)
     return Task(
         repo=repo,
         commit=commit,
@@ -270,8 +277,10 @@ def task_of(row: Mapping[str, Any], checkouts: Checkouts) -> Task:
     )
 
 
-def _content(place: Path) -> bytes | None:
-    return place.read_bytes() if place.is_file() else None
+def _files_of_runners(tree: Path) -> set[str]:
+    """Return the names of files that steer pytest. Raises OSError as `entries_under`."""
+    places = [entry.path for entry in entries_under(tree) if entry.name in OF_RUNNERS]
+    return {str(Path(place).relative_to(tree)) for place in places}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +336,7 @@ class ShellTool:
         except OSError:  # a tree that cannot be read: paths that a program made too long
             return 0.0
         names = [*task.fail_to_pass, *task.pass_to_pass]
-        verdict = run_tests(work.test_box, self._place, names, work.command)
+        verdict = run_tests(work.test_box, self._place, names, work.command, task.files)
         return float(all(name in verdict.passed for name in names))
 
     def close(self) -> None:
@@ -340,14 +349,14 @@ class ShellTool:
         assert self._workspace is not None, "reset comes first"
         return self._workspace
 
-    def _restored(self) -> dict[str, bytes | None]:
-        """Return the files of the tests, and None for each file of runners that was added."""
-        added: dict[str, bytes | None] = {
-            str(Path(entry.path).relative_to(self._place)): None
-            for entry in entries_under(self._place)
-            if entry.name in OF_RUNNERS
-        }
-        return {**added, **self._task.files}
+    def _restored(self) -> dict[str, Content]:
+        """Return the files of the tests, and None for what was added and would steer them.
+
+        These are files of runners, and folders of compiled modules, which Python may prefer.
+        """
+        files = self._task.files
+        compiled = {str(Path(name).with_name("__pycache__")) for name in files}
+        return {**dict.fromkeys(_files_of_runners(self._place) | compiled), **files}
 
 
 # The tree belongs to another user than the one that a program runs as.
@@ -388,24 +397,30 @@ def _check_rows(rows: Rows, clones: Path, box: Sandbox, command: str | None) -> 
     commits: dict[str, dict[str, int]] = {}
     nodes = False
     for index, row in enumerate(rows.scan(frozenset(COLUMNS))):
-        absent = [name for name in COLUMNS if row.get(name) is None]
-        if absent:
-            raise InputError(
-                f"{rows.place(index)}: expected the columns {', '.join(COLUMNS)}, as SWE-bench has "
-                f"them; it lacks {', '.join(absent)}"
-            )
         try:
-            failing = names_in(row["FAIL_TO_PASS"])
-            nodes |= are_nodes([*failing, *names_in(row["PASS_TO_PASS"])])
+            nodes |= _names_nodes(row)
         except ValueError as error:
-            raise InputError(f"{rows.place(index)}: tests: {error}") from None
-        if not failing:
-            raise InputError(f"{rows.place(index)}: FAIL_TO_PASS names no test")
+            raise InputError(f"{rows.place(index)}: {error}") from None
         commits.setdefault(str(row["repo"]), {}).setdefault(str(row["base_commit"]), index)
     for repo, rows_of in commits.items():
         _check_commits(rows, clones, repo, rows_of)
     if nodes and command is None:
         _check_pytest(box)
+
+
+def _names_nodes(row: Mapping[str, Any]) -> bool:
+    """Return True for a row whose tests are those of pytest. Raises ValueError, InputError."""
+    absent = [name for name in COLUMNS if row.get(name) is None]
+    if absent:
+        raise InputError(
+            f"expected the columns {', '.join(COLUMNS)}, as SWE-bench has them; it lacks "
+            f"{', '.join(absent)}"
+        )
+    failing = names_in(row["FAIL_TO_PASS"])
+    if not failing:
+        raise InputError("FAIL_TO_PASS names no test")
+    check_commit(str(row["base_commit"]))
+    return are_nodes([*failing, *names_in(row["PASS_TO_PASS"])])
 
 
 def _check_commits(rows: Rows, clones: Path, repo: str, rows_of: Mapping[str, int]) -> None:

@@ -1,11 +1,13 @@
 """Checkouts of local git repositories: trees at a commit, and the files that tests are made of.
 
-git runs on the user's clones alone and never in a tree that a model has written to, whose settings
-and attributes could make it run programs. Leaves out what is run in a tree (`repository_tests`).
+git never runs in a tree that a model has written to, and reads the objects of a clone through an
+empty repository of our own: settings, hooks and filters of a clone could make it run programs.
+Leaves out what is run in a tree (`repository_tests`) and files by name (`data_paths`).
 """
 
 import contextlib
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -13,15 +15,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from marin_rl.data_paths import Content, plain_parts, write_at
 from marin_rl.errors import InputError
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree, entries_under
 
 GIT_TIMEOUT_S = 600.0
 _TIME_S = 946_684_800  # 2000-01-01, of files as of commits
-# Settings of the environment of this process or of the user must not change a tree.
+_REPOSITORY = re.compile(r"(?!\.{1,2}/)[\w.-]+/(?!\.{1,2}$)[\w.-]+", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-fA-F]{40}")
+# Settings of this process's environment or of the user (without HOME it finds none) must not change
+# a tree, and nothing is ever fetched.
 _GIT = {
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_NO_REPLACE_OBJECTS": "1", "GIT_ALLOW_PROTOCOL": "none", "GIT_TERMINAL_PROMPT": "0",
     "GIT_AUTHOR_NAME": "marin-rl", "GIT_AUTHOR_EMAIL": "marin-rl@localhost",
     "GIT_COMMITTER_NAME": "marin-rl", "GIT_COMMITTER_EMAIL": "marin-rl@localhost",
     "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z", "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
@@ -30,16 +36,17 @@ _GIT = {
 
 
 def git(
-    folder: Path, *arguments: str, stdin: bytes = b"", index: Path | None = None, wrong: str = ""
+    folder: Path, *arguments: str, stdin: bytes = b"", wrong: str = "", **variables: str
 ) -> bytes:
-    """Return the output of git in a folder. Raises InputError, which begins with `wrong`."""
-    inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    environment = {**inherited, **_GIT} | ({} if index is None else {"GIT_INDEX_FILE": str(index)})
+    """Return the output of git in a folder, with variables of its environment.
+
+    Raises InputError, which begins with `wrong`.
+    """
     try:
         result = subprocess.run(
             ["git", *arguments],
             cwd=folder,
-            env=environment,
+            env={"PATH": os.environ.get("PATH", os.defpath), **_GIT, **variables},
             input=stdin,
             capture_output=True,
             timeout=GIT_TIMEOUT_S,
@@ -53,8 +60,28 @@ def git(
     return result.stdout
 
 
+@contextlib.contextmanager
+def objects_of(clone: Path) -> Iterator[dict[str, str]]:
+    """Variables with which git reads the objects of a clone, and nothing else of it.
+
+    Raises InputError where it is no repository.
+    """
+    own = clone / ".git"
+    name = git(
+        clone, "rev-parse", "--git-path", "objects", GIT_DIR=str(own if own.exists() else clone)
+    )
+    objects = clone / os.fsdecode(name.removesuffix(b"\n"))
+    with tempfile.TemporaryDirectory() as folder:
+        bare = Path(folder)
+        (bare / "refs").mkdir()
+        (bare / "HEAD").write_text("ref: refs/heads/none\n")
+        yield {"GIT_DIR": folder, "GIT_OBJECT_DIRECTORY": str(objects.resolve())}
+
+
 def clone_of(repositories: Path, name: str) -> Path:
     """Return the clone of `owner/name` below a folder. Raises InputError that lists the places."""
+    if not _REPOSITORY.fullmatch(name):
+        raise InputError(f"repository: expected owner/name, found {name!r:.200}")
     short = name.rpartition("/")[2]
     places = [repositories / each for each in (name, name.replace("/", "__"), short)]
     for place in [*places, *(place.with_name(place.name + ".git") for place in places)]:
@@ -69,8 +96,16 @@ def clone_of(repositories: Path, name: str) -> Path:
 def missing_commits(clone: Path, commits: Sequence[str]) -> list[str]:
     """Return the commits that a clone does not have. Raises InputError where git cannot read it."""
     asked = "".join(f"{commit}^{{commit}}\n" for commit in commits).encode()
-    lines = git(clone, "cat-file", "--batch-check", stdin=asked).decode().splitlines()
+    with objects_of(clone) as variables:
+        said = git(clone, "cat-file", "--batch-check", stdin=asked, **variables)
+    lines = said.decode().splitlines()
     return [c for c, line in zip(commits, lines, strict=True) if line.endswith(" missing")]
+
+
+def check_commit(commit: str) -> None:
+    """Raise InputError where a commit is not named by its digest, but by what may change."""
+    if not _COMMIT.fullmatch(commit):
+        raise InputError(f"base_commit: expected 40 hexadecimal digits, found {commit!r:.100}")
 
 
 class Checkouts:
@@ -98,13 +133,14 @@ class Checkouts:
         """
         key = (name, commit)
         if key not in self._pristine:
+            check_commit(commit)
             clone = clone_of(self._repositories, name)
             tree = Path(tempfile.mkdtemp(dir=self._folder))
             wrong = f"repository {name} at {commit}: "
-            index = tree.with_name(tree.name + ".index")
-            git(clone, "read-tree", commit, index=index, wrong=wrong)
-            git(clone, "checkout-index", "-a", f"--prefix={tree}/", index=index, wrong=wrong)
-            index.unlink()
+            with objects_of(clone) as objects:
+                variables = {**objects, "GIT_WORK_TREE": str(tree)}
+                git(tree, "read-tree", commit, wrong=wrong, **variables)
+                git(tree, "checkout-index", "-a", wrong=wrong, **variables)
             git(tree, "init", "-q", "-b", "main", wrong=wrong)
             git(tree, "add", "-A", "-f", wrong=wrong)
             git(tree, "commit", "-q", "--allow-empty", "-m", "base", wrong=wrong)
@@ -170,22 +206,15 @@ def open_to_all(tree: Path) -> None:
             Path(entry.path).chmod(0o777 if mode & 0o111 else 0o666)
 
 
-def restore(tree: Path, files: Mapping[str, bytes | None]) -> None:
-    """Write files into a tree whose other content is not trusted; None deletes one.
+def restore(tree: Path, files: Mapping[str, Content]) -> None:
+    """Write files and links into a tree whose other content is not trusted; None deletes one.
 
-    What stands where a folder or a file has to be, a link for one, is removed first.
+    What stands where a folder or a file has to be, a link for one, is removed first. Nothing may
+    run in the tree meanwhile. Raises ValueError for a name that leads out of the tree, OSError.
     """
-    for name, data in files.items():
-        place = tree
-        for part in Path(name).parts[:-1]:
-            place /= part
-            if place.is_symlink() or (place.exists() and not place.is_dir()):
-                place.unlink()
-            place.mkdir(exist_ok=True)
-        place /= Path(name).name
-        if place.is_dir() and not place.is_symlink():
-            delete_tree(place)
-        place.unlink(missing_ok=True)
-        if data is not None:
-            place.write_bytes(data)
-            place.chmod(0o666)
+    for name, content in files.items():
+        try:
+            write_at(tree, name, content)
+        except IsADirectoryError:  # no link is on the way to it
+            delete_tree(tree.joinpath(*plain_parts(name)))
+            write_at(tree, name, content)

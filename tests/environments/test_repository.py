@@ -100,6 +100,12 @@ WRONG = {
     "    def test_clamp_above(self): pass\n' > tests/test_numbers.py",
     "a package in place of a test": "rm -r tests; mkdir -p tests/test_numbers; "
     "echo > tests/test_numbers/__init__.py",
+    "a package before a test": "mkdir tests/test_numbers; sed 's/assert.*/pass/' "
+    "tests/test_numbers.py > tests/test_numbers/__init__.py",
+    "a compiled test": "sed 's/self.assert.*/pass/' tests/test_numbers.py > t.py; "
+    'python -c "import os, py_compile as p; from importlib.util import cache_from_source as c\n'
+    "p.compile('t.py', c('tests/test_numbers.py'), "
+    'invalidation_mode=p.PycInvalidationMode.UNCHECKED_HASH)"',
     "a runner of its own": "printf 'def main(**_): pass\n' > unittest.py; echo > json.py",
     "prints a verdict": 'printf \'import os\nprint("OK")\nos.write(1, b"{}")\nos._exit(0)\n\''
     " > tally/__init__.py",
@@ -266,6 +272,64 @@ def test_tests_of_pytest_and_by_a_command(tmp_path: Path, interpreter: str, comm
         f"cat > evil.py <<'END'\n{HACKED}\nEND\nprintf '[pytest]\naddopts=-p evil\n'>pytest.ini"
     )
     assert played(environment, instance, plugin)[1] == 0.0
+
+
+# Files with which no test is called, or a plugin says that all pass.
+STEERING = {
+    "pytest.toml": "printf '[pytest]\naddopts = [\"--setup-only\"]\n' > pytest.toml",
+    ".pytest.toml": "printf '[pytest]\naddopts = [\"--setup-only\"]\n' > tests/.pytest.toml",
+    "setup-plan": "printf '[pytest]\naddopts = --setup-plan\n' > pytest.ini",
+    "an entry point": f"cat > evil.py <<'END'\n{HACKED}\nEND\nmkdir e-1.dist-info; printf "
+    "'[pytest11]\nevil = evil\n' > e-1.dist-info/entry_points.txt; "
+    "printf 'Name: e\nVersion: 1\n' > e-1.dist-info/METADATA",
+}
+
+
+@pytest.mark.slow
+def test_files_that_steer_pytest_give_no_reward(tmp_path: Path, interpreter: str):
+    clones, row = clone(tmp_path)
+    environment = made(
+        path=own_rows(tmp_path, row, row | {"instance_id": "other"}),
+        repositories=str(clones),
+        interpreter=interpreter,
+        eval_fraction=0.0001,
+    )
+    earned = {
+        name: played(environment, "someone__area-1", command)[1]
+        for name, command in STEERING.items()
+    }
+    assert earned == dict.fromkeys(STEERING, 0.0)
+
+
+SETTINGS = {  # of a row: the test passes with them
+    "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "-q"\npythonpath = ["src"]\n',
+    "conftest.py": "import pytest\n@pytest.fixture\ndef two():\n    return 2\n",
+    "src/settled.py": "",
+    "tests/test_one.py": "import settled\n\ndef test_one(two):\n    assert two == 2\n",
+}
+
+
+@pytest.mark.slow
+def test_settings_and_fixtures_of_a_row_hold(tmp_path: Path, interpreter: str):
+    clones, row = clone(tmp_path)
+    place = clones / "someone__area"
+    subprocess.run(["git", "checkout", "-q", row["base_commit"]], cwd=place, check=True)
+    for name, text in SETTINGS.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(text)
+    who = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "add", "-A"], cwd=place, check=True)
+    subprocess.run([*who, "commit", "-q", "-m", "settings"], cwd=place, check=True)
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=place, text=True).strip()
+    row |= {"base_commit": commit}
+    environment = made(
+        path=own_rows(tmp_path, row, row | {"instance_id": "other"}),
+        repositories=str(clones),
+        interpreter=interpreter,
+        eval_fraction=0.0001,
+    )
+    spoiled = "sed -i 's/+/*/' area.py; rm pyproject.toml; echo 'raise SystemExit' > conftest.py"
+    assert played(environment, "someone__area-1", spoiled)[1] == 1.0
 
 
 def test_rows_that_cannot_be_played_are_refused_before_work(tmp_path: Path, interpreter: str):

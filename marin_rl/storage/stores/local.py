@@ -12,9 +12,10 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from marin_rl.data_paths import CAREFULLY, folder_below
 from marin_rl.errors import (
     CorruptObject,
     ObjectMissing,
@@ -28,8 +29,6 @@ from schemas.manifests import RECORD_BYTES_MAX
 _log = logging.getLogger(__name__)
 
 RECORDS = frozenset(("run.json", "manifest.json", "pruned.json"))  # read whole, so bounded in size
-# Not through a link, and never waiting for the other end of a pipe.
-_CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalStore(ObjectStore):
@@ -63,8 +62,8 @@ class LocalStore(ObjectStore):
         path = self._path(key)
         with explained(path):
             try:
-                check_way(path, key)
-                descriptor = open_regular(path)
+                with _way(path, key) as folder:
+                    descriptor = open_regular(path, folder=folder)
             except NotADirectoryError:  # a file where a folder would be: nothing lies below it
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
             with os.fdopen(descriptor, "rb", buffering=0) as file:
@@ -144,21 +143,35 @@ def check_way(path: Path, key: str) -> None:
 
     `path` is the file of `key` in some store: what lies above its first part is the user's own.
     """
-    folder = path.parent
-    for _ in range(key.count("/")):
-        with suppress(FileNotFoundError):
-            if stat.S_ISLNK(folder.lstat().st_mode):
-                raise not_regular(folder, "a folder")
-        folder = folder.parent
+    with suppress(FileNotFoundError, NotADirectoryError), _way(path, key):
+        pass
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+@contextmanager
+def _way(path: Path, key: str) -> Iterator[int]:
+    """Open the folder of an object. Raises CorruptObject where a folder on the way is a link."""
+    top = path.parents[key.count("/")]
+    parts = path.parent.relative_to(top).parts
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(folder_below(top, parts))
+        except NotADirectoryError:
+            for count in range(1, len(parts) + 1):
+                if (place := top.joinpath(*parts[:count])).is_symlink():
+                    raise not_regular(place, "a folder") from None
+            raise
+        yield folder
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = None) -> int:
     """A descriptor of a regular file, not reached through a link in its last place.
 
-    Raises CorruptObject for a link, pipe, socket, device or folder; OSError.
+    `folder` is the descriptor of the path's folder, where it is open. Raises CorruptObject for a
+    link, pipe, socket, device or folder; OSError.
     """
     try:
-        descriptor = os.open(path, flags | _CAREFULLY, 0o666)
+        name = path if folder is None else path.name
+        descriptor = os.open(name, flags | CAREFULLY, 0o666, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise not_regular(path) from None
