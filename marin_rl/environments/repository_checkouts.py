@@ -36,7 +36,11 @@ _GIT = {
 
 
 def git(
-    folder: Path, *arguments: str, stdin: bytes = b"", wrong: str = "", **variables: str
+    folder: Path,
+    *arguments: str,
+    stdin: bytes = b"",
+    wrong: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> bytes:
     """Return the output of git in a folder, with variables of its environment.
 
@@ -46,7 +50,7 @@ def git(
         result = subprocess.run(
             ["git", *arguments],
             cwd=folder,
-            env={"PATH": os.environ.get("PATH", os.defpath), **_GIT, **variables},
+            env={"PATH": os.environ.get("PATH", os.defpath), **_GIT, **(variables or {})},
             input=stdin,
             capture_output=True,
             timeout=GIT_TIMEOUT_S,
@@ -67,9 +71,8 @@ def objects_of(clone: Path) -> Iterator[dict[str, str]]:
     Raises InputError where it is no repository.
     """
     own = clone / ".git"
-    name = git(
-        clone, "rev-parse", "--git-path", "objects", GIT_DIR=str(own if own.exists() else clone)
-    )
+    variables = {"GIT_DIR": str(own if own.exists() else clone)}
+    name = git(clone, "rev-parse", "--git-path", "objects", variables=variables)
     objects = clone / os.fsdecode(name.removesuffix(b"\n"))
     with tempfile.TemporaryDirectory() as folder:
         bare = Path(folder)
@@ -97,7 +100,7 @@ def missing_commits(clone: Path, commits: Sequence[str]) -> list[str]:
     """Return the commits that a clone does not have. Raises InputError where git cannot read it."""
     asked = "".join(f"{commit}^{{commit}}\n" for commit in commits).encode()
     with objects_of(clone) as variables:
-        said = git(clone, "cat-file", "--batch-check", stdin=asked, **variables)
+        said = git(clone, "cat-file", "--batch-check", stdin=asked, variables=variables)
     lines = said.decode().splitlines()
     return [c for c, line in zip(commits, lines, strict=True) if line.endswith(" missing")]
 
@@ -139,8 +142,8 @@ class Checkouts:
             wrong = f"repository {name} at {commit}: "
             with objects_of(clone) as objects:
                 variables = {**objects, "GIT_WORK_TREE": str(tree)}
-                git(tree, "read-tree", commit, wrong=wrong, **variables)
-                git(tree, "checkout-index", "-a", wrong=wrong, **variables)
+                git(tree, "read-tree", commit, wrong=wrong, variables=variables)
+                git(tree, "checkout-index", "-a", wrong=wrong, variables=variables)
             git(tree, "init", "-q", "-b", "main", wrong=wrong)
             git(tree, "add", "-A", "-f", wrong=wrong)
             git(tree, "commit", "-q", "--allow-empty", "-m", "base", wrong=wrong)

@@ -90,7 +90,7 @@ def test_a_name_means_the_same_file_where_it_is_read_and_where_it_is_written(tmp
     assert outside.read_text() == "mine"
 
 
-def test_what_stands_in_the_place_of_a_restored_file_is_replaced_and_not_followed(tmp_path: Path):
+def test_entries_in_the_place_of_a_restored_file_are_replaced_and_not_followed(tmp_path: Path):
     outside, tree = tmp_path / "outside", tmp_path / "tree"
     for folder in (outside, tree / "full/of/folders", tree / "gone.py/x"):
         folder.mkdir(parents=True)
