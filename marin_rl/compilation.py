@@ -122,6 +122,8 @@ def compiled_apart(jitted: Any, name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return jitted(*arguments)  # within a trace there is nothing to compile
         kind = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         with compiling:
             if kind not in known:

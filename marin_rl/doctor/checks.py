@@ -18,7 +18,7 @@ from marin_rl.doctor.data import (
     reward_model,
     storage,
 )
-from marin_rl.doctor.policy import canary, loss, model, prompts, tokenizer, tools
+from marin_rl.doctor.policy import canary, loss, model, programs, prompts, tokenizer, tools
 from marin_rl.doctor.rewards import reward
 from marin_rl.doctor.surroundings import devices, endpoints, machine, mesh, orchestrator
 from marin_rl.errors import MarinRLError
@@ -39,6 +39,7 @@ ALL: tuple[tuple[str, Check], ...] = (
     ("loss", loss),
     ("groups", group_filter),
     ("devices", devices),
+    ("programs", programs),
     ("machine", machine),
     ("endpoints", endpoints),
     ("reward model", reward_model),
@@ -47,7 +48,7 @@ ALL: tuple[tuple[str, Check], ...] = (
 
 BEFORE_A_RUN: tuple[Check, ...] = (
     storage, environment, tokenizer, model, prompts, endpoints, reward_model, loss, group_filter,
-    mesh,
+    mesh, programs,
 )  # fmt: skip
 BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs, mesh)
 

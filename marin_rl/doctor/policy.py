@@ -1,16 +1,21 @@
-"""Checks of the policy: tokenizer, model, prompts that fit, tools in its template, own losses."""
+"""Checks of the policy: tokenizer, model, prompts that fit, tools in its template, own losses,
+and its programs.
+"""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from marin_rl.config import Config
-from marin_rl.errors import InputError
+from marin_rl.errors import InputError, ObjectMissing
+from marin_rl.machine import share_one_heap
 from marin_rl.types import Example, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from marin_rl.tokenizer_files import FileTokenizer
+    from marin_rl.training.adapters import Modules
 
 PROMPTS_CHECKED_MAX = 64
 
@@ -109,6 +114,28 @@ def loss(config: Config) -> str:
     from marin_rl.training.custom_loss import check_loss
 
     return check_loss(config.objective)
+
+
+def programs(config: Config) -> str:
+    """Check that every program of the run can be built, by tracing them with shapes alone."""
+    from marin_rl.tokenizers import tokenizer_for
+    from marin_rl.training.tracing import trace_programs
+
+    share_one_heap()  # as a flow does, before JAX starts its threads
+    count = trace_programs(config, tokenizer_for(config.policy), _recorded_modules(config))
+    return f"{count} traced by shapes"
+
+
+def _recorded_modules(config: Config) -> "Modules | None":
+    """Return the modules of a run's adapter where the folder that it began from may be gone."""
+    if config.policy.lora is None or config.policy.lora.init_from is None:
+        return None
+    from marin_rl.storage.runs import Run
+    from marin_rl.training.policy_source import recorded_modules
+
+    with suppress(ObjectMissing):
+        return recorded_modules(Run.open(config.root, config.run_id, config.storage_options))
+    return None
 
 
 def first_examples(config: Config, count: int) -> list[Example]:

@@ -116,9 +116,12 @@ class LoraLinear(eqx.Module):
 
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
         """Return the outputs of the layer; `key` is not used."""
+        # In the dtype of the inputs, as the base computes: masters of an adapter are float32 also
+        # next to a base in bfloat16, and a scan over layers must return the dtype it is given.
+        a, b = self.lora_A.astype(inputs.dtype), self.lora_B.astype(inputs.dtype)
         # Scaled at the rank, which is far narrower than the outputs.
-        low = hax.dot(inputs, self.lora_A, axis=self.wrapped.In) * self.scale
-        change = hax.auto_sharded(hax.dot(low, self.lora_B, axis=self.rank))
+        low = hax.dot(inputs, a, axis=self.wrapped.In) * self.scale
+        change = hax.auto_sharded(hax.dot(low, b, axis=self.rank))
         return self.wrapped(inputs) + change
 
 

@@ -116,6 +116,12 @@ A = TypeVar("A", bound="ProjectedAttention")
 class ProjectedAttention(Attention, ABC):
     """Levanter's projections around an attention of our own, whose mask is another than its."""
 
+    # Linear layers of Haliax, or those that have their place in models with adapters.
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+
     @classmethod
     def of(cls: type[A], attention: Attention) -> A:
         """The same projections; their arrays are not copied."""

@@ -55,21 +55,29 @@ class FrozenBase:
 
     def apart(self, trained: Parameters) -> tuple[LmHeadModel, Adapter]:
         """The base, and the adapter next to it, for engines that decode with both."""
-        program = self._program
-        with program.layout.active():
-            base = with_parameters(program.base_template, self.parameters)
-        return base, Adapter(modules=program.modules, arrays=trained)
+        return base_and_adapter(self._program, self.parameters, trained)
 
     def served(self, trained: Parameters) -> LmHeadModel:
         """The model that engines decode: the adapter merged into the base, where there is one."""
-        program = self._program
-        if not program.modules:
-            return with_parameters(program.template, trained)
-        if program.quantize_base is not None:
-            # Merged weights could not lie quantised as the base does: engines decode both apart.
-            return with_parameters(program.template, {**self.parameters, **trained})
-        adapter = Adapter(modules=program.modules, arrays=trained)
-        with program.layout.active():
-            return with_parameters(
-                program.base_template, merged_parameters(self.parameters, adapter)
-            )
+        return served_model(self._program, self.parameters, trained)
+
+
+def base_and_adapter(
+    program: CompiledStep, frozen: Parameters, trained: Parameters
+) -> tuple[LmHeadModel, Adapter]:
+    """The base of these frozen parameters, and the adapter that is trained."""
+    with program.layout.active():
+        base = with_parameters(program.base_template, frozen)
+    return base, Adapter(modules=program.modules, arrays=trained)
+
+
+def served_model(program: CompiledStep, frozen: Parameters, trained: Parameters) -> LmHeadModel:
+    """The model that an engine decodes: the adapter merged into the base, where there is one."""
+    if not program.modules:
+        return with_parameters(program.template, trained)
+    if program.quantize_base is not None:
+        # Merged weights could not lie quantised as the base does: engines decode both apart.
+        return with_parameters(program.template, {**frozen, **trained})
+    adapter = Adapter(modules=program.modules, arrays=trained)
+    with program.layout.active():
+        return with_parameters(program.base_template, merged_parameters(frozen, adapter))

@@ -28,6 +28,7 @@ from marin_rl.training.adapters import (
     with_adapter,
     without_adapter,
 )
+from marin_rl.training.hidden_states import UNROLLED_LAYERS_MAX
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import (
@@ -74,6 +75,18 @@ def models(request):
     base = build_model(tiny_policy(family=family, layers=layers, heads=4, kv_heads=2), VOCAB, 1)
     adapter = random_adapter(SPEC, seed=2, shapes=parameter_shapes(base))
     return base, named_parameters(base), with_adapter(base, adapter.modules), adapter
+
+
+def test_masters_of_an_adapter_in_float32_compute_in_the_dtype_of_the_base() -> None:
+    # More layers than are written out one by one: a scan must return the dtype that it is given.
+    base = build_model(tiny_policy(layers=UNROLLED_LAYERS_MAX + 1, heads=2, kv_heads=1), VOCAB, 1)
+    shapes = parameter_shapes(base)
+    adapter, modules = random_adapter(SPEC, seed=2, shapes=shapes), configured_modules(SPEC, shapes)
+    frozen = {name: array.astype(jnp.bfloat16) for name, array in named_parameters(base).items()}
+    template = with_adapter(base, modules)
+    masters = {name: jnp.asarray(array) for name, array in adapter.arrays.items()}
+    cast = {name: array.astype(jnp.bfloat16) for name, array in masters.items()}
+    assert (scored(template, frozen | masters) == scored(template, frozen | cast)).all()
 
 
 def test_an_adapter_computes_what_the_merged_weights_compute(models):

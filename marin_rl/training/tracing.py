@@ -1,0 +1,210 @@
+"""Every program of a run, traced by shapes alone before the run starts.
+
+JAX finds operands that do not fit, such as a scan whose carry changes its dtype, when it traces a
+program; without this a run would come to some of its programs after minutes. No weight is read,
+nothing is allocated, compiled or computed.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.config import Config
+from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.inference.adapters import BankSizes
+from marin_rl.inference.tracing import trace_engine
+from marin_rl.lora.quantization import is_quantized
+from marin_rl.training.adapters import Modules, warm_start_config
+from marin_rl.training.compiled_step import (
+    CompiledStep,
+    compiled_step_of,
+    policy_settings,
+    supervised_settings,
+)
+from marin_rl.training.frozen import base_and_adapter, served_model
+from marin_rl.training.gradients import combine
+from marin_rl.training.model import parameter_structs, with_parameters
+from marin_rl.training.optimizer import policy_adamw, sft_adamw
+from marin_rl.training.sequence_scores import LENGTH_STEP, sequence_program
+from marin_rl.training.step import RowsPass, as_array, trainable_of
+from marin_rl.training.step_types import Parameters, Reference, StepArrays, TrainState
+
+# Settings that decide which operands meet in a program.
+KEYS = (
+    "policy.compute_dtype",
+    "policy.lora",
+    "policy.quantize_base",
+    "policy.hf_path",
+    "training.gradient_checkpointing",
+    "training.critic",
+    "batching.packing",
+    "objective",
+    "inference.serve_merged",
+    "mesh",
+)
+# Of operands that do not fit, and of what is not there for them.
+FAULTS = (TypeError, ValueError, NotImplementedError, AttributeError, LookupError, AssertionError)
+
+
+def trace_programs(
+    config: Config, tokenizer: PreTrainedTokenizerBase, modules: Modules | None = None
+) -> int:
+    """Trace the programs of a run, its warm start included, and return their number.
+
+    `modules` are those of its adapter where they are recorded; None: as the configuration says.
+    Raises ConfigError with the settings of `KEYS` where one cannot be traced, and InputError for a
+    model that is not supported.
+    """
+    count = 0
+    for name, trace in _programs(config, tokenizer, modules):
+        count += 1
+        try:
+            trace()
+        except MarinRLError:
+            raise
+        except FAULTS as error:
+            raise ConfigError(_message(config, name, error)) from error
+    return count
+
+
+def _message(config: Config, name: str, error: BaseException) -> str:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"{name} cannot be built with {_settings(config)}: {first[:300]}. This combination is a "
+        "fault of marin-rl: report it, and change one of these keys"
+    )
+
+
+def _settings(config: Config) -> str:
+    """The settings of `KEYS` that are not at their defaults, and the dtype, as people type them."""
+    typed = config.model_dump(mode="json", exclude_defaults=True)
+    shown = [f"policy.compute_dtype={config.policy.compute_dtype}"]
+    for key in KEYS[1:]:
+        section, _, field = key.partition(".")
+        value = typed.get(section, {})
+        value = value.get(field) if field else value
+        if value:
+            shown.append(f"{key}={value}")
+    return ", ".join(shown)
+
+
+def _programs(
+    config: Config, tokenizer: PreTrainedTokenizerBase, modules: Modules | None
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names of the programs, and functions that trace them."""
+    if config.policy.init == "sft":
+        warm = warm_start_config(config)
+        adamw, settings = sft_adamw(config.sft, config.training), supervised_settings(warm)
+        program = compiled_step_of(warm, tokenizer, adamw, settings)
+        yield "the step of the warm start", _Shapes(warm, program).trace_step
+    adamw, settings = policy_adamw(config.training), policy_settings(config)
+    shapes = _Shapes(config, compiled_step_of(config, tokenizer, adamw, settings, modules))
+    yield "the training step", shapes.trace_step
+    if shapes.program.critic is not None:
+        yield "the step of the critic's warm-up", partial(shapes.trace_step, warming=True)
+        yield "the pass of the critic's values", partial(shapes.trace_pass, shapes.program.values)
+    yield "the pass of log-probabilities", partial(shapes.trace_pass, shapes.program.score)
+    if config.objective.estimator.by_token and shapes.program.critic is None:
+        norms = shapes.program.score_norms
+        yield "the pass of the optimal token baseline", partial(shapes.trace_pass, norms)
+    yield "the canary's scores", shapes.trace_canary
+    if not config.inference.endpoints:
+        yield "the engine", shapes.trace_engine
+
+
+class _Shapes:
+    """Shapes of the arrays of a run's program, and traces with them."""
+
+    def __init__(self, config: Config, program: CompiledStep) -> None:
+        self.program = program
+        self._config, self._settings = config, program.settings
+        structs = parameter_structs(program.template)
+        dtype = config.policy.compute_dtype
+        # As `place_frozen` has them.
+        self._frozen: Any = {
+            name: struct if is_quantized(name) else struct.update(dtype=dtype)
+            for name, struct in structs.items()
+            if name not in program.like.parameters
+        }
+
+    def trace_step(self, *, warming: bool = False) -> None:
+        """Trace both halves of an optimizer step."""
+        program = self.program
+        passes = program.forward_backward(self._settings)
+
+        def step(
+            state: TrainState, frozen: Parameters, reference: Reference | None, rows: StepArrays
+        ) -> Any:
+            trained = trainable_of(state, frozen, warming=warming)
+            gradients, metrics, _ = passes(*trained, reference, rows, 1)
+            return program.update(state, gradients, metrics["loss"])
+
+        self._trace(step, self._reference, self._rows)
+
+    def trace_pass(self, run: RowsPass) -> None:
+        """Trace a pass over rows that trains nothing."""
+
+        def rows_pass(state: TrainState, frozen: Parameters, rows: StepArrays) -> Any:
+            return run(*trainable_of(state, frozen), rows, as_array(1))
+
+        self._trace(rows_pass, self._rows)
+
+    def trace_canary(self) -> None:
+        """Trace the scores of the trainer's own model."""
+        template, row = self.program.template, np.ones((1, LENGTH_STEP), np.int32)
+
+        def scores(state: TrainState, frozen: Parameters) -> Any:
+            model = with_parameters(template, combine(state.parameters, frozen))
+            return sequence_program()(model, row, row, row, 1.0)
+
+        self._trace(scores)
+
+    def trace_engine(self) -> None:
+        """Trace the embedded engine, of the model that it is given in this run."""
+        policy, inference = self._config.policy, self._config.inference
+        apart = policy.lora is not None and inference.serve_merged is False
+        dtype = jnp.dtype(policy.compute_dtype)
+
+        def engine(state: TrainState, frozen: Parameters) -> int:
+            bank = None
+            if apart:
+                model, adapter = base_and_adapter(self.program, frozen, state.parameters)
+                bank = BankSizes(adapters=1, rank=adapter.rank_max)
+            else:
+                model = served_model(self.program, frozen, state.parameters)
+            trace_engine(model, inference.engine, policy.context_length, dtype, bank)
+            return 0
+
+        self._trace(engine)
+
+    def _trace(self, run: Callable[..., Any], *others: Any) -> None:
+        """Trace a function of the state, of the parameters that it has not, and of `others`."""
+        with self.program.layout.active():
+            jax.eval_shape(run, self.program.like, self._frozen, *others)
+
+    @property
+    def _reference(self) -> Any:
+        objective = self._settings.objective
+        if objective is None or objective.kl_coefficient == 0 or objective.kl_placement == "reward":
+            return None
+        return Reference(self.program.like.parameters, jax.ShapeDtypeStruct((), jnp.float32))
+
+    @property
+    def _rows(self) -> StepArrays:
+        """Rows of a step with all arrays that they may have; one microbatch of the longest."""
+        config, layout = self._config, self.program.layout
+        length = config.batching.row_tokens or max(config.batching.length_buckets)
+        size = 1, layout.whole_rows(config.training.microbatch_sequences), length
+        ids, numbers = (jax.ShapeDtypeStruct(size, dtype) for dtype in (jnp.int32, jnp.float32))
+        mask = jax.ShapeDtypeStruct(size, jnp.bool_)
+        rows = StepArrays(ids, mask, ids, ids, numbers, numbers)
+        if self._settings.objective is not None:
+            rows = rows._replace(old_logprobs=numbers, rollout_shares=numbers)
+        if self.program.critic is not None:
+            rows = rows._replace(old_values=numbers, returns=numbers)
+        return rows
