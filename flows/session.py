@@ -20,7 +20,7 @@ from prefect.runtime import flow_run
 from flows.connection import has_temporary_api
 from flows.reports import reporting
 from flows.server import quieten
-from marin_rl.config import Config, load_config, override, parse_config, pin_code
+from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.checks import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.recorded_defaults import as_begun
@@ -70,7 +70,7 @@ def resolve_config(
     ]
     if isinstance(config, str):
         return load_config(config, changes)
-    return parse_config(pin_code(override(config, changes), Path()))
+    return parse_config(pin_files(override(config, changes)))
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from typing import Any
 from marin_rl.config import (
     Config,
     EnvironmentConfig,
-    fingerprint_fields,
+    content_fields,
     load_config,
     override,
     parse_config,
-    pin_code,
+    pin_files,
 )
 from marin_rl.environments.base import Environment, FixedSet
 from marin_rl.environments.registry import construct
@@ -135,7 +135,7 @@ def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Confi
     if temperature is None:
         greedy = samples > 1 and evaluation.temperature == 0
         temperature = config.sampling.temperature if greedy else evaluation.temperature
-    tree = fingerprint_fields(config) | {
+    tree = content_fields(config) | {
         "root": config.root,
         "inference": config.inference.model_dump(),
     }
@@ -176,7 +176,7 @@ def _environment(config: Config, request: EvaluationRequest) -> dict[str, Any]:
             same = request.environment == config.environment.name
             tree |= {"name": request.environment, "options": tree["options"] if same else {}}
     changed = override(tree, [f"options.{item}" for item in request.options])
-    return pin_code({"environment": changed}, Path())["environment"]
+    return pin_files({"environment": changed})["environment"]
 
 
 def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:
@@ -333,7 +333,7 @@ def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> 
     from marin_rl.training.model import hf_template
 
     base = _base(target, request)
-    tree: dict[str, Any] = fingerprint_fields(base) | {"root": base.root}
+    tree: dict[str, Any] = content_fields(base) | {"root": base.root}
     tree["policy"] |= {"init": "hf", "hf_path": str(folder), "tokenizer": str(folder)}
     if target.config is None:
         longest = min(hf_template(folder).config.max_seq_len, CONTEXT_TOKENS_MAX)
@@ -348,7 +348,7 @@ def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> 
 
 def _roomy(config: Config, max_tokens: int) -> Config:
     """Configuration with room for any request: an endpoint's context length is unknown."""
-    tree: dict[str, Any] = fingerprint_fields(config) | {"root": config.root}
+    tree: dict[str, Any] = content_fields(config) | {"root": config.root}
     longest = max(config.policy.context_length, max_tokens + CONTEXT_TOKENS_MAX)
     tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
     tree["sampling"]["max_tokens"] = max_tokens

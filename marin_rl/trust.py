@@ -17,12 +17,12 @@ from marin_rl.config import (
     Config,
     EnvironmentConfig,
     code_in,
-    fingerprint_fields,
+    content_fields,
     load_config,
     outward_keys,
     override,
     parse_config,
-    pin_code,
+    pin_files,
 )
 from marin_rl.environments.registry import code_of
 from marin_rl.errors import ConfigError
@@ -71,7 +71,7 @@ def settings_of(run: Run, consent: Consent, uses: Sequence[str] = (EVERYTHING,))
     """
     own = remembered(run)
     if own is not None:
-        tree = override(fingerprint_fields(run.config), own)
+        tree = override(content_fields(run.config), own)
     else:
         tree = run.config.model_dump(mode="json")
     if own is None and consent.trust:
@@ -81,7 +81,7 @@ def settings_of(run: Run, consent: Consent, uses: Sequence[str] = (EVERYTHING,))
     elif own is None and not consent.trust:
         _refuse_left_out(run, _left_out(run, uses), consent)
     tree |= {"root": run.config.root, "storage_options": dict(run.config.storage_options)}
-    changed = pin_code(override(tree, consent.overrides), Path())
+    changed = pin_files(override(tree, consent.overrides))
     return parse_config(changed, f"run {run.run_id!r}")
 
 

@@ -150,13 +150,13 @@ def _environment(
     name: str, overrides: list[str] | None, root: str | None, *, trust: bool
 ) -> "tuple[Config, Environment]":
     """A configuration, or one of nothing but an environment's name; and the environment."""
-    from marin_rl.config import override, parse_config, pin_code
+    from marin_rl.config import override, parse_config, pin_files
     from marin_rl.environments.registry import known_environments, loaded_environment
     from marin_rl.user_code import parse_spec
 
     if name in known_environments() or parse_spec(name) is not None:
         tree = override({"run_id": "env", "environment": {"name": name}}, overrides or ())
-        config = parse_config(pin_code(tree, Path()), name)
+        config = parse_config(pin_files(tree), name)
         return config, loaded_environment(config.environment)
     try:
         config = load(Path(name), overrides, root=root, trust=trust)

@@ -2,9 +2,9 @@
 
 A section a class, by topic: policy.py, sampling.py, serving.py, asynchrony.py, batching.py,
 objective.py, training.py, orchestration.py, and run.py over all of them. section.py says what a
-section is and which of its keys are free; keys.py names keys, code.py those that name code;
-loading.py reads YAML and the files of code, and no other file is read. Others import from here
-alone.
+section is and which of its keys are free; keys.py names keys, code.py those that name code,
+paths.py those that name other files; loading.py reads YAML and the files of code, and no other
+file is read. Others import from here alone.
 """
 
 from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig, ReplayConfig
@@ -26,6 +26,7 @@ from marin_rl.config.loading import (
     load_config,
     override,
     parse_config,
+    pin_files,
     shipped_recipes,
 )
 from marin_rl.config.objective import ObjectiveConfig
@@ -35,6 +36,7 @@ from marin_rl.config.orchestration import (
     RetentionConfig,
     TrackersConfig,
 )
+from marin_rl.config.paths import place_files, places_in
 from marin_rl.config.policy import LoraConfig, MeshConfig, ModelConfig, ModelFamily, PolicyConfig
 from marin_rl.config.run import Config
 from marin_rl.config.sampling import (
@@ -51,6 +53,7 @@ from marin_rl.config.section import (
     Count,
     Seconds,
     Section,
+    content_fields,
     fingerprint_fields,
     is_runtime_only,
     omitted_if_none,
@@ -80,8 +83,8 @@ __all__ = [
     "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides", "PolicyConfig", "Recipe",
     "ReplayConfig", "RetentionConfig", "RewardModelConfig", "RolloutsConfig", "SFTConfig",
     "SamplingConfig", "Seconds", "Section", "ServerConfig", "TrackersConfig", "TrainingConfig",
-    "as_overrides", "code_in", "differences", "fingerprint_fields", "free_keys", "is_runtime_only",
-    "known_keys", "load_config", "omitted_if_none", "outward_keys", "override", "parse_config",
-    "pin_code", "section_of", "shipped_recipes", "split_labels", "value_at", "whole_weights",
-    "with_choices", "without",
+    "as_overrides", "code_in", "content_fields", "differences", "fingerprint_fields", "free_keys",
+    "is_runtime_only", "known_keys", "load_config", "omitted_if_none", "outward_keys", "override",
+    "parse_config", "pin_code", "pin_files", "place_files", "places_in", "section_of",
+    "shipped_recipes", "split_labels", "value_at", "whole_weights", "with_choices", "without",
 ]  # fmt: skip

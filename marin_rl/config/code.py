@@ -4,7 +4,7 @@ Leaves out what such a name stands for, and its loading (user_code.py).
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,21 @@ from marin_rl.user_code import CodeSpec, parse_spec, pin
 CODE_OPTIONS = ("reward", "extract")
 
 Change = Callable[[str, str], str]  # from a text and its dotted key
+FoldersOf = Callable[[str], Sequence[Path]]  # in which the files of a dotted key are sought
 
 
-def pin_code(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def pin_code(tree: Mapping[str, Any], folders: Path | FoldersOf) -> dict[str, Any]:
     """A copy of a plain tree in which every file of code has its digest; see `user_code.pin`.
 
-    Files are sought in `folder`. Raises ConfigError naming the key.
+    A file is that of the first folder that has one. Raises ConfigError naming the key and the last.
     """
-    return _changed(tree, lambda text, key: pin(text, folder, key))
+
+    def pinned(text: str, key: str) -> str:
+        spec, sought = parse_spec(text), [folders] if isinstance(folders, Path) else folders(key)
+        there = (folder for folder in sought if spec and (folder / spec.module).is_file())
+        return pin(text, next(there, sought[-1]), key)
+
+    return _changed(tree, pinned)
 
 
 def code_in(tree: Mapping[str, Any]) -> list[tuple[str, CodeSpec]]:
@@ -41,7 +48,7 @@ def code_in(tree: Mapping[str, Any]) -> list[tuple[str, CodeSpec]]:
 
 def _changed(tree: Mapping[str, Any], change: Change) -> dict[str, Any]:
     result = json.loads(json.dumps(tree))
-    for key, node in _environments(result):
+    for key, node in environments_in(result):
         for name, prefix in (("name", key), ("options", key)):
             if name in node:
                 node[name] = _deep(node[name], f"{prefix}.{name}", change)
@@ -52,7 +59,7 @@ def _changed(tree: Mapping[str, Any], change: Change) -> dict[str, Any]:
     return result
 
 
-def _environments(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def environments_in(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Sections of environments by their keys; the tree may be one that is not valid."""
     evaluation, sft = tree.get("evaluation"), tree.get("sft")
     sets = evaluation.get("sets") if isinstance(evaluation, dict) else None

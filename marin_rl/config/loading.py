@@ -6,6 +6,7 @@ the sections themselves.
 
 import difflib
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,13 @@ from pydantic_core import ErrorDetails
 
 from marin_rl.config.code import pin_code
 from marin_rl.config.keys import WITHDRAWN, known_keys
+from marin_rl.config.paths import place_files
 from marin_rl.config.run import Config
 from marin_rl.config.sampling import as_mixture
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.plain_files import read_regular
+
+_log = logging.getLogger(__name__)
 
 RECIPE = "recipe"
 RECIPES = Path(__file__).parent / "recipes"
@@ -60,14 +64,23 @@ def load_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     return _layered(plain, Path("mapping"), overrides)
 
 
+def pin_files(tree: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
+    """Return a plain tree with digests of its files of code, and with its relative paths placed.
+
+    Both are sought in `folder`, by default the current one. Raises ConfigError naming the key.
+    """
+    folder = Path() if folder is None else folder
+    return place_files(pin_code(tree, folder), lambda key: [folder])
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `dotted.key=value` overrides, validate.
 
     A key `recipe` names a shipped recipe or another YAML file, relative to this one, that lies
     beneath it: the file's own keys win. A recipe given as an override lies above the file and
-    beneath other overrides. Files of code are sought next to the YAML file, also those that an
-    override names. Raises ConfigError naming the file and every wrong key, with the nearest known
-    one.
+    beneath other overrides. Files that a YAML file names are sought next to it, and in the current
+    folder where there are none (paths.py); those that an override names the other way round, but
+    for code. Raises ConfigError naming the file and every wrong key, with the nearest known one.
     """
     file = Path(path)
     return _layered(_read_yaml(file), file, overrides)
@@ -79,9 +92,38 @@ def _layered(own: dict[str, Any], file: Path, overrides: Sequence[str]) -> Confi
     others = [item for item in overrides if item not in recipes]
     beneath = own.pop(RECIPE, None)
     above = override({}, recipes).get(RECIPE)
-    layers = [_recipe(file, beneath), own, _recipe(file, above)]
-    tree = pin_code(override(_overlaid(layers), others), file.parent)
+    here, beside = Path(), file.parent
+    layers = [
+        (override({}, others), (here, beside)),
+        *((tree, (folder, beside, here)) for tree, folder in [_recipe(file, above)]),
+        (_overlaid([own]), (beside, here)),
+        *((tree, (folder, beside, here)) for tree, folder in [_recipe(file, beneath)]),
+    ]
+
+    def folders(key: str) -> Sequence[Path]:
+        return next((folders for tree, folders in layers if _sets(tree, key)), (beside, here))
+
+    def of_code(key: str) -> Sequence[Path]:  # none of the current folder but by an override
+        return folders(key) if _sets(layers[0][0], key) else folders(key)[:-1]
+
+    def tell(key: str, line: str) -> None:
+        if not _sets(layers[0][0], key):
+            _log.warning("%s: %s", key, line)
+
+    merged = override(_overlaid(tree for tree, _ in reversed(layers[1:])), others)
+    tree = place_files(pin_code(merged, of_code), folders, tell=tell)
     return parse_config(tree, source=str(file))
+
+
+def _sets(tree: Any, key: str) -> bool:
+    """Return True if a tree has a dotted key, or a list where an item of one is meant."""
+    for name in key.split("."):
+        if isinstance(tree, list):
+            return True
+        if not isinstance(tree, Mapping) or name not in tree:
+            return False
+        tree = tree[name]
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,22 +147,23 @@ def shipped_recipes() -> list[Recipe]:
     ]
 
 
-def _recipe(file: Path, name: object) -> dict[str, Any]:
+def _recipe(file: Path, name: object) -> tuple[dict[str, Any], Path]:
+    """Keys of the recipe that `file` names, and the folder in which its paths begin."""
     if name is None:
-        return {}
+        return {}, file.parent
     if not isinstance(name, str):
         raise ConfigError(
             f"{file}: recipe is {name!r}; expected the name of a recipe or the path of a YAML file"
         )
     shipped = {recipe.stem: recipe for recipe in sorted(RECIPES.glob("*.yaml"))}
     if name in shipped:
-        return _read_yaml(shipped[name])
+        return _read_yaml(shipped[name]), file.parent
     if (own := file.parent / name).is_file():
-        return _read_yaml(own)
+        return _overlaid([_read_yaml(own)]), own.parent
     # Recipes used to be a folder of files: recipes/dapo.yaml
     named = Path(name).stem if Path(name).parent.name in ("", "recipes") else name
     if named in shipped:
-        return _read_yaml(shipped[named])
+        return _read_yaml(shipped[named]), file.parent
     close = difflib.get_close_matches(named, shipped, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 from pydantic.fields import FieldInfo
 
+from marin_rl.config.paths import as_written
 from marin_rl.user_code import SPEC_PATTERN
 
 RUNTIME_ONLY: dict[str, Any] = {"free": True}
@@ -49,7 +50,15 @@ class Section(BaseModel):
 
 
 def fingerprint_fields(node: Section) -> dict[str, Any]:
-    """The part of a section that decides what its slots contain: everything but free fields."""
+    """The part of a section that decides what its slots contain: everything but free fields.
+
+    Paths are as their user wrote them, wherever they lie.
+    """
+    return as_written(content_fields(node))
+
+
+def content_fields(node: Section) -> dict[str, Any]:
+    """The same part as a tree to read a configuration from: paths are placed."""
     result: dict[str, Any] = {}
     for name, info in type(node).model_fields.items():
         if is_runtime_only(info):
@@ -58,13 +67,13 @@ def fingerprint_fields(node: Section) -> dict[str, Any]:
         if value is None and omitted_if_none(info):
             continue
         if isinstance(value, Section):
-            inner = fingerprint_fields(value)
+            inner = content_fields(value)
             if inner:
                 result[name] = inner
         elif isinstance(value, dict) and any(isinstance(each, Section) for each in value.values()):
-            result[name] = {key: fingerprint_fields(each) for key, each in value.items()}
+            result[name] = {key: content_fields(each) for key, each in value.items()}
         elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
-            result[name] = [fingerprint_fields(each) for each in value]
+            result[name] = [content_fields(each) for each in value]
         else:
             result[name] = json.loads(json.dumps(value))
     return result

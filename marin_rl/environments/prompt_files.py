@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from marin_rl.config.paths import MARK
 from marin_rl.errors import InputError
 from marin_rl.plain_files import check_regular, read_object, read_regular
 from schemas import Malformed
@@ -119,19 +120,20 @@ def open_rows(path: str) -> Rows:
     if place.is_dir():
         return _arrow_rows(_files_of_folder(place))
     if not place.exists():
-        raise _missing(place)
+        raise _missing(place, path)
     if place.suffix in (".parquet", ".arrow"):
         return _arrow_rows([place])
     return JsonLines(place)
 
 
-def _missing(path: Path) -> InputError:
+def _missing(path: Path, text: str) -> InputError:
     """Return the error for a file that is not there, with the folder that it was sought in."""
     folder = path.parent.absolute()
     names = [other.name for other in folder.iterdir()] if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     hint = f"; did you mean {path.with_name(close[0])}?" if close else ""
-    start = "" if path.is_absolute() else ", and a relative path begins where the command is run"
+    relative = MARK in text or not path.is_absolute()
+    start = "; a relative path begins next to the YAML file that names it" if relative else ""
     return InputError(f"{KEY}: no file {path.name} in {folder}{start}{hint}")
 
 

@@ -15,10 +15,12 @@ from typing import Any
 from marin_rl.config import (
     RUN_ID_PATTERN,
     Config,
-    fingerprint_fields,
+    content_fields,
     free_keys,
     override,
     parse_config,
+    place_files,
+    places_in,
 )
 from marin_rl.errors import ConfigError, ObjectMissing, StorageError
 from marin_rl.slot_ref import SlotRef
@@ -77,6 +79,7 @@ class RunRef:
     `free` holds the free configuration keys that are not at their default, as `dotted.key=JSON`:
     how this process goes about the run, where run.json keeps what the run is. `code` and `record`
     are set for other machines: digests of the code and of the run.json that they must have, too.
+    `places` are the placed paths of this process by what is written.
     """
 
     root: str
@@ -85,6 +88,7 @@ class RunRef:
     free: tuple[str, ...] = ()
     code: str = ""
     record: str = ""
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,21 +135,18 @@ class Run:
         trackers, …) is at its default: `marin_rl.trust` takes that from the user. Raises
         ObjectMissing naming the runs there are, ConfigError for what can be no run's name.
         """
-        return cls._open(root, run_id, storage_options or {}, None)
+        return cls._open(
+            RunRef(root=root, run_id=run_id, storage_options=storage_options or {}), None
+        )
 
     @classmethod
     def of(cls, ref: RunRef) -> "Run":
         """The run that `ref` names, with its free keys."""
-        return cls._open(ref.root, ref.run_id, ref.storage_options, ref.free)
+        return cls._open(ref, ref.free)
 
     @classmethod
-    def _open(
-        cls,
-        root: str,
-        run_id: str,
-        storage_options: Mapping[str, Any],
-        free: tuple[str, ...] | None,
-    ) -> "Run":
+    def _open(cls, ref: RunRef, free: tuple[str, ...] | None) -> "Run":
+        root, run_id, storage_options = ref.root, ref.run_id, ref.storage_options
         check_run_id(run_id)
         top = open_store(root, storage_options)
         store = top.at(run_id)
@@ -168,8 +169,9 @@ class Run:
         tree = (
             stored.model_dump(mode="json")
             if free is None
-            else override(fingerprint_fields(stored), free)
+            else override(content_fields(stored), free)
         )
+        tree = place_files(tree, known=ref.places)
         # The run may have been moved since run.json was written: it lies where it was opened.
         tree |= {"root": root, "storage_options": dict(storage_options)}
         ancestors = ancestors_in(record)
@@ -229,6 +231,7 @@ class Run:
                 for key, value in free.items()
                 if value != _dig(defaults, key)
             ),
+            places=places_in(tree),
         )
 
     def seed_of(self, *parts: str | int) -> int:

@@ -8,7 +8,6 @@ JAX is imported for the gradient alone.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from marin_rl.config import (
     fingerprint_fields,
     override,
     parse_config,
-    pin_code,
+    pin_files,
 )
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
@@ -122,7 +121,7 @@ def reprocess_round(
 
 def _changed(config: Config, overrides: Sequence[str]) -> Config:
     tree = config.model_dump(mode="json")
-    changed = parse_config(pin_code(override(tree, overrides), Path()), "reprocess")
+    changed = parse_config(pin_files(override(tree, overrides)), "reprocess")
     lines = differences(fingerprint_fields(config), fingerprint_fields(changed))
     refused = [
         line

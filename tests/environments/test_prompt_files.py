@@ -102,7 +102,7 @@ def test_a_missing_file_is_named_with_its_folder_and_a_close_name(
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     monkeypatch.chdir(tmp_path)
-    relative = f"no file promts.jsonl in {tmp_path}, and a relative path begins where"
+    relative = f"no file promts.jsonl in {tmp_path}; a relative path begins next to the YAML"
     with pytest.raises(InputError, match=f"{relative}.*did you mean prompts.jsonl"):
         open_rows("promts.jsonl")
     with pytest.raises(InputError, match=f"no file x.parquet in {tmp_path}/nowhere$"):

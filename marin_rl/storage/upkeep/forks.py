@@ -8,7 +8,6 @@ folders, so a run must not delete what another run under the same root still rea
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from marin_rl.config import (
@@ -17,7 +16,7 @@ from marin_rl.config import (
     differences,
     override,
     parse_config,
-    pin_code,
+    pin_files,
 )
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import read_manifest
@@ -94,7 +93,7 @@ def reference_checkpoints(objective: ObjectiveConfig, round: int) -> frozenset[i
 
 def _forked_config(parent: Run, run_id: str, overrides: Sequence[str]) -> Config:
     tree = parent.config.model_dump(mode="json")
-    changes = pin_code(override(tree, [*overrides, f"run_id={run_id}"]), Path())
+    changes = pin_files(override(tree, [*overrides, f"run_id={run_id}"]))
     config = parse_config(changes, "fork")
     if config.run_id == parent.run_id:
         raise ConfigError(f"a fork needs a name of its own, found that of its parent, {run_id!r}")
