@@ -20,9 +20,6 @@ _KEYS = (
     "policy.tokenizer",
     "policy.lora.init_from",
     "reward_model.pairs",
-    "inference.flight_certificate",
-    "inference.flight_key",
-    "inference.flight_authorities",
 )
 _PROGRAMS = ("python", "interpreter")  # without a slash they are sought on PATH
 _OPTIONS = ("path", "repositories", *_PROGRAMS)
