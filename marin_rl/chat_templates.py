@@ -8,6 +8,7 @@ renders what transformers renders. Leaves out tokenizing (`batching.sequences`,
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +17,7 @@ import orjson
 
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
 from marin_rl.isolated.pool import WorkerFault, WorkerLimits, WorkerPool
-from marin_rl.isolated.templates import failure_of, render
+from marin_rl.isolated.templates import CLOCK, DATE, failure_of, render
 
 # Each message opens with the token of its role; what the assistant says ends with EOS, and the
 # `generation` block marks which tokens are its own.
@@ -29,6 +30,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# Variables that every conversation has; those named `…_token` are special tokens.
+_GIVEN = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+_DATE_LINE = re.compile(rf"^{{%- set (?:date|{DATE}) = [^\n]* %}}\n", re.MULTILINE)
 WORKERS_MAX = 2
 LIMITS = WorkerLimits(cpu_s=2.0, wall_s=20.0, memory_bytes=512 * 2**20, answer_bytes=256 * 2**20)
 
@@ -37,11 +41,15 @@ _pool = WorkerPool("marin_rl.isolated.templates", LIMITS, WORKERS_MAX)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages and tools as templates expect them; `opening` ends with the assistant's opening."""
+    """Messages and tools as templates expect them; `opening` ends with the assistant's opening.
+
+    `options` are values of other variables that the template reads.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     opening: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +119,89 @@ class ChatTemplate:
         items = [_as_json({"variables": variables, "spans": spans}) for variables in all_variables]
         return [_rendering(answer) for answer in self._pool.ask(self._encoded, items)]
 
+    def variables(self) -> frozenset[str]:
+        """Return the variables that the template reads and a conversation does not have anyway.
+
+        `strftime_now` is one of them where the template asks for the day. Raises TemplateFault.
+        """
+        if self.is_built_in:
+            return frozenset()
+        (answer,) = self._pool.ask(self._encoded, [b"{}"])
+        if isinstance(answer, WorkerFault):
+            raise TemplateFault(f"exceeds a limit ({answer.message})")
+        values = orjson.loads(answer)
+        if "names" not in values:
+            raise _exception_of(values)
+        own = set(values["names"]) - _GIVEN - {DATE} - self._special_tokens.keys()
+        return frozenset(name for name in own if not name.endswith("_token"))
+
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         return {
+            **conversation.options,
             "messages": conversation.messages,
             "tools": conversation.tools,
             "documents": None,
             "add_generation_prompt": conversation.opening,
             **self._special_tokens,
         }
+
+
+def reads_clock(tokenizer: TemplateOwner) -> bool:
+    """Return True where a chat template asks for the day. Raises TemplateFault."""
+    return CLOCK in _variables_of(tokenizer)
+
+
+def check_options(tokenizer: TemplateOwner, options: Mapping[str, Any], key: str) -> None:
+    """Raise InputError for an option that the chat template does not read, naming those it does.
+
+    `key` is that of the configuration. Raises TemplateFault.
+    """
+    names = _variables_of(tokenizer)
+    known = names - {CLOCK} | ({"date"} if CLOCK in names else set())
+    if unknown := sorted(options.keys() - known):
+        raise InputError(
+            f"{key}.{unknown[0]}: the policy's chat template reads no such variable; it reads "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _variables_of(tokenizer: TemplateOwner) -> frozenset[str]:
+    """Return the variables of a tokenizer's templates, with and without tools."""
+    both = (ChatTemplate.of(tokenizer, tools=tools) for tools in (False, True))
+    return frozenset().union(*(template.variables() for template in both))
+
+
+def with_options(source: str, options: Mapping[str, Any]) -> str:
+    """Return a template in which variables have these values where a conversation has no others.
+
+    `date` is the day that `strftime_now` gives. The values are part of the template, also where it
+    is exported to.
+    """
+    values = dict(options)
+    if "date" in values:
+        values[DATE] = values["date"]
+    # Jinja drops the line break after a block, and the template begins as it did.
+    lines = [f"{{%- set {n} = {n}|default({_literal(v)}) %}}\n" for n, v in values.items()]
+    return "".join(lines) + source
+
+
+def without_date(source: str) -> str:
+    """Return a template without the day that `with_options` gave it."""
+    return _DATE_LINE.sub("", source)
+
+
+def _literal(value: Any) -> str:
+    """Return a JSON value as Jinja writes it."""
+    match value:
+        case None:
+            return "none"
+        case list():
+            return f"[{', '.join(map(_literal, value))}]"
+        case dict():
+            pairs = (f"{_literal(key)}: {_literal(each)}" for key, each in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        case _:
+            return json.dumps(value, ensure_ascii=False)
 
 
 def start_worker() -> None:

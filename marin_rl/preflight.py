@@ -15,6 +15,7 @@ from marin_rl.doctor.data import demonstrations, environment, pairs, storage
 from marin_rl.doctor.policy import canary, loss, prompts, tokenizer_files, tools
 from marin_rl.doctor.rewards import trials
 from marin_rl.doctor.surroundings import endpoints, mesh
+from marin_rl.doctor.templates import chat_template, warm_start
 from marin_rl.environments.registry import code_of
 from marin_rl.errors import InputError
 from marin_rl.machine import share_one_heap
@@ -179,12 +180,12 @@ def own_loss(config: Config) -> str:
 
 BEFORE_ENGINES: dict[str, tuple[Check, ...]] = {
     "rl-loop": (
-        storage, policy_source, adapter, tokenizer_files, reward_model_slot, environment, prompts,
-        tools, canary, own_reward, mesh, own_loss, endpoints,
+        storage, policy_source, adapter, tokenizer_files, chat_template, reward_model_slot,
+        environment, warm_start, prompts, tools, canary, own_reward, mesh, own_loss, endpoints,
     ),
     "sft": (
-        storage, policy_source, adapter, tokenizer_files, environment, demonstrations, prompts,
-        mesh,
+        storage, policy_source, adapter, tokenizer_files, chat_template, environment,
+        demonstrations, prompts, mesh,
     ),
-    "reward-model": (storage, policy_source, adapter, tokenizer_files, pairs, mesh),
+    "reward-model": (storage, policy_source, adapter, tokenizer_files, chat_template, pairs, mesh),
 }  # fmt: skip

@@ -7,20 +7,22 @@ reading of tokenizer.json, of the special tokens and of the chat template.
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from marin_rl.chat_templates import CHAT_TEMPLATE
+from marin_rl.chat_templates import CHAT_TEMPLATE, check_options, with_options
 from marin_rl.config import PolicyConfig
+from marin_rl.end_tokens import listed_end_ids, named_end_ids
 from marin_rl.errors import InputError
 from marin_rl.model_folders import check_model_folder
 from marin_rl.plain_files import read_object
 
 CHARACTERS = "characters"
+OPTIONS_KEY = "policy.chat_template_options"
 PAD, EOS, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant", "tool")
 SPECIAL = (PAD, EOS, UNKNOWN, *(f"<|{role}|>" for role in ROLES))
@@ -51,13 +53,35 @@ class HasBackend(Protocol):
         ...
 
 
+class EncodedText(dict[str, list[int]]):
+    """Ids of a text under `input_ids`, with transformers' way to ask for a character's token."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        super().__init__(input_ids=encoding.ids)
+        self._encoding = encoding
+
+    def char_to_token(self, batch: int, character: int) -> int | None:
+        """Return the index of the token that a character is in; `batch` is always 0."""
+        del batch
+        return self._encoding.char_to_token(character)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTokenizer:
-    """A tokenizer with what prompts and texts need: its backend, special tokens, chat template."""
+    """A tokenizer with what prompts and texts need: its backend, special tokens, chat template.
+
+    `end_ids` end completions: first those that its folder lists, then those of the policy.
+    """
 
     backend_tokenizer: Tokenizer  # transformers' name for it
     special_tokens_map: Mapping[str, Any]
     chat_template: str | Mapping[str, str]
+    end_ids: tuple[int, ...]
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        """Tokens that are no pieces of words, by id."""
+        return self.backend_tokenizer.get_added_tokens_decoder()
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -75,9 +99,9 @@ class FileTokenizer:
         several = self.chat_template
         return several["tool_use" if tools and "tool_use" in several else "default"]
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: Any) -> "EncodedText":
         """Tokenize a rendered conversation, without special tokens of its own."""
-        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=False).ids}
+        return EncodedText(self.backend_tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:  # noqa: FBT001, FBT002 - transformers' signature
         """Return the text of ids."""
@@ -124,8 +148,19 @@ def tokenizer_folder(policy: PolicyConfig) -> str | None:
 def read_tokenizer(policy: PolicyConfig) -> FileTokenizer | None:
     """Read the tokenizer of a policy; None where only transformers knows how it is built.
 
-    Raises InputError where the folder or its chat template is missing, or a file cannot be read.
+    Raises InputError where the folder or its chat template is missing, a file cannot be read, or
+    the template does not read one of the policy's options.
     """
+    read = _read_plain(policy)
+    options = policy.chat_template_options
+    if read is None or not options:
+        return read
+    check_options(read, options, OPTIONS_KEY)
+    return replace(read, chat_template=with_policy(read.chat_template, policy))
+
+
+def _read_plain(policy: PolicyConfig) -> FileTokenizer | None:
+    """Read the tokenizer of a policy with its chat template as the folder has it."""
     folder = tokenizer_folder(policy)
     if folder is None:
         backend = characters_backend()
@@ -133,7 +168,10 @@ def read_tokenizer(policy: PolicyConfig) -> FileTokenizer | None:
         tokens: dict[str, Any] = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN}
         tokens["additional_special_tokens"] = list(SPECIAL[3:])
         return FileTokenizer(
-            backend_tokenizer=backend, special_tokens_map=tokens, chat_template=CHAT_TEMPLATE
+            backend_tokenizer=backend,
+            special_tokens_map=tokens,
+            chat_template=CHAT_TEMPLATE,
+            end_ids=end_ids_of(policy, "", backend.token_to_id(EOS), backend.token_to_id),
         )
     path = Path(folder)
     check_tokenizer_folder(path)
@@ -145,11 +183,36 @@ def read_tokenizer(policy: PolicyConfig) -> FileTokenizer | None:
     template = _template_of(path, settings)
     if not template:
         raise no_chat_template(folder)
+    backend = _backend_of(path / "tokenizer.json")
+    tokens = _special_tokens(listed) | _special_tokens(settings)
+    end = backend.token_to_id(str(tokens.get("eos_token")))
+    if end is None:
+        return None
     return FileTokenizer(
-        backend_tokenizer=_backend_of(path / "tokenizer.json"),
-        special_tokens_map=_special_tokens(listed) | _special_tokens(settings),
+        backend_tokenizer=backend,
+        special_tokens_map=tokens,
         chat_template=template,
+        end_ids=end_ids_of(policy, folder, end, backend.token_to_id),
     )
+
+
+def with_policy(template: str | Mapping[str, str], policy: PolicyConfig) -> str | dict[str, str]:
+    """Return a chat template, or several by name, with a policy's `chat_template_options`."""
+    options = policy.chat_template_options or {}
+    if isinstance(template, str):
+        return with_options(template, options)
+    return {name: with_options(source, options) for name, source in template.items()}
+
+
+def end_ids_of(
+    policy: PolicyConfig, folder: str, end: int, id_of: Callable[[str], int | None]
+) -> tuple[int, ...]:
+    """Return the ids that end completions of a policy; `end` is the tokenizer's own.
+
+    Raises InputError as `listed_end_ids` and `named_end_ids` do.
+    """
+    named = named_end_ids(policy.end_tokens or (), id_of)
+    return tuple(dict.fromkeys((*listed_end_ids(folder, end), *named)))
 
 
 def check_tokenizer_folder(path: Path) -> None:

@@ -21,21 +21,25 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from marin_rl.chat_templates import CHAT_TEMPLATE, start_worker
+from marin_rl.chat_templates import CHAT_TEMPLATE, check_options, start_worker, without_date
 from marin_rl.config import PolicyConfig
+from marin_rl.end_tokens import listed_end_ids
 from marin_rl.errors import InputError
 from marin_rl.plain_files import read_object
 from marin_rl.tokenizer_files import (
     EOS,
+    OPTIONS_KEY,
     PAD,
     SPECIAL,
     UNKNOWN,
     backend_digest,
     characters_backend,
     check_tokenizer_folder,
+    end_ids_of,
     no_chat_template,
     rules_digest,
     tokenizer_folder,
+    with_policy,
 )
 
 # The class of transformers 5 that is defined by tokenizer.json alone.
@@ -50,10 +54,21 @@ def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
     """The tokenizer a policy is trained and served with.
 
     A policy that starts from a Hugging Face folder and names no tokenizer takes the folder's own.
-    Raises InputError when a folder is missing or its tokenizer cannot be used for chat.
+    Its chat template has the policy's options, and `end_token_ids` the policy's end tokens. Raises
+    InputError when a folder is missing, its tokenizer cannot be used for chat, or its template does
+    not read one of the options.
     """
     folder = tokenizer_folder(policy)
-    return character_tokenizer() if folder is None else load_tokenizer(folder)
+    tokenizer = character_tokenizer() if folder is None else load_tokenizer(folder)
+    if policy.chat_template_options:
+        check_options(tokenizer, policy.chat_template_options, OPTIONS_KEY)
+        tokenizer.chat_template = with_policy(tokenizer.chat_template, policy)
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int), "checked when it was read"
+    _ends[tokenizer] = end_ids_of(
+        policy, folder or "", end, lambda text: tokenizer.get_vocab().get(text)
+    )
+    return tokenizer
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -133,7 +148,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Token ids that end a completion: the tokenizer's end token, then others that its folder
-    lists.
+    lists, then those of the policy that it was made for (`tokenizer_for`).
 
     Chat models have several, in the folder's `generation_config.json`, and
     transformers and vLLM stop at each of them. Raises InputError for a tokenizer without an end
@@ -142,15 +157,24 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise InputError("the tokenizer has no end token: completions would never end")
-    folder = tokenizer.name_or_path
-    file = Path(folder, "generation_config.json")
-    if not folder or not file.is_file():
-        return (end,)
-    listed = read_object(file).get("eos_token_id")
-    ids = listed if isinstance(listed, list) else [end if listed is None else listed]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise InputError(f"{file}: expected eos_token_id as one id or a list, found {listed!r:.80}")
-    return tuple(dict.fromkeys([end, *ids]))
+    if tokenizer in _ends:
+        return _ends[tokenizer]
+    return listed_end_ids(tokenizer.name_or_path, end)
+
+
+def trained_ends(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids after which nothing of a demonstration is trained on; none where the run names none.
+
+    Those are runs from before `policy.end_tokens`, and runs by the built-in template, which writes
+    nothing after an end.
+    """
+    return end_token_ids(tokenizer) if policy.end_tokens is not None else ()
+
+
+# Ends of the tokenizers that were made for a policy, which may have some of its own.
+_ends: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, ...]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, bool], list[int]]:
@@ -215,7 +239,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the chat template, as hex."""
+    """SHA-256 of the chat template with the policy's options but for the date, as hex."""
     template = tokenizer.chat_template
-    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    if isinstance(template, str):
+        text = without_date(template)
+    else:
+        dateless = {name: without_date(source) for name, source in template.items()}
+        text = json.dumps(dateless, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -390,6 +390,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets",
         "environment.turns_max", "environment.tokens_max", "environment.tool_output_",
+        "environment.chat_template_options", "policy.chat_template_options", "policy.end_tokens",
         "environment.step_timeout_s", "environment.mixture", "environment.on_broken_prefix",
         "objective.loss", "inference.engine.prefix_cache", "inference.engine.adapter",
         "rollouts.source", "policy.lora", "policy.quantize_base", "inference.serve_merged",

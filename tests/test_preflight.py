@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cases import others_slow
+from support.chat_folders import CHATML, GEMMA, TWO_ENDS, WITHOUT_REASONING, chat_folder
 from support.run_factories import evaluate, whole_run
 from support.scripted_policies import write_tokenizer
 from support.templates import QWEN
@@ -306,3 +307,49 @@ def test_a_template_without_tools_is_refused_before_a_run_with_tools(tmp_path: P
     carried = load_config(tmp_path / "run.yaml", overrides)
     assert tools(carried) == "the chat template carries look"
     assert tools(debug(tmp_path)) == "none that are known before an episode starts"
+
+
+def with_folder(root: Path, template: str, *overrides: str) -> Config:
+    """The debug configuration with a tokenizer folder of this chat template."""
+    folder = chat_folder(root / "folder", template)
+    longer = ("policy.context_length=512", "batching.length_buckets=[512]")
+    return debug(root, f"policy.tokenizer={folder}", *longer, *overrides)
+
+
+@pytest.mark.parametrize("flow", ["rl-loop", "sft"])
+def test_a_row_that_would_be_learned_otherwise_is_named_before_any_work(tmp_path, flow) -> None:
+    rows = tmp_path / "rows.jsonl"
+    shown = ["fine", "<think>two and two</think>4"]
+    rows.write_text("\n".join(json.dumps({"prompt": "2+2", "completion": c}) for c in shown))
+    options = f"{{name: chat, options: {{path: {rows}, eval_fraction: 1.0e-9}}}}"
+    config = with_folder(
+        tmp_path, WITHOUT_REASONING, f"sft.environment={options}", "policy.init=sft"
+    )
+    with pytest.raises(InputError, match=r"rows.jsonl, line 2: the answer '<think>two and two<"):
+        before_engines(config, flow)
+    assert not (tmp_path / config.run_id).exists()
+    Run.create_or_open(config)  # as an earlier version began it, which goes on
+    before_engines(config, flow)
+
+
+@pytest.mark.parametrize(
+    ("template", "overrides", "words"),
+    [
+        (TWO_ENDS, (), "set policy.end_tokens to the list"),
+        (CHATML, ("policy.end_tokens=[<|eot|>]",), "'<|eot|>' is no token"),
+        (CHATML, ("policy.chat_template_options={enable_thinking: false}",), "it reads none"),
+        (CHATML, ("policy.chat_template_options={date: 2026-01-31}",), "it reads none"),
+        (CHATML, ("environment.chat_template_options={a: 1}",), "environment.chat_template_opti"),
+        (
+            GEMMA.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% break %}{% endfor %}"),
+            ("environment={name: game, eval_seed: 2000000000}",),
+            "environment has episodes of several turns, which the policy's chat template cannot",
+        ),
+    ],
+)
+def test_a_template_that_a_run_cannot_be_played_by_is_refused(
+    tmp_path, template, overrides, words
+) -> None:
+    with pytest.raises(InputError) as raised:
+        before_engines(with_folder(tmp_path, template, *overrides), "rl-loop")
+    assert words in str(raised.value)

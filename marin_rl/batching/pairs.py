@@ -7,7 +7,7 @@ that no prompt is on both sides.
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,13 +33,18 @@ class PairBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTokenizer:
-    """Tokenizer of pairs, with the digests of its identity."""
+    """Tokenizer of pairs, with the digests of its identity.
+
+    `ends` are the ids that end an answer, and with it a row; None: see `chat_tokens`; none at all:
+    rows end with what the template writes.
+    """
 
     tokenizer: ChatTokenizer
     tokenizer_digest: str
     chat_template_digest: str
     vocab_size: int
     context_length: int
+    ends: Collection[int] | None = None
 
     def tokenized(
         self, pairs: Sequence[PreferencePair], held_out_fraction: float
@@ -88,7 +93,10 @@ class PairTokenizer:
         if token_ids is None:
             try:
                 answer = pair.chosen if field == "chosen" else pair.rejected
-                token_ids, _ = chat_tokens(self.tokenizer, pair.messages, answer)
+                ids, mask = chat_tokens(self.tokenizer, pair.messages, answer, self.ends)
+                # The reward is read at the token that a sampled answer ends with.
+                length = int(np.flatnonzero(mask)[-1]) + 1 if self.ends != () else len(ids)
+                token_ids = ids[:length]
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
         elif int(token_ids.min()) < 0 or int(token_ids.max()) >= self.vocab_size:

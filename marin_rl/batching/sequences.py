@@ -7,13 +7,15 @@ positions, never from token values.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
-from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering, TemplateOwner
+from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering
+from marin_rl.end_tokens import HasAddedTokens
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
 from marin_rl.types import Message
 
@@ -24,7 +26,7 @@ Tokens = Int32[np.ndarray, " T"]
 
 
 @runtime_checkable
-class ChatTokenizer(TemplateOwner, Protocol):
+class ChatTokenizer(HasAddedTokens, Protocol):
     """A tokenizer, as far as conversations need it."""
 
     @property
@@ -36,92 +38,206 @@ class ChatTokenizer(TemplateOwner, Protocol):
         """Tokenize; returns a mapping with `input_ids`, and `char_to_token`."""
         ...
 
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002 - transformers' signature
+        """Return the text of ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """A conversation that ends in an answer: its texts, its ids, and which are trained on.
+
+    The first `prompt_length` ids are those of `prompt`, with which `text` begins.
+    """
+
+    prompt: str
+    text: str
+    ids: Tokens
+    mask: Tokens
+    prompt_length: int
+
 
 def rendered_prompts(
-    tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]
+    tokenizer: ChatTokenizer,
+    prompts: Sequence[Sequence[Message]],
+    options: Sequence[Mapping[str, Any]] = (),
 ) -> list[tuple[str, int]]:
     """Text and number of tokens of several prompts, each with the assistant's opening.
 
-    Raises InputError when the tokenizer has no chat template, or the template fails.
+    `options` are those of the template for each prompt, if there are any. Raises InputError when
+    the tokenizer has no chat template, or the template fails.
     """
     conversations = [
-        Conversation(messages=_conversation(messages), opening=True) for messages in prompts
+        Conversation(messages=_conversation(messages), opening=True, options=own)
+        for messages, own in zip(prompts, options or [{}] * len(prompts), strict=True)
     ]
     return [
-        (rendering.text, len(_ids(_tokenized(tokenizer, rendering))))
+        (rendering.text, len(_ids(_tokenized(tokenizer, rendering.text))))
         for rendering in _rendered(_template(tokenizer), conversations)
     ]
 
 
 def chat_tokens(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], answer: str
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    answer: str,
+    ends: Collection[int] | None = None,
 ) -> tuple[Tokens, Tokens]:
     """(token_ids, loss_mask) of a conversation that ends in `answer` by the assistant.
 
-    The mask is 1 on the answer as the template's `{% generation %}` block delimits it, end-of-turn
-    token included if it is in the block; for templates without such a block, on everything after
-    the prompt. Earlier assistant messages are never trained on. Raises InputError when the prompt
-    is not a prefix of the conversation, or when no token is left to train on.
+    The mask is 1 on the answer as the template's `{% generation %}` block delimits it, for
+    templates without such a block from the prompt on, up to the token that ends it: the first of
+    `ends`, by default the last control token that the template writes. What follows it is not
+    trained on; where there is none, all is. Earlier assistant messages are never trained on. Raises
+    InputError when the prompt is not a prefix of the conversation, or when no token is left to
+    train on.
     """
-    return chats_tokens(tokenizer, [(messages, answer)])[0]
+    return chats_tokens(tokenizer, [(messages, answer)], ends)[0]
 
 
 def chats_tokens(
-    tokenizer: ChatTokenizer, chats: Sequence[tuple[Sequence[Message], str]]
+    tokenizer: ChatTokenizer,
+    chats: Sequence[tuple[Sequence[Message], str]],
+    ends: Collection[int] | None = None,
 ) -> list[tuple[Tokens, Tokens]]:
     """Tokens and loss masks of several conversations, rendered together, as `chat_tokens` does."""
+    return [(chat.ids, chat.mask) for chat in rendered_chats(tokenizer, chats, ends)]
+
+
+def rendered_chats(
+    tokenizer: ChatTokenizer,
+    chats: Sequence[tuple[Sequence[Message], str]],
+    ends: Collection[int] | None = None,
+    options: Sequence[Mapping[str, Any]] = (),
+) -> list[RenderedChat]:
+    """Several conversations, rendered together, with tokens and masks as `chat_tokens` has them.
+
+    `options` are those of the template for each chat, if there are any.
+    """
     template = _template(tokenizer)
     marked = _GENERATION.search(tokenizer.get_chat_template()) is not None
     conversations = list[Conversation]()
-    for messages, answer in chats:
+    for (messages, answer), own in zip(chats, options or [{}] * len(chats), strict=True):
         prompt = _conversation(messages)
         conversation = [*prompt, {"role": "assistant", "content": answer}]
         # Both in one message to the worker: a round trip costs more than rendering.
-        conversations.append(Conversation(messages=prompt, opening=True))
-        conversations.append(Conversation(messages=conversation))
+        conversations.append(Conversation(messages=prompt, opening=True, options=own))
+        conversations.append(Conversation(messages=conversation, options=own))
     renderings = _rendered(template, conversations, spans=marked)
     pairs = zip(renderings[::2], renderings[1::2], chats, strict=True)
     return [
-        _trained_tokens(tokenizer, prompt, conversation, answer, marked=marked)
+        _trained_tokens(tokenizer, prompt, conversation, answer, marked=marked, ends=ends)
         for prompt, conversation, (_, answer) in pairs
     ]
 
 
+def named_chats(
+    tokenizer: ChatTokenizer,
+    chats: Sequence[tuple[Sequence[Message], str]],
+    names: Sequence[str],
+    ends: Collection[int] | None = None,
+    options: Sequence[Mapping[str, Any]] = (),
+) -> list[RenderedChat]:
+    """Conversations as `rendered_chats` gives them; an error begins with the name of its chat."""
+    try:
+        return rendered_chats(tokenizer, chats, ends, options)
+    except InputError:
+        for index, name in enumerate(names):
+            try:
+                rendered_chats(
+                    tokenizer, chats[index : index + 1], ends, options[index : index + 1]
+                )
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from None
+        raise
+
+
 def _trained_tokens(
     tokenizer: ChatTokenizer,
-    prompt_rendering: Rendering,
+    prompt: Rendering,
     rendering: Rendering,
     answer: str,
     *,
     marked: bool,
-) -> tuple[Tokens, Tokens]:
-    prompt = _ids(_tokenized(tokenizer, prompt_rendering))
-    encoding = _tokenized(tokenizer, rendering)
-    ids = _ids(encoding)
-    # A sampler sees the prompt alone; other tokens in training would be another distribution.
-    if len(ids) < len(prompt) or not np.array_equal(ids[: len(prompt)], prompt):
-        raise InputError(
-            "the chat template renders a prompt that the finished conversation does not begin "
-            f"with (they part at token {_common(prompt, ids)} of {len(prompt)}): a model trained "
-            "on it would never see the prompts it is sampled with; use a template whose "
-            "generation prompt is a prefix of the assistant's turn"
-        )
+    ends: Collection[int] | None,
+) -> RenderedChat:
+    prompt_ids = _ids(_tokenized(tokenizer, prompt.text))
+    encoding, ids, start = _continued(tokenizer, prompt, prompt_ids, rendering)
     mask = np.zeros(len(ids), dtype=np.int32)
     # From the prompt on, so that earlier turns of the assistant are never trained on.
-    mask[len(prompt) :] = 1
+    mask[len(prompt_ids) : _end_of_answer(tokenizer, ids, len(prompt_ids), ends)] = 1
     if marked:
-        mask *= _assistant_mask(encoding, rendering.spans, len(ids))
+        spans = [(max(first - start, 0), end - start) for first, end in rendering.spans]
+        own = _assistant_mask(encoding, [span for span in spans if span[1] > 0], len(ids))
+        mask *= np.roll(own, len(prompt_ids)) if start else own
     if not mask.any():
         raise InputError(
             f"nothing to train on in the answer {answer!r}: the chat template marks none of its "
             "tokens as the assistant's"
         )
-    return ids, mask
+    return RenderedChat(
+        prompt=prompt.text,
+        text=rendering.text,
+        ids=ids,
+        mask=mask,
+        prompt_length=len(prompt_ids),
+    )
+
+
+def _continued(
+    tokenizer: ChatTokenizer,
+    prompt: Rendering,
+    prompt_ids: Int32[np.ndarray, " P"],
+    rendering: Rendering,
+) -> tuple[Any, Tokens, int]:
+    """Ids of a conversation that begin with those of its prompt, and their encoding.
+
+    Also the character of the text at which the encoding begins. A sampler sees the prompt's ids
+    alone: where the tokenizer would join the prompt's last characters with the first of the answer,
+    the rest is tokenized by itself, as it is sampled. Raises InputError where that is not possible.
+    """
+    encoding = _tokenized(tokenizer, rendering.text)
+    ids, count = _ids(encoding), len(prompt_ids)
+    if len(ids) >= count and np.array_equal(ids[:count], prompt_ids):
+        return encoding, ids, 0
+    if rendering.text.startswith(prompt.text):
+        start = len(prompt.text)
+        rest = _tokenized(tokenizer, rendering.text[start:])
+        joined = np.concatenate([prompt_ids, _ids(rest)])
+        # Some tokenizers write a space before each text.
+        if text_of(tokenizer, joined) == text_of(tokenizer, ids):
+            return rest, joined, start
+    raise InputError(
+        "the chat template renders a prompt that the finished conversation does not begin "
+        f"with (they part at token {_common(prompt_ids, ids)} of {count}): a model trained "
+        "on it would never see the prompts it is sampled with; use a template whose "
+        "generation prompt is a prefix of the assistant's turn"
+    )
+
+
+def text_of(tokenizer: ChatTokenizer, ids: Sequence[int] | Tokens) -> str:
+    """Return the text of ids, control tokens included."""
+    return str(tokenizer.decode(list(map(int, ids)), clean_up_tokenization_spaces=False))
+
+
+def _end_of_answer(
+    tokenizer: ChatTokenizer, ids: Tokens, start: int, ends: Collection[int] | None
+) -> int:
+    """Index after the token that ends the answer which begins at `start`.
+
+    That is the number of ids where none ends it.
+    """
+    chosen = tokenizer.added_tokens_decoder.keys() if ends is None else ends
+    places = start + np.flatnonzero(np.isin(ids[start:], list(chosen)))
+    if not len(places):
+        return len(ids)
+    return int(places[-1 if ends is None else 0]) + 1
 
 
 def _assistant_mask(encoding: Any, spans: Sequence[tuple[int, int]], length: int) -> Tokens:
     """Tokens of the generation blocks, by the positions of their first and last characters.
 
+    `length` is that of the whole mask, of which the encoding may be the beginning.
     The edges are transformers': a block whose last character has no token ends with the text.
     """
     mask = np.zeros(length, dtype=np.int32)
@@ -157,9 +273,9 @@ def _rendered(
         raise InputError(f"the chat template does not render these messages: it {error}") from error
 
 
-def _tokenized(tokenizer: ChatTokenizer, rendering: Rendering) -> Any:
+def _tokenized(tokenizer: ChatTokenizer, text: str) -> Any:
     # The template has written the special tokens that open and end a text.
-    return tokenizer(rendering.text, add_special_tokens=False)
+    return tokenizer(text, add_special_tokens=False)
 
 
 def _ids(encoding: Mapping[str, Any]) -> Tokens:

@@ -3,11 +3,12 @@
 Leaves out how it is trained (training.py) and served (serving.py).
 """
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marin_rl.config.section import PLAN, Count, Section, optional_field
+from marin_rl.config.section import PLAN, Count, Section, TemplateOptions, optional_field
 
 ModelFamily = Literal["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
@@ -151,6 +152,19 @@ class PolicyConfig(Section):
     tokenizer: str = Field(
         default="characters", description="'characters' (built in) or a local tokenizer folder"
     )
+    end_tokens: tuple[Annotated[str, Field(min_length=1)], ...] | None = optional_field(
+        as_begun=True,
+        max_length=8,
+        description="texts of tokens that end a completion, in addition to the tokenizer's "
+        "eos_token and those in its generation_config.json; null: the token that the chat template "
+        "puts after an answer, which run.json then names",
+    )
+    chat_template_options: TemplateOptions | None = optional_field(
+        as_begun=("date",),
+        description="values of variables that the chat template reads, such as enable_thinking; "
+        "date (YYYY-MM-DD) is today to a template that asks for it, else the day on which the run "
+        "began",
+    )
     model: ModelConfig = ModelConfig()
     context_length: Count = Field(
         default=128, le=10_000_000, description="tokens of prompt and completion together"
@@ -178,12 +192,28 @@ class PolicyConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _date_is_one(self) -> "PolicyConfig":
+        day = (self.chat_template_options or {}).get("date")
+        if day is not None and not (isinstance(day, str) and _is_date(day)):
+            raise ValueError(
+                f"chat_template_options.date: expected a date as YYYY-MM-DD, found {day!r:.40}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _source_is_named(self) -> "PolicyConfig":
         if self.init == "hf" and not self.hf_path:
             raise ValueError("init 'hf' needs hf_path, a local model folder")
         if self.init == "checkpoint" and not self.checkpoint:
             raise ValueError("init 'checkpoint' needs checkpoint, ROOT/RUN_ID/checkpoints/round-N")
         return self
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 class MeshConfig(Section):

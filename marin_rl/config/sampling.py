@@ -15,6 +15,7 @@ from marin_rl.config.section import (
     Seconds,
     Section,
     SetName,
+    TemplateOptions,
     optional_field,
     runtime_field,
 )
@@ -78,6 +79,10 @@ class EnvironmentConfig(Section):
         default=(),
         max_length=64,
         description="names of environment variables that scoring may see, such as a judge's key",
+    )
+    chat_template_options: TemplateOptions | None = optional_field(
+        description="values of variables that the chat template reads, for the prompts of this "
+        "environment; they win over policy.chat_template_options",
     )
     turns_max: Count | None = optional_field(
         le=10_000, description="turns of the model after which an episode is ended; null: 64"

@@ -6,14 +6,15 @@ fingerprints. Of the free ones, those marked `PLAN` are numbers whose effect sta
 folder; a run.json says them to all commands, while no other free key is ever taken from one.
 Sections marked `OMIT_IF_NONE` leave no trace while they are null: runs from before them stay what
 they were. A key marked `AS_BEGUN` is chosen by a new run where it is null; its run.json says the
-choice to all later commands, and a run from before the choice goes on without.
+choice to all later commands, and a run from before the choice goes on without. Of a mapping, single
+entries may be marked so.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_serializer
 from pydantic.fields import FieldInfo
 
 from marin_rl.config.paths import as_written
@@ -27,6 +28,12 @@ AS_BEGUN: dict[str, Any] = {**OMIT_IF_NONE, "as_begun": True}
 Count = Annotated[int, Field(ge=1)]
 CodeName = Annotated[str, Field(pattern=SPEC_PATTERN)]  # FILE.py:name or module:name
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+# Variables of a chat template by name; an empty mapping is none.
+TemplateOptions = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")], JsonValue],
+    Field(max_length=64),
+    AfterValidator(lambda options: options or None),
+]
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 Node = TypeVar("Node", bound="Section")
@@ -89,6 +96,10 @@ def with_choices(node: Node, choice: Callable[[str], Any], prefix: str = "") -> 
         value, key = getattr(node, name), prefix + name
         if isinstance(value, Section):
             value = with_choices(value, choice, f"{key}.")
+        elif entries := entries_as_begun(info):
+            chosen = choice(key) or {}
+            kept = {entry: chosen[entry] for entry in entries if entry in chosen}
+            value = {**kept, **(value or {})} or None if kept else value
         elif value is None and is_as_begun(info):
             value = choice(key)
         if value is not getattr(node, name):
@@ -114,6 +125,13 @@ def is_as_begun(info: FieldInfo) -> bool:
     return isinstance(extra, dict) and bool(extra.get("as_begun"))
 
 
+def entries_as_begun(info: FieldInfo) -> Sequence[str]:
+    """Return the entries of a mapping that a new run chooses where they are not given."""
+    extra = info.json_schema_extra
+    entries = extra.get("entries_as_begun") if isinstance(extra, dict) else None
+    return tuple(map(str, entries)) if isinstance(entries, list) else ()
+
+
 def omitted_if_none(info: FieldInfo) -> bool:
     """True if a key is left out of everything that is written while it is null."""
     extra = info.json_schema_extra
@@ -126,13 +144,21 @@ def runtime_field(*, default: Any, description: str, **limits: Any) -> Any:
 
 
 def optional_field(
-    *, description: str, as_begun: bool = False, runtime_only: bool = False, **limits: Any
+    *,
+    description: str,
+    as_begun: bool | Sequence[str] = False,
+    runtime_only: bool = False,
+    **limits: Any,
 ) -> Any:
     """A field that is null by default, and then left out of all that is written.
 
-    `as_begun` marks it `AS_BEGUN`, `runtime_only` marks it `RUNTIME_ONLY` as well.
+    `as_begun` marks it `AS_BEGUN`, or the named entries of a mapping; `runtime_only` marks it
+    `RUNTIME_ONLY` as well.
     """
-    marks = (AS_BEGUN if as_begun else OMIT_IF_NONE) | (RUNTIME_ONLY if runtime_only else {})
+    marks = dict(AS_BEGUN if as_begun is True else OMIT_IF_NONE)
+    if not isinstance(as_begun, bool):
+        marks["entries_as_begun"] = list(as_begun)
+    marks |= RUNTIME_ONLY if runtime_only else {}
     return Field(default=None, description=description, json_schema_extra=marks, **limits)
 
 

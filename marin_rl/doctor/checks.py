@@ -21,6 +21,7 @@ from marin_rl.doctor.data import (
 from marin_rl.doctor.policy import canary, loss, model, programs, prompts, tokenizer, tools
 from marin_rl.doctor.rewards import reward
 from marin_rl.doctor.surroundings import devices, endpoints, machine, mesh, orchestrator
+from marin_rl.doctor.templates import chat_template, warm_start
 from marin_rl.errors import MarinRLError
 from marin_rl.progress import phase
 
@@ -32,6 +33,8 @@ ALL: tuple[tuple[str, Check], ...] = (
     ("data", data),
     ("tokenizer", tokenizer),
     ("model", model),
+    ("chat template", chat_template),
+    ("demonstrations", warm_start),
     ("prompts", prompts),
     ("tools", tools),
     ("canary", canary),
@@ -47,10 +50,10 @@ ALL: tuple[tuple[str, Check], ...] = (
 )
 
 BEFORE_A_RUN: tuple[Check, ...] = (
-    storage, environment, tokenizer, model, prompts, endpoints, reward_model, loss, group_filter,
-    mesh, programs,
+    storage, environment, tokenizer, model, chat_template, warm_start, prompts, endpoints,
+    reward_model, loss, group_filter, mesh, programs,
 )  # fmt: skip
-BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, pairs, mesh)
+BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, chat_template, pairs, mesh)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

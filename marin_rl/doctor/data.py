@@ -4,6 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from marin_rl.config import Config
+from marin_rl.doctor.templates import learned_pairs, learned_rows
 from marin_rl.errors import ConfigError, ObjectMissing
 
 
@@ -42,10 +43,11 @@ def data(config: Config) -> str:
 
 
 def demonstrations(config: Config) -> str:
-    """Check that every example that a warm start comes to has a demonstration."""
+    """Check that every example that a warm start comes to has a demonstration, learned as it is."""
     from marin_rl.environments.checks import check_demonstrations
 
     check_demonstrations(config)
+    learned_rows(config)
     return f"{config.sft.steps * config.sft.sequences_per_step} examples have demonstrations"
 
 
@@ -73,7 +75,9 @@ def pairs(config: Config) -> str:
             run = Run.open(config.root, config.run_id, config.storage_options)
             if committed(run, pairs_slot()) is not None:
                 return f"{settings.pairs} is gone; the run has its own copy"
-    return f"{settings.pairs}: {len(read_pairs(settings.pairs).pairs)} pairs"
+    pairs = read_pairs(settings.pairs).pairs
+    learned_pairs(config, pairs)
+    return f"{settings.pairs}: {len(pairs)} pairs"
 
 
 def reward_model(config: Config) -> str:

@@ -29,7 +29,9 @@ def tokenizer(config: Config) -> str:
 
 def tokenizer_files(config: Config) -> str:
     """Check the tokenizer by its files; load it where only transformers knows how it is built."""
-    return _checked(config, _tokenizer_of(config))
+    from marin_rl.rollouts.policy_tokenizer import light_tokenizer
+
+    return _checked(config, light_tokenizer(config.policy))
 
 
 def _checked(config: Config, built: "FileTokenizer | PreTrainedTokenizerBase") -> str:
@@ -154,17 +156,6 @@ def rendered(config: Config, examples: Sequence[Example]) -> list[tuple[str, int
 def rendered_by(config: Config, prompts: Sequence[Sequence[Message]]) -> list[tuple[str, int]]:
     """Return conversations as the chat template writes them, each with its number of tokens."""
     from marin_rl.batching.sequences import rendered_prompts
+    from marin_rl.rollouts.policy_tokenizer import light_tokenizer
 
-    return rendered_prompts(_tokenizer_of(config), prompts)
-
-
-def _tokenizer_of(config: Config) -> "FileTokenizer | PreTrainedTokenizerBase":
-    """Return the policy's tokenizer, by its files alone where they say how it is built."""
-    from marin_rl.tokenizer_files import read_tokenizer
-
-    built = read_tokenizer(config.policy)
-    if built is not None:
-        return built
-    from marin_rl.tokenizers import tokenizer_for
-
-    return tokenizer_for(config.policy)
+    return rendered_prompts(light_tokenizer(config.policy), prompts)

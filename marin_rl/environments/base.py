@@ -171,6 +171,15 @@ class ChecksDemonstrations(Protocol):
 
 
 @runtime_checkable
+class NamesRows(Protocol):
+    """Optional part of an environment whose examples are rows of files."""
+
+    def place(self, seed: int, index: int, split: Split) -> str:
+        """The file and the row of the example at `index`."""
+        ...
+
+
+@runtime_checkable
 class HasNotices(Protocol):
     """Optional part of an environment: facts about its data that a user may not expect."""
 

@@ -156,6 +156,10 @@ class Chat(FunctionScored):
         epoch, place = divmod(index, len(chosen))
         return int(chosen[int(self._order(len(chosen), seed, epoch)[place])])
 
+    def place(self, seed: int, index: int, split: Split) -> str:
+        """The file and the row of the example at `index`. Raises InputError for an empty split."""
+        return self._loaded.rows.place(self.row_number(seed, index, split))
+
     def demonstration(self, example: Example) -> str | None:
         """Text for a warm start: the row's completion, else its answer."""
         shown = demonstration_in(example.metadata, self._columns)

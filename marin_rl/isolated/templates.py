@@ -9,16 +9,20 @@ given, and who may render where (`marin_rl.chat_templates`).
 import json
 import threading
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import UTC, date, datetime, time
 from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+DATE = "chat_template_date"  # variable with the day that strftime_now gives, as YYYY-MM-DD
+CLOCK = "strftime_now"
 
 CHARACTERS_MAX = 2**20  # and for each byte of the conversation:
 CHARACTERS_PER_BYTE_MAX = 8
@@ -77,8 +81,15 @@ def _raise_exception(message: Any) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 local time, as transformers has it
+@jinja2.pass_context
+def _strftime_now(context: Context, form: str) -> str:
+    day = context.get(DATE)
+    if day is None:
+        return datetime.now().strftime(form)  # noqa: DTZ005 local time, as transformers has it
+    # Midnight of no zone in particular: neither clock nor zone of this machine is read.
+    midnight = datetime.combine(date.fromisoformat(day), time())
+    seconds = int(midnight.replace(tzinfo=UTC).timestamp())
+    return midnight.strftime(form.replace("%s", str(seconds)))
 
 
 @lru_cache(maxsize=1)
@@ -88,7 +99,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals[CLOCK] = _strftime_now
     return environment
 
 
@@ -116,6 +127,16 @@ def render(
         return "".join(pieces), _tracker.spans
     finally:
         _tracker.pieces, _tracker.spans = None, []
+
+
+def variables_in(source: str) -> list[str]:
+    """Return the variables that a template reads, `strftime_now` among them if it calls that.
+
+    Raises as `compile_template` does.
+    """
+    tree = _environment().parse(source)
+    called = {node.name for node in tree.find_all(nodes.Name) if node.name == CLOCK}
+    return sorted(meta.find_undeclared_variables(tree) | called)
 
 
 def failure_of(error: Exception) -> dict[str, str]:
@@ -149,11 +170,14 @@ def begin(_settings: object) -> Callable[[bytes, bytes], bytes]:
 def answer(common: bytes, item: bytes) -> bytes:
     """Render a conversation in a worker: `common` is the template, `item` its variables as JSON.
 
-    Returns JSON: `text` and `spans`, or what `failure_of` returns. Raises MemoryError.
+    Without variables, returns the names of those that the template reads.
+    Returns JSON: `text` and `spans`, `names`, or what `failure_of` returns. Raises MemoryError.
     """
     most = CHARACTERS_MAX + CHARACTERS_PER_BYTE_MAX * len(item)
     try:
         request = json.loads(item)  # integers of any size, unlike other readers
+        if "variables" not in request:
+            return json.dumps({"names": variables_in(common.decode())}).encode()
         text, spans = render(
             common.decode(), request["variables"], spans=request["spans"], characters_max=most
         )

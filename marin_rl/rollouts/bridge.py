@@ -9,8 +9,9 @@ and these checks. Leaves out the loop (`episode`).
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from marin_rl.config import PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BridgeFault, TemplateRefusal
 from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
-from marin_rl.types import Message
+from marin_rl.types import Message, ToolCall
 
 # Stand for the turns before: what a template writes after a turn must not depend on their words,
 # but it may on a system message (some write it into the last question) and on reasoning (some drop
@@ -77,10 +78,14 @@ class _Text:
 
 
 class TemplateBridge:
-    """Bridges of a policy's chat template; its tokenizer is read on first use."""
+    """Bridges of a policy's chat template; its tokenizer is read on first use.
 
-    def __init__(self, policy: PolicyConfig) -> None:
+    `options` of the template win over the policy's own.
+    """
+
+    def __init__(self, policy: PolicyConfig, options: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = PolicyTokenizer(policy)
+        self._options = dict(options or {})
         self._text_at = lru_cache(maxsize=_KEPT_MAX)(self._text)
         # The dialogue before a turn is the one that the turn before was compared with.
         self._opened_at = lru_cache(maxsize=_DIALOGUES_MAX)(self._opened)
@@ -112,6 +117,35 @@ class TemplateBridge:
         if not self._is_built_in:  # which writes each message by itself
             self._compare(bridge, junction, dialogue)
         return np.array(bridge.ids[1:] if junction.ended is not None else bridge.ids, np.int32)
+
+    def check(self, tools: Sequence[Tool] = ()) -> None:
+        """Raise BridgeFault where no dialogue of several turns can be carried.
+
+        Where `tools` are offered, results of tools that go on are enough.
+        """
+        messages = [Message(role="user", content="go on")]
+        question, reply = (Message(role="user", content="question"), _REPLY)
+        dialogue = [question, Message(role="assistant", content=reply)]
+        try:
+            self._check_at_any_end(dialogue, messages, tools)
+        except BridgeFault:
+            if not tools:
+                raise
+            call = ToolCall(id=_CALL_ID, name=tools[0]["function"]["name"], arguments="{}")
+            called = Message(role="assistant", content="", tool_calls=(call,))
+            result = Message(role="tool", content="result", tool_call_id=call.id, name=call.name)
+            self._check_at_any_end([question, called], [result], tools)
+
+    def _check_at_any_end(
+        self, dialogue: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> None:
+        """Raise BridgeFault where the dialogue goes on from none of the end tokens."""
+        *others, last = self._tokenizer.end_ids
+        for end in others:
+            with suppress(BridgeFault):
+                self(dialogue, end, messages, tools)
+                return
+        self(dialogue, last, messages, tools)
 
     def prompt(
         self, dialogue: Sequence[Message], tools: Sequence[Tool] = ()
@@ -211,7 +245,9 @@ class TemplateBridge:
                 f"on: expected a text that begins with {before.text + reply!r:.300}, found "
                 f"{after.text!r:.300}"
             )
-        return begun.removeprefix(reply)
+        after_reply = begun.removeprefix(reply)
+        # Llama 2's template writes a space before its end token, which the model need not.
+        return after_reply.lstrip() or after_reply
 
     def _text_after_calls(self, junction: _Junction, ends: Sequence[str]) -> str:
         """Return what the template writes after a turn that called tools, from its end token on.
@@ -269,7 +305,9 @@ class TemplateBridge:
         """Renderings of conversations. Raises BridgeFault where the template refuses one."""
         template = ChatTemplate.of(self._tokenizer.tokenizer, tools=bool(junction.tools))
         try:
-            return template.render_all(conversations)
+            return template.render_all(
+                [replace(conversation, options=self._options) for conversation in conversations]
+            )
         except TemplateRefusal as error:
             roles = ", ".join(message.role for message in junction.messages) or "nothing"
             raise BridgeFault(

@@ -9,9 +9,32 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from marin_rl.config import PolicyConfig
+from marin_rl.tokenizer_files import FileTokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def light_tokenizer(policy: PolicyConfig) -> "FileTokenizer | PreTrainedTokenizerBase":
+    """The tokenizer of a policy, by its files alone where they say how it is built.
+
+    Raises InputError.
+    """
+    built = read_tokenizer(policy)
+    if built is not None:
+        return built
+    from marin_rl.tokenizers import tokenizer_for
+
+    return tokenizer_for(policy)
+
+
+def end_ids_in(tokenizer: "FileTokenizer | PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Ids that end completions, by a tokenizer of `light_tokenizer`. Raises InputError."""
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.end_ids
+    from marin_rl.tokenizers import end_token_ids
+
+    return end_token_ids(tokenizer)
 
 
 class PolicyTokenizer:

@@ -63,7 +63,8 @@ __all__ = [
     "LOCK_KEY", "Run", "RunRef", "base_slot", "batches_slot", "check_run_id", "checkpoint_at",
     "checkpoint_named", "checkpoint_slot", "committed", "committed_checkpoint", "evals_slot",
     "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
-    "pairs_slot", "place_named", "refuse_other_content", "reward_model_slot", "rollouts_slot",
+    "pairs_slot", "place_named", "recorded_config", "refuse_other_content", "reward_model_slot",
+    "rollouts_slot",
     "round_name", "round_of", "rounds_in", "runs_under", "sft_slot", "shard_key",
     "with_ancestors",
 ]  # fmt: skip
@@ -341,6 +342,16 @@ def refuse_other_content(config: Config) -> None:
     if record is not None:
         source = store.url_of(RUN_KEY)
         check_content(record, as_recorded(record, config, source), source)
+
+
+def recorded_config(config: Config) -> Config | None:
+    """The configuration with the choices that its run recorded; None where there is no such run.
+
+    Raises ConfigError, CorruptObject.
+    """
+    store = _store_of(config)
+    record = read_record(store)
+    return None if record is None else as_recorded(record, config, store.url_of(RUN_KEY))
 
 
 def check_run_id(run_id: str) -> None:

@@ -38,7 +38,7 @@ from marin_rl.storage.runs import (
     reward_model_slot,
 )
 from marin_rl.storage.tables.pairs import commit_pairs, committed_pairs, read_pairs
-from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.tokenizers import TokenizerIdentity, trained_ends
 from marin_rl.training.adapters import Modules, modules_of
 from marin_rl.training.compiled_step import check_finite
 from marin_rl.training.critic import ScalarModel
@@ -149,6 +149,7 @@ class RewardModelTraining:
             tokenizer=cast(ChatTokenizer, self._tokenizer),
             vocab_size=self._trunk.Vocab.size,
             context_length=run.config.policy.context_length,
+            ends=trained_ends(run.config.policy, self._tokenizer),
             **asdict(self._names),
         )
         pairs = tokenizer.tokenized(file.pairs, settings.held_out_fraction)

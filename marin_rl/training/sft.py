@@ -7,21 +7,22 @@ was not. Tokens are prepared in a thread while the device computes.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import padded
-from marin_rl.batching.sequences import ChatTokenizer, chats_tokens
+from marin_rl.batching.sequences import ChatTokenizer, named_chats
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import no_demonstration
+from marin_rl.environments.mixture import part_for
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import InputError
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.runs import Run, committed, sft_slot
-from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.tokenizers import TokenizerIdentity, trained_ends
 from marin_rl.training.adapters import first_adapter, warm_start_config
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import (
@@ -168,11 +169,13 @@ def supervised_batch(
     """The examples of one step, tokenized by the chat template and padded to one length.
 
     Row i of step s is example number s * sequences_per_step + i of the environment. Raises
-    InputError for an example without an answer, or longer than the context.
+    InputError for an example without an answer, longer than the context, or that the chat template
+    does not render.
     """
     chosen = config.sft.environment or config.environment
     rows = config.sft.sequences_per_step
     chats = list[tuple[Sequence[Message], str]]()
+    names, options = list[str](), list[dict[str, Any]]()
     # By number and not from an iterator: a segment that is continued needs none of the earlier
     # ones.
     for number in range(step * rows, (step + 1) * rows):
@@ -181,7 +184,11 @@ def supervised_batch(
         if answer is None:
             raise InputError(no_demonstration(environment, example))
         chats.append((example.messages, answer))
-    sequences = chats_tokens(cast(ChatTokenizer, tokenizer), chats)
+        names.append(f"example {example.example_id} of {environment.name}")
+        options.append(part_for(environment, chosen, example).config.chat_template_options or {})
+    ends = trained_ends(config.policy, tokenizer)
+    rendered = named_chats(cast(ChatTokenizer, tokenizer), chats, names, ends, options)
+    sequences = [(chat.ids, chat.mask) for chat in rendered]
     longest = max(len(ids) for ids, _ in sequences)
     if longest > config.policy.context_length:
         raise InputError(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import others_slow
+from support.chat_folders import LLAMA2, chat_tokenizer
 from support.scripted_policies import tokenizer_of
 from support.templates import LOOPS, TEMPLATES, TOOLS
 from transformers import PreTrainedTokenizerFast
@@ -95,6 +96,33 @@ def test_a_space_that_a_template_writes_before_a_turn_is_the_models_own() -> Non
     tokenizer = tokenizer_of(TEMPLATES["mistral"], "</s>")
     ids, dialogue = joined(Bridge(tokenizer), tokenizer, ["a", " b", "c"], system=False)
     assert ids == rendered(tokenizer, dialogue)
+
+
+def test_a_space_between_an_answer_and_its_end_token_is_no_break() -> None:
+    tokenizer = chat_tokenizer(LLAMA2, "</s>")
+    dialogue = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+    bridge = Bridge(tokenizer)
+    bridge.check()
+    ids = bridge(dialogue, end_of(tokenizer), [Message(role="user", content="c")])
+    assert tokenizer.decode(ids) == "<s>[INST] c [/INST]"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "goes_on"),
+    [
+        (TEMPLATES["qwen"], False, True),
+        (TEMPLATES["qwen"], True, True),
+        (CHAT_TEMPLATE.replace("+ eos_token", ""), False, False),
+        ("{{ raise_exception('no') if messages|length > 2 }}x", True, False),
+    ],
+)
+def test_a_template_is_checked_for_several_turns(template, tools, goes_on) -> None:
+    bridge = Bridge(tokenizer_of(template, "<|im_end|>"))
+    if goes_on:
+        bridge.check(TOOLS if tools else ())
+    else:
+        with pytest.raises(BridgeFault):
+            bridge.check(TOOLS if tools else ())
 
 
 def test_a_turn_without_its_end_token_gets_it_from_the_bridge() -> None:

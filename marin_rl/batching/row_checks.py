@@ -1,0 +1,97 @@
+"""Comparison of rows with what is learned from them: the text of the tokens that are trained on.
+
+A chat template may remove reasoning, trim blanks or leave messages out, a tokenizer may normalise
+what it reads or have no token for it, and a text may spell a control token. Such rows are refused
+before any work starts. Leaves out how rows become tokens (`sequences`).
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from unicodedata import normalize
+
+import numpy as np
+
+from marin_rl.batching.sequences import ChatTokenizer, RenderedChat, named_chats, text_of
+from marin_rl.errors import InputError
+from marin_rl.types import Message
+
+SHOWN = 120
+_KEPT_ROLES = ("system", "user")  # templates write these as they are, or refuse them
+
+
+def check_rows(
+    tokenizer: ChatTokenizer,
+    chats: Sequence[tuple[Sequence[Message], str]],
+    names: Sequence[str],
+    *,
+    ends: Collection[int],
+    context_length: int,
+    options: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Raise InputError for the first chat that would not be learned as it is written.
+
+    `names` say where each chat is from, `ends` are the ids that end completions, `options` those of
+    the template for each chat, if there are any.
+    """
+    control = _control_tokens(tokenizer, ends)
+    for (messages, answer), name in zip(chats, names, strict=True):
+        for text in (*(message.content for message in messages), answer):
+            if spelt := control.search(text):
+                raise InputError(
+                    f"{name}: the text has {spelt[0]!r}, which is a control token of the policy's "
+                    "tokenizer and would be read as one: remove it from the row"
+                )
+    rendered = named_chats(tokenizer, chats, names, ends, options)
+    for (messages, answer), name, chat in zip(chats, names, rendered, strict=True):
+        if fault := _fault_of(tokenizer, messages, answer, chat, ends):
+            raise InputError(f"{name}: {fault}")
+        if len(chat.ids) > context_length:
+            raise InputError(
+                f"{name}: prompt and answer have {len(chat.ids)} tokens, but policy.context_length "
+                f"is {context_length}: raise it, or leave the row out"
+            )
+
+
+def _control_tokens(tokenizer: ChatTokenizer, ends: Collection[int]) -> re.Pattern[str]:
+    tokens = tokenizer.added_tokens_decoder.items()
+    texts = {str(token.content) for id, token in tokens if token.special or id in ends}
+    # The longest first, as the tokenizer reads them; never the empty text.
+    return re.compile("|".join(map(re.escape, sorted(texts - {""}, key=len, reverse=True))) or "$^")
+
+
+def _fault_of(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    answer: str,
+    chat: RenderedChat,
+    ends: Collection[int],
+) -> str | None:
+    """Return why a chat is not learned as it is written; None if it is."""
+    for message in messages:
+        if message.role in _KEPT_ROLES and message.content.strip() not in chat.prompt:
+            return (
+                f"the chat template leaves out or changes a message of role {message.role}, "
+                f"{message.content!r:.{SHOWN}}: change the row, or use a template that writes it"
+            )
+    first, last = (int(place) for place in np.flatnonzero(chat.mask)[[0, -1]])
+    if int(chat.ids[last]) not in ends:
+        named = " or ".join(repr(text_of(tokenizer, [end])) for end in ends)
+        return (
+            f"what is trained on is {text_of(tokenizer, chat.ids[first:])!r:.{SHOWN}}: expected a "
+            f"token that ends completions, {named}; a model that is trained so never ends its "
+            "answers. Use a template that closes an answer (and has it in its generation block)"
+        )
+    # From the prompt on, for some tokenizers drop the blank that a text begins with.
+    before, whole = (text_of(tokenizer, chat.ids[:end]) for end in (first, last))
+    learned = whole.removeprefix(before)
+    if whole.startswith(before) and answer in learned:
+        return None
+    # Two texts that look alike are shown by the numbers of their characters.
+    alike = normalize("NFC", answer) in normalize("NFC", learned)
+    shown = [(ascii if alike else repr)(text)[:SHOWN] for text in (answer, learned)]
+    return (
+        f"the answer {shown[0]} would be learned as {shown[1]}: the chat "
+        "template or the tokenizer changes it; write the row as it is learned, or use a template "
+        "that keeps it"
+    )

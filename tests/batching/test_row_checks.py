@@ -1,0 +1,198 @@
+"""Rows are learned as they are written, or refused by name; answers end with the end token."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.chat_folders import (
+    CHATML,
+    DATED,
+    GEMMA,
+    LLAMA2,
+    NO_END,
+    QWEN3,
+    TRIMMED,
+    TWO_ENDS,
+    WITHOUT_REASONING,
+    chat_folder,
+    chat_tokenizer,
+)
+
+from marin_rl.batching.pairs import PairTokenizer
+from marin_rl.batching.row_checks import check_rows
+from marin_rl.batching.sequences import chat_tokens, rendered_prompts, text_of
+from marin_rl.config import PolicyConfig
+from marin_rl.errors import InputError
+from marin_rl.rollouts.recorded_defaults import policy_as_begun
+from marin_rl.tokenizer_files import read_tokenizer
+from marin_rl.tokenizers import character_tokenizer, end_token_ids, tokenizer_for
+from marin_rl.types import Message, PreferencePair
+
+HI = (Message(role="user", content="hi"),)
+WRAPPED = CHATML.replace(
+    "{{ m.content }}<|im_end|>",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "answer", "trained"),
+    [
+        (CHATML, "<|endoftext|>", "4", "4<|im_end|>"),
+        (CHATML, "<|im_end|>", "4", "4<|im_end|>"),
+        (CHATML, "<|endoftext|>", "", "<|im_end|>"),
+        (QWEN3, "<|im_end|>", "4", "<think>\n\n</think>\n\n4<|im_end|>"),
+        (LLAMA2, "</s>", "4", " 4 </s>"),
+        (DATED, "<|endoftext|>", "4", "4<|im_end|>"),
+        (GEMMA, "<s>", "4", "4<|im_end|>"),
+        (TWO_ENDS, "</s>", "4", "4<|im_end|></s>"),
+        # two line breaks are one token of this tokenizer, which no sampler could draw here
+        (CHATML, "<|endoftext|>", "\nword", "\nword<|im_end|>"),
+        (CHATML, "<|endoftext|>", " 4 ", " 4 <|im_end|>"),
+    ],
+)
+def test_the_end_token_is_the_last_one_that_is_trained_on(template, eos, answer, trained) -> None:
+    tokenizer = chat_tokenizer(template, eos)
+    ids, mask = chat_tokens(tokenizer, HI, answer)
+    assert text_of(tokenizer, ids[mask == 1]) == trained
+    ((prompt, length),) = rendered_prompts(tokenizer, [HI])
+    assert ids[:length].tolist() == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert not mask[:length].any()
+
+
+def test_a_run_from_before_keeps_what_it_trained_on() -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    ids, mask = chat_tokens(tokenizer, HI, "4", ends=())
+    assert text_of(tokenizer, ids[mask == 1]) == "4<|im_end|>\n"
+
+
+FILE = "rows.jsonl, line 3"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "words"),
+    [
+        (WITHOUT_REASONING, "<think>two and two</think>4", "would be learned as '4'"),
+        (TRIMMED, "\nword", r"answer '\\nword' would be learned as 'word'"),
+        (TRIMMED, "word ", "answer 'word ' would be learned as 'word'"),
+        (CHATML, "4<|im_end|>\n<|im_start|>user", "has '<|im_end|>', which is a control token"),
+        (CHATML, "end</s>", "has '</s>', which is a control token"),
+        (CHATML, "e\u0301", r"answer 'e\\u0301' would be learned as '\\xe9'"),
+        (CHATML, "word" * 50, r"have \d+ tokens, but policy.context_length is 150"),
+    ],
+)
+def test_a_row_that_is_not_learned_as_it_is_written_is_refused(
+    tmp_path: Path, template: str, answer: str, words: str
+) -> None:
+    policy = policy_as_begun(
+        PolicyConfig(tokenizer=str(chat_folder(tmp_path / "folder", template, nfc=True)))
+    )
+    built, files = tokenizer_for(policy), read_tokenizer(policy)
+    assert files is not None
+    assert files.end_ids == end_token_ids(built)
+    names, chats = ["rows.jsonl, line 2", FILE], [(HI, "fine"), (HI, answer)]
+    for tokenizer in (built, files):  # both see the same
+        with pytest.raises(InputError, match=words) as raised:
+            check_rows(tokenizer, chats, names, ends=files.end_ids, context_length=150)
+        # a template without an end is refused with the first row
+        assert str(raised.value).startswith(("rows.jsonl, line ", FILE))
+        assert (
+            str(raised.value).startswith(FILE) or template in (NO_END, WRAPPED) or "no a" in words
+        )
+
+
+@pytest.mark.parametrize("answer", ["4", "\nword", "<think>two</think>4", " é☃ ", "a\n\nb", "<|im"])
+@pytest.mark.parametrize("template", [CHATML, DATED])
+def test_rows_that_are_learned_as_they_are_written_pass(template: str, answer: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    ends = [2]  # <|im_end|>
+    check_rows(tokenizer, [(HI, answer)], [FILE], ends=ends, context_length=150)
+    ids, mask = chat_tokens(tokenizer, HI, answer, ends)
+    assert text_of(tokenizer, ids[mask == 1]) == f"{answer}<|im_end|>"
+
+
+def test_a_character_without_a_token_is_refused() -> None:
+    tokenizer = character_tokenizer()
+    with pytest.raises(InputError, match=r"would be learned as 'caf<\|unknown\|>'"):
+        check_rows(tokenizer, [(HI, "café")], [FILE], ends=[1], context_length=99)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words"),
+    [
+        (
+            CHATML.replace("in messages", "in messages if m.role != 'system'"),
+            (Message(role="system", content="Be brief."), *HI),
+            "leaves out or changes a message of role system, 'Be brief.'",
+        ),
+        (CHATML, (Message(role="user", content="a<|im_start|>b"),), "has '<|im_start|>'"),
+        (CHATML.replace("m.content }}", "m.content | upper }}"), HI, "message of role user, 'hi'"),
+    ],
+)
+def test_a_prompt_that_is_rendered_as_another_is_refused(template, messages, words) -> None:
+    with pytest.raises(InputError, match=words.replace("|", r"\|")):
+        check_rows(chat_tokenizer(template), [(messages, "4")], [FILE], ends=[2], context_length=99)
+
+
+@pytest.mark.parametrize(("ends", "last"), [(None, "<|im_end|>"), ((2,), "<|im_end|>"), ((), "\n")])
+def test_pairs_end_where_sampled_answers_end(ends, last) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    pairs = PairTokenizer(
+        tokenizer=tokenizer,
+        tokenizer_digest="t",
+        chat_template_digest="c",
+        vocab_size=len(tokenizer),
+        context_length=99,
+        ends=ends,
+    )
+    pair = PreferencePair(id="a", messages=HI, chosen="yes", rejected="\nno", split="train")
+    (filled,) = pairs.tokenized([pair], 0.5)
+    for ids in (filled.chosen_token_ids, filled.rejected_token_ids):
+        assert ids is not None
+        assert text_of(tokenizer, ids[-1:]) == last
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "listed", "ends"),
+    [
+        (CHATML, "<|endoftext|>", (), ("<|im_end|>",)),
+        (CHATML, "<|im_end|>", (), ("<|im_end|>",)),
+        (CHATML, "<|endoftext|>", (2,), ("<|im_end|>",)),
+        (TWO_ENDS, "<|endoftext|>", (4,), ("</s>",)),
+        (TWO_ENDS, "</s>", (2,), ("<|im_end|>",)),
+        (LLAMA2, "</s>", (), ("</s>",)),
+        (NO_END, "<|endoftext|>", (), None),
+        ("{{ raise_exception('one message') if messages|length > 1 }}x", "</s>", (), None),
+    ],
+)
+def test_the_token_that_the_template_ends_an_answer_with_ends_completions(
+    tmp_path: Path, template: str, eos: str, listed: tuple[int, ...], ends: tuple[str, ...] | None
+) -> None:
+    folder = chat_folder(tmp_path / "folder", template, eos, listed)
+    policy = PolicyConfig(tokenizer=str(folder))
+    begun = policy_as_begun(policy)
+    assert begun.end_tokens == ends
+    tokenizer = tokenizer_for(begun)
+    expected = {tokenizer.convert_tokens_to_ids(token) for token in (eos, *(ends or ()))}
+    assert set(end_token_ids(tokenizer)) == expected | set(listed)
+    before = end_token_ids(tokenizer_for(policy))  # of a run from before
+    assert set(before) == {tokenizer.eos_token_id, *listed}
+    assert np.all(np.isin(before, end_token_ids(tokenizer)))
+
+
+def test_an_end_that_cannot_be_decided_is_refused_with_the_key(tmp_path: Path) -> None:
+    folder = str(chat_folder(tmp_path / "folder", TWO_ENDS))
+    words = (
+        r"closes an answer with '<\|im_end\|>' and '</s>', but completions end with "
+        r"'<\|endoftext\|>' by the tokenizer's files: set policy.end_tokens"
+    )
+    with pytest.raises(InputError, match=words):
+        policy_as_begun(PolicyConfig(tokenizer=folder))
+    policy = PolicyConfig(tokenizer=folder, end_tokens=("<|im_end|>",))
+    assert policy_as_begun(policy) == policy
+    assert end_token_ids(tokenizer_for(policy)) == (0, 2)
+    wrong = PolicyConfig(tokenizer=folder, end_tokens=("<|eot|>",))
+    for read in (tokenizer_for, read_tokenizer):
+        with pytest.raises(InputError, match=r"policy.end_tokens: '<\|eot\|>' is no token"):
+            read(wrong)
