@@ -19,6 +19,7 @@ from marin_rl.environments.tool_class import (
 )
 from marin_rl.errors import ConfigError
 from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult
+from marin_rl.isolated.scratch import ENTRY_BYTES
 from marin_rl.types import Example, Turn
 
 NO_OUTPUT = "[no output]"
@@ -102,6 +103,7 @@ def _end(result: SandboxResult, limits: SandboxLimits) -> str:
         "memory": f"{limits.memory_bytes >> 20} MiB",
         "output": f"{limits.output_bytes >> 10} KiB",
         "disk": f"{limits.workspace_bytes >> 20} MiB",
+        "files": f"{limits.disk_bytes // ENTRY_BYTES} in temporary folders",
     }
     return f"[{result.how}: {most[result.limit]}]"
 

@@ -29,9 +29,11 @@ from marin_rl.isolated.sandbox_command import (
     ENVIRONMENT,
     WORK,
     Descriptors,
+    Interpreter,
     SandboxLimits,
     bubblewrap,
     interpreter_of,
+    rooms,
 )
 from marin_rl.isolated.sandbox_watch import (
     Limit,
@@ -126,6 +128,11 @@ class Sandbox:
         return self._interpreter.path
 
     @property
+    def interpreter(self) -> Interpreter:
+        """Python of programs, with the folders that they see of it."""
+        return self._interpreter
+
+    @property
     def filters_calls(self) -> bool:
         """True where system calls are filtered; not on machines whose numbers are not known."""
         return self.mode == "bubblewrap" and self._filter is not None
@@ -187,16 +194,21 @@ class Sandbox:
                     for name, data in program.files.items()
                 },
             )
-            command = bubblewrap(
+            options, command = bubblewrap(
                 program.arguments, self.limits, self._interpreter, descriptors, program.workspace
             )
-            process = _started(command, program.stdin, ENVIRONMENT, descriptors.all)
+            described = theirs.enter_context(_sealed(b"\0".join(map(os.fsencode, options))))
+            command[1:1] = ["--args", str(described)]
+            inherited = (*descriptors.all, described)
+            process = _started(command, program.stdin, ENVIRONMENT, inherited)
             theirs.close()
             with discarded_on_error(process):
                 child = self._limit(status)
                 with contextlib.suppress(BrokenPipeError):  # it has ended, and says why below
                     os.write(releasing, b"x")
-        watched = watch(process, self.limits, program.wall_s, program.workspace)
+        places = () if child is None else rooms(program.workspace)
+        seen = [Path(f"/proc/{child}/root{place}") for place in places]
+        watched = watch(process, self.limits, program.wall_s, program.workspace, seen)
         if child is not None:
             await_end(child)
         exit_status = _facts(_unread(status)).get("exit-code")

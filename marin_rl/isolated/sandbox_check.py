@@ -14,6 +14,7 @@ from typing import Any
 
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.isolated.sandbox import Mode, Sandbox
+from marin_rl.isolated.sandbox_command import homes, mounted
 
 INSTALL = "apt-get install bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora, RHEL)"
 ALTERNATIVE = (
@@ -25,6 +26,7 @@ _TIMEOUT_S = 60.0
 # What a program sees, written so that it does not fail where a wall is missing.
 _PROBE = """
 import json, os, resource, sys
+host_file, nonce, homes, *kinds = sys.argv[1:]
 def fails(call, *arguments):
     try: call(*arguments)
     except OSError: return True
@@ -36,14 +38,16 @@ facts = {
     "capabilities": sum(int(status["Cap" + kind], 16) for kind in ("Eff", "Prm", "Bnd")),
     "no_new_privileges": status["NoNewPrivs"].strip() == "1",
     "calls_are_filtered": status["Seccomp"].strip() == "2",
-    "limits": [resource.getrlimit(kind)[0] for kind in map(int, sys.argv[3:])],
+    "limits": [resource.getrlimit(kind)[0] for kind in map(int, kinds)],
     "processes": sum(name.isdigit() for name in os.listdir("/proc")),
     "interfaces": interfaces,
-    "host_file_is_there": os.path.exists(sys.argv[1]),
+    "host_file_is_there": os.path.exists(host_file),
+    "mounts": [line.split()[4] for line in open("/proc/self/mountinfo")],
+    "homes": {home: sorted(os.listdir(home)) for home in json.loads(homes) if os.path.isdir(home)},
     "system_is_read_only": fails(open, "/usr/.marin-rl", "w") and fails(open, "/.marin-rl", "w"),
     "work_can_be_written": not fails(open, "probe", "w"),
 }
-print(sys.argv[2] + json.dumps(facts))
+print(nonce + json.dumps(facts))
 """
 
 
@@ -76,8 +80,9 @@ def _seen_by_a_program(sandbox: Sandbox) -> dict[str, Any]:
     """Return the report of a program in the sandbox. Raises ConfigError where it cannot run."""
     nonce = secrets.token_hex(16)
     with tempfile.NamedTemporaryFile() as host_file:
-        kinds = map(str, sandbox.limits.by_kind())
-        arguments = [sandbox.python, "-I", "-S", "-c", _PROBE, host_file.name, nonce, *kinds]
+        seen = json.dumps([str(home) for home in homes()])
+        arguments = [sandbox.python, "-I", "-S", "-c", _PROBE, host_file.name, nonce, seen]
+        arguments += map(str, sandbox.limits.by_kind())
         try:
             result = sandbox.run(arguments, wall_s=_TIMEOUT_S)
         except InputError as error:
@@ -95,6 +100,9 @@ def _seen_by_a_program(sandbox: Sandbox) -> dict[str, Any]:
 
 def _expected(facts: Mapping[str, Any], sandbox: Sandbox) -> dict[str, bool]:
     """Return the walls by name, True for those that hold."""
+    interpreter = sandbox.interpreter
+    shown = [Path(place) for place in mounted(interpreter)]
+    on_the_way = {*interpreter.folders, *interpreter.links}
     return {
         "user": facts["user"] != 0,
         "capabilities": facts["capabilities"] == 0,
@@ -105,6 +113,16 @@ def _expected(facts: Mapping[str, Any], sandbox: Sandbox) -> dict[str, bool]:
         "processes": facts["processes"] <= 2,
         "interfaces": facts["interfaces"] == ["lo"],
         "host_file_is_there": not facts["host_file_is_there"],
+        "mounts": all(
+            mount == "/" or any(Path(mount).is_relative_to(place) for place in shown)
+            for mount in facts["mounts"]
+        ),
+        # of a home no more than what leads to the interpreter
+        "homes": all(
+            any(Path(place).is_relative_to(Path(home, name)) for place in on_the_way)
+            for home, names in facts["homes"].items()
+            for name in names
+        ),
         "system_is_read_only": facts["system_is_read_only"],
         "work_can_be_written": facts["work_can_be_written"],
     }

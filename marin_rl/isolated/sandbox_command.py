@@ -11,10 +11,11 @@ makes a user namespace, which the program cannot repeat.
 
 import itertools
 import os
+import pwd
 import resource
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ _OWN_USERS = 2_000_000_000  # users of programs where it is run by root; no syst
 _USERS_PER_PROCESS = 64
 _FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives")
+_PARTS = ("bin", "include", "lib", "lib32", "lib64")  # of a Python in a folder with other things
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -45,7 +47,7 @@ class SandboxLimits:
     `memory_bytes` limits each process and all of them together, `disk_bytes` all files together and
     each file. CPU time is that of one process, by the whole second; `output_bytes` that of standard
     output and of standard error each. `workspace_bytes` limits the folder of this machine that a
-    program writes to, if it has one; it is counted every second.
+    program writes to, if it has one; it is counted every second, and each entry as 4 KiB at least.
     """
 
     wall_s: float = 10.0
@@ -95,16 +97,21 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """A Python that programs run with, and the folders outside of `/usr` that belong to it."""
+    """A Python that programs run with, and what belongs to it outside of `/usr`.
+
+    `folders` are shown; `links` lead to its path from outside of them, by place and target.
+    """
 
     path: str
     folders: tuple[str, ...]
+    links: Mapping[str, str]
 
 
 def interpreter_of(path: str | None = None) -> Interpreter:
     """Return the Python at `path`, by default the one that runs this, without its packages.
 
-    Raises ConfigError where there is none. A virtual environment brings its base along.
+    Raises ConfigError where there is none, or where more than a Python would be shown with it. A
+    virtual environment brings its base along.
     """
     chosen = Path(os.path.realpath(sys.executable) if path is None else path)
     if not (chosen.is_absolute() and chosen.is_file() and os.access(chosen, os.X_OK)):
@@ -114,9 +121,72 @@ def interpreter_of(path: str | None = None) -> Interpreter:
             f"expected a Python interpreter outside of {own[0]}, where programs have files of "
             f"their own, found {path!r}"
         )
-    places = {chosen.parent.parent, chosen.resolve().parent.parent}
-    folders = sorted(str(place) for place in places if not place.is_relative_to("/usr"))
-    return Interpreter(path=str(chosen), folders=tuple(each for each in folders if each != "/"))
+    prefixes = {chosen.resolve().parent.parent}
+    if (settings := chosen.parent.parent / "pyvenv.cfg").is_file():
+        prefixes |= {settings.parent, *_bases(settings)}
+    folders = sorted(str(folder) for prefix in prefixes for folder in _shown(prefix, chosen))
+    links = {
+        place: target
+        for place, target in _links(chosen).items()
+        if not any(
+            Path(place).is_relative_to(each) for each in (*folders, "/usr", *_system_folders())
+        )
+    }
+    return Interpreter(path=str(chosen), folders=tuple(folders), links=links)
+
+
+def _bases(settings: Path) -> Iterator[Path]:
+    """Prefix of the Python that a virtual environment was made with, as its settings name it."""
+    for line in settings.read_text(errors="replace").splitlines():
+        key, _, value = line.partition("=")
+        if key.strip() == "home" and Path(value.strip()).is_dir():
+            yield Path(value.strip()).resolve().parent
+
+
+def _shown(prefix: Path, chosen: Path) -> list[Path]:
+    """Return the folders of a prefix that a program sees.
+
+    A prefix may be a folder that holds other things too, so only the parts of a Python are shown of
+    it, and nothing of a home. Raises ConfigError.
+    """
+    if prefix.is_relative_to("/usr") or prefix == Path("/"):
+        return []
+    if not any(prefix.glob("lib*/python3*")):
+        raise ConfigError(
+            f"interpreter {chosen}: expected a Python with its library in {prefix}/lib, found "
+            "none; name the file that sys.executable is, such as that of a virtual environment"
+        )
+    if any(home.is_relative_to(prefix) for home in homes()):
+        raise ConfigError(
+            f"interpreter {chosen}: expected a Python with a folder of its own, found one in "
+            f"{prefix}, which holds a home: make a virtual environment, {chosen} -m venv FOLDER"
+        )
+    if (prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir():
+        return [prefix]
+    return [place for name in _PARTS if (place := prefix / name).is_dir()]
+
+
+def homes() -> set[Path]:
+    """Return the homes of this user and of others who log in."""
+    people = [user.pw_dir for user in pwd.getpwall() if user.pw_uid in (0, os.geteuid())]
+    people += [user.pw_dir for user in pwd.getpwall() if 1000 <= user.pw_uid < 60_000]
+    named = {Path(place).resolve() for place in (*people, Path("~").expanduser())}
+    return {place for place in named if place.is_dir() and place != Path("/")}
+
+
+def _links(path: Path) -> dict[str, str]:
+    """Return the links that the kernel follows to a file, by place and target."""
+    links: dict[str, str] = {}
+    way, waiting = Path("/"), list(reversed(path.parts[1:]))
+    while waiting:
+        place = way.parent if (part := waiting.pop()) == ".." else way / part
+        if not place.is_symlink() or str(place) in links:
+            way = place
+            continue
+        target = links[str(place)] = str(place.readlink())
+        way = Path("/") if target.startswith("/") else way
+        waiting += [each for each in reversed(target.split("/")) if each not in ("", ".")]
+    return links
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,37 +214,42 @@ def bubblewrap(
     interpreter: Interpreter,
     descriptors: Descriptors,
     workspace: Path | None = None,
-) -> list[str]:
-    """Return the command line that runs `arguments` in a sandbox once its limits are imposed.
+) -> tuple[list[str], list[str]]:
+    """Return bubblewrap's options, and the command line that runs `arguments` with them.
 
-    `workspace` is a folder of this machine in place of an empty one; `/tmp` is apart from it then.
+    The options go by a descriptor: a program can read the command line, and they name places of
+    this machine. `workspace` is a folder of it in place of an empty one; `/tmp` is apart from it
+    then. The program starts once its limits are imposed.
     """
     by_root = os.geteuid() == 0
-    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session"]
-    command += ["--hostname", "sandbox", "--json-status-fd", str(descriptors.status)]
-    command += ["--block-fd", str(descriptors.release)]
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--"]
+    options = ["--hostname", "sandbox", "--json-status-fd", str(descriptors.status)]
+    options += ["--block-fd", str(descriptors.release)]
     if descriptors.seccomp is not None:
-        command += ["--seccomp", str(descriptors.seccomp)]
-    command += _namespaces(by_root)
-    command += _system()
+        options += ["--seccomp", str(descriptors.seccomp)]
+    options += _namespaces(by_root)
+    options += _system()
     for folder in interpreter.folders:
-        command += _readable(folder)
-    command += ["--proc", "/proc", "--dev", "/dev"]
-    command += _room("/dev/shm", limits.disk_bytes)
-    if workspace is None:
-        command += _room(WORK, limits.disk_bytes)
-    else:
-        command += ["--bind", str(workspace), WORK]
+        options += [*_reached(folder), "--ro-bind", folder, folder]
+    for place, target in interpreter.links.items():
+        options += [*_reached(place), "--symlink", target, place]
+    options += ["--proc", "/proc", "--dev", "/dev"]
+    for place in rooms(workspace):
+        options += _room(place, limits.disk_bytes)
+    if workspace is not None:
+        options += ["--bind", str(workspace), WORK]
     for name, descriptor in descriptors.files.items():
-        command += ["--perms", "0644", "--file", str(descriptor), f"{WORK}/{name}"]
-    command += (
-        ["--symlink", WORK, "/tmp"] if workspace is None else _room("/tmp", limits.disk_bytes)
-    )
-    command += ["--remount-ro", "/dev", "--remount-ro", "/"]
-    command += ["--chdir", WORK, "--"]
-    if by_root:
-        command += _as_own_user()
-    return [*command, *arguments]
+        options += ["--perms", "0644", "--file", str(descriptor), f"{WORK}/{name}"]
+    if workspace is None:
+        options += ["--symlink", WORK, "/tmp"]
+    options += ["--remount-ro", "/dev", "--remount-ro", "/"]
+    options += ["--chdir", WORK]
+    return options, [*command, *(_as_own_user() if by_root else []), *arguments]
+
+
+def rooms(workspace: Path | None) -> tuple[str, str]:
+    """Return where a program has files in memory."""
+    return ("/dev/shm", WORK if workspace is None else "/tmp")
 
 
 def _namespaces(by_root: bool) -> list[str]:  # noqa: FBT001 - of this module alone
@@ -197,25 +272,33 @@ def _as_own_user() -> list[str]:
     return ["setpriv", *ids, "--bounding-set=-all", "--inh-caps=-all", "--"]
 
 
+def _system_folders() -> list[str]:
+    """Return the folders of the system that programs need next to `/usr`, or links to it."""
+    return [place for name in _FOLDERS if (place := f"/{name}") and Path(place).exists()]
+
+
 def _system() -> list[str]:
     command = ["--ro-bind", "/usr", "/usr"]
-    for name in _FOLDERS:
-        place = Path("/", name)
-        if place.is_symlink():
-            command += ["--symlink", str(place.readlink()), str(place)]
-        elif place.is_dir():
-            command += ["--ro-bind", str(place), str(place)]
+    for place in _system_folders():
+        if Path(place).is_symlink():
+            command += ["--symlink", str(Path(place).readlink()), place]
+        else:
+            command += ["--ro-bind", place, place]
     command += ["--perms", "0755", "--dir", "/etc"]
     for place in _SETTINGS:
         command += ["--ro-bind-try", place, place]
     return command
 
 
-def _readable(folder: str) -> list[str]:
-    """Show a folder at its place; folders above it are empty and open to every user."""
-    parents = [part for part in reversed(Path(folder).parents) if str(part) != "/"]
-    made = [part for each in parents for part in ("--perms", "0755", "--dir", str(each))]
-    return [*made, "--ro-bind", folder, folder]
+def mounted(interpreter: Interpreter) -> tuple[str, ...]:
+    """Return the places at or below which a program may see a file system, besides its root."""
+    return ("/usr", "/proc", "/dev", WORK, *_SETTINGS, *_system_folders(), *interpreter.folders)
+
+
+def _reached(place: str) -> list[str]:
+    """Make the folders above a place, empty and open to every user."""
+    parents = [part for part in reversed(Path(place).parents) if str(part) != "/"]
+    return [part for each in parents for part in ("--perms", "0755", "--dir", str(each))]
 
 
 def _room(place: str, size: int) -> list[str]:

@@ -1,23 +1,26 @@
-"""The watch over one sandboxed program: its output within a bound, its time, and its memory.
+"""The watch over one sandboxed program: its output within a bound, its time, memory and disk.
 
-Leaves out how a program is started and what its end means (`sandbox`).
+What counts is what the kernel holds for a program: page tables as memory, and files that have no
+name any more as disk. Leaves out how a program is started and what its end means (`sandbox`).
 """
 
 import contextlib
 import os
 import select
 import signal
+import stat
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from marin_rl.isolated.sandbox_command import SandboxLimits
-from marin_rl.isolated.scratch import bytes_under
+from marin_rl.isolated.scratch import ENTRY_BYTES, bytes_under
 
-Limit = Literal["time", "CPU time", "memory", "output", "disk"]
+Limit = Literal["time", "CPU time", "memory", "output", "disk", "files"]
 
 END_TIMEOUT_S = 10.0  # for the kernel to end what was killed; it takes milliseconds
 _POLL_S = 0.05  # between two looks at memory
@@ -39,19 +42,26 @@ def watch(
     limits: SandboxLimits,
     wall_s: float,
     workspace: Path | None = None,
+    rooms: Sequence[Path] = (),
 ) -> Watched:
-    """Read a program's output until it ends, and kill it at a limit; it is reaped afterwards."""
+    """Read a program's output until it ends, and kill it at a limit; it is reaped afterwards.
+
+    `rooms` are file systems in memory of its own, which limit bytes and not entries.
+    """
     assert process.stdout is not None
     assert process.stderr is not None
     output = {pipe.fileno(): bytearray() for pipe in (process.stdout, process.stderr)}
     for descriptor in output:
         os.set_blocking(descriptor, False)
+    looks = _Looks(limits, workspace, rooms)
     with process.stdout, process.stderr, _pidfd(process.pid) as ended:
         try:
-            limit = _until_end(process.pid, ended, output, _Looks(limits, workspace), wall_s)
+            limit = _until_end(process.pid, ended, output, looks, wall_s)
         finally:
             _kill(process)
             process.wait()
+    if limit is None and looks.workspace_is_full():
+        limit = "disk"  # by a program too short to be looked at
     stdout, stderr = (bytes(data[: limits.output_bytes]) for data in output.values())
     return Watched(limit=limit, stdout=stdout, stderr=stderr)
 
@@ -90,21 +100,45 @@ def _until_end(  # noqa: C901 - one loop with four ways out
 
 
 class _Looks:
-    """Looks at the memory of a program, and now and then at the size of its workspace."""
+    """Looks at a program: its memory, entries of its rooms, and the size of its workspace.
 
-    def __init__(self, limits: SandboxLimits, workspace: Path | None) -> None:
-        self.limits, self._workspace = limits, workspace
+    A workspace is counted now and then, and at once where its file system has lost more room than
+    the program may take. Others may have taken it; what has no name is counted as well then.
+    """
+
+    def __init__(
+        self, limits: SandboxLimits, workspace: Path | None, rooms: Sequence[Path]
+    ) -> None:
+        self.limits, self._workspace, self._rooms = limits, workspace, rooms
         self._next_count = time.monotonic() + _DISK_POLL_S
+        self._used = 0 if workspace is None else _used_bytes(workspace)
 
     def exceeded(self, process_id: int) -> Limit | None:
         """Return the limit that a program exceeds now."""
-        if _memory_of(process_id) > self.limits.memory_bytes:
+        processes = _processes_of(process_id)
+        if sum(map(_memory_of, processes)) > self.limits.memory_bytes:
             return "memory"
-        if self._workspace is not None and time.monotonic() >= self._next_count:
-            if bytes_under(self._workspace) > self.limits.workspace_bytes:
-                return "disk"
-            self._next_count = time.monotonic() + _DISK_POLL_S
-        return None
+        if any(_entries(room) * ENTRY_BYTES > self.limits.disk_bytes for room in self._rooms):
+            return "files"
+        return "disk" if self.workspace_is_full(processes) else None
+
+    def workspace_is_full(self, processes: Sequence[int] = ()) -> bool:
+        """Return True where a workspace, with files that `processes` hold, is over its limit.
+
+        It is always counted once no process is left.
+        """
+        if self._workspace is None:
+            return False
+        used = _used_bytes(self._workspace)
+        grown = used - self._used > self.limits.workspace_bytes
+        if processes and not grown and time.monotonic() < self._next_count:
+            return False
+        held = _held_bytes(processes, self._workspace.stat().st_dev, strict=grown)
+        count = held + bytes_under(self._workspace, strict=grown)
+        self._next_count = time.monotonic() + _DISK_POLL_S
+        if grown:
+            self._used = used
+        return count > self.limits.workspace_bytes
 
 
 def _read(descriptor: int, data: bytearray, bytes_max: int) -> bool:
@@ -120,18 +154,91 @@ def _read(descriptor: int, data: bytearray, bytes_max: int) -> bool:
     return True
 
 
-def _memory_of(root: int) -> int:
-    """Return the bytes in use by a process and its descendants; shared pages count in parts."""
-    total, waiting = 0, [root]
+def _processes_of(root: int) -> list[int]:
+    """Return a process and its descendants by their numbers."""
+    processes, waiting = [], [root]
     while waiting:
-        place = Path(f"/proc/{waiting.pop()}")
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for task in (place / "task").iterdir():
+        processes.append(process_id := waiting.pop())
+        with contextlib.suppress(OSError, ValueError):
+            for task in Path(f"/proc/{process_id}/task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
+    return processes
+
+
+def _memory_of(process_id: int) -> int:
+    """Return the bytes of a process, with swap and page tables; shared pages count in parts."""
+    total = 0
+    for name, columns in (("status", ("VmPTE:",)), ("smaps_rollup", ("Pss:", "SwapPss:"))):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            lines = (place / "smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+            lines = Path(f"/proc/{process_id}", name).read_text().splitlines()
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(columns))
     return total
+
+
+def _used_bytes(place: Path) -> int:
+    """Return the bytes in use of the file system of a place, by whomever."""
+    disk = os.statvfs(place)
+    return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+
+
+def _entries(room: Path) -> int:
+    """Return the number of entries of a file system; 0 where it is gone or does not tell."""
+    try:
+        disk = os.statvfs(room)
+    except OSError:
+        return 0
+    return disk.f_files - disk.f_ffree
+
+
+def _held_bytes(processes: Sequence[int], device: int, *, strict: bool) -> int:
+    """Return the bytes of files of a device that have no name and that processes have open.
+
+    With `strict` also of those that are only mapped, and the largest number where files are out of
+    sight: on their way through a socket, or of a process that shows nothing.
+    """
+    held: dict[int, int] = {}
+    try:
+        for process_id in processes:
+            for place in _descriptors(process_id):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    status = place.stat()  # of what is open, not of a path
+                    if stat.S_ISSOCK(status.st_mode) and strict and _sends_files(place):
+                        return sys.maxsize
+                    if status.st_dev == device and not status.st_nlink:
+                        held[status.st_ino] = status.st_blocks * 512
+            if strict:
+                held = _mapped(process_id) | held
+    except OSError:
+        return sys.maxsize if strict else sum(held.values())
+    return sum(held.values())
+
+
+def _descriptors(process_id: int) -> Iterator[Path]:
+    """Open files of a process, thread by thread: a thread may have a table of its own."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{process_id}/task").iterdir():
+            yield from (task / "fd").iterdir()
+
+
+def _sends_files(socket: Path) -> bool:
+    """Return True for a socket with descriptors that were sent and not received."""
+    information = (socket.parents[1] / "fdinfo" / socket.name).read_text()
+    return any(
+        line.startswith("scm_fds:") and line.split()[1] != "0" for line in information.splitlines()
+    )
+
+
+def _mapped(process_id: int) -> dict[int, int]:
+    """Return the bytes that a process has mapped of each file without a name, by inode."""
+    mapped: dict[int, int] = {}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{process_id}/maps").read_text(errors="replace").splitlines():
+            span, _, _, _, inode, *name = line.split(maxsplit=5)
+            # memory that processes share has such a name too, and is counted as memory
+            if name and name[0].endswith("(deleted)") and not name[0].startswith("/dev/zero"):
+                first, last = (int(address, 16) for address in span.split("-"))
+                mapped[int(inode)] = mapped.get(int(inode), 0) + last - first
+    return mapped
 
 
 @contextlib.contextmanager
@@ -162,11 +269,17 @@ def _pidfd(process_id: int) -> Iterator[int]:
 
 
 def await_end(process_id: int) -> None:
-    """Wait until a process is gone: the first of a namespace, which goes last."""
+    """Wait until a process is gone: the first of a namespace, which goes last.
+
+    It is reaped where it is a child of this process by now, as orphans of a container are children
+    of its first process.
+    """
     with contextlib.suppress(ProcessLookupError), _pidfd(process_id) as ended:
         poll = select.poll()
         poll.register(ended, select.POLLIN)
-        poll.poll(END_TIMEOUT_S * 1000)
+        if poll.poll(END_TIMEOUT_S * 1000):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process_id, os.WNOHANG)
 
 
 def end_marked(mark: str) -> None:

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "marin-rl-scratch-"
+ENTRY_BYTES = (
+    4096  # that each file, folder or link counts at least: a limit of bytes is one of both
+)
 
 
 class ScratchFolder:
@@ -39,17 +42,22 @@ def delete_tree(folder: Path) -> None:
     subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
 
 
-def entries_under(folder: Path) -> "Iterator[os.DirEntry[str]]":
+def entries_under(folder: Path, *, strict: bool = False) -> "Iterator[os.DirEntry[str]]":
     """Everything in a folder and below it; links are not followed.
 
-    Raises OSError for a path that is too long to be read, such as programs make on purpose.
+    A folder that cannot be read is left out, or with `strict` a PermissionError. Raises OSError for
+    a path that is too long to be read, such as programs make on purpose.
     """
     waiting = [str(folder)]
     while waiting:
         try:
             listed = os.scandir(waiting.pop())
-        except (FileNotFoundError, PermissionError, NotADirectoryError):
-            continue  # a program that runs may delete or close what is listed
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # a program that runs may delete what is listed
+        except PermissionError:
+            if strict:
+                raise
+            continue
         with listed:
             for entry in listed:
                 if entry.is_dir(follow_symlinks=False):
@@ -57,15 +65,16 @@ def entries_under(folder: Path) -> "Iterator[os.DirEntry[str]]":
                 yield entry
 
 
-def bytes_under(folder: Path) -> int:
-    """Return the bytes that files in a folder have on disk; the largest number if unreadable."""
+def bytes_under(folder: Path, *, strict: bool = False) -> int:
+    """Return the bytes that entries of a folder have on disk; the largest number if unreadable."""
     total = 0
     try:
-        for entry in entries_under(folder):
+        for entry in entries_under(folder, strict=strict):
             try:
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
+                blocks = entry.stat(follow_symlinks=False).st_blocks
             except FileNotFoundError:
                 continue
+            total += max(blocks * 512, ENTRY_BYTES)
     except OSError:
         return sys.maxsize
     return total

@@ -1,6 +1,8 @@
 """A program of `test_sandbox`: the walls for a user who is not root, by the system's Python."""
 
 import sys
+import tempfile
+from pathlib import Path
 
 sys.path.insert(0, ".")
 
@@ -26,4 +28,17 @@ except OSError as problem:
 """
 result = box.run([box.python, "-I", "-S", "-c", program])
 sys.stdout.write(result.stdout.decode())
+hidden = {
+    "unlinked": "os.unlink('x')",
+    "in a closed folder": "os.mkdir('d'); os.rename('x', 'd/x'); os.chmod('d', 0)",
+}
+box = Sandbox(SandboxLimits(wall_s=120, disk_bytes=128 << 20, workspace_bytes=32 << 20))
+for hide in hidden.values():
+    program = f"import os, time; f = os.open('x', os.O_RDWR | os.O_CREAT); {hide}\n"
+    program += "for _ in range(100): os.write(f, bytes(1 << 20))\ntime.sleep(1000)"
+    with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as folder:
+        ended = box.run([box.python, "-I", "-S", "-c", program], workspace=Path(folder))
+        for place in Path(folder).glob("d"):
+            place.chmod(0o700)
+    print(ended.limit)
 sys.stderr.write(result.stderr.decode())

@@ -218,6 +218,108 @@ for folder in ("/work", "/tmp", "/dev/shm"):
     assert said(program, sandbox(disk_bytes=4 << 20)).split() == ["ENOSPC"] * 3
 
 
+# Files that a walk over names does not find, 16 MiB each.
+HIDDEN = """
+import mmap, socket
+block, kept = bytes(1 << 20), []
+def unlinked():
+    file = os.open("x", os.O_RDWR | os.O_CREAT)
+    os.unlink("x")
+    return file
+def full(file):
+    for _ in range(16): os.write(file, block)
+    return file
+def allocated(file):
+    os.posix_fallocate(file, 0, 16 << 20)
+    return file
+def mapped(file):
+    os.truncate(file, 16 << 20)
+    kept.append(mmap.mmap(file, 16 << 20))
+    os.close(file)
+    kept[-1].write(block * 16)
+def sent(file):
+    kept.append(socket.socketpair())
+    socket.send_fds(kept[-1][0], [b"x"], [file])
+    os.close(file)
+for _ in range(24): {play}
+time.sleep(1000)
+"""
+PLAYS = {
+    "unlinked": "full(unlinked())",
+    "without a name": "full(os.open('.', os.O_RDWR | os.O_TMPFILE))",
+    "allocated": "allocated(unlinked())",
+    "mapped": "mapped(unlinked())",
+    "in a socket": "sent(full(unlinked()))",
+    "of many processes": "os.fork() or (full(unlinked()), time.sleep(1000))",
+    "named": "full(os.open(f'{_}', os.O_RDWR | os.O_CREAT)); _ < 23 or sys.exit()",
+    "entries": "[os.mkdir(f'{_} {n}') for n in range(2000)]",
+}
+
+
+def in_a_workspace(folder: Path, program: str, **limits: float) -> SandboxResult:
+    folder.chmod(0o777)
+    for place in folder.parents[:3]:  # pytest's own folders
+        place.chmod(0o755)
+    box = sandbox(workspace_bytes=64 << 20, disk_bytes=32 << 20, files=256, **limits)
+    arguments = [box.python, "-I", "-S", "-c", PRELUDE + program]
+    return box.run(arguments, workspace=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
+def test_disk_of_a_workspace_is_counted_as_the_kernel_does(play: str, tmp_path: Path):
+    result = in_a_workspace(tmp_path, HIDDEN.replace("{play}", play))
+    assert result.limit == "disk", (result.how, result.stderr)
+
+
+def test_files_within_the_limits_of_a_workspace_stay(tmp_path: Path):
+    program = HIDDEN.replace("range(24)", "range(3)").replace("time.sleep(1000)", "print('end')")
+    result = in_a_workspace(tmp_path, program.replace("{play}", PLAYS["named"]))
+    assert (result.how, result.stdout) == ("exit status 0", b"end\n")
+    assert sum(place.stat().st_size for place in tmp_path.iterdir()) == 48 << 20
+
+
+@pytest.mark.parametrize("folder", ["/work", "/dev/shm"])
+def test_entries_of_a_room_in_memory_are_limited(folder: str):
+    program = f"for n in range(10**7): os.mkdir(f'{folder}/{{n}}')"
+    result = play(program, sandbox(disk_bytes=4 << 20))
+    assert result.limit == "files", (result.how, result.stderr)
+
+
+def test_page_tables_are_memory():
+    program = """
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+start = libc.mmap(None, 1 << 40, 1, 0x4022, -1, 0)  # readable, without reserve
+for place in range(start, start + (1 << 40), 2 << 20): ctypes.c_char.from_address(place).value
+time.sleep(1000)
+"""
+    result = play(program, sandbox(memory_bytes=64 << 20))
+    assert result.limit == "memory", (result.how, result.stderr)
+
+
+def test_no_place_of_the_host_is_in_the_command_of_the_first_process(tmp_path: Path):
+    result = in_a_workspace(tmp_path, "print(open('/proc/1/cmdline').read())")
+    assert result.succeeded, result.stderr
+    assert str(tmp_path).encode() not in result.stdout
+
+
+def test_first_processes_are_reaped_where_orphans_are_children_of_this_process():
+    """As of a container without an init; a subreaper gets orphans as its first process does."""
+    program = f"""
+import ctypes, sys; sys.path.insert(0, {str(TOP)!r})
+from pathlib import Path
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0
+for command, wall_s in ((["true"], 100), (["sleep", "1000"], 0.2), (["/nowhere"], 100)):
+    Sandbox(SandboxLimits(wall_s=wall_s)).run(command)
+print(Path("/proc/thread-self/children").read_text().split())
+"""
+    sandbox()
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert result.stdout == b"[]\n"
+
+
 def test_output_without_end_is_cut_while_it_is_read():
     box = sandbox(output_bytes=10_000)
     for stream in ("stdout", "stderr"):
@@ -346,7 +448,7 @@ def test_the_walls_hold_for_a_user_who_is_not_root():
     if "user namespaces" in result.stderr or "No permissions to create" in result.stderr:
         pytest.skip(result.stderr[-300:])
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["65534 EPERM EPERM", "True EAGAIN"]
+    assert result.stdout.splitlines() == ["65534 EPERM EPERM", "True EAGAIN", "disk", "disk"]
 
 
 def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -396,6 +498,62 @@ def test_an_interpreter_that_is_none_is_refused():
     for path in ("python3", "/nowhere/python3", "/usr"):
         with pytest.raises(ConfigError, match="absolute path of a Python interpreter"):
             Sandbox(interpreter=path)
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home with a secret that every user can read, at a place that programs may see."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        home = Path(folder).resolve()
+        for place in (home, home / "bin", home / ".local/bin", home / ".ssh"):
+            place.mkdir(parents=True, exist_ok=True)
+            place.chmod(0o755)
+        (home / ".ssh/id").write_text("secret")
+        monkeypatch.setenv("HOME", folder)
+        yield home
+
+
+def test_an_interpreter_that_is_a_link_in_a_home_shows_nothing_of_it(home: Path):
+    sandbox()
+    (home / ".local/bin/python3.11").symlink_to(sandbox_command.interpreter_of().path)
+    (home / "bin/python3").symlink_to(home / ".local/bin/python3.11")
+    for path in (home / "bin/python3", home / ".local/bin/python3.11"):
+        assert sandbox_check.check_sandbox("bubblewrap", str(path)).endswith(str(path))
+        program = "print(attempt(open, sys.argv[1]), sorted(os.listdir(sys.argv[2])))"
+        text = said(program, Sandbox(interpreter=str(path)), str(home / ".ssh/id"), str(home))
+        assert text in ("ENOENT ['.local', 'bin']", "ENOENT ['.local']")
+
+
+def test_an_interpreter_whose_folder_is_a_home_is_refused(home: Path):
+    shutil.copy(sandbox_command.interpreter_of().path, home / "bin/python3")
+    with pytest.raises(ConfigError, match=r"expected a Python with its library in .*, found none"):
+        Sandbox(interpreter=str(home / "bin/python3"))
+    (home / "lib/python3.11").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="which holds a home: make a virtual environment"):
+        Sandbox(interpreter=str(home / "bin/python3"))
+    (home / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    with pytest.raises(ConfigError, match="which holds a home"):
+        Sandbox(interpreter=str(home / "bin/python3"))
+
+
+def test_of_a_folder_with_other_things_the_parts_of_a_python_are_shown(home: Path):
+    own = home / ".local"
+    (own / "lib/python3.11").mkdir(parents=True)
+    (own / "share/keyrings").mkdir(parents=True)
+    shutil.copy(sandbox_command.interpreter_of().path, own / "bin/python3")
+    shown = sandbox_command.interpreter_of(str(own / "bin/python3")).folders
+    assert shown == (str(own / "bin"), str(own / "lib"))
+
+
+def test_a_place_that_is_shown_by_mistake_is_found(home: Path, monkeypatch: pytest.MonkeyPatch):
+    sandbox()
+    bound = [*sandbox_command._reached(str(home)), "--ro-bind", str(home), str(home)]
+    wrong = [*sandbox_command._system(), *bound]
+    monkeypatch.setattr(sandbox_command, "_system", lambda: wrong)
+    sandbox_check.check_sandbox.cache_clear()
+    with pytest.raises(ConfigError, match="does not hold on this machine: mounts, homes; "):
+        sandbox_check.check_sandbox("bubblewrap")
+    sandbox_check.check_sandbox.cache_clear()
 
 
 def test_without_walls_the_limits_hold():
