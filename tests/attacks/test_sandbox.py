@@ -545,7 +545,7 @@ def test_of_a_folder_with_other_things_the_parts_of_a_python_are_shown(home: Pat
     assert shown == (str(own / "bin"), str(own / "lib"))
 
 
-def test_a_place_that_is_shown_by_mistake_is_found(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_mount_of_the_host_fails_the_self_test(home: Path, monkeypatch: pytest.MonkeyPatch):
     sandbox()
     bound = [*sandbox_command._reached(str(home)), "--ro-bind", str(home), str(home)]
     wrong = [*sandbox_command._system(), *bound]
