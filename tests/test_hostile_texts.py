@@ -63,7 +63,7 @@ COMMANDS = {
     "status of all": ("status",),
     "rollouts": ("rollouts", "run"),
     "sql": ("sql", "run", "select turns[-1].content as said, turns from rollouts"),
-    "lineage": ("lineage", "run", "--round", "0"),
+    "lineage": ("lineage", "run", "--round", "0", "--rows"),
     "lineage on": ("lineage", "run", "--reverse", "--rollout", "g/3"),
     "audit": ("audit", "run"),
 }

@@ -42,6 +42,7 @@ ROLLOUTS_MAX = 64
 # Rollouts dropped for these reasons count in baselines all the same (batching.plan).
 COMPARED = ("zero_signal", "overlong", "greedy")
 BASELINE = "through the baseline"
+COUNTED = ("batch row", "rollout")  # kinds of which an update has hundreds
 
 Facts = Mapping[str, Any]
 
@@ -212,18 +213,54 @@ def _depends(row: Facts, place: Facts, objective: ObjectiveConfig) -> bool:
     return choice.over_round or (choice.within_groups and row["group_id"] == place["group_id"])
 
 
-def as_text(graph: Lineage) -> Iterator[str]:
-    """A paragraph per node: its facts, and what it was made from."""
+def as_text(graph: Lineage, *, rows: bool = True) -> Iterator[str]:
+    """A paragraph per node: its facts, and what it was made from.
+
+    Without `rows`, batch rows and rollouts are counted where there are several.
+    """
+    kinds = Counter(node.kind for node in graph.nodes.values())
+    counted = () if rows else tuple(kind for kind in COUNTED if kinds[kind] > 1)
+    told = set[str]()
     for node in graph.nodes.values():
-        yield f"{node.kind}: {node.name}"
-        for name, value in node.facts.items():
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            indented = "\n        ".join(shown.split("\n"))  # no text can look like a line of ours
-            yield f"    {name}: {indented}"
-        for source in (edge.source for edge in graph.edges if edge.made == node.name):
-            yield f"    <- {source}"
+        if node.kind not in counted:
+            yield from _paragraph(graph, node, counted)
+        elif node.kind not in told:
+            told.add(node.kind)
+            yield from _counted(graph, node.kind, counted)
     if graph.left_out:
         yield f"and {graph.left_out} rollouts more"
+
+
+def _paragraph(graph: Lineage, node: Node, counted: Sequence[str]) -> Iterator[str]:
+    yield f"{node.kind}: {node.name}"
+    for name, value in node.facts.items():
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        indented = "\n        ".join(shown.split("\n"))  # no text can look like a line of ours
+        yield f"    {name}: {indented}"
+    yield from _sources(graph, [node], counted)
+
+
+def _counted(graph: Lineage, kind: str, counted: Sequence[str]) -> Iterator[str]:
+    """Number of the nodes of a kind, the range of their rewards or advantages, and their sources."""
+    nodes = [node for node in graph.nodes.values() if node.kind == kind]
+    yield f"{len(nodes)} {kind}s: {nodes[0].name} to {nodes[-1].name}"
+    for name in ("advantage", "reward"):
+        values = [node.facts[name] for node in nodes if name in node.facts]
+        if values:
+            mean = sum(values) / len(values)
+            yield f"    {name}: {min(values):.4g} to {max(values):.4g}, mean {mean:.4g}"
+    yield from _sources(graph, nodes, counted)
+
+
+def _sources(graph: Lineage, nodes: Sequence[Node], counted: Sequence[str]) -> Iterator[str]:
+    """What nodes were made from, each source once; those of `counted` kinds as a number."""
+    names = {node.name for node in nodes}
+    sources = dict.fromkeys(edge.source for edge in graph.edges if edge.made in names)
+    kind_of = {name: graph.nodes[name].kind if name in graph.nodes else "" for name in sources}
+    for kind in counted:
+        if number := sum(own == kind for own in kind_of.values()):
+            yield f"    <- {number} {kind}s"
+    yield from (f"    <- {name}" for name in sources if kind_of[name] not in counted)
 
 
 def as_tree(graph: Lineage) -> dict[str, Any]:

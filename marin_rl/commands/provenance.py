@@ -23,6 +23,9 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
         str | None, typer.Option("--rollout", help="rollout_id, with --reverse")
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", help="what a rollout influenced")] = False,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="each batch row and rollout, not only their number")
+    ] = False,
     graph: Annotated[
         Path | None, typer.Option("--graph", help="write it as a Mermaid flowchart too: FILE.mmd")
     ] = None,
@@ -49,7 +52,9 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     if as_json:
         tell_json(as_tree(lineage))
         return
-    tell("\n".join(shortened(line) for line in as_text(lineage)))
+    tell("\n".join(shortened(line) for line in as_text(lineage, rows=rows)))
+    if not rows:
+        tell("every batch row and rollout: --rows; as a flowchart: --graph FILE.mmd")
     if graph is not None:
         tell(f"wrote {graph}")
 

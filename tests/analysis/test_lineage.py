@@ -205,6 +205,17 @@ def invoke(root: Path, *arguments: str):
     return runner.invoke(app, [*arguments, "--root", str(root)])
 
 
+def test_an_update_of_many_rows_fits_a_screen(root: Path) -> None:
+    told = invoke(root, "lineage", "run", "--round", "1").output.splitlines()
+    every = invoke(root, "lineage", "run", "--round", "1", "--rows").output.splitlines()
+    rows = [line for line in every if line.startswith("batch row: ")]
+    assert len(rows) > 2
+    assert f"    <- {len(rows)} batch rows" in told
+    assert sum("advantage: " in line for line in told) == 1
+    assert not any(line.startswith(("batch row: ", "rollout: ")) for line in told)
+    assert len(told) < 60 < len(every)
+
+
 def test_the_commands_print_and_end_as_they_should(root: Path, tmp_path: Path) -> None:
     assert "assistant: HI" in invoke(root, "lineage", "run", "--step", "0", "--row", "1").output
     told = invoke(root, "lineage", "run", "--reverse", "--rollout", "run/round-00001/group-1/3")
