@@ -19,6 +19,7 @@ from prefect.runtime import flow_run
 
 from flows.connection import has_temporary_api
 from flows.reports import reporting
+from flows.run_log import logging_rounds
 from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.checks import BEFORE_A_RUN, Check, preflight
@@ -104,6 +105,7 @@ def open_session(
         stack.callback(trackers.close)
         stack.enter_context(listening(trackers.listen))
         stack.enter_context(reporting(run))
+        stack.enter_context(logging_rounds(run))
         stack.callback(release, run)
         yield run.reference
 

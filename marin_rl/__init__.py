@@ -58,7 +58,11 @@ os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 _refuse_other_packages()
 sys.meta_path.insert(0, _InstalledPackages)
 
-from marin_rl.machine import ensure_no_alarms, ensure_threads  # noqa: E402 - the finder comes first
+from marin_rl.machine import (  # noqa: E402 - the finder comes first
+    ensure_no_alarms,
+    ensure_threads,
+    spare_loopback,
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -87,3 +91,4 @@ def _version() -> str:
 # Before anything can start JAX: afterwards its thread pool has its size, and its log a level.
 ensure_threads()
 ensure_no_alarms()
+spare_loopback()

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from marin_rl.deferred import import_postponing, postpone, withhold
-from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
 from marin_rl.progress import saying
 
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
@@ -127,6 +127,18 @@ class Commands(TyperGroup):
         name, _, others = super().resolve_command(ctx, args)
         return name, command_named(args[0]), others
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; Ctrl-C ends it with a line and exit code 130 in each of its phases."""
+        try:
+            return super().invoke(ctx)
+        except typer.Exit:
+            raise  # a command has told the end already
+        except BaseException as error:
+            if not _is_interrupt(error):
+                raise
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help as Typer does."""
         import_postponing("typer.rich_utils", UNUSED_BY_HELP)
@@ -149,6 +161,15 @@ class Command(TyperCommand):
         """Print the help as Typer does."""
         import_postponing("typer.rich_utils", UNUSED_BY_HELP)
         super().format_help(ctx, formatter)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return True for Ctrl-C, also where a library made another error of it, as Pydantic does."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def command_named(name: str) -> Any:
@@ -217,6 +238,13 @@ def main() -> None:
     try:
         with saying():
             app()
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            # A thread that compiles would meet the interpreter's end, and abort the process.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
     except (MarinRLError, OSError) as error:  # OSError: such as a disk that is full
         from marin_rl.commands.options import complain, err
 

@@ -37,6 +37,8 @@ Errors marked (passes) may go away by themselves: `transient` is True on them, a
 retried. All survive pickling, because they carry nothing but their message.
 """
 
+INTERRUPTED = 130  # exit code that shells report of a process that Ctrl-C ended
+
 
 class MarinRLError(Exception):
     """Base of all; `transient` is True where trying again can help."""

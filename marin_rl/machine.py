@@ -1,4 +1,4 @@
-"""The machine: facts that bits depend on, the least size of XLA's thread pool, glibc's allocator.
+"""The machine: facts that bits depend on, XLA's least thread pool, glibc's allocator, proxies.
 
 XLA's CPU client sizes its pool once, when JAX starts: by the environment variable NPROC, else by
 the cores that the process may use. A pool of one thread adds up products in another order than a
@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 
 THREADS_VARIABLE = "NPROC"
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 # One core then gives the bits of two.
 THREADS_MIN = 2
@@ -53,6 +55,27 @@ def ensure_threads() -> None:
     """
     if THREADS_VARIABLE not in os.environ and cores() < THREADS_MIN:
         os.environ[THREADS_VARIABLE] = str(THREADS_MIN)
+
+
+def proxies() -> list[str]:
+    """Return the names of the environment's proxy variables that are set; values may be secret."""
+    kinds = ("http_proxy", "https_proxy", "all_proxy")
+    return sorted(name for name in os.environ if name.lower() in kinds and os.environ[name])
+
+
+def spare_loopback() -> None:
+    """Have no request to this machine go through a proxy, in this process and its children.
+
+    Servers of a run listen on loopback: a proxy of the environment would answer in their place.
+    Done by the first import of the package.
+    """
+    if not proxies():
+        return
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = [name for name in (part.strip() for part in known.split(",")) if name]
+    if "*" not in names:
+        value = ",".join(dict.fromkeys([*names, *LOOPBACK]))
+        os.environ.update(no_proxy=value, NO_PROXY=value)
 
 
 def cores() -> int:

@@ -29,7 +29,7 @@ from marin_rl.errors import ConfigError, InputError
 from marin_rl.plain_files import read_regular
 
 FILE_BYTES_MAX = 1 << 20
-NAMES_SHOWN_MAX = 8
+NAMES_SHOWN_MAX = 24
 # For pydantic: a file or a dotted module, a name in it, and a file's digest.
 SPEC_PATTERN = r"^([^:#\n]+\.py|[\w.]+):[A-Za-z_]\w*(#[0-9a-f]{64})?$"
 ENTRY_POINTS = "marin_rl.environments"  # group of environments that packages register

@@ -444,3 +444,19 @@ def test_pairs_of_a_run_are_written_as_a_file(root: str, name: str, tmp_path: Pa
     assert "Invalid value for '--round'" in refused.output
     same = invoke("pairs", name, "--output", str(file), "--root", root)
     assert "in no group of 2 sealed rounds" in str(same.exception)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), RuntimeError("Error calling function `_ser_model`: KeyboardInterrupt: ")],
+    ids=["itself", "of a library"],
+)
+def test_an_interrupt_is_a_line_and_exit_code_130(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("marin_rl.analysis.status.each_run", interrupted)
+    ended = invoke("status")
+    assert (ended.exit_code, ended.output) == (130, "interrupted\n")

@@ -8,13 +8,19 @@ from rich.console import Console
 
 from marin_rl.display.episodes import BeforeAfter, EpisodePair, PlayedEpisode, episodes_table
 from marin_rl.display.live import RunDisplay, showing
-from marin_rl.display.tables import fleet_table, frame_table, rollouts_table, rounds_table
+from marin_rl.display.tables import (
+    fleet_table,
+    frame_table,
+    query_result,
+    rollouts_table,
+    rounds_table,
+)
 from marin_rl.display.text import duration, size, sparkline
 from marin_rl.progress import ProgressEvent, listening, phase, publish
 
 
-def text_of(renderable) -> str:
-    console = Console(file=io.StringIO(), width=120)
+def text_of(renderable, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(renderable)
     return console.file.getvalue()
 
@@ -68,6 +74,17 @@ def test_text_of_a_model_moves_no_cursor():
     assert "\x1b" not in shown
     assert "\ufffd[2J" in shown
     assert "\ufffd]0;title" in shown
+
+
+def test_a_result_that_is_too_wide_stands_row_below_row_and_no_word_is_broken() -> None:
+    names = [f"clip_ratio/region_{index}" for index in range(6)]
+    rows = [["arithmetic", 0.123456789, 3, "a b", None, "x"]] * 2
+    wide = text_of(query_result(names, rows, 80), 80)
+    assert "row 2 of 2" in wide
+    assert all(name in wide for name in (*names, "arithmetic", "0.123457"))
+    narrow = text_of(query_result(names[:2], [row[:2] for row in rows], 80), 80)
+    assert "row 2" not in narrow
+    assert all(name in narrow for name in (*names[:2], "arithmetic", "0.123457"))
 
 
 def test_events_of_another_run_change_nothing():

@@ -2,14 +2,27 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.request import proxy_bypass_environment
 
+import httpx
 import pytest
 
 from marin_rl import machine
-from marin_rl.machine import changed_facts, instruction_set, machine_facts, machine_key
+from marin_rl.machine import (
+    changed_facts,
+    instruction_set,
+    machine_facts,
+    machine_key,
+    proxies,
+    spare_loopback,
+)
 
 # Prints a digest of products and sums, and what the process says of itself.
 PROGRAM = """
@@ -94,3 +107,54 @@ def test_facts_that_differ_are_named_and_machines_have_folders_of_their_own(monk
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     assert changed_facts(facts) == {"xla_flags": ("", "--xla_cpu_enable_fast_math=true")}
     assert machine_key() != key
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"NO_PROXY": "a.b"}, "a.b"),  # without a proxy nothing changes
+        ({"ALL_PROXY": "socks5://h:1"}, "localhost,127.0.0.1,::1"),
+        ({"http_proxy": "http://h:1", "no_proxy": "a.b, localhost"}, "a.b,localhost,127.0.0.1,::1"),
+        ({"HTTPS_PROXY": "http://h:1", "NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_no_request_to_this_machine_goes_through_a_proxy(
+    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("http", "https", "all", "no"):
+        monkeypatch.delenv(f"{kind}_proxy", raising=False)
+        monkeypatch.delenv(f"{kind.upper()}_PROXY", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    # So that what is added goes with this test.
+    monkeypatch.setenv("no_proxy", variables.get("no_proxy", variables.get("NO_PROXY", "")))
+    spare_loopback()
+    assert os.environ["no_proxy"] == (expected or "")
+    if len(variables) and proxies():
+        assert proxy_bypass_environment("127.0.0.1:80")
+        httpx.Client(trust_env=True).close()  # socks5:// is understood
+
+
+def test_a_run_behind_a_dead_proxy_reaches_its_own_server(tmp_path: Path) -> None:
+    """Of HTTP and SOCKS: a request that went there would be refused."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    proxy = {"HTTP_PROXY": f"http://127.0.0.1:{port}", "ALL_PROXY": f"socks5://127.0.0.1:{port}"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code = (
+            "import marin_rl, httpx, urllib.request, urllib.error\n"
+            f"url = 'http://127.0.0.1:{server.server_port}/'\n"
+            "print(httpx.get(url).status_code)\n"
+            "try: urllib.request.urlopen(url)\n"
+            "except urllib.error.HTTPError as error: print(error.code)\n"
+        )
+        environment = {**os.environ, **proxy, "no_proxy": "", "NO_PROXY": ""}
+        told = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True,
+            check=True, cwd=tmp_path,
+        )  # fmt: skip
+        server.shutdown()
+    assert told.stdout.split() == ["501", "501"]

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from marin_rl.errors import InputError, ObjectMissing
 from marin_rl.storage.runs import Run, committed, rollouts_slot, round_of, rounds_in
-from marin_rl.storage.tables.rollouts import iter_shards
+from marin_rl.storage.tables.rollouts import iter_shards, rollouts_manifest
 
 COLUMNS = (
     "round", "rollout_id", "group_id", "environment", "example_id", "turns", "answer", "reward",
@@ -114,6 +114,12 @@ def sample_rollouts(
         return [dialogue_of(_row(rows, place)) for _, _, place in order]
     chosen = (_row(rows, place) for _, _, place in sorted(rank))
     return [dialogue_of(row) for row in islice(filter(where.passes, chosen), limit)]
+
+
+def count_rollouts(run: Run, rollout_id: str) -> int:
+    """Number of rollouts of the sealed round that this one is of. Raises as `sample_rollouts`."""
+    number = _round(run, round_of(rollout_id.partition("/")[0]))
+    return sum(part.rows or 0 for part in rollouts_manifest(run, number).parts)
 
 
 def rollout_named(run: Run, name: str, round_number: int | None = None) -> dict[str, Any]:

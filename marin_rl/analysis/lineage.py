@@ -241,7 +241,7 @@ def _paragraph(graph: Lineage, node: Node, counted: Sequence[str]) -> Iterator[s
 
 
 def _counted(graph: Lineage, kind: str, counted: Sequence[str]) -> Iterator[str]:
-    """Number of the nodes of a kind, the range of their rewards or advantages, and their sources."""
+    """Number of the nodes of a kind, the range of their rewards or advantages, their sources."""
     nodes = [node for node in graph.nodes.values() if node.kind == kind]
     yield f"{len(nodes)} {kind}s: {nodes[0].name} to {nodes[-1].name}"
     for name in ("advantage", "reward"):

@@ -22,6 +22,7 @@ from marin_rl.progress import phase
 
 if TYPE_CHECKING:
     from marin_rl.storage.runs import Run
+    from marin_rl.storage.upkeep.archive import Archived
 
 DTYPES = ("float32", "bfloat16", "float16")
 PAIRS_SUFFIXES = (".jsonl", ".parquet")
@@ -70,7 +71,6 @@ def export(  # noqa: PLR0913 - each is an option of the command
     if overrides:
         raise ConfigError("--set changes a configuration: expected --verl too")
     chosen = _rounds(rounds)
-    from marin_rl.display.text import size
     from marin_rl.storage.runs import Run
 
     run = Run.open(root, run_name)
@@ -89,12 +89,22 @@ def export(  # noqa: PLR0913 - each is an option of the command
         )
     from marin_rl.storage.upkeep.archive import write_archive
 
-    archive = write_archive(run, output or Path(f"{run_name}.tar"), everything=everything)
+    _tell_archive(
+        write_archive(run, output or Path(f"{run_name}.tar"), everything=everything),
+        as_json=as_json,
+    )
+
+
+def _tell_archive(archive: "Archived", *, as_json: bool) -> None:
+    from marin_rl.display.text import size
+
     if as_json:
         tell_json(asdict(archive) | {"path": str(archive.path)})
         return
     tell(f"{archive.path}: {archive.objects} objects, {size(archive.bytes)}")
     tell(f"root hash {archive.root_hash}")
+    if archive.left_out:
+        tell(f"{archive.left_out} committed objects are left out: --all exports them too")
 
 
 def _export_weights(

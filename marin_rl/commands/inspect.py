@@ -128,10 +128,11 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
         for row in rows:
             tell_json(row)
         return
-    _print_rollouts(run_name, rows, as_dialogue=rollout is not None)
+    _print_rollouts(run, rows, as_dialogue=rollout is not None)
 
 
-def _print_rollouts(run_name: str, rows: Sequence[Mapping[str, Any]], *, as_dialogue: bool) -> None:
+def _print_rollouts(run: "Run", rows: Sequence[Mapping[str, Any]], *, as_dialogue: bool) -> None:
+    from marin_rl.analysis.dialogues import count_rollouts
     from marin_rl.commands.dialogue import dialogue
     from marin_rl.display.tables import rollouts_table
 
@@ -139,9 +140,11 @@ def _print_rollouts(run_name: str, rows: Sequence[Mapping[str, Any]], *, as_dial
         out.print(dialogue(rows[0]))
         return
     out.print(rollouts_table(rows))
+    if rows and (count := count_rollouts(run, rows[0]["rollout_id"])) > len(rows):
+        tell(f"{len(rows)} of {count:,} rollouts of the round: --limit N shows more")
     if any(row["n_turns"] > 1 for row in rows):
         longest = max(rows, key=lambda row: row["n_turns"])
-        tell(f"all turns of one: marin-rl rollouts {run_name} --id {longest['rollout_id']}")
+        tell(f"all turns of one: marin-rl rollouts {run.run_id} --id {longest['rollout_id']}")
     elif not rows:
         tell("no rollout of this round fulfils these conditions")
 
@@ -164,7 +167,7 @@ def sql(
     query reads the run's own files and writes none, unless --unsafe is given.
     """
     from marin_rl.analysis.query import answer_rows
-    from marin_rl.display.tables import frame_table
+    from marin_rl.display.tables import query_result
 
     if query is None:
         _print_tables(root, run_name, as_json=as_json)
@@ -174,7 +177,7 @@ def sql(
         for row in answer.rows:
             tell_json(dict(zip(answer.columns, row, strict=True)))
         return
-    out.print(frame_table(answer.columns, answer.rows))
+    out.print(query_result(answer.columns, answer.rows, out.width))
 
 
 def _print_tables(root: str, run_name: str, *, as_json: bool) -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from marin_rl.storage.runs import Run
 
 ROOT_VARIABLE = "MARIN_RL_ROOT"
-INTERRUPTED = 130  # exit code that shells report of a process that Ctrl-C ended
 
 out = Console(emoji=False)  # `:x:` in a text of a run is no emoji
 err = Console(stderr=True, emoji=False)

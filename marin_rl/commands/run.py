@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from marin_rl.commands.options import (
-    INTERRUPTED,
     ROOT_VARIABLE,
     ApiKeyVariable,
     AsJson,
@@ -33,7 +32,7 @@ from marin_rl.commands.options import (
     try_next,
 )
 from marin_rl.config import Config
-from marin_rl.errors import ConfigError, InputError, StorageError
+from marin_rl.errors import INTERRUPTED, ConfigError, InputError, StorageError
 
 MORE_ROUNDS = 20  # that the line to continue a finished run proposes
 

@@ -54,6 +54,10 @@ def fork(
         tell_json({"run_id": run_id, "url": forked.folder.url, "ancestors": ancestors})
         return
     tell(f"{forked.folder.url} begins at round {from_round} of {run_name}")
+    tell(
+        f"it evaluates with samples of its own: for the same checkpoint, numbers may differ from "
+        f"{run_name}'s within their intervals"
+    )
     if forked.folder.local_path("run.json") is not None:
         try_next(f"run {shlex.quote(forked.folder.url)}")
 

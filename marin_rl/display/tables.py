@@ -5,11 +5,13 @@ from decimal import Decimal
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from marin_rl.display.text import evenly, printable, shortened
 
+WORD_MAX = 24  # characters of a column that are never broken
 TITLE = "table.title"  # Rich's own style of titles, which a Text does not take by itself
 
 METRICS = {  # title and format of the metrics that terminals and reports show
@@ -64,16 +66,42 @@ def key_values(title: str, rows: Mapping[str, Any]) -> Table:
 
 
 def frame_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Any rectangular result, columns of numbers aligned right."""
+    """Any rectangular result, columns of numbers aligned right; no word is broken."""
     table = Table()
-    for index, name in enumerate(columns):
+    cells = [[_cell(value) for value in row] for row in rows]
+    for index, name in enumerate(map(_cell, columns)):
         numeric = all(isinstance(row[index], int | float | Decimal) for row in rows)
-        justify = "right" if numeric else "left"
-        table.add_column(Text(shortened(str(name))), justify=justify, overflow="fold")
-    for row in rows:
-        cells = (f"{v:.6g}" if isinstance(v, float) else shortened(str(v)) for v in row)
-        table.add_row(*(Text(cell) for cell in cells))
+        words = [word for cell in (name, *(row[index] for row in cells)) for word in cell.split()]
+        table.add_column(
+            Text(name),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            min_width=min(max(map(len, words), default=1), WORD_MAX),
+        )
+    for row in cells:
+        table.add_row(*map(Text, row))
     return table
+
+
+def query_result(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int
+) -> RenderableType:
+    """A result of SQL as a table, or row below row where `width` characters are too few for it."""
+    table = frame_table(columns, rows)
+    # Each column has a border and two blanks besides its longest word.
+    least = 1 + sum(3 + (column.min_width or 1) for column in table.columns)
+    if least <= width or not rows:
+        return table
+    return Group(
+        *(
+            key_values(f"row {number} of {len(rows)}", dict(zip(columns, cells, strict=True)))
+            for number, cells in enumerate(([*map(_cell, row)] for row in rows), start=1)
+        )
+    )
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else shortened(str(value))
 
 
 def empty_table(

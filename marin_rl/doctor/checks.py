@@ -20,7 +20,14 @@ from marin_rl.doctor.data import (
 )
 from marin_rl.doctor.policy import canary, loss, model, programs, prompts, tokenizer, tools
 from marin_rl.doctor.rewards import reward
-from marin_rl.doctor.surroundings import devices, endpoints, machine, mesh, orchestrator
+from marin_rl.doctor.surroundings import (
+    devices,
+    endpoints,
+    machine,
+    mesh,
+    orchestrator,
+    proxy_variables,
+)
 from marin_rl.doctor.templates import chat_template, warm_start
 from marin_rl.errors import MarinRLError
 from marin_rl.progress import phase
@@ -44,6 +51,7 @@ ALL: tuple[tuple[str, Check], ...] = (
     ("devices", devices),
     ("programs", programs),
     ("machine", machine),
+    ("proxies", proxy_variables),
     ("endpoints", endpoints),
     ("reward model", reward_model),
     ("Prefect API", orchestrator),

@@ -9,7 +9,7 @@ import urllib.request
 from marin_rl.config import REGISTERED, Config, InferenceConfig
 from marin_rl.doctor.event_loop import await_apart
 from marin_rl.errors import ConfigError, EndpointUnavailable, StalePolicy
-from marin_rl.machine import share_one_heap
+from marin_rl.machine import proxies, share_one_heap
 
 HEALTH_TIMEOUT_S = 3.0
 ENDPOINT_TIMEOUT_S = 10.0
@@ -93,6 +93,12 @@ def _models_of(inference: InferenceConfig, endpoint: str) -> list[str]:
             return await client.models()
 
     return await_apart(ask)
+
+
+def proxy_variables(_: Config) -> str:
+    """Name the proxies of the environment, through which requests to other machines go."""
+    names = ", ".join(proxies())
+    return f"{names} set: requests to other machines go there" if names else "none set"
 
 
 def orchestrator(config: Config) -> str:

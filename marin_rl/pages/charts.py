@@ -35,6 +35,7 @@ class ChartPlan:
     kind: Literal["lines", "stack"] = "lines"
     logarithmic: bool = False
     without: Sequence[str] = ()
+    noise: float = 0.0
 
 
 @cache
@@ -95,7 +96,7 @@ def _chart(plan: ChartPlan, rows: Rows) -> Chart:
         for name in present:
             part = _matched(pattern, name)
             if part is not None and name not in plan.without:
-                lines.append(_line(name, label.format(part), rows))
+                lines.append(_line(name, label.format(part), rows, plan.noise))
     return Chart(
         key=plan.key,
         title=plan.title,
@@ -117,10 +118,10 @@ def _matched(pattern: str, name: str) -> str | None:
     return None
 
 
-def _line(name: str, label: str, rows: Rows) -> Line | None:
+def _line(name: str, label: str, rows: Rows, noise: float) -> Line | None:
     points = [(row["round"], _finite(row.get(name))) for row in rows]
     points = [(x, y) for x, y in points if y is not None]
-    if not points:
+    if not points or max(abs(y) for _, y in points) < noise:
         return None
     return Line(name=label, x=[x for x, _ in points], y=[y for _, y in points])
 

@@ -11,6 +11,8 @@ from prefect.client.schemas.filters import (
     ArtifactFilter,
     FlowRunFilter,
     FlowRunFilterId,
+    LogFilter,
+    LogFilterFlowRunId,
 )
 from prefect.client.schemas.objects import Artifact, TaskRun
 from support.flow_runs import ROUNDS, SHARDS, Played, debug, latest_flow_run
@@ -240,3 +242,18 @@ def parameters_digest(config: Config) -> str:
     from marin_rl.storage.commits import manifest_of
 
     return manifest_of(run.store, ref).extra["parameters_digest"]
+
+
+def test_the_log_of_the_flow_run_has_a_line_for_each_round(played: Played) -> None:
+    """As `prefect flow-run logs` and the Logs tab show it."""
+    of_run = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[played.flow_run.id]))
+    deadline, lines = time.monotonic() + 120, list[str]()
+    with get_client(sync_client=True) as client:
+        while time.monotonic() < deadline:
+            lines = [log.message for log in client.read_logs(of_run)]
+            if sum(line.startswith("round ") for line in lines) >= ROUNDS:
+                break
+            time.sleep(0.2)
+    rounds = [line for line in lines if ": reward 0." in line]
+    assert [line.partition(":")[0] for line in rounds] == [f"round {n}" for n in range(ROUNDS)]
+    assert all("seconds" in line for line in rounds)

@@ -80,3 +80,12 @@ def test_of_very_many_rounds_an_even_selection_is_drawn() -> None:
     (line,) = charts_of(rows)["loss"].lines
     assert len(line.x) == CURVE_POINTS_MAX
     assert (line.x[0], line.x[-1]) == (0, len(rows) - 1)
+
+
+def test_a_line_of_rounding_alone_is_not_drawn() -> None:
+    """Of a run without a reference, `policy/approxkl_avg` of a first update is 1e-14."""
+    rows = [{"round": 0, "policy/approxkl_avg": 1e-14}]
+    charts, absent = make_charts(rows, {}, {})
+    assert "KL" in absent
+    charts, absent = make_charts([*rows, {"round": 1, "policy/approxkl_avg": 1e-5}], {}, {})
+    assert [chart.key for chart in charts] == ["kl"]

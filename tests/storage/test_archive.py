@@ -50,12 +50,14 @@ def test_an_archive_has_manifests_metrics_and_samples(run: Run, tmp_path: Path) 
     assert (found.faults, found.objects, found.run_id) == ((), made.objects, "run")
     # Three shards of six, three of batches and of dispositions, arrays and scores.
     assert found.left_out == 4 + 6 + 4 * 3 + 3
+    assert made.left_out == found.left_out
 
 
 def test_everything_is_everything_and_the_same_twice(run: Run, tmp_path: Path) -> None:
     first = write_archive(run, tmp_path / "a.tar", everything=True)
     second = write_archive(run, tmp_path / "b.tar", everything=True)
     assert first.root_hash == second.root_hash
+    assert first.left_out == 0
     assert first.path.read_bytes() == second.path.read_bytes()
     found = verify_archive(first.path)
     assert (found.faults, found.left_out) == ((), 0)

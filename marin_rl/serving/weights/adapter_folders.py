@@ -43,9 +43,10 @@ def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
         )
     template = template_of(run.config.policy, tokenizer_for(run.config.policy))
     arrays = read_trained(run, ref, template)
-    write_peft(
-        folder, Adapter(modules=identity.adapter.modules, arrays=arrays), run.config.policy.hf_path
-    )
+    base = run.config.policy.hf_path
+    # PEFT looks for a relative path in the folder of whoever loads the adapter.
+    found = str(Path(base).absolute()) if base is not None and Path(base).is_dir() else base
+    write_peft(folder, Adapter(modules=identity.adapter.modules, arrays=arrays), found)
     again = read_peft(folder, parameter_shapes(template))
     # An adapter of another dtype than float32 is written as float32.
     same = all((again.arrays[name] == arrays[name].astype("float32")).all() for name in arrays)

@@ -52,12 +52,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archived:
-    """Result of an export: the root hash, the number of objects, and their bytes."""
+    """Result of an export: the root hash, the number of objects, and their bytes.
+
+    `left_out` counts the committed objects that only an export of everything has.
+    """
 
     path: Path
     root_hash: str
     objects: int
     bytes: int
+    left_out: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,7 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         root_hash=str(record["root_hash"]),
         objects=len(entries),
         bytes=size,
+        left_out=len(_sources(run, inventory, everything=True)) - len(entries),
     )
 
 
