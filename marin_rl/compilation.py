@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from marin_rl.machine import (
@@ -122,7 +123,7 @@ def compiled_apart(jitted: Any, name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return jitted(*arguments)  # within a trace there is nothing to compile
         kind = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         with compiling:

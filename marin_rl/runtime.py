@@ -221,6 +221,7 @@ class RunRuntime:
     def _serve_proven(self, weights: "Weights", checkpoint: SlotRef) -> ServedPolicy:
         import jax.numpy as jnp
 
+        from marin_rl.inference.canary_prompt import CANARY, CANARY_PROMPT, CanarySize
         from marin_rl.inference.client.routes import client_of
         from marin_rl.rollouts.bridge import TemplateBridge
         from marin_rl.serving.weights.canary import prove
@@ -240,9 +241,13 @@ class RunRuntime:
             transfer=self._transfer(time.monotonic() - began, weights.bytes, published.endpoints),
             weights=published.weights,
         )
-        config = self._run.config
-        # A server that is sent its weights may be of an earlier version of marin-rl.
-        sent = bool(config.inference.endpoints) and not config.inference.has_fleet
+        config, bridge = self._run.config, TemplateBridge(self._run.config.policy)
+        size = CANARY
+        if config.in_flight_updates:
+            # A server that is sent its weights may be of an earlier version of marin-rl.
+            sent = bool(config.inference.endpoints) and not config.inference.has_fleet
+            room = config.policy.context_length - len(bridge.prompt(CANARY_PROMPT))
+            size = CanarySize.in_flight(room, probe=not sent)
         proof = prove(
             policy,
             weights.trained,
@@ -250,8 +255,8 @@ class RunRuntime:
             lambda: self._suspects(version),
             dtype=jnp.dtype(config.policy.compute_dtype),
             temperature=config.sampling.temperature,
-            connect=client_of(config.inference, TemplateBridge(config.policy)),
-            probes=config.in_flight_updates and not sent,  # sampling goes on, before a queue
+            connect=client_of(config.inference, bridge),
+            size=size,
         )
         if not config.inference.has_fleet:
             return policy

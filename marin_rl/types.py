@@ -7,6 +7,7 @@ V vocabulary. All records are frozen; arrays inside them are never written to.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -298,17 +299,31 @@ def segment_starts(batch: TrainingBatch) -> Int64[np.ndarray, " S"]:
     return first_BS[first_BS < unseen]
 
 
+CanarySample = tuple[tuple[int, ...], tuple[float, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
     """Tokens that a policy samples for the canary's prompt, with the trainer's logprobs in nats.
 
-    An endpoint that joins later is proven by them, without the trainer.
+    An endpoint that joins later is proven by them, without the trainer. `lengths` are the numbers
+    of tokens of each sample, which lie one after the other; none: it is one sample.
     """
 
     temperature: float
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     tolerance: float
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> list[CanarySample]:
+        """Token ids and logprobs of each sample."""
+        ends = list(accumulate(self.lengths or (len(self.token_ids),)))
+        return [
+            (self.token_ids[start:end], self.logprobs[start:end])
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
 
 
 # Prefect links a task's result to later tasks by weak reference, so that an address that is used

@@ -66,12 +66,16 @@ class TargetRecord(Record):
 
 
 class CanaryRecord(Record):
-    """The tokens by which an endpoint is proven, and the trainer's log-probabilities of them."""
+    """The tokens by which an endpoint is proven, and the trainer's log-probabilities of them.
+
+    `lengths` are the tokens of each sample; none: it is one.
+    """
 
     temperature: Number
     token_ids: Annotated[list[Count], Field(min_length=1, max_length=CANARY_TOKENS_MAX)]
     logprobs: Annotated[list[Number], Field(min_length=1, max_length=CANARY_TOKENS_MAX)]
     tolerance: Number
+    lengths: Annotated[list[Count], Field(max_length=CANARY_TOKENS_MAX)] | None = None
 
 
 class ProvenRecord(Record):

@@ -299,9 +299,8 @@ class InferenceConfig(Section):
         default=None,
         gt=0,
         le=10,
-        description="largest accepted |engine - trainer| of a canary's log-probability, in "
-        "nats; null: 0.001 if policy.compute_dtype is float32, 0.25 if it is "
-        "bfloat16",
+        description="largest accepted mean |engine - trainer| of a canary's log-probabilities, in "
+        "nats; null: 0.001 if policy.compute_dtype is float32, 0.1 if it is bfloat16",
     )
     serve_merged: bool | None = optional_field(
         as_begun=True,

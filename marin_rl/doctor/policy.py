@@ -97,16 +97,16 @@ def tools(config: Config) -> str:
 
 def canary(config: Config) -> str:
     """Check that the context has room for the canary, which proves each round's weights."""
-    from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_TOKENS
+    from marin_rl.inference.canary_prompt import CANARY, CANARY_PROMPT
 
     ((_, length),) = rendered_by(config, [CANARY_PROMPT])
-    if length + CANARY_TOKENS > config.policy.context_length:
+    if length + CANARY.tokens > config.policy.context_length:
         raise InputError(
             f"policy.context_length ({config.policy.context_length}) has no room for the canary, "
-            f"a prompt of {length} tokens and {CANARY_TOKENS} sampled ones that proves before each "
-            f"round which weights are served: expected at least {length + CANARY_TOKENS}"
+            f"a prompt of {length} tokens and {CANARY.tokens} sampled ones that proves before each "
+            f"round which weights are served: expected at least {length + CANARY.tokens}"
         )
-    return f"{length} tokens and {CANARY_TOKENS} sampled"
+    return f"{length} tokens and {CANARY.samples} samples of {CANARY.tokens}"
 
 
 def loss(config: Config) -> str:

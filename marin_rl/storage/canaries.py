@@ -71,4 +71,5 @@ def canary_in(record: Mapping[str, Any]) -> Canary:
         token_ids=tuple(record["token_ids"]),
         logprobs=tuple(record["logprobs"]),
         tolerance=record["tolerance"],
+        lengths=tuple(record.get("lengths") or ()),
     )

@@ -1,5 +1,6 @@
-"""Log-probabilities of one sequence's tokens by a model, for comparisons with an engine's."""
+"""Log-probabilities of samples of one prompt by a model, for comparisons with an engine's."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,19 +18,20 @@ LENGTH_STEP = 64
 def sequence_logprobs(
     model: LmHeadModel,
     prompt: Int32[np.ndarray, " P"],
-    sampled: Int32[np.ndarray, " T"],
+    samples: Sequence[Int32[np.ndarray, " _"]],
     temperature: float,
-) -> Float32[np.ndarray, " T"]:
-    """The trainer's log-probability of each sampled token."""
-    used = len(prompt) + len(sampled)
-    token_ids = np.zeros((1, rounded_up(used)), np.int32)
-    token_ids[0, :used] = np.concatenate([prompt, sampled])
-    mask = np.zeros_like(token_ids)
-    mask[0, len(prompt) : used] = 1
-    segments = np.zeros_like(token_ids)
-    segments[0, :used] = 1
-    scores = sequence_program()(model, token_ids, segments, mask, temperature)
-    return np.asarray(scores)[0, len(prompt) : used]
+) -> Float32[np.ndarray, " N"]:
+    """The trainer's log-probability of each token of the samples, one sample after the other."""
+    longest = max(map(len, samples))
+    token_ids = np.zeros((len(samples), rounded_up(len(prompt) + longest)), np.int32)
+    mask, segments = np.zeros_like(token_ids), np.zeros_like(token_ids)
+    for row, sampled in enumerate(samples):
+        used = len(prompt) + len(sampled)
+        token_ids[row, :used] = np.concatenate([prompt, sampled])
+        mask[row, len(prompt) : used] = 1
+        segments[row, :used] = 1
+    scores = np.asarray(sequence_program()(model, token_ids, segments, mask, temperature))
+    return scores[mask > 0]
 
 
 def rounded_up(length: int) -> int:

@@ -5,7 +5,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from support.fakes import END, FakePolicyServer, logprob_of
 
-from marin_rl.errors import EndpointUnavailable, FleetEmpty
+from marin_rl.errors import EndpointUnavailable, FleetEmpty, StalePolicy
 from marin_rl.inference.client import fleet_client
+from marin_rl.inference.client.answers import Completion
 from marin_rl.inference.client.fleet import Member
-from marin_rl.inference.client.fleet_client import FleetClient
+from marin_rl.inference.client.fleet_client import FleetClient, compare
 from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.types import Canary, Message, Sampling
@@ -140,6 +141,38 @@ def test_an_endpoint_that_joins_answers_the_canary_first(lie: str) -> None:
         ask(source, use, endpoints=(proven.url,), canary=canary)
         assert len(proven.requests) == 8, "it was proven by the trainer"
         assert {body["max_tokens"] for body in liar.requests} == {1}, "the canary alone"
+
+
+def sampled(ids: Sequence[int], *logprobs: float) -> Completion:
+    numbers = np.asarray(logprobs, np.float32)
+    return Completion(
+        text="", token_ids=np.asarray(ids, np.int32), logprobs=numbers, finish_reason="length"
+    )
+
+
+# Two samples of the canary, with the trainer's log-probabilities.
+SAMPLES = [((5, 6, 7, 8), (-1.0, -1.0, -1.0, -1.0)), ((5, 9), (-1.0, -2.0))]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [
+        # One token far off is rounding, as long as the mean, of 6 tokens and 4 more, is not.
+        (sampled((5, 6, 7, 8), -1, -1, -1.9, -1), sampled((5, 9), -1, -2), None),
+        (sampled((5, 6, 7, 8), -1, -1, -2.1, -1), sampled((5, 9), -1, -2), "0.110000 nats apart"),
+        (sampled((5, 6, 7, 8), *[-1.2] * 4), sampled((5, 9), -1.2, -2.2), "0.120000 nats apart"),
+        # Rounding may draw another token: nothing after it is compared.
+        (sampled((5, 6, 1, 1), -1, -1, -7, -7), sampled((5, 9), -1, -2), None),
+        (sampled((5, 6, 1), -1, -1, -1), sampled((1, 9), -1, -2), "samples other tokens"),
+        (sampled((5, 6, 7, 8), -1, -1, float("nan"), -1), sampled((5, 9), -1, -2), "nan nats"),
+    ],
+)
+def test_an_answer_to_the_canary_is_compared_by_its_mean(first, second, error) -> None:
+    if error is None:
+        compare([first, second], SAMPLES, 0.1)
+        return
+    with pytest.raises(StalePolicy, match=error):
+        compare([first, second], SAMPLES, 0.1)
 
 
 def test_an_honest_endpoint_joins(tmp_path: Path) -> None:

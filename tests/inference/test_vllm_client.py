@@ -16,7 +16,7 @@ from support.vllm_stand_in import VllmStandIn
 
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import BadResponse, FleetEmpty, RequestRejected, StalePolicy
-from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED, CANARY_TOKENS
+from marin_rl.inference.canary_prompt import CANARY, CANARY_PROMPT, CANARY_SEED
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.protocol import served_model_id
@@ -128,7 +128,7 @@ async def digest_of(version: int) -> str:
 
 def in_flight(vllm: VllmStandIn, **options: Any) -> VllmInFlightClient:
     """A client that takes tokens of version 2 and later, proven by the canary of its weights."""
-    sampling = Sampling(max_tokens=CANARY_TOKENS, seed=CANARY_SEED)
+    sampling = Sampling(max_tokens=CANARY.tokens, seed=CANARY_SEED)
 
     async def canary_of(_version: int) -> Canary:
         async with client_of(ROUTE, BRIDGE)(endpoints=[vllm.url], model="policy") as client:

@@ -29,7 +29,10 @@ def test_each_version_is_added_and_a_second_proof_takes_the_place_of_the_first(r
     board = CanaryBoard(run.folder, None)
     assert board.read(RUN) == {}
     later = replace(FIRST, version=1, parameters_digest="b" * 64)
-    again = replace(later, canary=replace(later.canary, tolerance=0.25))
+    # Of two samples; FIRST is as records were that knew of one.
+    again = replace(later, canary=replace(later.canary, tolerance=0.1, lengths=(1, 1)))
+    assert FIRST.canary.samples == [((1, 2), (-0.5, -1.0))]
+    assert again.canary.samples == [((1,), (-0.5,)), ((2,), (-1.0,))]
     for proven in (FIRST, later, again):
         board.add(RUN, proven)
     assert board.read(RUN) == {0: FIRST, 1: again}

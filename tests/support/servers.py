@@ -156,5 +156,6 @@ class RawLogprobs(FakePolicyServer):
     def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
         """The same tokens for every request."""
         answer = super().answer(body, fault) | {"prompt_token_ids": self._prompt}
-        answer["choices"][0] |= self._choice_said
+        for choice in answer["choices"]:
+            choice |= self._choice_said
         return answer

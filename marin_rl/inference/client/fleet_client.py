@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import takewhile
 from typing import Any, Self
 
 import numpy as np
@@ -29,7 +30,7 @@ from marin_rl.errors import (
     StalePolicy,
     StorageError,
 )
-from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED
+from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED, mean_difference
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.fleet import Fleet, Member, load_in
 from marin_rl.inference.client.fleet_sources import EndpointSource
@@ -42,7 +43,7 @@ from marin_rl.inference.client.policy_client import (
 )
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.client.publishing import Publisher, Send
-from marin_rl.types import Canary, Sampling
+from marin_rl.types import Canary, CanarySample, Sampling
 
 PROBE_S = 1.0  # between two looks at a ready endpoint
 PROBE_TIMEOUT_S = 10.0  # of a look at a ready endpoint
@@ -309,16 +310,19 @@ class FleetClient(PolicyClient):
     async def _prove(self, member: Member, canary: Canary) -> None:
         """Compare an endpoint's answer to the canary with the trainer's numbers."""
         answer = await self._ask_canary(member, canary, self.model)
-        self._check(answer, 1)
-        compare(answer.completions[0], canary)
+        self._check(answer, len(canary.samples))
+        compare(answer.completions, canary.samples, canary.tolerance)
 
     async def _ask_canary(self, member: Member, canary: Canary, model: str) -> ChatAnswer:
         """An endpoint's answer to the canary by the weights with this id. Raises as `chat` does."""
-        sampling = Sampling(
-            temperature=canary.temperature, max_tokens=len(canary.token_ids), seed=CANARY_SEED
-        )
+        longest = max(len(ids) for ids, _ in canary.samples)
+        sampling = Sampling(temperature=canary.temperature, max_tokens=longest, seed=CANARY_SEED)
         request = ChatRequest(
-            model=model, messages=CANARY_PROMPT, n=1, sampling=sampling, probe=self.probes
+            model=model,
+            messages=CANARY_PROMPT,
+            n=len(canary.samples),
+            sampling=sampling,
+            probe=self.probes,
         )
         # In the time of a request: an endpoint may have a queue, where it waits as any other.
         return await self._ask_at(member.url, request, nullcontext())
@@ -338,20 +342,37 @@ class FleetClient(PolicyClient):
         )
 
 
-def compare(completion: Completion, canary: Canary) -> None:
-    """Raise StalePolicy unless a completion has the canary's tokens with the trainer's numbers."""
-    if completion.token_ids.tolist() != list(canary.token_ids):
+def compare(
+    completions: Sequence[Completion], samples: Sequence[CanarySample], tolerance: float
+) -> None:
+    """Raise StalePolicy unless completions have the canary's tokens with the trainer's numbers.
+
+    Where rounding alone makes an endpoint draw another token than the trainer's did, what comes
+    after that is not compared: half of all tokens must be the same.
+    """
+    expected, measured = list[float](), list[float]()
+    for completion, (ids, logprobs) in zip(completions, samples, strict=True):
+        same = _common_prefix(completion.token_ids.tolist(), ids)
+        expected += logprobs[:same]
+        measured += completion.logprobs[:same].tolist()
+    if 2 * len(expected) < sum(len(ids) for ids, _ in samples):
         raise StalePolicy(
-            f"samples other tokens for the canary: expected {list(canary.token_ids)}, found "
-            f"{completion.token_ids.tolist()}: other weights, or numbers of another machine; "
-            "the next round proves it by itself"
+            f"samples other tokens for the canary: expected {[list(ids) for ids, _ in samples]}, "
+            f"found {[completion.token_ids.tolist() for completion in completions]}: other "
+            "weights, or numbers of another machine; the next round proves it by itself"
         )
-    gap = float(np.abs(completion.logprobs - np.asarray(canary.logprobs, np.float32)).max())
-    if not gap <= canary.tolerance:
+    gap = mean_difference(np.asarray(expected), np.asarray(measured))
+    if not gap <= tolerance:
         raise StalePolicy(
-            f"expected the trainer's log-probabilities of the canary, found them {gap:.6f} "
-            f"apart, above inference.canary_tolerance ({canary.tolerance:g})"
+            f"expected the trainer's log-probabilities of the canary, found them {gap:.6f} nats "
+            f"apart on average, above inference.canary_tolerance ({tolerance:g})"
         )
+
+
+def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Number of first tokens that are the same."""
+    pairs = zip(ids, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _samples(body: dict[str, Any]) -> int:

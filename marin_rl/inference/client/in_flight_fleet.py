@@ -137,11 +137,11 @@ class InFlightFleetClient(InFlightClient, FleetClient):
             raise self._unproven(member, version)
         # Whole, it must have all of the canary's tokens; cut by later weights, the first of them.
         part = slice(count if count < len(completion.token_ids) else None)
-        expected = replace(canary, token_ids=canary.token_ids[part], logprobs=canary.logprobs[part])
+        expected = canary.token_ids[part], canary.logprobs[part]
         own = replace(
             completion, token_ids=completion.token_ids[part], logprobs=completion.logprobs[part]
         )
-        compare(own, expected)
+        compare([own], [expected], canary.tolerance)
 
     async def _canary_in_time(self, member: Member, version: int) -> Canary:
         """The canary of a version, once the trainer has proven that.

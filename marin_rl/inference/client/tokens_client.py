@@ -7,7 +7,7 @@ Connections, retries and checks are `PolicyClient`'s. Leaves out the routes them
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,14 +37,8 @@ class TokensClient(PolicyClient):
 
         Raises InputError for a tokenizer that cannot be read.
         """
-        prompt_ids, first = self._prompt_of(request), request.sampling.seed
-        seeds = [None if first is None else first + index for index in range(request.n)]
-        single = [
-            replace(request, n=1, sampling=replace(request.sampling, seed=seed)) for seed in seeds
-        ]
-        answers = await asyncio.gather(*(self._sample(each, prompt_ids) for each in single))
-        completions = tuple(answer.completions[0] for answer in answers)
-        answer = replace(answers[0], completions=completions)
+        prompt_ids = self._prompt_of(request)
+        answer = await each_sample(request, lambda single: self._sample(single, prompt_ids))
         self._check(answer, request.n)
         return answer
 
@@ -60,3 +54,17 @@ class TokensClient(PolicyClient):
     @abstractmethod
     async def _sample(self, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
         """Answer to a request for one sample."""
+
+
+async def each_sample(
+    request: ChatRequest, ask: Callable[[ChatRequest], Awaitable[ChatAnswer]]
+) -> ChatAnswer:
+    """Ask for each sample of a request with its own seed, and return them in one answer."""
+    first = request.sampling.seed
+    seeds = [None if first is None else first + index for index in range(request.n)]
+    single = [
+        replace(request, n=1, sampling=replace(request.sampling, seed=seed)) for seed in seeds
+    ]
+    answers = await asyncio.gather(*map(ask, single))
+    completions = tuple(answer.completions[0] for answer in answers)
+    return replace(answers[0], completions=completions)

@@ -20,7 +20,7 @@ from marin_rl.inference.client.fleet_client import FleetClient
 from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
 from marin_rl.inference.client.policy_client import at_root
 from marin_rl.inference.client.protocol import GENERATE_ROUTE, ChatRequest, parse_served_model_id
-from marin_rl.inference.client.tokens_client import Ids, TokensClient
+from marin_rl.inference.client.tokens_client import Ids, TokensClient, each_sample
 from marin_rl.inference.client.vllm_protocol import (
     Generated,
     Text,
@@ -43,11 +43,15 @@ class VllmClient(TokensClient):
     async def _ask_at(
         self, url: str, request: ChatRequest, gate: AbstractAsyncContextManager[Any]
     ) -> ChatAnswer:
-        """Answer of one endpoint, asked once. Raises as `chat` does."""
+        """Answer of one endpoint, asked once for each sample. Raises as `chat` does."""
         prompt_ids = self._prompt_of(request)
-        body = generate_body(request.model, prompt_ids, request.sampling)
-        data = await self._attempt(url, "POST", GENERATE_ROUTE, body, gate=gate)
-        return await self._decoded(data, request, prompt_ids)
+
+        async def ask(single: ChatRequest) -> ChatAnswer:
+            body = generate_body(single.model, prompt_ids, single.sampling)
+            data = await self._attempt(url, "POST", GENERATE_ROUTE, body, gate=gate)
+            return await self._decoded(data, single, prompt_ids)
+
+        return await each_sample(request, ask)
 
     async def _sample(self, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
         body = generate_body(request.model, prompt_ids, request.sampling)
