@@ -87,7 +87,7 @@ class Episodes:
             return encode_answer(await perform(asked))
         except MemoryError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+        except BaseException as error:  # noqa: BLE001 - it is other people's code
             return encode_answer(Failure(message=str(fault_of(error)), kind=_kind_of(error)))
 
     async def _start(self, asked: Request) -> Start:

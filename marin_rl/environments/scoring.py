@@ -97,9 +97,18 @@ def _checked_score(score: Score, where: str) -> Score:
 def fault_of(error: BaseException, where: str = "") -> RewardFault:
     """Return the fault of a rollout whose environment raised `error`, after `where` it did."""
     prefix = f"{where}: " if where else ""
-    fault = type(error) if isinstance(error, RewardFault) else RewardFault
-    name = "" if isinstance(error, RewardFault) else f"{type(error).__name__}: "
-    return fault(f"{prefix}{name}{error}{_line_of(error)}"[:MESSAGE_CHARACTERS_MAX])
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__ == RewardFault.__module__]
+    if not isinstance(error, RewardFault):
+        prefix, kinds = f"{prefix}{type(error).__name__}: ", [RewardFault]
+    text = f"{prefix}{_text_of(error)}{_line_of(error)}"[:MESSAGE_CHARACTERS_MAX]
+    return kinds[0](text.encode(errors="backslashreplace").decode())  # a lone surrogate is no text
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as another:  # noqa: BLE001 - it is other people's code too
+        return f"a text that cannot be read ({type(another).__name__})"
 
 
 def _line_of(error: BaseException) -> str:

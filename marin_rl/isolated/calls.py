@@ -25,6 +25,7 @@ from marin_rl.isolated.interleaved import ANSWER, BEGUN, LATE, PAUSED, TOO_LARGE
 from marin_rl.isolated.lines import (
     ANSWERED_KEPT,
     MEMORY_EXIT_STATUS,
+    PIPES_EXIT_STATUS,
     READY,
     answer_number,
     decoded,
@@ -265,6 +266,8 @@ class CallWorker:
     def _exit(self, how: str) -> tuple[Limit, str]:
         if self._process.exit_code == MEMORY_EXIT_STATUS:
             return "memory", f"over {self._limits.memory_bytes >> 20} MiB of memory"
+        if self._process.exit_code == PIPES_EXIT_STATUS:
+            return "crash", "closed or replaced descriptors that its process needs"
         return "crash", f"ended its process ({how})"
 
     def _fail_pending(self, cause: tuple[Limit, str]) -> None:

@@ -3,20 +3,23 @@
 A call is a coroutine. Before each slice of one (the code between two awaits) the worker names the
 call on its pipe, so that the parent knows which one blocks the process. A coroutine that waits for
 too long is cancelled here; a slice that never returns costs the process, which the parent ends
-(`calls`). The time that other calls' slices take is not charged. Leaves out what calls do
+(`calls`), and so does one that breaks the event loop or closes its pipes: the process ends within
+that call. The time that other calls' slices take is not charged. Leaves out what calls do
 (`environments.episode_worker`).
 """
 
 import asyncio
 import contextvars
 import os
+import signal
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from selectors import DefaultSelector
+from typing import Any, BinaryIO, NoReturn, Protocol, runtime_checkable
 
-from marin_rl.isolated.lines import MEMORY_EXIT_STATUS, decoded
+from marin_rl.isolated.lines import MEMORY_EXIT_STATUS, PIPES_EXIT_STATUS, decoded
 
 BEGUN, PAUSED, ANSWER, LATE, TOO_LARGE = b"begun", b"paused", b"answer", b"late", b"too large"
 LINE_BYTES_MAX = 1 << 30
@@ -73,10 +76,38 @@ def uncharged() -> Iterator[None]:
 
 
 def serve(
-    handler: Handler, questions: BinaryIO, send: Send, *, limit_s: float, answer_bytes: int
+    handler: Handler,
+    questions: BinaryIO,
+    send: Send,
+    *,
+    limit_s: float,
+    answer_bytes: int,
+    answers: int,
 ) -> None:
-    """Answer calls until the parent closes its end."""
-    asyncio.run(_Server(handler, send, limit_s, answer_bytes).serve(questions))
+    """Answer calls until the parent closes its end. `answers` is the descriptor behind `send`."""
+    signal.signal(
+        signal.SIGINT, _interrupt
+    )  # within a slice, rather than asyncio's, which ends all
+    selector = DefaultSelector()
+    server = _Server(handler, send, limit_s, answer_bytes)
+    with asyncio.Runner(loop_factory=lambda: _Loop(selector)) as runner:
+        try:
+            runner.run(server.serve(questions, selector, answers))
+        except BaseException:
+            server.blame_last()
+            raise
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def stop(self) -> None:
+        """Stop, unless it is a call that asks for it."""
+        if _current.get() is not None:
+            raise RuntimeError("the event loop has other calls: expected that none stops it")
+        super().stop()
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 class _Server:
@@ -85,13 +116,24 @@ class _Server:
         self._limit_s, self._answer_bytes = limit_s, answer_bytes
         self._busy_s = 0.0
         self._calls: set[_Call] = set()
+        self._last: _Call | None = None
+        self._needed: dict[int, tuple[int, int] | None] = {}
 
-    async def serve(self, questions: BinaryIO) -> None:
+    def blame_last(self) -> None:
+        """Name the call of the last slice as the one that ends the process."""
+        if self._last is not None:
+            with suppress(OSError):
+                self._send(self._last.number, BEGUN)
+
+    async def serve(self, questions: BinaryIO, selector: DefaultSelector, answers: int) -> None:
         """Read requests and begin a call for each."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._task)
         reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
+        # the loop's own pipe and that of the requests are registered by now
+        for descriptor in (1, 2, answers, selector.fileno(), *selector.get_map()):
+            self._needed[descriptor] = _identity(descriptor)
         while line := await reader.readline():
             number, (request,) = decoded(line)
             self._begin(loop, number, request)
@@ -154,6 +196,7 @@ class _Server:
 
     def slice(self, call: _Call, run: Callable[[], Any]) -> Any:
         """Run one slice of a call: what it waits for, or `_Ended`. Raises what it raises."""
+        self._last = call
         self._send(call.number, BEGUN)
         began = time.monotonic()
         try:
@@ -164,7 +207,12 @@ class _Server:
                     return _Ended(end.value)
                 except MemoryError:
                     os._exit(MEMORY_EXIT_STATUS)  # nothing that needs memory may run any more
+                except (KeyboardInterrupt, SystemExit) as error:
+                    # asyncio would end the loop of all calls
+                    raise RuntimeError(f"{type(error).__name__} in a task") from error
         finally:
+            if any(_identity(each) != known for each, known in self._needed.items()):
+                os._exit(PIPES_EXIT_STATUS)  # before the pause: it is this call's fault
             took_s = time.monotonic() - began
             self._busy_s += took_s
             call.own_s += took_s
@@ -188,6 +236,15 @@ class _Slices:
                 run = lambda: self._coroutine.send(None)
             except BaseException as error:  # noqa: BLE001 - thrown in by the event loop
                 run = lambda error=error: self._coroutine.throw(error)
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Return what a descriptor leads to, None where it is closed."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True, slots=True)

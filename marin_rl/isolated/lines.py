@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 READY, UNFIT = b"ready", b"unfit"  # first answer of a worker
 MEMORY_EXIT_STATUS = 86  # of a worker that exceeded its memory
+PIPES_EXIT_STATUS = 87  # of a worker whose code closed or replaced its pipes
 ANSWERED_KEPT = 10_000  # numbers of the last answers, by which a parent knows a second one
 
 

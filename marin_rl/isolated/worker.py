@@ -57,6 +57,7 @@ def work(questions: BinaryIO, answers: BinaryIO) -> None:
             lambda number, *parts: _write(answers, answer_number(number, 0), parts),
             limit_s=hello["wall_s"],
             answer_bytes=hello["answer_bytes"],
+            answers=answers.fileno(),
         )
         return
     try:

@@ -20,12 +20,12 @@ from marin_rl.errors import EnvironmentTimeout, InputError, RewardFault, ToolFau
 from marin_rl.types import Example, Message, Turn
 
 ENVIRONMENT = """
-import asyncio, os, random, re, threading, time
+import asyncio, fcntl, os, random, re, signal, threading, time
 import numpy as np
 from marin_rl.isolated.interleaved import uncharged
 from marin_rl.environments.base_environment import BaseEnvironment
 from marin_rl.environments.episode import StepResult
-from marin_rl.errors import ToolFault
+from marin_rl.errors import RewardFault, ToolFault
 from marin_rl.types import Message, RewardComponent
 
 GATES = {}
@@ -49,6 +49,15 @@ class Broken(Talk):
 
 def say(text, **more):
     return StepResult(messages=(Message(role="user", content=str(text)),), **more)
+
+class Unreadable(Exception):
+    def __str__(self): raise ValueError
+
+class OwnFault(RewardFault):
+    def __init__(self, one, two): super().__init__(f"of {one} and {two}")
+
+def not_written(number):
+    return fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
 
 class Talking:
     def __init__(self, example):
@@ -79,6 +88,25 @@ class Talking:
             case "die": os.kill(os.getpid(), 9)
             case "exit": os._exit(3)
             case "leave": raise SystemExit(1)
+            case "surrogate": raise RuntimeError("\\ud800")
+            case "unreadable": raise Unreadable
+            case "misfit": raise OwnFault(1, 2)
+            case "base": raise BaseException("of all")
+            case "generator": raise GeneratorExit
+            case "cancelled": raise asyncio.CancelledError("by itself")
+            case "interrupt": raise KeyboardInterrupt
+            case "signal": signal.raise_signal(signal.SIGINT)
+            case "task":
+                async def interrupted(): raise KeyboardInterrupt
+                await asyncio.gather(interrupted())
+            case "close": os.closerange(3, 4096)
+            case "unread":
+                for number in map(int, os.listdir("/proc/self/fd")):
+                    try: kind = os.readlink(f"/proc/self/fd/{number}")
+                    except OSError: continue
+                    if number > 2 and kind.startswith("pipe:") and not_written(number):
+                        os.close(number)
+            case "stop": asyncio.get_running_loop().stop()
             case "memory": return say(len(bytes(2**34)))
             case "large": return say("x" * (5 << 20))
             case "pid": return say(os.getpid())
@@ -232,6 +260,16 @@ def test_an_episode_answers_from_another_process(pool: EpisodePool, example: Exa
         ("raise", RewardFault, "KeyError: 'who knows' (talk_environment.py, line "),
         ("tool", ToolFault, "the calculator is gone"),
         ("leave", RewardFault, "SystemExit: 1"),
+        ("surrogate", RewardFault, r"RuntimeError: \ud800 (talk_environment.py"),
+        ("unreadable", RewardFault, "Unreadable: a text that cannot be read (ValueError)"),
+        ("misfit", RewardFault, "of 1 and 2"),
+        ("base", RewardFault, "BaseException: of all"),
+        ("generator", RewardFault, "GeneratorExit: "),
+        ("cancelled", RewardFault, "CancelledError: by itself"),
+        ("interrupt", RewardFault, "KeyboardInterrupt: "),
+        ("signal", RewardFault, "KeyboardInterrupt: "),
+        ("task", RewardFault, "RuntimeError: KeyboardInterrupt in a task"),
+        ("stop", RewardFault, "RuntimeError: the event loop has other calls"),
         ("odd", RewardFault, "TypeError: "),
         ("nothing", RewardFault, "ValueError: expected a StepResult of a step, found None"),
         ("large", RewardFault, "gave an answer that cannot be sent: over 4194304 bytes"),
@@ -254,6 +292,8 @@ def test_a_fault_costs_its_own_episode(
         [
             ("die", "the step of an episode ended its process: ended its process (signal 9)"),
             ("exit", "ended its process (exit status 3)"),
+            ("close", "closed or replaced descriptors that its process needs"),
+            ("unread", "closed or replaced descriptors that its process needs"),
             ("memory", "over 8192 MiB of memory"),
         ],
         first=1,
