@@ -17,19 +17,13 @@ from typing import TypeVar
 import jax
 
 from marin_rl.errors import InputError
-from marin_rl.machine import cores, pool_threads
+from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, cores, pool_threads
 
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 
 # A lane of fewer slots spends more on reading weights than a core of its own saves.
 LANE_SLOTS_MIN = 16
-
-# The operations of larger models are long enough that XLA shares each among all cores, and every
-# lane of a training step has gradients of its own.
-LANE_WEIGHTS_BYTES_MAX = 2**27
-
-STEP_LANES = 2
 
 
 @dataclass(frozen=True, slots=True)

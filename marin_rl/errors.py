@@ -30,6 +30,7 @@
     │   ├── WorkerLost           a node ended before it had committed its shards       (passes)
     │   ├── ServerUnavailable    the Prefect server gives out no work: 5xx, timeouts   (passes)
     │   └── StageFailed          a stage failed on another machine, for good
+    ├── OutOfMemory            a program needs more memory than there is
     └── TrainingError
         └── NonFiniteUpdate    loss or gradients were not finite too often in a row
 
@@ -172,6 +173,10 @@ class ServerUnavailable(WorkError):
 
 class StageFailed(WorkError):
     """A stage failed on another machine, and trying again would not help."""
+
+
+class OutOfMemory(MarinRLError):
+    """A program needs more memory than the device or the process may have; so will the next try."""
 
 
 class TrainingError(MarinRLError):

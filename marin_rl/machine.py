@@ -26,6 +26,12 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # One core then gives the bits of two.
 THREADS_MIN = 2
 
+# Of a small model a training step's microbatches, and the engine's slots, are computed side by side
+# in lanes. The operations of larger models are long enough that XLA shares each among all cores,
+# and every lane of a training step has gradients of its own.
+LANE_WEIGHTS_BYTES_MAX = 2**27
+STEP_LANES = 2
+
 # What XLA calls the threads of its CPU pool; Linux keeps 15 characters of a name.
 _POOL_THREAD = "tf_XLAEigen"
 
@@ -93,6 +99,13 @@ def ensure_no_alarms() -> None:
     """
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def computes_on_host() -> bool:
+    """True where JAX computes on this machine's CPUs, by its setting or for want of others."""
+    if chosen := os.environ.get("JAX_PLATFORMS"):
+        return chosen.partition(",")[0] == "cpu"
+    return not any(Path("/dev", name).exists() for name in ("nvidiactl", "accel0", "vfio/0"))
 
 
 def pool_threads() -> int:

@@ -1,27 +1,35 @@
 """Plan of a run, computed from its configuration before anything starts.
 
-Used by `marin-rl run --dry-run`, and where a folder is served without a configured context length.
-Token counts are upper bounds (every prompt and completion at its limit); bytes per token are those
-measured on committed shards and batches (docs/on-disk-format.md).
+Used by `marin-rl run --dry-run`, by the checks before a run, and where a folder is served without a
+configured context length. Token counts are upper bounds (every prompt and completion at its limit);
+bytes per token are those measured on committed shards and batches (docs/on-disk-format.md). Bytes
+of memory are those of one device.
 Reads a Hugging Face `config.json` for the parameter count when the folder is here; loads no model.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows
 from marin_rl.config import Config, ModelConfig, ModelFamily
 from marin_rl.errors import InputError
+from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, STEP_LANES, computes_on_host
 from marin_rl.model_folders import check_family
 from marin_rl.plain_files import read_object
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
 BATCH_BYTES_PER_TOKEN = 3.0
 SCORE_BYTES_PER_TOKEN = 17.0
+# Of a committed table besides its tokens: Parquet's footers, and the manifest.
+TABLE_BYTES = 50_000
 PARAMETER_BYTES = 4
 OPTIMIZER_BYTES = 8
 CHARACTER_VOCABULARY = 128
+# Python, JAX, Levanter and Prefect in memory, and programs while they are compiled.
+PROCESS_BYTES = 1_200_000_000
 
 # Context of a model that is served or evaluated without a configured length.
 CONTEXT_TOKENS_MAX = 4096
@@ -29,66 +37,14 @@ CACHE_BYTES_MAX = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """The sizes that decide parameters and cache of a decoder."""
-
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    intermediate_size: int
-    tie_embeddings: bool
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights of a Llama-style decoder (norms included, biases not)."""
-        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        blocks = self.layers * (attention + mlp + 2 * self.hidden_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + blocks + self.hidden_size
-
-    @property
-    def linear_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights that an adapter may change, by path in the model."""
-        groups = self.heads // self.kv_heads
-        heads = (self.layers, self.kv_heads, self.head_size, self.hidden_size)
-        shapes = {
-            "self_attn/q_proj": (*heads[:2], groups, *heads[2:]),
-            "self_attn/k_proj": heads,
-            "self_attn/v_proj": heads,
-            "self_attn/o_proj": (self.layers, self.hidden_size, self.heads, self.head_size),
-            "mlp/gate_proj": (self.layers, self.intermediate_size, self.hidden_size),
-            "mlp/up_proj": (self.layers, self.intermediate_size, self.hidden_size),
-            "mlp/down_proj": (self.layers, self.hidden_size, self.intermediate_size),
-        }
-        return {f"transformer/layers/stacked/{n}/weight": shape for n, shape in shapes.items()}
-
-    def cache_bytes(self, tokens: int, bytes_per_value: int) -> int:
-        """Bytes of keys and values for `tokens` positions."""
-        return 2 * self.layers * self.kv_heads * self.head_size * tokens * bytes_per_value
-
-    def activation_bytes(self, tokens: int, bytes_per_value: int, *, recomputed: bool) -> int:
-        """Bytes that the backward pass of `tokens` positions keeps, an estimate.
-
-        Of each layer its input and what its matrices read and wrote; with gradient checkpointing
-        (`recomputed`) the inputs of all layers, and the rest of one. Attention is counted without
-        its table of scores, which only the plain attention of a CPU holds.
-        """
-        heads = 2 * (self.heads + self.kv_heads) * self.head_size  # queries, keys, values, output
-        inside = 5 * self.hidden_size + heads + 3 * self.intermediate_size
-        layers_kept = 1 if recomputed else self.layers
-        values = self.layers * self.hidden_size + layers_kept * inside
-        return values * tokens * bytes_per_value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Upper bounds of what a run does and needs; None where the model is not at hand.
 
-    `trained_parameters` are an adapter's where there is one.
+    `trained_parameters` are an adapter's where there is one. Of one device: `training_bytes` lie
+    there between steps, `step_bytes` at the most within one, of which `activation_bytes` are the
+    activations of a microbatch, and `peak_bytes` with all else of the process. Of disk:
+    `checkpoint_disk_bytes` is the most that lies there at once, of `checkpoints_kept` checkpoints,
+    `checkpoint_written_bytes` what all rounds write.
     """
 
     rounds: int
@@ -101,12 +57,18 @@ class Plan:
     trained_parameters: int | None = None
     training_bytes: int | None = None
     activation_bytes: int | None = None
+    step_bytes: int | None = None
     engine_cache_bytes: int | None = None
     engine_weight_bytes: int | None = None
+    peak_bytes: int | None = None
+    devices: int = 1
     rollout_disk_bytes: int
     batch_disk_bytes: int
     score_disk_bytes: int
     checkpoint_disk_bytes: int | None = None
+    checkpoint_written_bytes: int | None = None
+    checkpoints_kept: int = 1
+    checkpoint_bytes: int | None = None
 
     @property
     def overlap_saves(self) -> float:
@@ -119,16 +81,8 @@ class Plan:
         return min(sides) / sum(sides)
 
     @property
-    def memory_bytes(self) -> int | None:
-        """Training, activations, and the engine that samples, together; None where unknown."""
-        if self.training_bytes is None or self.activation_bytes is None:
-            return None
-        engine = (self.engine_cache_bytes or 0) + (self.engine_weight_bytes or 0)
-        return self.training_bytes + self.activation_bytes + engine
-
-    @property
     def disk_bytes(self) -> int:
-        """Everything the run leaves under its root."""
+        """The most that lies under the run's root at once."""
         tables = self.rollout_disk_bytes + self.batch_disk_bytes + self.score_disk_bytes
         return tables + (self.checkpoint_disk_bytes or 0)
 
@@ -186,50 +140,188 @@ def plan(config: Config) -> Plan:
     if config.replay is not None:
         groups += config.replay.groups or groups
     trained = size * groups * config.policy.context_length
+    shards = config.rounds * config.rollouts.shards_per_round
     return Plan(
         rounds=config.rounds,
-        shards=config.rounds * config.rollouts.shards_per_round,
+        shards=shards,
         rollouts=size * config.candidates_per_batch,
         rollouts_max=rollouts_max,
         tokens_sampled_max=sampled,
         tokens_trained_max=trained * config.training.epochs,
-        rollout_disk_bytes=int(
-            rollouts_max * config.policy.context_length * ROLLOUT_BYTES_PER_TOKEN
-        ),
-        batch_disk_bytes=int(trained * BATCH_BYTES_PER_TOKEN),
-        score_disk_bytes=int(sampled * SCORE_BYTES_PER_TOKEN),
+        rollout_disk_bytes=shards * TABLE_BYTES
+        + int(rollouts_max * config.policy.context_length * ROLLOUT_BYTES_PER_TOKEN),
+        batch_disk_bytes=config.rounds * TABLE_BYTES + int(trained * BATCH_BYTES_PER_TOKEN),
+        score_disk_bytes=config.rounds * TABLE_BYTES + int(sampled * SCORE_BYTES_PER_TOKEN),
         **({} if architecture is None else _of_model(config, architecture)),
     )
 
 
 def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
     """The fields of a plan that need a model's sizes."""
-    trained = _trained(config, architecture)
-    critic = config.training.critic
-    learners = 2 if critic is not None and critic.trunk == "own" else 1
-    value_bytes = 4 if config.policy.compute_dtype == "float32" else 2
-    context = config.policy.context_length
-    # Gradient and Adam; and the base of an adapter, in the dtype that is computed in.
-    training = learners * trained * (2 * PARAMETER_BYTES + OPTIMIZER_BYTES)
-    training += _base_bytes(config, architecture, value_bytes)
-    # Checkpoint 0 as well as one for each round.
-    checkpoints = (config.rounds + 1) * learners * trained * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+    steps = [StepMemory.of(one, architecture) for one in _stages(config)]
+    memory = steps[0]
+    kept = _checkpoints_kept(config)
+    one = memory.learners * memory.trained * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+    base = _base_disk_bytes(config, architecture.parameters)
     fields = {
         "parameters": architecture.parameters,
-        "trained_parameters": trained,
-        "training_bytes": training,
-        "activation_bytes": architecture.activation_bytes(
-            config.training.microbatch_sequences * context,
-            value_bytes,
-            recomputed=config.training.gradient_checkpointing,
-        ),
-        "checkpoint_disk_bytes": checkpoints + _base_disk_bytes(config, architecture.parameters),
+        "trained_parameters": memory.trained,
+        "training_bytes": memory.resident,
+        "activation_bytes": memory.activations,
+        "step_bytes": max(step.peak for step in steps),
+        "devices": memory.devices,
+        "checkpoint_bytes": one,
+        "checkpoints_kept": kept,
+        "checkpoint_disk_bytes": kept * one + base,
+        # Checkpoint 0 as well as one for each round.
+        "checkpoint_written_bytes": (config.rounds + 1) * one + base,
     }
+    sampling = merged = 0
     if not config.inference.endpoints:
-        tokens = config.inference.engine.slots * context
-        fields["engine_cache_bytes"] = architecture.cache_bytes(tokens, value_bytes)
-        fields["engine_weight_bytes"] = _engine_weight_bytes(config, architecture, value_bytes)
+        tokens = config.inference.engine.slots * config.policy.context_length
+        value_bytes = _value_bytes(config)
+        cache = architecture.cache_bytes(tokens, value_bytes)
+        merged = _merged_bytes(config, architecture)
+        weights = _joined_bytes(config, architecture, value_bytes) + merged
+        fields |= {"engine_cache_bytes": cache, "engine_weight_bytes": weights}
+        sampling = cache + weights
+    # Where sampling and training alternate, the engine gives its memory back to the step.
+    if config.max_staleness:
+        peak = sampling + memory.peak
+    else:
+        peak = max(memory.resident + sampling, memory.peak + merged)
+    peak = max(peak, *(step.peak for step in steps))
+    fields["peak_bytes"] = peak + (PROCESS_BYTES if memory.on_host else 0)
     return fields
+
+
+def _stages(config: Config) -> Iterator[Config]:
+    """The configuration of the rounds' training, and of the warm start as if it were theirs."""
+    yield config
+    if config.policy.init != "sft":
+        return
+    rows = {"microbatch_sequences": config.sft.microbatch_sequences, "critic": None}
+    step = {"sequences_per_step": config.sft.sequences_per_step, "packing": "none"}
+    lora = config.policy.lora
+    whole = lora is not None and lora.begins != "sft"
+    without = {"lora": None, "quantize_base": None} if whole else {}
+    yield config.model_copy(
+        update={
+            "training": config.training.model_copy(update=rows),
+            "batching": config.batching.model_copy(update=step),
+            "policy": config.policy.model_copy(update=without),
+        }
+    )
+
+
+def _checkpoints_kept(config: Config) -> int:
+    """The most checkpoints that lie there at once: retention is applied after each round."""
+    written, rule = config.rounds + 1, config.retention
+    if rule.checkpoints_last is None:
+        return written
+    last = min(rule.checkpoints_last + 1, written)  # the newest is written before one is pruned
+    every = rule.checkpoints_every
+    return min(written, last + (0 if every is None else -(-(written - last) // every)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Bytes of training on one device: `resident` between steps, `peak` within one.
+
+    `trained` parameters of each of the `learners`: the policy, and a critic of its own trunk.
+    """
+
+    trained: int
+    learners: int
+    devices: int
+    on_host: bool
+    resident: int
+    activations: int
+    peak: int
+
+    @classmethod
+    def of(cls, config: Config, architecture: Architecture) -> "StepMemory":
+        """Multiply out: parameters and moments by fsdp and tensor, rows by data and fsdp."""
+        mesh, critic = config.mesh, config.training.critic
+        data, fsdp = max(mesh.data, 1), max(mesh.fsdp, 1)
+        held, on_host = fsdp * mesh.tensor, computes_on_host()
+        learners = 2 if critic is not None and critic.trunk == "own" else 1
+        trained = _trained(config, architecture)
+        own = learners * trained // held
+        base = _base_bytes(config, architecture, _value_bytes(config)) // held
+        # XLA's CPU compiler keeps what is computed in bfloat16 as float32.
+        value_bytes = 4 if on_host else _value_bytes(config)
+        rows = microbatch_of(config, data * fsdp, on_host=on_host)
+        how = {"recomputed": config.training.gradient_checkpointing, "shards": mesh.tensor}
+        backward = architecture.backward_bytes(
+            rows, value_bytes, base=_base_of(config), fsdp=fsdp, **how
+        )
+        lanes = _lanes(config, architecture, on_host=on_host)
+        # Each lane has gradients of its own; an update has old and new parameters at once.
+        passes = 12 * own + lanes * (4 * own + learners * backward)
+        update = round(UPDATE_BYTES * own) + 4 * own * (lanes - 1)
+        return cls(
+            trained=trained,
+            learners=learners,
+            devices=data * held,
+            on_host=on_host,
+            resident=12 * own + base,
+            activations=lanes * architecture.activation_bytes(rows, value_bytes, **how),
+            peak=base + max(passes, update),
+        )
+
+
+def microbatch_of(config: Config, parts: int, *, on_host: bool) -> Rows:
+    """The largest microbatch of a run, of which each of `parts` devices has its share of rows."""
+    batching = config.batching
+    rows = min(config.training.microbatch_sequences, _step_sequences(config))
+    packed = batching.packing != "none"
+    length = (batching.row_tokens or 0) if packed else config.policy.context_length
+    fused = not on_host and config.policy.compute_dtype == "bfloat16"
+    return Rows(rows=-(-rows // parts), length=length, in_blocks=packed or fused)
+
+
+def _step_sequences(config: Config) -> int:
+    """Sequences of one optimizer step."""
+    of_round = config.rollouts.groups_per_round * config.rollouts.group_size
+    return config.batching.sequences_per_step or of_round
+
+
+def _lanes(config: Config, architecture: Architecture, *, on_host: bool) -> int:
+    """Lanes of a training step: a small model's on one CPU device, with several microbatches."""
+    small = PARAMETER_BYTES * architecture.parameters <= LANE_WEIGHTS_BYTES_MAX
+    alone = config.mesh.data == config.mesh.fsdp == config.mesh.tensor == 1
+    several = config.training.microbatch_sequences < _step_sequences(config)
+    return STEP_LANES if on_host and small and alone and several else 1
+
+
+def memory_keys(config: Config) -> Iterator[str]:
+    """Settings that lower the memory of a training step, the mildest first, with their values."""
+    training, policy = config.training, config.policy
+    if training.microbatch_sequences > 1:
+        yield f"a smaller training.microbatch_sequences (now {training.microbatch_sequences})"
+    if not training.gradient_checkpointing:
+        yield "training.gradient_checkpointing: true"
+    if config.batching.packing != "none":
+        yield f"a smaller batching.row_tokens (now {config.batching.row_tokens})"
+    else:
+        yield f"a smaller policy.context_length (now {policy.context_length})"
+    if policy.lora is None:
+        yield "an adapter (policy.lora.rank)"
+    elif policy.quantize_base is None:
+        yield "policy.quantize_base: nf4"
+    yield f"a larger mesh.fsdp on more devices (now {config.mesh.fsdp})"
+
+
+def _base_of(config: Config) -> Base | None:
+    """The base of an adapter as a step copies it; None where all parameters are trained."""
+    if config.policy.lora is None:
+        return None
+    return "whole" if config.policy.quantize_base is None else "quantized"
+
+
+def _value_bytes(config: Config) -> int:
+    return 4 if config.policy.compute_dtype == "float32" else 2
 
 
 def _trained(config: Config, architecture: Architecture) -> int:
@@ -263,12 +355,18 @@ def _base_bytes(config: Config, architecture: Architecture, value_bytes: int) ->
     return quantized + (others + largest) * value_bytes
 
 
-def _engine_weight_bytes(config: Config, architecture: Architecture, value_bytes: int) -> int:
-    """Bytes of the engine's own weights: what it joins or merges of the trainer's arrays."""
-    linear = sum(map(math.prod, architecture.linear_shapes.values()))
+def _merged_bytes(config: Config, architecture: Architecture) -> int:
+    """Bytes of weights merged with an adapter: the engine's own, which stay while steps run."""
+    if config.policy.lora is None or config.policy.quantize_base is not None:
+        return 0
+    return PARAMETER_BYTES * sum(map(math.prod, architecture.linear_shapes.values()))
+
+
+def _joined_bytes(config: Config, architecture: Architecture, value_bytes: int) -> int:
+    """Bytes of what the engine joins of its weights while it samples."""
     if config.policy.quantize_base is not None:
         return _trained(config, architecture) * value_bytes  # it reads the base where it lies
-    return linear * (value_bytes + (PARAMETER_BYTES if config.policy.lora else 0))
+    return value_bytes * sum(map(math.prod, architecture.linear_shapes.values()))
 
 
 def _base_disk_bytes(config: Config, parameters: int) -> int:

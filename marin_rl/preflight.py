@@ -12,6 +12,7 @@ from pathlib import Path
 from marin_rl.config import Config
 from marin_rl.doctor.checks import Check, preflight
 from marin_rl.doctor.data import demonstrations, environment, pairs, storage
+from marin_rl.doctor.memory import memory
 from marin_rl.doctor.policy import canary, loss, prompts, tokenizer_files, tools
 from marin_rl.doctor.rewards import trials
 from marin_rl.doctor.surroundings import endpoints, mesh
@@ -181,11 +182,12 @@ def own_loss(config: Config) -> str:
 BEFORE_ENGINES: dict[str, tuple[Check, ...]] = {
     "rl-loop": (
         storage, policy_source, adapter, tokenizer_files, chat_template, reward_model_slot,
-        environment, warm_start, prompts, tools, canary, own_reward, mesh, own_loss, endpoints,
+        environment, warm_start, prompts, tools, canary, memory, own_reward, mesh, own_loss,
+        endpoints,
     ),
     "sft": (
         storage, policy_source, adapter, tokenizer_files, chat_template, environment,
-        demonstrations, prompts, mesh,
+        demonstrations, prompts, memory, mesh,
     ),
     "reward-model": (storage, policy_source, adapter, tokenizer_files, chat_template, pairs, mesh),
 }  # fmt: skip

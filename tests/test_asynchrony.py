@@ -228,22 +228,27 @@ def test_a_device_that_sampling_and_training_share_is_refused_or_time_sliced() -
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ((), "they alternate; with endpoints on other devices max_staleness 1 would save"),
-        (("asynchrony.max_staleness=1",), "they take one device in turn; with endpoints"),
-        (("inference.endpoints=[http://host/v1]",), "asynchrony.max_staleness 1 would save"),
+        # One device takes both in turn.
+        ((), None),
+        (("asynchrony.max_staleness=1",), None),
+        (
+            ("inference.endpoints=[http://host/v1]",),
+            "sampling and training alternate; asynchrony.max_staleness 1 would save up to 4% of a "
+            "round (estimate)",
+        ),
         (
             (
                 "asynchrony.max_staleness=1",
                 "inference.endpoints=[http://host/v1]",
                 "inference.publish=pull",
             ),
-            "sampling during training saves up to",
+            "sampling during training saves up to 4% of a round (estimate)",
         ),
     ],
 )
-def test_a_plan_says_what_overlap_gains(overrides: tuple[str, ...], line: str) -> None:
+def test_a_plan_says_what_overlap_gains(overrides: tuple[str, ...], line: str | None) -> None:
     config = configured(*overrides)
-    assert line in plan_rows(config, plan(config))["overlap"]
+    assert plan_rows(config, plan(config)).get("overlap") == line
 
 
 def test_overlap_saves_the_shorter_side() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from marin_rl.architecture import UPDATE_BYTES, Rows
 from marin_rl.config import load_config, parse_config
 from marin_rl.errors import InputError
 from marin_rl.planning import Architecture, architecture_of, plan
@@ -35,10 +36,10 @@ def test_a_small_run_multiplies_out():
     assert (result.shards, result.rollouts, result.tokens_sampled_max) == (6, 30, 120)
     # embedding 80, q and o 64 each, k and v 32 each, MLP 3*128, norms 3*8
     assert result.parameters == 80 + 2 * 64 + 2 * 32 + 384 + 24
-    assert result.training_bytes == 16 * result.parameters
+    assert result.training_bytes == 12 * result.parameters
     assert result.engine_cache_bytes == 2 * 1 * 1 * 4 * (2 * 32) * 4
-    # 16 rows of 32 tokens, float32: of the layer its input, 5 * 8, 2 * 3 heads of 4, 3 * 16
-    assert result.activation_bytes == 4 * 16 * 32 * (8 + 40 + 24 + 48)
+    # 15 rows of 32 tokens, float32: the last layer's MLP is computed again, its 3 tables are kept
+    assert result.activation_bytes == 4 * 15 * 32 * (3 * 2 * 32)
     assert result.checkpoint_disk_bytes == 3 * 12 * result.parameters
 
 
@@ -102,16 +103,17 @@ SIZES = {
 
 
 def test_the_table_of_sizes_in_the_docs_is_computed():
-    """8 rows of 2,048 tokens a microbatch, 64 sequence slots, bfloat16."""
+    """8 rows of 2,048 tokens a microbatch, 64 sequence slots, bfloat16 on a GPU."""
     names = [field.name for field in dataclasses.fields(Architecture)]
     rows = []
     for name, values in SIZES.items():
-        model, tokens = Architecture(**dict(zip(names, values, strict=True))), 8 * 2048
+        model = Architecture(**dict(zip(names, values, strict=True)))
+        microbatch = Rows(rows=8, length=2048, in_blocks=True)
         kept, recomputed = (
-            model.activation_bytes(tokens, 2, recomputed=recomputed) for recomputed in (False, True)
+            model.activation_bytes(microbatch, 2, recomputed=each) for each in (False, True)
         )
         cells = (
-            16 * model.parameters,
+            UPDATE_BYTES * model.parameters,
             kept,
             recomputed,
             model.cache_bytes(64 * 2048, 2),
@@ -136,5 +138,38 @@ def test_a_critic_of_its_own_trunk_counts_twice():
     assert alone.training_bytes is not None
     assert alone.checkpoint_disk_bytes is not None
     assert shared == alone
+    assert alone.step_bytes is not None
     assert own.training_bytes == 2 * alone.training_bytes
+    assert own.step_bytes == 2 * alone.step_bytes
     assert own.checkpoint_disk_bytes == 2 * alone.checkpoint_disk_bytes
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        ({}, 21),  # checkpoint 0, and one for each round
+        ({"checkpoints_last": 2}, 3),  # the newest is there before the oldest goes
+        ({"checkpoints_last": 50}, 21),
+        # besides the last ones, of rounds 0 to 17, which are older, every fifth
+        ({"checkpoints_last": 2, "checkpoints_every": 5}, 7),
+    ],
+)
+def test_checkpoints_are_counted_with_retention(retention, kept):
+    result = plan(parse_config({"rounds": 20, "retention": retention}))
+    assert result.parameters is not None
+    assert result.checkpoints_kept == kept
+    assert result.checkpoint_bytes == 12 * result.parameters
+    assert result.checkpoint_disk_bytes == kept * result.checkpoint_bytes
+    assert result.checkpoint_written_bytes == 21 * result.checkpoint_bytes
+
+
+def test_devices_share_weights_and_rows(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    sizes = {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
+    tree = {"policy": {"context_length": 512, "model": sizes}}
+    alone, spread = (plan(parse_config(tree | {"mesh": {"fsdp": fsdp}})) for fsdp in (1, 4))
+    assert (alone.devices, spread.devices) == (1, 4)
+    assert alone.training_bytes is not None
+    assert alone.activation_bytes is not None
+    assert spread.training_bytes == alone.training_bytes // 4
+    assert spread.activation_bytes == pytest.approx(alone.activation_bytes / 4)

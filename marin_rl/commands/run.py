@@ -34,6 +34,7 @@ from marin_rl.commands.options import (
 from marin_rl.config import Config
 from marin_rl.errors import INTERRUPTED, ConfigError, InputError, StorageError
 
+SAID_BYTES = 10**9  # of checkpoints, from which a run says what it will keep
 MORE_ROUNDS = 20  # that the line to continue a finished run proposes
 
 
@@ -152,9 +153,25 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
     if flow != "reward-model":
         for text in data_warnings(config, scored=flow != "sft"):
             console.print(plain(f"! {text}", "yellow"), soft_wrap=True)
+    if flow == "rl-loop":
+        for text in _beforehand(config):
+            console.print(plain(text), soft_wrap=True)
     display = RunDisplay(config.run_id, config.rounds)
     with showing(display, console), listening(warn.listen), _interruptible():
         return start(config)
+
+
+def _beforehand(config: Config) -> Iterator[str]:
+    """Sentences on the memory of a run, where it is scarce, and on the checkpoints it will keep."""
+    from marin_rl.display.plans import checkpoints_kept
+    from marin_rl.doctor.memory import tight
+    from marin_rl.planning import plan
+
+    if (text := tight(config)) is not None:
+        yield f"! {text}"
+    planned = plan(config)
+    if (planned.checkpoint_disk_bytes or 0) >= SAID_BYTES:
+        yield f"checkpoints: {checkpoints_kept(config, planned)}"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from marin_rl.doctor.data import (
     reward_model,
     storage,
 )
+from marin_rl.doctor.memory import memory
 from marin_rl.doctor.policy import canary, loss, model, programs, prompts, tokenizer, tools
 from marin_rl.doctor.rewards import reward
 from marin_rl.doctor.surroundings import (
@@ -49,6 +50,7 @@ ALL: tuple[tuple[str, Check], ...] = (
     ("loss", loss),
     ("groups", group_filter),
     ("devices", devices),
+    ("memory", memory),
     ("programs", programs),
     ("machine", machine),
     ("proxies", proxy_variables),
@@ -59,7 +61,7 @@ ALL: tuple[tuple[str, Check], ...] = (
 
 BEFORE_A_RUN: tuple[Check, ...] = (
     storage, environment, tokenizer, model, chat_template, warm_start, prompts, endpoints,
-    reward_model, loss, group_filter, mesh, programs,
+    reward_model, loss, group_filter, mesh, memory, programs,
 )  # fmt: skip
 BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, chat_template, pairs, mesh)
 

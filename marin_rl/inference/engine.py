@@ -56,6 +56,7 @@ from marin_rl.inference.runner import Runner
 from marin_rl.inference.scheduler import RequestBounds
 from marin_rl.inference.stops import Decode
 from marin_rl.inference.warm_up import programs_of, warm_up
+from marin_rl.memory import ENGINE_KEYS, memory_errors
 
 # An idle engine waits for more requests, which come close together, until none came for QUIET_S,
 # GATHER_S at most: samples that start together share their prompts and their chunks.
@@ -302,6 +303,7 @@ class Engine:
         """Number of programs that `warm_up` compiles."""
         return programs_of(self._runner)
 
+    @memory_errors("the engine", ENGINE_KEYS)
     def warm_up(self) -> None:
         """Compile everything that requests can need, so that none of them waits for it.
 

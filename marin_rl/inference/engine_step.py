@@ -24,6 +24,7 @@ from marin_rl.inference.policy import Policy
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Runner
 from marin_rl.inference.scheduler import Prompts, Schedule, schedule
+from marin_rl.memory import ENGINE_KEYS, is_out_of_memory, out_of_memory
 
 # While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
 # prefill would make the running sequences wait.
@@ -76,8 +77,13 @@ class EngineStep:
             added = self._batch.advance(chunk, policy.key if keeps else None)
             self._emit(added, policy)
         except jax.errors.JaxRuntimeError as error:
-            _log.exception("a chunk failed on the device; its requests fail")
-            self._pending.fail(self._pending.started, "the device failed", error)
+            failure: Exception = error
+            if is_out_of_memory(error):
+                failure = out_of_memory("a step of the engine", ENGINE_KEYS, error)
+                _log.error("%s", failure)
+            else:
+                _log.exception("a chunk failed on the device; its requests fail")
+            self._pending.fail(self._pending.started, "the device failed", failure)
             # the failed program was given the caches to overwrite, so they are lost
             self._batch.forget_prefixes()
             self._runner.memory.release(caches=True)

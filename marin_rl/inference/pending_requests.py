@@ -7,7 +7,7 @@ comes first. Leaves out what it computes (`engine_step`) and its sequence slots 
 import threading
 from concurrent.futures import Future
 
-from marin_rl.errors import InferenceError
+from marin_rl.errors import InferenceError, OutOfMemory
 from marin_rl.inference.batch import RunningBatch
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.generation import GenerationResult
@@ -72,7 +72,8 @@ class PendingRequests:
                 self._stats.failed += 1
                 failure = InferenceError(message)
                 failure.__cause__ = cause
-                job.future.set_exception(failure)
+                # Of memory the cause says what to change, and nothing of files.
+                job.future.set_exception(cause if isinstance(cause, OutOfMemory) else failure)
 
     def resolve(self, job: Job, result: GenerationResult) -> None:
         """Give a request its result, unless it was cancelled."""

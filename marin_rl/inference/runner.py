@@ -44,6 +44,7 @@ from marin_rl.inference.programs import (
 )
 from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.weights import Decoder, read_model, rotary_table
+from marin_rl.memory import ENGINE_KEYS, memory_errors
 
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
@@ -57,6 +58,7 @@ class Runner:
     faithfully.
     """
 
+    @memory_errors("the engine", ENGINE_KEYS)
     def __init__(
         self, model: LmHeadModel, config: EngineConfig, context_length: int, dtype: jnp.dtype
     ) -> None:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import device_array
 from marin_rl.config import Config
 from marin_rl.errors import InputError
+from marin_rl.memory import memory_errors
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.training.adapters import first_adapter
 from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, policy_settings
@@ -198,8 +200,13 @@ class DeviceBackend:
     def _queued(
         self, fetch: Callable[[Any], T], run: Callable[..., Any], *arguments: Any
     ) -> Future[T]:
-        # Fetched by who waits, so that the next operation is dispatched meanwhile.
-        return Future(self._queue.submit(run, *arguments), fetch)
+        # Fetched by who waits, so that the next operation is dispatched meanwhile: memory may end
+        # in either.
+        def explained(work: Callable[..., Any], *given: Any) -> Any:
+            with memory_errors("the training step", self._program.memory_keys):
+                return work(*given)
+
+        return Future(self._queue.submit(explained, run, *arguments), partial(explained, fetch))
 
     def _forward_backward(self, batch: StepRows, loss: Loss) -> Any:
         program = self._program

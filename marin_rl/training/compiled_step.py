@@ -15,9 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import device_array, set_matmul_precision
 from marin_rl.config import Config
-from marin_rl.cpu_streams import STEP_LANES, gains_from_lanes
+from marin_rl.cpu_streams import gains_from_lanes
 from marin_rl.errors import NonFiniteUpdate
 from marin_rl.lora.quantization import is_quantized, quantize_base
+from marin_rl.machine import STEP_LANES
+from marin_rl.memory import memory_errors
+from marin_rl.planning import memory_keys
 from marin_rl.training.adapters import Modules, modules_of, with_adapter
 from marin_rl.training.critic import make_critic
 from marin_rl.training.logprobs import packing_of
@@ -80,6 +83,7 @@ class CompiledStep:
     ) -> None:
         set_matmul_precision(settings.compute_dtype)
         self.settings = settings
+        self.memory_keys = tuple(memory_keys(config))
         self.quantize_base = config.policy.quantize_base
         self.layout: Layout = layout_of(config.mesh)
         # Without an adapter, as the engine and exports have the model.
@@ -160,7 +164,7 @@ class CompiledStep:
     ) -> Float32[np.ndarray, "M R T"]:
         """Return what a pass that trains nothing gives for the rows of a step."""
         # Sharding constraints inside of the program are resolved on the active mesh.
-        with self.layout.active():
+        with self.layout.active(), memory_errors("scoring a step's rows", self.memory_keys):
             placed = self.layout.place_rows(rows.arrays)
             return np.asarray(run(trainable, frozen, placed, as_array(rows.used)))
 

@@ -21,6 +21,7 @@ from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, ObjectMissing, RunLocked
+from marin_rl.planning import plan
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
@@ -74,6 +75,19 @@ def test_progress_is_shown_while_it_happens(played: Played) -> None:
     assert rounds == [0, 1, 2]
     evaluated = [event for event in played.events if "eval/accuracy" in event.metrics]
     assert {event.round for event in evaluated} >= {0, 2, 3}
+
+
+def test_the_plan_bounds_what_lies_on_disk(played: Played) -> None:
+    planned, folder = plan(played.config), Path(played.config.root, played.config.run_id)
+
+    def on_disk(name: str) -> int:
+        return sum(file.stat().st_size for file in (folder / name).rglob("*") if file.is_file())
+
+    assert on_disk("rollouts") <= planned.rollout_disk_bytes
+    assert on_disk("batches") <= planned.batch_disk_bytes
+    assert planned.checkpoint_disk_bytes is not None
+    # The least: arrays of a small model take less than Orbax's own files.
+    assert planned.checkpoint_disk_bytes <= on_disk("checkpoints")
 
 
 def test_each_part_of_a_run_that_may_last_is_a_phase(played: Played) -> None:

@@ -19,6 +19,7 @@ from marin_rl.errors import (
     BadResponse,
     EndpointUnavailable,
     InferenceError,
+    OutOfMemory,
     RequestRejected,
     StalePolicy,
 )
@@ -203,6 +204,15 @@ def test_an_endpoint_with_other_weights_gets_no_further_request(
     server.error_code = code
     with pytest.raises(StalePolicy, match="scripted fault conflict"):
         ask([server.url], update)
+    assert len(server.requests) == 1
+
+
+def test_a_request_that_does_not_fit_into_memory_is_not_retried(server: FakePolicyServer) -> None:
+    server.faults.extend(["503"])  # which is retried otherwise
+    server.error_code = "out_of_memory"
+    with pytest.raises(OutOfMemory, match="scripted fault 503") as caught:
+        ask([server.url])
+    assert not caught.value.transient
     assert len(server.requests) == 1
 
 

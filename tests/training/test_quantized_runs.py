@@ -205,7 +205,8 @@ def test_bytes_of_a_weight_at_the_peak_of_a_whole_program(of, scheme, limit):
     assert slope <= limit
 
 
-def test_a_plan_of_14b_fits_into_24_gb(tmp_path):
+def test_a_plan_of_14b_fits_into_24_gb(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # attention without a table, values in bfloat16
     architecture = (
         "family=qwen3", "hidden_size=5120", "layers=40", "heads=40", "kv_heads=8",
         "head_size=128", "intermediate_size=17408", "vocab_size=151936", "tie_embeddings=false",
@@ -221,9 +222,9 @@ def test_a_plan_of_14b_fits_into_24_gb(tmp_path):
     )  # fmt: skip
     planned = plan(config)
     assert planned.parameters == 14_768_296_960
-    assert planned.memory_bytes is not None
-    assert 15e9 < planned.memory_bytes < 24e9
+    assert planned.peak_bytes is not None
+    assert 15e9 < planned.peak_bytes < 24e9
     whole = config.policy.model_copy(update={"quantize_base": None})
-    unquantised = plan(config.model_copy(update={"policy": whole})).memory_bytes
+    unquantised = plan(config.model_copy(update={"policy": whole})).peak_bytes
     assert unquantised is not None
     assert unquantised > 60e9

@@ -24,8 +24,9 @@ from jaxtyping import Int32
 from marin_rl.errors import (
     BadResponse,
     EndpointUnavailable,
-    InferenceError,
+    MarinRLError,
     NoSuchRoute,
+    OutOfMemory,
     RequestRejected,
     StalePolicy,
 )
@@ -35,6 +36,7 @@ from marin_rl.inference.client.connections import Connections
 from marin_rl.inference.client.protocol import ChatRequest, PlainRequest, TurnsRequest
 from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.turn_batches import TurnBatches
+from marin_rl.memory import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     import openai
@@ -294,13 +296,16 @@ class PolicyClient(ChatClient):
     def _on_broken(self, url: str) -> None:
         """Take note that an endpoint refused or broke a connection."""
 
-    def _refusal(self, url: str, error: "openai.APIStatusError") -> InferenceError:
+    def _refusal(self, url: str, error: "openai.APIStatusError") -> MarinRLError:
         """Error for a status other than 2xx."""
         # openai's own prefix repeats the status that is said here.
         words = error.message.removeprefix(f"Error code: {error.status_code} - ")
         message = self._message(url, f"status {error.status_code}: {words}")
         if isinstance(error.body, dict) and error.body.get("code") in _OTHER_WEIGHTS:
             return StalePolicy(message)
+        # The same request again would need the same memory.
+        if isinstance(error.body, dict) and error.body.get("code") == OUT_OF_MEMORY:
+            return OutOfMemory(message)
         if error.status_code in _PASSING or error.status_code >= 500:
             return EndpointUnavailable(message)
         if error.status_code == 404 and _is_about_the_model(error.body):

@@ -35,10 +35,11 @@ from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
-from marin_rl.errors import InferenceError, InputError
+from marin_rl.errors import InferenceError, InputError, OutOfMemory
 from marin_rl.inference.adapters import AdapterGone
 from marin_rl.inference.engine import Policy
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.memory import OUT_OF_MEMORY
 from marin_rl.serving.api.responses import DONE, event, tokens_of
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue
@@ -239,6 +240,8 @@ class RequestHandler:
 
     def _as_api_error(self, error: BaseException) -> BaseException:
         """Word an engine's error for the client; the cause stands in the log alone."""
+        if isinstance(error, OutOfMemory):
+            return ApiError(507, str(error), code=OUT_OF_MEMORY)
         if not isinstance(error, InferenceError):
             return error
         # `check_model` refused it in `on_scheduled`: the client gets that 404.

@@ -1,0 +1,148 @@
+"""Sizes of a decoder, and the bytes that training and serving it take.
+
+Formulas follow the programs that XLA makes of a step: what it keeps between the forward and the
+backward pass, gradients, copies of weights. Factors are fitted to XLA's own memory analysis on CPUs
+(tests/training/test_step_memory.py), within a tenth of a step. Leaves out which settings a run has
+(`planning`).
+
+Axes: N tokens of a microbatch, T positions of a row, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Base = Literal["whole", "quantized"]
+
+FLOAT32 = 4  # bytes
+# Tokens whose logits are computed at once on a CPU: `TOKENS_PER_CHUNK` of the trainer.
+LOGITS_CHUNK = 256
+# More layers than this are scanned, and with gradient checkpointing all: `UNROLLED_LAYERS_MAX`.
+UNROLLED_LAYERS_MAX = 8
+# Bytes of an update by trained parameter: old and new parameters, moments, gradients and 4.5 of
+# its own. Moments are donated, parameters are not.
+UPDATE_BYTES = 24.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A microbatch: `rows` of `length` tokens.
+
+    `in_blocks`: attention takes blocks of keys one after the other, without a table of scores, as
+    in packed rows and on a GPU in bfloat16.
+    """
+
+    rows: int
+    length: int
+    in_blocks: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Number of positions."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The sizes that decide parameters, activations and cache of a decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate_size: int
+    tie_embeddings: bool
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of a Llama-style decoder (norms included, biases not)."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + self.layer_parameters + self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of weights of all layers."""
+        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.layers * (attention + mlp + 2 * self.hidden_size)
+
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights that an adapter may change, by path in the model."""
+        groups = self.heads // self.kv_heads
+        heads = (self.layers, self.kv_heads, self.head_size, self.hidden_size)
+        shapes = {
+            "self_attn/q_proj": (*heads[:2], groups, *heads[2:]),
+            "self_attn/k_proj": heads,
+            "self_attn/v_proj": heads,
+            "self_attn/o_proj": (self.layers, self.hidden_size, self.heads, self.head_size),
+            "mlp/gate_proj": (self.layers, self.intermediate_size, self.hidden_size),
+            "mlp/up_proj": (self.layers, self.intermediate_size, self.hidden_size),
+            "mlp/down_proj": (self.layers, self.hidden_size, self.intermediate_size),
+        }
+        return {f"transformer/layers/stacked/{n}/weight": shape for n, shape in shapes.items()}
+
+    def cache_bytes(self, tokens: int, bytes_per_value: int) -> int:
+        """Bytes of keys and values for `tokens` positions."""
+        return 2 * self.layers * self.kv_heads * self.head_size * tokens * bytes_per_value
+
+    def activation_bytes(
+        self, microbatch: Rows, bytes_per_value: int, *, recomputed: bool, shards: int = 1
+    ) -> int:
+        """Bytes that the backward pass of a microbatch keeps of all layers.
+
+        With gradient checkpointing (`recomputed`) the inputs of all layers, and the rest of one.
+        `shards` divide heads and MLPs over devices.
+        """
+        inside = self._inside(shards)
+        scores = 0 if microbatch.in_blocks else self.heads * microbatch.length // shards
+        others = self.layers - 1  # the last layer's MLP is computed by chunks of tokens
+        if recomputed:
+            values = others * self.hidden_size + inside + 2 * scores
+        elif self.layers <= UNROLLED_LAYERS_MAX:
+            # XLA sees all layers at once, and computes a fifth again where that is cheap.
+            values = 0.8 * others * inside + 3 * self.layers * scores
+        else:
+            values = (others + 1.2) * (inside + 2 * scores)
+        return round(values * microbatch.tokens * bytes_per_value)
+
+    def _inside(self, shards: int) -> int:
+        """Values of a token that a layer keeps, without its table of attention scores."""
+        of_heads = 2 * (self.heads + self.kv_heads) * self.head_size
+        return 10 * self.hidden_size + (of_heads + 6 * self.intermediate_size) // shards
+
+    def backward_bytes(
+        self,
+        microbatch: Rows,
+        bytes_per_value: int,
+        *,
+        recomputed: bool,
+        base: Base | None = None,
+        fsdp: int = 1,
+        shards: int = 1,
+    ) -> int:
+        """Bytes that a forward and backward pass takes besides its arguments and the gradients.
+
+        `base` is that of an adapter; None where all weights are trained. A device has one part in
+        `fsdp` times `shards` of the weights, and one in `shards` of heads and MLPs.
+        """
+        unrolled = self.layers <= UNROLLED_LAYERS_MAX and not recomputed
+        # Of layers: a copy without the last one, gradients of a microbatch, and what sums them up;
+        # of an adapter's base that is not quantised the copy alone.
+        layers = 2.0 if unrolled or recomputed else 2.8
+        if base is not None and not (unrolled and base == "whole"):
+            layers = 1.3 if base == "whole" else 0.0
+        ends = 1 if recomputed else 2  # the same of the embedding
+        chunks = 1 if recomputed or not (unrolled or base) else 2  # of logits and their gradients
+        logits = min(LOGITS_CHUNK, microbatch.tokens) * self.vocab_size
+        copied = layers * self.layer_parameters + ends * self.vocab_size * self.hidden_size
+        kept = self.activation_bytes(
+            microbatch, bytes_per_value, recomputed=recomputed, shards=shards
+        )
+        of_copies = FLOAT32 if base is None else bytes_per_value
+        # What is spread over fsdp is gathered: a layer, embedding and head, with their gradients.
+        whole = self.layer_parameters / self.layers + self.vocab_size * self.hidden_size
+        gathered = 3 * whole * FLOAT32 / shards if fsdp > 1 else 0
+        weights = copied * of_copies / (fsdp * shards) + gathered
+        return round(weights) + chunks * logits * FLOAT32 + kept

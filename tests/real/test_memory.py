@@ -1,0 +1,61 @@
+"""Peak of memory and files of a round with the real model, against the plan."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from marin_rl.config import load_config
+from marin_rl.planning import plan
+
+pytestmark = pytest.mark.slow
+
+# Microbatches of 4 rows, so that the round fits into 8 GB.
+CONFIG = """
+run_id: peak
+rounds: 1
+policy: {{init: hf, hf_path: {folder}, context_length: 96{adapter}}}
+environment: {{name: echo}}
+sampling: {{max_tokens: 24}}
+rollouts: {{groups_per_round: 8, group_size: 4}}
+inference: {{engine: {{slots: 8}}}}
+filters: {{zero_signal: false}}
+batching: {{length_buckets: [96]}}
+training: {{microbatch_sequences: {rows}}}
+evaluation: {{every_rounds: 10, examples: 4}}
+"""
+TOLERANCE = 0.15
+
+
+@pytest.mark.parametrize(("adapter", "rows"), [("", 4), (", lora: {rank: 8}", 8)])
+def test_the_plan_of_a_round_is_what_it_takes(
+    real_model: Path, tmp_path: Path, adapter: str, rows: int
+) -> None:
+    file = tmp_path / "peak.yaml"
+    file.write_text(CONFIG.format(folder=real_model, adapter=adapter, rows=rows))
+    planned = plan(load_config(file, [f"root={tmp_path}/runs"]))
+    command = [sys.executable, "-m", "marin_rl", "run", str(file), "--root", f"{tmp_path}/runs"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    # In a process of its own, whose peak the kernel knows.
+    program = (
+        "import json, resource, subprocess, sys;"
+        "code = subprocess.run(sys.argv[1:], stdout=sys.stderr).returncode;"
+        "peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024;"
+        "print(json.dumps([code, peak]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *command],
+        env=environment, stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    code, peak = json.loads(ended.stdout)
+    assert code == 0
+    assert planned.peak_bytes == pytest.approx(peak, rel=TOLERANCE), planned.peak_bytes / peak
+    checkpoints = sum(
+        each.stat().st_size
+        for each in (tmp_path / "runs/peak/checkpoints").rglob("*")
+        if each.is_file()
+    )
+    assert planned.checkpoint_disk_bytes == pytest.approx(checkpoints, rel=0.01)

@@ -1,0 +1,141 @@
+"""The planner's memory of a step, against XLA's own analysis of the compiled programs.
+
+Nothing is computed and no array is made: programs are compiled from shapes.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.quick_programs import quick_programs
+
+from marin_rl.config import Config, load_config
+from marin_rl.planning import StepMemory, architecture_of
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.compiled_step import CompiledStep, policy_settings
+from marin_rl.training.gradients import MicrobatchRange
+from marin_rl.training.model import parameter_structs
+from marin_rl.training.optimizer import policy_adamw
+from marin_rl.training.step_types import StepArrays, TrainableParams
+
+DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
+FIELDS = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size")
+
+UNROLLED = (256, 4, 4, 2, 768, 4096)
+WIDE = (512, 2, 8, 2, 1024, 8192)
+LARGE_VOCABULARY = (192, 12, 3, 3, 512, 16_384)
+SCANNED = (256, 12, 4, 2, 768, 4096)
+SMOLLM2_135M = (576, 30, 9, 3, 1536, 49_152)
+CHECKPOINTING = "training.gradient_checkpointing=true"
+LORA = "policy.lora.rank=8"
+BFLOAT16 = "policy.compute_dtype=bfloat16"
+
+
+def configured(sizes: Sequence[int], length: int, rows: int, *more: str) -> Config:
+    model = ", ".join(f"{name}: {size}" for name, size in zip(FIELDS, sizes, strict=True))
+    return load_config(
+        DEBUG,
+        [
+            f"policy.model={{{model}}}",
+            f"policy.context_length={length}",
+            f"batching.length_buckets=[{length}]",
+            f"training.microbatch_sequences={rows}",
+            f"rollouts.group_size={rows}",
+            "rollouts.groups_per_round=1",  # one microbatch, so one lane
+            "rollouts.shards_per_round=1",
+            *more,
+        ],
+    )
+
+
+def bytes_of(program: Any, *arguments: Any) -> int:
+    """XLA's peak of a program: arguments, results that are no argument, temporaries."""
+    found = program.lower(*arguments).compile().memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.argument_size_in_bytes + results + found.temp_size_in_bytes
+
+
+def jitted(called: Any) -> Any:
+    """The jitted function behind those that call it."""
+    while not hasattr(called, "lower"):
+        called = inspect.getclosurevars(inspect.unwrap(called)).nonlocals["jitted"]
+    return called
+
+
+def step_bytes(config: Config, rows: int, length: int) -> int:
+    """The most of both halves of a compiled step, with what else lies there meanwhile."""
+    program = CompiledStep(
+        config, character_tokenizer(), policy_adamw(config.training), policy_settings(config)
+    )
+    state, dtype = program.like, jnp.dtype(program.settings.compute_dtype)
+    frozen = {
+        name: jax.ShapeDtypeStruct(each.shape, dtype)
+        for name, each in parameter_structs(program.template).items()
+        if name not in state.parameters
+    }
+
+    def array(kind: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, rows, length), kind)
+
+    whole, real = array(jnp.int32), array(jnp.float32)
+    arrays = StepArrays(whole, array(jnp.bool_), whole, whole, real, real)
+    trainable = TrainableParams(dict(state.parameters))
+    passes = bytes_of(
+        jitted(program.forward_backward(program.settings)._gather),
+        trainable, frozen, None, arrays, MicrobatchRange.of(0, 1, 1),
+    )  # fmt: skip
+    others = (state.step, state.rng, state.refused, state.average)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    update = bytes_of(
+        jitted(program.update), state.parameters, state.optimizer, None, others, [trainable], loss
+    )
+    moments, base = _bytes(state.optimizer), _bytes(frozen)
+    return max(passes + moments, update + base)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "rows", "more"),
+    [
+        pytest.param(UNROLLED, 64, 16, (), id="unrolled"),
+        pytest.param(SCANNED, 256, 4, (), id="scanned", marks=pytest.mark.slow),
+        pytest.param(SCANNED, 64, 4, (), id="few-tokens", marks=pytest.mark.slow),
+        pytest.param(UNROLLED, 256, 4, (CHECKPOINTING,), id="recomputed", marks=pytest.mark.slow),
+        pytest.param(SCANNED, 256, 4, (LORA,), id="adapter", marks=pytest.mark.slow),
+        pytest.param(WIDE, 128, 4, (), id="two-layers", marks=pytest.mark.slow),
+        pytest.param(LARGE_VOCABULARY, 96, 16, (), id="vocabulary", marks=pytest.mark.slow),
+        pytest.param(
+            LARGE_VOCABULARY, 96, 16, (LORA, CHECKPOINTING), id="adapter-recomputed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(SCANNED, 256, 4, (BFLOAT16,), id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(
+            WIDE, 192, 6, ("batching.packing=sequences", "batching.row_tokens=192"), id="packed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(SMOLLM2_135M, 96, 16, (), id="135M", marks=pytest.mark.slow),
+        pytest.param(SMOLLM2_135M, 96, 8, (LORA,), id="135M-adapter", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_the_plan_of_a_step_is_what_xla_says(
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: Sequence[int],
+    length: int,
+    rows: int,
+    more: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    config = configured(sizes, length, rows, *more)
+    with quick_programs(emitters=True):
+        actual = step_bytes(config, rows, length)
+    architecture = architecture_of(config)
+    assert architecture is not None
+    planned = StepMemory.of(config, architecture).peak
+    assert planned == pytest.approx(actual, rel=0.1), planned / actual
