@@ -12,7 +12,7 @@ from marin_rl.types import Message
 
 CANARY_PROMPT = (Message(role="user", content="Which policy are you?"),)
 CANARY_SEED = 20_240_229
-# A mean over few tokens is less steady: it counts as if so many more had no difference.
+# A mean over few tokens is less steady: it counts this number of further ones without a difference.
 EXACT_TOKENS = 4
 
 

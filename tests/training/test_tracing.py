@@ -94,7 +94,7 @@ def test_a_program_that_cannot_be_built_names_the_keys(monkeypatch) -> None:
         return self.wrapped(inputs) + hax.dot(low, self.lora_B, axis=self.rank)
 
     # An adapter in float32 on a base in bfloat16, where nothing casts it. Of a rank of its own:
-    # what other tests traced would be found again.
+    # JAX keeps what other tests traced.
     monkeypatch.setattr(LoraLinear, "__call__", promoted)
     expected = (
         r"the canary's scores cannot be built with policy.compute_dtype=bfloat16, "
