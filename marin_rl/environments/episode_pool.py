@@ -5,7 +5,7 @@ A worker holds many episodes. One that blocks its process for longer than
 worker begin again in another process with the actions that they were given so far; each goes on if
 the environment answers as it did before, and ends as a fault if it does not. Environments that say
 `replayable = False`, because their steps change the world outside, end as a fault at once.
-Environments without workers play in this process, without limits.
+Environments without workers play in this process, where each call may wait for as long.
 """
 
 import asyncio
@@ -211,4 +211,5 @@ def open_episodes(
     if environment.workers and isinstance(environment, HasEpisodes):
         pool = pools.of(environment, config)
         return [pool.open(example) for _ in range(count)]
-    return [EpisodeHere(environment, example) for _ in range(count)]
+    limit_s = config.step_timeout_s or config.reward_timeout_s
+    return [EpisodeHere(environment, example, limit_s) for _ in range(count)]

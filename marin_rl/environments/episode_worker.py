@@ -6,6 +6,7 @@ environment that draws from them is a function of example and actions, whatever 
 plays. `episode_pool` asks for all this through `marin_rl.isolated.calls`.
 """
 
+import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +25,8 @@ from marin_rl.environments.episode_wire import (
 )
 from marin_rl.environments.scoring import fault_of
 from marin_rl.environments.worker import constructed
-from marin_rl.errors import EndpointUnavailable, ToolFault
+from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, ToolFault
+from marin_rl.isolated.interleaved import charged
 from marin_rl.types import Example, Turn
 
 
@@ -37,28 +39,46 @@ def begin(settings: Mapping[str, Any]) -> "Episodes":
 
 
 class EpisodeHere:
-    """An episode in this process: a worker, or where there is none the process that samples."""
+    """An episode in this process: a worker, or where there is none the process that samples.
 
-    def __init__(self, environment: Environment, example: Example) -> None:
-        self._environment, self._example = environment, example
+    Each call may take `timeout_s` seconds of waiting; None: a worker, whose parent limits it. Calls
+    that take longer raise EnvironmentTimeout.
+    """
+
+    def __init__(
+        self, environment: Environment, example: Example, timeout_s: float | None = None
+    ) -> None:
+        self._environment, self._example, self._timeout_s = environment, example, timeout_s
         self._episode: Episode | None = None
 
     async def start(self) -> Start:
         """The first messages and the tools."""
         self._episode = episode_of(self._environment, self._example)
-        messages, tools = await settled(self._episode.start())
+        messages, tools = await self._limited("start", self._episode.start)
         return Start(messages=tuple(messages), tools=tuple(tools))
 
     async def step(self, turn: Turn) -> StepResult:
         """The answer to a turn."""
         assert self._episode is not None, "started first"
-        return checked_result(await settled(self._episode.step(turn)))
+        return checked_result(await self._limited("step", self._episode.step, turn))
 
     async def close(self) -> None:
         """Release what the episode holds, once; nothing where it was not started."""
         episode, self._episode = self._episode, None
         if episode is not None:
-            await settled(episode.close())
+            await self._limited("close", episode.close)
+
+    async def _limited(self, operation: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        deadline: asyncio.Timeout | None = None
+        try:
+            async with charged(self._timeout_s) as deadline:
+                return await settled(call(*arguments))
+        except TimeoutError:
+            if deadline is None or not deadline.expired():
+                raise
+            raise EnvironmentTimeout(
+                f"the {operation} of an episode took longer than {self._timeout_s:g} s"
+            ) from None
 
 
 class Episodes:

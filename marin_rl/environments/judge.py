@@ -21,6 +21,7 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Dialogues, GroupScore
 from marin_rl.environments.chat import Chat, ChatOptions
+from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask_sync
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, RewardFault
 from marin_rl.types import Example, RewardComponent
@@ -214,16 +215,22 @@ class Judge(Chat):
         }
         url = f"{self._judge.base_url.rstrip('/')}/chat/completions"
         try:
-            reply = self._client.post(url, json=body, timeout=timeout_s)
+            reply = ask_sync(
+                self._client,
+                "POST",
+                url,
+                timeout_s=timeout_s,
+                bytes_max=_REPLY_BYTES_MAX,
+                json=body,
+            )
         except httpx.HTTPError as error:
             raise _Passing(f"the judge at {url}: {type(error).__name__}: {error}") from error
-        if reply.status_code == 429 or reply.status_code >= 500:
-            raise _Passing(f"the judge at {url}: status {reply.status_code}: {reply.text[:_SHOWN]}")
-        if reply.status_code != 200:
-            raise RewardFault(
-                f"the judge at {url} refuses the request: status {reply.status_code}: "
-                f"{reply.text[:_SHOWN]}"
-            )
+        except UnfitAnswer as error:
+            raise RewardFault(f"the judge at {url} {error}") from None
+        if reply.status == 429 or reply.status >= 500:
+            raise _Passing(f"the judge at {url}: status {reply.words}")
+        if reply.status != 200:
+            raise RewardFault(f"the judge at {url} refuses the request: status {reply.words}")
         return _content(reply, url)
 
     def _value(self, reply: str) -> float:
@@ -248,12 +255,10 @@ class _Passing(Exception):
     """An error of the endpoint that may go away by itself."""
 
 
-def _content(reply: httpx.Response, url: str) -> str:
+def _content(reply: HttpAnswer, url: str) -> str:
     """Return the text of a chat completion. Raises RewardFault for another body."""
     try:
-        if len(reply.content) > _REPLY_BYTES_MAX:
-            raise ValueError(f"{len(reply.content)} bytes")
-        text: Any = reply.json()["choices"][0]["message"]["content"]
+        text: Any = reply.object()["choices"][0]["message"]["content"]
         if not isinstance(text, str):
             raise TypeError(f"content {text!r:.80}")
     except (ValueError, KeyError, IndexError, TypeError) as error:

@@ -13,8 +13,8 @@ import contextvars
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from selectors import DefaultSelector
 from typing import Any, BinaryIO, NoReturn, Protocol, runtime_checkable
@@ -55,16 +55,24 @@ class _Call:
 
 
 _current: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("call", default=None)
+# Of a call in a process that has no worker around it.
+_deadline: contextvars.ContextVar[asyncio.Timeout | None] = contextvars.ContextVar(
+    "deadline", default=None
+)
 
 
 @contextmanager
 def uncharged() -> Iterator[None]:
     """Do not charge the call that runs for the time inside, in which it waits for others.
 
-    A slice that blocks the process ends it also then. Does nothing outside of a worker's call.
+    A slice that blocks the process ends it also then. Does nothing outside of a call.
     """
     call, began = _current.get(), time.monotonic()
-    if call is None or call.uncharged_since is not None:
+    if call is None:
+        with _paused(_deadline.get()):
+            yield
+        return
+    if call.uncharged_since is not None:
         yield
         return
     call.uncharged_since = began
@@ -73,6 +81,35 @@ def uncharged() -> Iterator[None]:
     finally:
         call.begun += time.monotonic() - began
         call.uncharged_since = None
+
+
+@asynccontextmanager
+async def charged(limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Limit a call in this process to seconds that are charged; None: to none.
+
+    Raises TimeoutError, on which the deadline has `expired()`.
+    """
+    async with asyncio.timeout(limit_s) as deadline:
+        token = _deadline.set(deadline)
+        try:
+            yield deadline
+        finally:
+            _deadline.reset(token)
+
+
+@contextmanager
+def _paused(deadline: asyncio.Timeout | None) -> Iterator[None]:
+    """Stop the clock of a deadline that runs."""
+    if deadline is None or deadline.expired() or (ends := deadline.when()) is None:
+        yield
+        return
+    clock = asyncio.get_running_loop().time
+    left_s = ends - clock()
+    deadline.reschedule(None)
+    try:
+        yield
+    finally:
+        deadline.reschedule(clock() + left_s)
 
 
 def serve(

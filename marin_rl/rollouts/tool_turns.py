@@ -41,6 +41,8 @@ class ToolTurns:
 
     def check(self, tools: Sequence[Tool]) -> None:
         """Raise InputError unless the chat template renders these tools and calls of them."""
+        if not tools:
+            return
         names = _names(tools)
         form, fix = self._form, "choose a model whose template has tools, or an episode without"
         if form is None:

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool, function_tool
+from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask_once, is_number
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import EndpointUnavailable, InputError, RewardFault
@@ -108,8 +109,8 @@ class NemoGymEpisode:
             base_url=options.url, timeout=self._environment.timeout_s, trust_env=False
         )
         answer = await self._post("/seed_session", self._row)
-        if not answer.is_success:
-            raise RewardFault(f"{options.url}/seed_session answers {_words(answer)}")
+        if not answer.ok:
+            raise RewardFault(f"{options.url}/seed_session answers {answer.words}")
         messages, tools = _start_of(self._row)
         return messages, tools
 
@@ -134,7 +135,7 @@ class NemoGymEpisode:
         """The result of a call; what the server says against it is for the model too."""
         try:
             arguments = json.loads(call.arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             text = json.dumps({"error": f"Invalid tool call arguments: {error}"})
         else:
             names = [tool["function"]["name"] for tool in _start_of(self._row)[1]]
@@ -148,11 +149,14 @@ class NemoGymEpisode:
     async def _verified(self) -> StepResult:
         url = f"{self._environment.options.url}/verify"
         answer = await self._post("/verify", {**self._row, "response": self._response()})
-        if not answer.is_success:
-            raise RewardFault(f"{url} answers {_words(answer)}")
-        body = _object(answer)
+        if not answer.ok:
+            raise RewardFault(f"{url} answers {answer.words}")
+        try:
+            body = answer.object()
+        except UnfitAnswer as error:
+            raise RewardFault(f"{url}: {error}") from None
         reward = body.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float):
+        if isinstance(reward, bool) or not is_number(reward):
             raise RewardFault(f"{url}: expected a number as reward, found {reward!r:.80}")
         known = {*self._row, "response", "reward"}
         info = {name: value for name, value in body.items() if name not in known}
@@ -173,34 +177,41 @@ class NemoGymEpisode:
             "tools": parameters.get("tools") or [],
         }
 
-    async def _post(self, route: str, body: Any) -> httpx.Response:
+    async def _post(self, route: str, body: Any) -> HttpAnswer:
         assert self._client is not None, "started first"
+        url, timeout_s = f"{self._environment.options.url}{route}", self._environment.timeout_s
         try:
-            return await self._client.post(route, json=body)
+            return await ask(self._client, "POST", url, timeout_s=timeout_s, json=body)
         except httpx.HTTPError as error:
-            raise EndpointUnavailable(
-                f"{self._environment.options.url}{route}: {type(error).__name__}: {error}"
-            ) from None
+            raise EndpointUnavailable(f"{url}: {type(error).__name__}: {error}") from None
+        except UnfitAnswer as error:
+            raise RewardFault(f"{url} {error}") from None
+        except ValueError as error:  # of what the row or the model's call holds
+            raise RewardFault(f"{url}: the request cannot be written as JSON: {error}") from None
 
 
 def _title(url: str) -> str:
     """Name and version of the application behind a URL. Raises InputError."""
     hint = "start the resources server, or set the URL of one (`ng_run` prints it)"
     try:
-        answer = httpx.get(f"{url}/openapi.json", timeout=CONNECT_TIMEOUT_S, trust_env=False)
-    except httpx.HTTPError as error:
+        answer = ask_once("GET", f"{url}/openapi.json", timeout_s=CONNECT_TIMEOUT_S)
+        described = answer.object() if answer.ok else {}
+    except (httpx.HTTPError, UnfitAnswer) as error:
         raise InputError(
             f"environment.options.url: no resources server of NeMo Gym answers at {url} "
             f"({type(error).__name__}: {error}); {hint}"
         ) from None
-    described = _object(answer) if answer.is_success else {}
-    routes = described.get("paths") or {}
+    routes, info = described.get("paths") or {}, described.get("info") or {}
+    if not isinstance(routes, dict) or not isinstance(info, dict):
+        raise InputError(
+            f"environment.options.url: {url}/openapi.json: expected objects as paths and info, "
+            f"found {routes!r:.80} and {info!r:.80}; {hint}"
+        )
     if missing := [route for route in ROUTES if route not in routes]:
         raise InputError(
             f"environment.options.url: {url} has no route {', '.join(missing)}: expected a "
             f"resources server of NeMo Gym, found {', '.join(sorted(routes)) or 'no API'}; {hint}"
         )
-    info = described.get("info") or {}
     return f"{info.get('title', 'nemo_gym')}.{info.get('version', '')}"
 
 
@@ -217,7 +228,10 @@ def _start_of(row: Any) -> tuple[list[Message], list[Tool]]:
     messages = [_message_of(item) for item in items]
     if instructions := parameters.get("instructions"):
         messages.insert(0, Message(role="system", content=str(instructions)))
-    return messages, [_tool_of(tool) for tool in parameters.get("tools") or ()]
+    tools = parameters.get("tools") or []
+    if not isinstance(tools, list):
+        raise ValueError(f"{PARAMETERS}.tools: expected a list, found {tools!r:.80}")
+    return messages, [_tool_of(tool) for tool in tools]
 
 
 def _message_of(item: Any) -> Message:
@@ -235,8 +249,15 @@ def _message_of(item: Any) -> Message:
 def _tool_of(tool: Any) -> Tool:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ValueError(f"{PARAMETERS}.tools: expected functions, found {tool!r:.80}")
+    name, description = tool.get("name"), tool.get("description") or tool.get("name")
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}
-    return function_tool(tool["name"], tool.get("description") or tool["name"], parameters)
+    texts = isinstance(name, str) and isinstance(description, str)
+    if not texts or not isinstance(parameters, dict):
+        raise ValueError(
+            f"{PARAMETERS}.tools: expected functions with a name, a description and an object as "
+            f"parameters, found {tool!r:.80}"
+        )
+    return function_tool(name, description, parameters)
 
 
 def _message_item(text: str, number: int) -> dict[str, Any]:
@@ -258,15 +279,3 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
         "arguments": call.arguments,
         "status": "completed",
     }
-
-
-def _object(answer: httpx.Response) -> dict[str, Any]:
-    try:
-        value = answer.json()
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {}
-
-
-def _words(answer: httpx.Response) -> str:
-    return f"{answer.status_code}: {answer.text[:200]}"

@@ -373,7 +373,9 @@ def _tool_text(value: Any) -> str:
         if "tool_name" in value:
             return _tool_text(value.get("result"))
         blocks = value.get("content")
-        texts = [b["text"] for b in blocks if "text" in b] if isinstance(blocks, list) else []
+        blocks = blocks if isinstance(blocks, list) else []
+        parts = [block.get("text") for block in blocks if isinstance(block, dict)]
+        texts = [part for part in parts if isinstance(part, str)]
         if texts:
             return "\n".join(texts)
         if "data" in value:

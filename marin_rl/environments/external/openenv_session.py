@@ -17,7 +17,9 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
+from marin_rl.environments.http_answers import UnfitAnswer, ask_once, is_number
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, InputError, RewardFault
+from schemas.strict_json import parse_json
 
 HTTP_TIMEOUT_S = 30.0
 MESSAGE_BYTES_MAX = 64 << 20
@@ -48,40 +50,53 @@ class ServerFacts:
 
 def server_facts(url: str) -> ServerFacts:
     """Ask a server what it plays. Raises InputError that says what to start or change."""
-    with httpx.Client(base_url=url, timeout=HTTP_TIMEOUT_S) as client:
-        try:
-            schema = _json_of(client.get("/schema"))
-            metadata = _json_of(client.get("/metadata"))
-            tools = _json_of(client.post("/mcp", json={**_RPC, "method": "tools/list"}))
-        except httpx.HTTPError as error:
-            raise InputError(
-                f"environment.options.url: no OpenEnv server answers at {url} "
-                f"({type(error).__name__}: {error}); start it, or set the URL of one"
-            ) from None
+    try:
+        schema = _object_at(url, "GET", "/schema")
+        metadata = _object_at(url, "GET", "/metadata")
+        tools = _object_at(url, "POST", "/mcp", json={**_RPC, "method": "tools/list"})
+    except (httpx.HTTPError, UnfitAnswer) as error:
+        raise InputError(
+            f"environment.options.url: no OpenEnv server answers at {url} "
+            f"({type(error).__name__}: {error}); start it, or set the URL of one"
+        ) from None
     action = schema.get("action")
-    if not isinstance(action, dict) or not isinstance(action.get("properties", {}), dict):
+    fields = action.get("properties", {}) if isinstance(action, dict) else None
+    if not isinstance(fields, dict) or not all(isinstance(each, dict) for each in fields.values()):
         raise InputError(
             f"environment.options.url: {url} answers, but {url}/schema has no schema of an action: "
-            "expected a server of OpenEnv 0.2 or later"
+            f"expected a server of OpenEnv 0.2 or later, found {action!r:.100}"
         )
-    listed = (tools.get("result") or {}).get("tools") or ()  # an error: it has no tools
     return ServerFacts(
         name=str(metadata.get("name") or action.get("title") or "unnamed"),
         version=str(metadata.get("version") or "unknown"),
         action=action,
-        tools=tuple(listed),
+        tools=_tools_in(tools, f"{url}/mcp"),
     )
 
 
-def _json_of(response: httpx.Response) -> dict[str, Any]:
-    """The object in a response; an empty one for an error or anything else."""
-    if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-        response.raise_for_status()
-    try:
-        value = response.json() if response.is_success else {}
-    except ValueError:
-        value = {}
-    return value if isinstance(value, dict) else {}
+def _tools_in(answer: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], ...]:
+    """The tools of an answer; none where it is an error. Raises InputError."""
+    result = answer.get("result") or {}
+    listed = result.get("tools") or [] if isinstance(result, dict) else result
+    if not isinstance(listed, list):
+        raise InputError(f"{source}: expected a list as result.tools, found {listed!r:.100}")
+    for tool in listed:
+        named = isinstance(tool, dict) and isinstance(tool.get("name"), str)
+        schema = (tool.get("inputSchema") or tool.get("input_schema") or {}) if named else None
+        if not isinstance(schema, dict) or not isinstance(tool.get("description") or "", str):
+            raise InputError(
+                f"{source}: expected tools with a name, a description and a schema of their "
+                f"arguments, found {tool!r:.100}"
+            )
+    return tuple(listed)
+
+
+def _object_at(url: str, method: str, route: str, **request: Any) -> dict[str, Any]:
+    """The object in an answer; an empty one where the server refuses (4xx)."""
+    answer = ask_once(method, f"{url}{route}", timeout_s=HTTP_TIMEOUT_S, **request)
+    if answer.status >= httpx.codes.INTERNAL_SERVER_ERROR:
+        raise UnfitAnswer(f"{route} answers {answer.words}")
+    return answer.object() if answer.ok else {}
 
 
 class Session:
@@ -104,7 +119,8 @@ class Session:
         data = {**_RPC, "method": "tools/call", "params": params}
         answer = await self._ask("mcp", data, "mcp")
         if error := answer.get("error"):
-            raise ActionRefused(str(error.get("message", error)))
+            words = error.get("message", error) if isinstance(error, dict) else error
+            raise ActionRefused(str(words))
         return answer.get("result")
 
     async def close(self) -> None:
@@ -118,7 +134,8 @@ class Session:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._send({"type": kind, "data": data})
-                record = json.loads(await self._socket.recv())
+                answer = await self._socket.recv(decode=False)
+                record = parse_json(answer)
         except TimeoutError:
             raise EnvironmentTimeout(
                 f"{kind} at {self._url} took longer than {self._timeout_s:g} s"
@@ -141,6 +158,8 @@ def _data_of(record: Any, kind: str, expected: str, url: str) -> dict[str, Any]:
     found = record.get("type") if isinstance(record, dict) else None
     data = record.get("data") if isinstance(record, dict) else None
     if isinstance(data, dict) and found == expected:
+        if expected == "observation":
+            _check_observation(data, f"{url} answered {kind}")
         return data
     if not isinstance(data, dict) or found != "error":
         raise RewardFault(
@@ -157,13 +176,31 @@ def _data_of(record: Any, kind: str, expected: str, url: str) -> dict[str, Any]:
             raise RewardFault(f"{url}: {kind}: {code}: {words}")
 
 
+def _check_observation(data: Mapping[str, Any], source: str) -> None:
+    """Raise RewardFault, with the field, for an answer that is no observation of a step."""
+    observation, metadata = data.get("observation"), data.get("metadata")
+    tool = observation if isinstance(observation, dict) else {}
+    error, reward = tool.get("error"), data.get("reward")
+    for name, value, fits, expected in (
+        ("observation", observation, isinstance(observation, dict), "an object"),
+        ("metadata", metadata, metadata is None or isinstance(metadata, dict), "an object or null"),
+        ("done", data.get("done"), data.get("done") in (None, True, False), "true or false"),
+        ("reward", reward, reward is None or is_number(reward), "a finite number or null"),
+        ("observation.error", error, error is None or isinstance(error, dict | str), "a text"),
+    ):
+        if not fits:
+            raise RewardFault(f"{source}: {name}: expected {expected}, found {value!r:.100}")
+
+
 def _problems(errors: Any) -> str:
     """Return what pydantic says of each field."""
-    return "; ".join(
-        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}"
-        for error in errors or ()
-        if isinstance(error, dict)
-    )
+    problems = list[str]()
+    for error in errors if isinstance(errors, list) else ():
+        if isinstance(error, dict):
+            place = error.get("loc")
+            name = ".".join(map(str, place if isinstance(place, list) else ()))
+            problems.append(f"{name}: {error.get('msg')}")
+    return "; ".join(problems)
 
 
 async def open_session(
@@ -197,13 +234,21 @@ async def open_session(
         pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
 
+class _Connect(connect):
+    """A connection to the address itself: a redirect is an error, as any other refusal."""
+
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        """Return the error in place of the address that a redirect names."""
+        return exc
+
+
 async def _begun(
     url: str, arguments: Mapping[str, Any], timeout_s: float
 ) -> tuple[Session, dict[str, Any]]:
     """A session and its first answer. Raises _AtCapacity, EndpointUnavailable, RewardFault."""
     address = f"ws{url.removeprefix('http')}/ws"
     try:
-        socket = await connect(
+        socket = await _Connect(
             address,
             max_size=MESSAGE_BYTES_MAX,
             open_timeout=timeout_s,

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from marin_rl.environments.episode import POLICY
+from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask
 from marin_rl.errors import EndpointUnavailable, RewardFault
 from marin_rl.types import Example
 
@@ -43,20 +44,24 @@ class PolicyPlayer:
         self._messages.append({"role": "assistant", "content": answer})
         return answer
 
-    async def _asked(self) -> httpx.Response:
+    async def _asked(self) -> HttpAnswer:
+        client = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, headers=self._headers)
         try:
-            async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
-                answer = await client.post(self._url, json=self._body(), headers=self._headers)
+            async with client:
+                answer = await ask(
+                    client, "POST", self._url, timeout_s=TIMEOUT_S, json=self._body()
+                )
         except httpx.HTTPError as error:
             raise EndpointUnavailable(
                 f"the policy at {self._url}, the other player: {type(error).__name__}: {error}"
             ) from None
-        if answer.is_server_error:
-            raise EndpointUnavailable(f"{self._url} answers {answer.status_code}")
-        if not answer.is_success:
+        except UnfitAnswer as error:
+            raise RewardFault(f"the policy at {self._url}, the other player, {error}") from None
+        if answer.status >= httpx.codes.INTERNAL_SERVER_ERROR:
+            raise EndpointUnavailable(f"{self._url} answers {answer.status}")
+        if not answer.ok:
             raise RewardFault(
-                f"the policy at {self._url}, the other player, answers {answer.status_code}: "
-                f"{answer.text[:200]}"
+                f"the policy at {self._url}, the other player, answers {answer.words}"
             )
         return answer
 
@@ -77,9 +82,9 @@ class PolicyPlayer:
         return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
-def _text_of(answer: httpx.Response) -> str:
+def _text_of(answer: HttpAnswer) -> str:
     try:
-        value: Mapping[str, Any] = answer.json()
+        value: Mapping[str, Any] = answer.object()
         return str(value["choices"][0]["message"]["content"] or "")
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise RewardFault(

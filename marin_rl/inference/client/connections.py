@@ -64,6 +64,7 @@ def _connect(
 
     parts = urlsplit(url)
     transport = openai.DefaultAsyncHttpxClient(
+        follow_redirects=False,  # an endpoint does not choose who gets prompts and token
         verify=_trusted() if parts.scheme == "https" else _distrusting(),
         trust_env=parts.hostname not in _LOOPBACK,
         limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),

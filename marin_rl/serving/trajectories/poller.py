@@ -15,11 +15,13 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from marin_rl.environments.http_answers import UnfitAnswer, ask_sync
 from marin_rl.errors import EndpointUnavailable, InputError
 from marin_rl.rollouts.scored_data import PushingEnvironment, ScoredData
 from marin_rl.serving.trajectories.receiver import Receiver
 from marin_rl.storage.commits import commit_object, new_attempt
 from marin_rl.storage.layout import PUSHING, popped_batch_key, popped_batch_of
+from schemas.strict_json import parse_json
 
 TIMEOUT_S = 60.0
 IDLE_S = 0.5  # between two questions for a batch, where there was none
@@ -43,7 +45,7 @@ class Poller:
         self._next = self._unused()
         if self._next:
             last = self._receiver.run.store.read(popped_batch_key(self._next - 1))
-            self._take(json.loads(last)["batch"])
+            self._take(parse_json(last)["batch"])
 
     def _unused(self) -> int:
         """The number after the last batch; those before it may have been collected as garbage."""
@@ -91,6 +93,8 @@ class Poller:
         batch = answer.get("batch")
         if not batch:
             return False
+        if not isinstance(batch, list):
+            raise InputError(f"{self._url}/batch: expected a list of groups, found {batch!r:.80}")
         self._commit(batch)
         self._take(batch)
         self.batches += 1
@@ -105,8 +109,9 @@ class Poller:
             f"{self._url} was started again, and environments pushed to it before a trainer was "
             "registered, after which it hands out nothing: it is reset, and those groups are lost"
         )
-        with suppress(httpx.HTTPError):  # it is asked for a batch next, as any that may be away
-            self._client.get("/reset_data")
+        # It is asked for a batch next, as any that may be away.
+        with suppress(httpx.HTTPError, UnfitAnswer):
+            ask_sync(self._client, "GET", "/reset_data", timeout_s=TIMEOUT_S)
 
     @property
     def finished(self) -> bool:
@@ -132,7 +137,7 @@ class Poller:
                 data,
                 attempt=attempt,
                 fingerprint="",
-                identify=lambda other: (json.loads(other)["attempt"], ""),
+                identify=lambda other: (parse_json(other)["attempt"], ""),
             )
             self._next += 1
             if committed == data:
@@ -176,7 +181,7 @@ class Poller:
         while True:
             try:
                 return self._asked(method, route, body)
-            except (httpx.HTTPError, json.JSONDecodeError) as error:
+            except (httpx.HTTPError, UnfitAnswer) as error:  # a proxy speaks while it is away
                 failure = f"{type(error).__name__}: {error}"
             if time.monotonic() > deadline:
                 raise EndpointUnavailable(f"{self._url}: no answer for {PATIENCE_S:g} s: {failure}")
@@ -187,16 +192,19 @@ class Poller:
 
     def _asked(self, method: str, route: str, body: Any) -> dict[str, Any]:
         """The object of one answer. Raises what may pass as httpx does, else InputError."""
-        answer = self._client.request(method, route, json=body)
         expected = "expected the API server of atropos 0.4 (`run-api`)"
-        if answer.is_client_error:
-            found = f"{answer.status_code}: {answer.text[:200]}"
-            raise InputError(f"{self._url}{route} answers {found}; {expected}")
-        answer.raise_for_status()
-        value = answer.json()
-        if not isinstance(value, dict):
-            raise InputError(f"{self._url}{route} answers {value!r:.80}; {expected}")
-        return value
+        bytes_max = self._receiver.run.config.inference.server.bodies_bytes_max
+        try:
+            answer = ask_sync(
+                self._client, method, route, timeout_s=TIMEOUT_S, bytes_max=bytes_max, json=body
+            )
+        except UnfitAnswer as error:
+            raise InputError(f"{self._url}{route} {error}; {expected}") from None
+        if 400 <= answer.status < 500:
+            raise InputError(f"{self._url}{route} answers {answer.words}; {expected}")
+        if not answer.ok:
+            raise httpx.RemoteProtocolError(f"answers {answer.words}")
+        return answer.object()
 
 
 def poll_trajectories(

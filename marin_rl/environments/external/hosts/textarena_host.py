@@ -54,9 +54,11 @@ class Episode:
 
     def _observed(self) -> dict[str, Any]:
         """New text for the player whose turn it is; its own moves are left out."""
-        state = self._game.state
-        player = state.current_player_id
-        new = state.get_current_player_observation()
+        # Of the game itself: some add to what the state has, and wrappers join it to one text.
+        game = self._game
+        while isinstance(game, textarena.Wrapper):
+            game = game.env
+        player, new = game.get_observation()
         texts = [text for sender, text, _ in new if sender != player]
         return {"player": player, "observation": "\n\n".join(texts), "done": False}
 

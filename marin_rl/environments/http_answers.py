@@ -1,0 +1,181 @@
+"""Answers of HTTP servers that others run: whole, in time, of a bounded size, and from that server.
+
+httpx limits the time of each read alone, so a body that drips, or never ends, would be read for
+ever. Redirects are refused: a server does not choose the address that this process asks next.
+Leaves out what an answer means.
+"""
+
+import asyncio
+import math
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+
+from schemas import Malformed
+from schemas.strict_json import parse_json
+
+ANSWER_BYTES_MAX = 64 << 20
+SHOWN = 200
+_HEADERS = {"Accept-Encoding": "identity"}
+
+
+class UnfitAnswer(ValueError):
+    """An answer that is no use whatever it says: too large, a redirect, or no JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """Status and body of an answer that arrived whole."""
+
+    status: int
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """True for 2xx."""
+        return 200 <= self.status < 300
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode(errors="replace")
+
+    @property
+    def words(self) -> str:
+        """Status and the beginning of the body, for errors."""
+        return f"{self.status}: {self.text[:SHOWN]}"
+
+    def object(self) -> dict[str, Any]:
+        """Return the JSON object that the body is. Raises UnfitAnswer."""
+        try:
+            value = parse_json(self.body)
+        except Malformed as error:
+            raise UnfitAnswer(
+                f"expected a JSON object, found {self.text[:SHOWN]!r} ({error})"
+            ) from None
+        if not isinstance(value, dict):
+            raise UnfitAnswer(f"expected a JSON object, found {value!r:.100}")
+        return value
+
+
+def is_number(value: object) -> bool:
+    """Return True for a finite number that float64 can hold, booleans included."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+async def ask(
+    client: httpx.AsyncClient,
+    method: str,
+    url: str,
+    *,
+    timeout_s: float,
+    bytes_max: int = ANSWER_BYTES_MAX,
+    **request: Any,
+) -> HttpAnswer:
+    """Send a request, and read its answer to the end within `timeout_s`.
+
+    Raises UnfitAnswer, and httpx.HTTPError (ReadTimeout for an answer that takes longer).
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            stream = partial(client.stream, method, url, headers=_HEADERS, follow_redirects=False)
+            async with stream(**request) as response:
+                body = _Body(response, bytes_max)
+                async for chunk in response.aiter_raw():
+                    body.add(chunk)
+                return body.answer
+    except TimeoutError:
+        raise _late(timeout_s) from None
+
+
+def ask_sync(
+    client: httpx.Client,
+    method: str,
+    url: str,
+    *,
+    timeout_s: float,
+    bytes_max: int = ANSWER_BYTES_MAX,
+    **request: Any,
+) -> HttpAnswer:
+    """Do the same where no event loop runs, over connections that are kept.
+
+    The time is looked at between two reads, each of which has a limit too. Raises as `ask` does.
+    """
+    deadline = time.monotonic() + timeout_s
+    stream = partial(client.stream, method, url, headers=_HEADERS, follow_redirects=False)
+    with stream(timeout=timeout_s, **request) as response:
+        body = _Body(response, bytes_max)
+        for chunk in response.iter_raw():
+            body.add(chunk)
+            if time.monotonic() > deadline:
+                raise _late(timeout_s)
+        return body.answer
+
+
+def ask_once(method: str, url: str, *, timeout_s: float, **request: Any) -> HttpAnswer:
+    """Do the same on a connection of its own; also where an event loop runs in this thread.
+
+    Raises as `ask` does.
+    """
+
+    async def asked() -> HttpAnswer:
+        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as client:
+            return await ask(client, method, url, timeout_s=timeout_s, **request)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(asked())).result()
+
+
+class _Body:
+    """The body of a response, counted as it is decoded."""
+
+    def __init__(self, response: httpx.Response, bytes_max: int) -> None:
+        self._status, self._bytes_max = response.status_code, bytes_max
+        self._bytes = bytearray()
+        if response.is_redirect:
+            raise UnfitAnswer(
+                f"answers {response.status_code}, a redirect, and none is followed: name the "
+                "address that it leads to"
+            )
+        coding = response.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity", "gzip"):
+            raise UnfitAnswer(f"answers in {coding!r:.40}: expected a body that is not compressed")
+        self._unzip = zlib.decompressobj(zlib.MAX_WBITS | 16) if coding == "gzip" else None
+
+    def add(self, chunk: bytes) -> None:
+        """Take in what was read. Raises UnfitAnswer beyond the limit."""
+        if self._unzip is not None:
+            with _zlib_errors():
+                chunk = self._unzip.decompress(chunk, self._bytes_max + 1)
+        self._bytes += chunk
+        if len(self._bytes) > self._bytes_max:
+            raise UnfitAnswer(f"answers with more than {self._bytes_max} bytes")
+
+    @property
+    def answer(self) -> HttpAnswer:
+        """The answer, once it was read."""
+        if self._unzip is not None and not self._unzip.eof:
+            raise UnfitAnswer("answers with a part of a body in gzip")
+        return HttpAnswer(self._status, bytes(self._bytes))
+
+
+@contextmanager
+def _zlib_errors() -> Iterator[None]:
+    try:
+        yield
+    except zlib.error as error:
+        raise UnfitAnswer(f"answers with what is no gzip: {error}") from None
+
+
+def _late(timeout_s: float) -> httpx.ReadTimeout:
+    return httpx.ReadTimeout(f"no whole answer in {timeout_s:g} s")
