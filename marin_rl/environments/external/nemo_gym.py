@@ -155,7 +155,7 @@ class NemoGymEpisode:
             body = answer.object()
         except UnfitAnswer as error:
             raise RewardFault(f"{url}: {error}") from None
-        reward = body.get("reward")
+        reward: Any = body.get("reward")
         if isinstance(reward, bool) or not is_number(reward):
             raise RewardFault(f"{url}: expected a number as reward, found {reward!r:.80}")
         known = {*self._row, "response", "reward"}
@@ -249,7 +249,8 @@ def _message_of(item: Any) -> Message:
 def _tool_of(tool: Any) -> Tool:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ValueError(f"{PARAMETERS}.tools: expected functions, found {tool!r:.80}")
-    name, description = tool.get("name"), tool.get("description") or tool.get("name")
+    name: Any = tool.get("name")
+    description: Any = tool.get("description") or name
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}
     texts = isinstance(name, str) and isinstance(description, str)
     if not texts or not isinstance(parameters, dict):

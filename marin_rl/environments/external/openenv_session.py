@@ -59,7 +59,7 @@ def server_facts(url: str) -> ServerFacts:
             f"environment.options.url: no OpenEnv server answers at {url} "
             f"({type(error).__name__}: {error}); start it, or set the URL of one"
         ) from None
-    action = schema.get("action")
+    action: Any = schema.get("action")
     fields = action.get("properties", {}) if isinstance(action, dict) else None
     if not isinstance(fields, dict) or not all(isinstance(each, dict) for each in fields.values()):
         raise InputError(
