@@ -98,6 +98,17 @@ class RunningBatch:
         """Sequence slots in use."""
         return sum(running is not None for running in self._running)
 
+    @property
+    def begun(self) -> list[int]:
+        """Sequence slots of samples that have no token yet."""
+        each = enumerate(self._running)
+        return [slot for slot, running in each if running is not None and not running.tokens]
+
+    def streams_alone(self, most: int) -> bool:
+        """True if at most `most` sequences run, each of a request that is streamed."""
+        running = [each for each in self._running if each is not None]
+        return len(running) <= most and all(each.job.streams for each in running)
+
     def free(self) -> list[int]:
         """Empty sequence slots: those without a kept prefix, then the least recently used."""
         empty = [seq_slot for seq_slot, running in enumerate(self._running) if running is None]

@@ -12,7 +12,7 @@ from marin_rl.inference.jobs import WeightsKey
 from marin_rl.inference.kv_cache import Cache, empty_cache
 from marin_rl.inference.placement import SLOTS, TENSOR, Placement
 from marin_rl.inference.policy import Policy
-from marin_rl.inference.programs import fused_weights
+from marin_rl.inference.programs import fused_weights, weights_in_place
 from marin_rl.inference.weights import Decoder
 
 
@@ -29,6 +29,11 @@ class DeviceMemory:
         """Allocate the caches, where they were freed."""
         if not self.caches:
             self.caches = [self._empty_cache() for _ in range(self._plan.lanes.count)]
+
+    def replace_caches(self, plan: ExecutionPlan, caches: list[Cache]) -> None:
+        """Go on with the caches of another plan for the same model; none: they are allocated."""
+        self._plan, self.caches = plan, caches
+        self.wake()
 
     def release(self, *, caches: bool = False) -> None:
         """Free the fused copy of the weights, which only a running batch needs.
@@ -58,7 +63,11 @@ class DeviceMemory:
             self._fused = None
             # the old copy is gone by now: two at once may not fit
             with self._placement.active():
-                fused = fused_weights(self._plan.spec, policy.weights, self._plan.dtype)
+                fused = None
+                if self._plan.block:
+                    fused = weights_in_place(self._plan.spec, policy.weights, self._plan.dtype)
+                if fused is None:
+                    fused = fused_weights(self._plan.spec, policy.weights, self._plan.dtype)
             self._fused = policy.key, fused
         return self._fused[1]
 
@@ -69,7 +78,8 @@ class DeviceMemory:
 
     def _empty_cache(self) -> Cache:
         plan = self._plan
-        cache = empty_cache(plan.spec, plan.lanes.size, plan.context_length, plan.dtype)
+        slots, length = plan.lanes.size, plan.context_length
+        cache = empty_cache(plan.spec, slots, length, plan.dtype, plan.block)
         # placed as the programs return it, so that the first call compiles for the same sharding as
         # the others
         return self._placement.place(cache, SLOTS, TENSOR)

@@ -48,6 +48,7 @@ from marin_rl.inference.batch_invariance import Invariance
 from marin_rl.inference.engine_stats import EngineStats
 from marin_rl.inference.engine_step import EngineStep
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.growing_runner import GrowingRunner
 from marin_rl.inference.jobs import Job
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.pending_requests import PendingRequests
@@ -77,11 +78,12 @@ class Engine:
     """Continuous batching over `config.slots` sequences of at most `context_length` tokens.
 
     `stop_token_ids` end every completion (the tokenizer's end of sequence); `decode` turns ids into
-    text, and is needed only for requests with stop strings. Raises InputError for a model that it
-    cannot decode faithfully.
+    text, and is needed only for requests with stop strings. With `grows` cache and
+    programs follow the load (`growing_runner`): on one device, without prefix cache and adapters.
+    Raises InputError for a model that it cannot decode faithfully.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a policy, its tokenizer, and how it is decoded
         self,
         model: LmHeadModel,
         config: EngineConfig,
@@ -92,8 +94,10 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         decode: Decode | None = None,
         dtype: jnp.dtype | type = jnp.float32,
+        grows: bool = False,
     ) -> None:
-        runner = Runner(model, config, context_length, jnp.dtype(dtype))
+        kind = GrowingRunner if grows else Runner
+        runner = kind(model, config, context_length, jnp.dtype(dtype))
         self._runner, self.spec = runner, runner.spec
         self.context_length = context_length
         self.stats = EngineStats()
@@ -176,6 +180,8 @@ class Engine:
         request: GenerationRequest,
         on_delta: Callable[[Delta], None] | None = None,
         on_scheduled: Callable[[Policy], None] | None = None,
+        *,
+        streams: bool = False,
     ) -> "Future[GenerationResult]":
         """Queue a request; safe from any thread. Cancelling the future frees its sequence slots.
 
@@ -184,7 +190,7 @@ class Engine:
         this request alone. Delivered tokens are never taken back. `on_scheduled` is called there
         too, each time that samples of the request are scheduled or its prompt is to be scored, with
         the policy that will draw their first tokens; an exception in it fails the request before
-        that.
+        that. `streams` says that someone reads along: few such requests are decoded token by token.
 
         Raises InputError for a request that could never be served, AdapterGone for one on an
         adapter that is not loaded, InferenceError once closed.
@@ -196,6 +202,7 @@ class Engine:
             future=Future(),
             on_delta=on_delta,
             on_scheduled=on_scheduled,
+            streams=streams,
             # sample i draws with seed + i: 48 bits leave room for it within a key's 64
             seed=secrets.randbits(48) if seed is None else seed,
             stop_tokens=self.stop_token_ids + request.stop_token_ids,
@@ -299,13 +306,20 @@ class Engine:
             self._reset_prefixes = True
 
     @property
+    def growing(self) -> GrowingRunner | None:
+        """The runner of a cache that follows use; None where it is fixed."""
+        return self._runner if isinstance(self._runner, GrowingRunner) else None
+
+    @property
     def programs(self) -> int:
         """Number of programs that `warm_up` compiles."""
         return programs_of(self._runner)
 
     @memory_errors("the engine", ENGINE_KEYS)
-    def warm_up(self) -> None:
+    def warm_up(self, announce: Callable[[str], None] = lambda line: None) -> None:
         """Compile everything that requests can need, so that none of them waits for it.
+
+        `announce` gets a line for each program.
 
         To be called before the first request: it uses the cache that the engine's thread owns.
         """
@@ -313,7 +327,7 @@ class Engine:
             assert not self._pending.queue
             assert self._batch.active == 0
             # under the lock, so that the engine's thread begins no step on the same caches
-            warm_up(self._runner, self._policy, self._batch.inputs, self._batch.extras)
+            warm_up(self._runner, self._policy, self._batch.inputs, self._batch.extras, announce)
 
     def close(self) -> None:
         """Stop after the chunk that is running. Requests that have not ended get InferenceError."""

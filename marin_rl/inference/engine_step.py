@@ -30,6 +30,9 @@ from marin_rl.memory import ENGINE_KEYS, is_out_of_memory, out_of_memory
 # prefill would make the running sequences wait.
 PREFILL_CHUNKS = 4
 
+# Largest number of streams that get token by token, while nothing else runs.
+STREAMS_BY_TOKEN = 4
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,6 +64,7 @@ class EngineStep:
         """Compute what is planned, then a chunk of all sequences, and hand out its tokens."""
         self._notify_scheduled(plan, policy)
         try:
+            self._runner.fit(self._batch.inputs, self._batch.begun, self._chunk_steps)
             # those that `on_scheduled` refused have ended
             self._score(policy, [job for job in plan.to_score if not job.ended])
             if policy.recompute_kv_cache:
@@ -186,8 +190,10 @@ class EngineStep:
         started = time.monotonic()
         extras = self._batch.extras
         # a constraint's mask holds for one token
-        steps = 1 if extras.constrained else self._chunk_steps
         waiting = min(self._pending.queue.waiting, self._slots)
+        # a reader of a stream sees every token; among many, returning to the host costs too much
+        streams = not waiting and self._batch.streams_alone(STREAMS_BY_TOKEN)
+        steps = 1 if extras.constrained or streams else self._chunk_steps
         # before every chunk: a sample that ended, or one that began, changes what neighbours share
         shared = self._batch.shared_positions(SHARE) if self._runner.plan.sharing else 0
         limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))

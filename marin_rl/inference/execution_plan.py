@@ -20,7 +20,7 @@ from marin_rl.inference.adapters import Bank, BankSizes, bank_shapes, with_bank
 from marin_rl.inference.attention import SHARE
 from marin_rl.inference.batch_invariance import UNPROVEN, Invariance, Shapes, invariance_of
 from marin_rl.inference.invariance_trials import Prover, random_weights
-from marin_rl.inference.kv_cache import cache_length
+from marin_rl.inference.kv_cache import block_size
 from marin_rl.inference.programs import fused_weights
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary, Weights, own_layout
 from marin_rl.machine import give_back_freed_memory
@@ -28,6 +28,9 @@ from marin_rl.machine import give_back_freed_memory
 # Shortest padded prompt: every bucket is a program to compile, and one of fewer tokens saves
 # little.
 BUCKET_MIN = 16
+
+# The same where programs are compiled while requests wait: many first messages have fewer.
+GROWING_BUCKET_MIN = 64
 
 # Rank that an engine with adapters has room for where its configuration names none.
 ADAPTER_RANK = 16
@@ -43,7 +46,7 @@ class ExecutionPlan:
 
     `can_share`: slots side by side could read a common prompt's cache once; whether they do is
     decided by what is proven. `own` is the layout of weights that lie quantised, and of the model's
-    own adapter.
+    own adapter. `block` are the positions of a block of a cache that grows; 0: it does not.
     """
 
     spec: DecoderSpec
@@ -57,6 +60,7 @@ class ExecutionPlan:
     mlp_width: int
     dtype: jnp.dtype
     own: str
+    block: int = 0
     invariance: Invariance = UNPROVEN
 
     @property
@@ -79,14 +83,15 @@ class ExecutionPlan:
     @property
     def length(self) -> int:
         """Positions of a slot's cache."""
-        return cache_length(self.shapes.cache)
+        size = self.block or block_size(self.context_length)
+        return -(-self.context_length // size) * size
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Padded prompt lengths: powers of two, the last one cut to the cache's length."""
         # doubling wastes less than half of a prefill, for a number of programs that grows with
         # log T
-        sizes, longest = [BUCKET_MIN], self.length
+        sizes, longest = [GROWING_BUCKET_MIN if self.block else BUCKET_MIN], self.length
         while sizes[-1] < longest:
             sizes.append(min(2 * sizes[-1], longest))
         return tuple(sizes)

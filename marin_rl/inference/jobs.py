@@ -34,6 +34,7 @@ class Job:
     adapter: LoadedAdapter | None = None  # None: the base model
     on_delta: Callable[[Delta], None] | None = None
     on_scheduled: Callable[[Any], None] | None = None  # given the policy
+    streams: bool = False  # `on_delta` sends each token on
     seed: int
     stop_tokens: tuple[int, ...]
     submitted_at: float = field(default_factory=time.monotonic)

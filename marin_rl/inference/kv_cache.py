@@ -35,9 +35,14 @@ def block_size(context_length: int) -> int:
     return max(BLOCK_MIN, 2 ** math.ceil(math.log2(context_length / BLOCKS_MAX)))
 
 
-def empty_cache(spec: DecoderSpec, slots: int, context_length: int, dtype: jnp.dtype) -> Cache:
-    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks."""
-    size = block_size(context_length)
+def empty_cache(
+    spec: DecoderSpec, slots: int, context_length: int, dtype: jnp.dtype, size: int = 0
+) -> Cache:
+    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks.
+
+    Blocks have `size` positions, or those that the context asks for.
+    """
+    size = size or block_size(context_length)
     blocks = -(-context_length // size)
     keys = (slots, spec.kv_heads, spec.head_size, size)
     values = (slots, spec.kv_heads, size, spec.head_size)

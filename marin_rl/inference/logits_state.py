@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Int32, UInt32
 
 from marin_rl.cpu_streams import Lanes
 from marin_rl.inference.generation import LOGIT_BIAS_MAX, GenerationRequest
@@ -63,6 +63,7 @@ class ExtraRows:
         self._blank = {name: [np.array(a[0]) for a in rows] for name, rows in self._rows.items()}
         self._users: dict[str, set[int]] = {name: set() for name in self._rows}
         self._device_rows: dict[tuple[str, int], Any] = {}
+        self._idle_rows: dict[tuple[str, int], Any] = {}
 
     @property
     def constrained(self) -> bool:
@@ -122,6 +123,21 @@ class ExtraRows:
         arrays = {name: self._on_device(name, lane) for name in self._rows}
         params = LogitsParams(arrays["bias"], arrays["penalties"], arrays["mask"])
         return Extras(params, arrays["reports"])
+
+    def of_slots(self, slot_R: Int32[np.ndarray, " R"]) -> Extras:
+        """The same for a chunk of these slots in this order, whichever lanes they are of."""
+        arrays = {name: self._rows_of(name, slot_R) for name in self._rows}
+        params = LogitsParams(arrays["bias"], arrays["penalties"], arrays["mask"])
+        return Extras(params, arrays["reports"])
+
+    def _rows_of(self, name: str, slot_R: Int32[np.ndarray, " R"]) -> Any:
+        if not self._users[name].isdisjoint(slot_R.tolist()):
+            return self._put(jax.tree.map(lambda leaf: leaf[slot_R], self._rows[name]))
+        if (name, len(slot_R)) not in self._idle_rows:
+            rows = [np.repeat(blank[None], len(slot_R), 0) for blank in self._blank[name]]
+            kind = type(self._rows[name])
+            self._idle_rows[name, len(slot_R)] = self._put(kind(*rows))
+        return self._idle_rows[name, len(slot_R)]
 
     def _touch(self, name: str, seq_slot: int) -> Any:
         # The copy on the device is stale now; the other lane's is not.

@@ -19,13 +19,14 @@ from marin_rl.inference.kv_cache import Cache
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
-from marin_rl.inference.weight_fusion import fuse_layers, gather_ends
+from marin_rl.inference.weight_fusion import fuse_layers, gather_ends, layer_of
 from marin_rl.inference.weights import (
     Decoder,
     DecoderSpec,
     Rotary,
     Weights,
     own_ends,
+    own_layout,
     quantized_layers,
     without_quantized,
 )
@@ -90,6 +91,26 @@ def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Deco
     layers = compiled_layers(spec=spec, layers=own, dtype=dtype)
     quantized = quantized_layers(weights.layers)
     return Decoder(layers=layers, quantized=quantized, **ends._asdict())
+
+
+def weights_in_place(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder | None:
+    """The model's own memory as programs read it: nothing is copied, and nothing compiled.
+
+    For one CPU. None where that is not possible: the weights lie quantised, have adapters of their
+    own, or are of another dtype than `dtype`.
+    """
+    leaves = jax.tree.leaves(weights)
+    if own_layout(weights.layers) or any(leaf.dtype != dtype for leaf in leaves):
+        return None
+    # a device on the CPU takes a view of memory that is aligned as it is; else it copies
+    host = jax.tree.map(np.asarray, weights.layers)
+    output = host.output.float_weight.reshape(spec.layers, spec.width, -1)
+    host = host._replace(output=host.output._replace(weight=output))
+    layers = tuple(
+        layer_of(spec, jax.tree.map(lambda leaf, i=index: jax.device_put(leaf[i]), host))
+        for index in range(spec.layers)
+    )
+    return Decoder(layers=layers, **own_ends(weights)._asdict())
 
 
 @partial(jax.jit, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache")

@@ -44,20 +44,27 @@ class OwnAdapters(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=("parts", "layer"), meta_fields=("groups",))
 @dataclass(frozen=True, eq=False)
 class LayerMatrix:
-    """Quantised matrices of one layer, whose products are joined as a fused matrix joins them.
+    """Matrices of one layer, whose products are joined as a fused matrix joins them.
 
+    Quantised ones, of which `layer` is the index, or arrays [out..., in] of the layer alone.
     Outputs of each part are cut into `groups`, and lie group by group.
     """
 
-    parts: tuple[QuantizedMatrix, ...]
-    layer: Any
+    parts: tuple[Any, ...]
+    layer: Any = None
     groups: int = 1
 
     def times(self, x: Float[Array, "*N in"]) -> Float[Array, "*N out"]:
         """The products with x, joined."""
-        products = [part.times(x, self.layer) for part in self.parts]
+        products = [self._product(part, x) for part in self.parts]
         cut = [product.reshape(*x.shape[:-1], self.groups, -1) for product in products]
         return jnp.concatenate(cut, axis=-1).reshape(*x.shape[:-1], -1)
+
+    def _product(self, part: Any, x: Float[Array, "*N in"]) -> Array:
+        if isinstance(part, QuantizedMatrix):
+            return part.times(x, self.layer)
+        matrix = part.reshape(-1, part.shape[-1])
+        return jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 class QuantizedLayers(NamedTuple):

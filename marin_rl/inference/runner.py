@@ -25,7 +25,7 @@ from marin_rl.errors import InputError
 from marin_rl.inference.adapters import AdapterBank, Bank, with_bank
 from marin_rl.inference.batch import Chunk, SlotInputs
 from marin_rl.inference.device_memory import DeviceMemory
-from marin_rl.inference.execution_plan import first_plan, proven
+from marin_rl.inference.execution_plan import ExecutionPlan, first_plan, proven
 from marin_rl.inference.generation import PromptScores
 from marin_rl.inference.jobs import WeightsKey
 from marin_rl.inference.logits_state import ExtraRows
@@ -43,7 +43,7 @@ from marin_rl.inference.programs import (
     prefill_slots,
 )
 from marin_rl.inference.scheduler import Prompt, Prompts
-from marin_rl.inference.weights import Decoder, read_model, rotary_table
+from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.memory import ENGINE_KEYS, memory_errors
 
 Tree = TypeVar("Tree")
@@ -75,19 +75,32 @@ class Runner:
             dtype=dtype,
             on_mesh=on_mesh,
         )
+        plan = self._shaped(plan)
         self.length, self.buckets = plan.length, plan.buckets
         self.rotary = self.put(rotary_table(model, self.length))
         # the trials run the programs of one device: nothing is proven of a mesh
-        self.plan = plan if on_mesh else proven(plan, weights, self.rotary, self.put)
+        self.plan = plan if on_mesh else self._proven(plan, weights)
         self.bank: AdapterBank | None = None
         if self.plan.bank_sizes.adapters:
             masked = self.plan.bank_sizes.masked and (on_mesh or self.plan.invariance.adapters)
             self.bank = AdapterBank(self.plan.bank_shapes(masked=masked), self.put)
-        several = self.lanes.count > 1
+        several = self.plan.lanes.count > 1
         # programs that one thread starts run one after the other
-        self._threads = ThreadPoolExecutor(self.lanes.count, "lane") if several else None
+        self._threads = ThreadPoolExecutor(self.plan.lanes.count, "lane") if several else None
         # last: the trials needed caches of their own, and may have changed the lanes
         self.memory = DeviceMemory(self.plan, self._placement)
+
+    def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return the plan of the largest cache that there will be."""
+        return plan
+
+    def _proven(self, plan: ExecutionPlan, weights: Weights) -> ExecutionPlan:
+        return proven(plan, weights, self.rotary, self.put)
+
+    def fit(self, inputs: SlotInputs, begun: Sequence[int], steps: int) -> None:
+        """Make room for the sequences of `inputs`, of which `begun` have nothing in the cache yet,
+        and for `steps` more tokens of each.
+        """
 
     @property
     def lanes(self) -> Lanes:

@@ -3,6 +3,9 @@
 Leaves out what the programs compute (`programs`) and how they are called (`runner`).
 """
 
+from collections.abc import Callable
+from itertools import count
+
 import jax
 import numpy as np
 
@@ -27,30 +30,46 @@ def programs_of(runner: Runner) -> int:
     return halves + (3 + buckets if plan.keeps_prefixes else 2 + 2 * buckets)
 
 
-def warm_up(runner: Runner, policy: Policy, inputs: SlotInputs, extras: ExtraRows) -> None:
-    """Compile every program, for every bucket; changes nothing.
+def warm_up(
+    runner: Runner,
+    policy: Policy,
+    inputs: SlotInputs,
+    extras: ExtraRows,
+    announce: Callable[[str], None],
+) -> None:
+    """Compile every program, for every bucket, with a line for each; changes nothing else.
 
     The largest goes first, while the caches are not there, and what compiling freed goes back after
     each: so none of them needs its memory on top of another's.
     """
+    total, numbers = programs_of(runner), count(1)
+
+    def begin(program: str) -> None:
+        give_back_freed_memory()
+        announce(f"compiling {next(numbers)} of {total} programs: {program}")
+
     # limits are data: a chunk of 0 steps is the same program as any other
     nothing = Limits(np.int32(0), np.int32(0))
     keeps_prefixes = runner.plan.keeps_prefixes
+    begin(f"decoding of {runner.plan.lanes.size} at a time")
     _compile_without_caches(runner, policy, inputs, extras, nothing)
     runner.decode(policy, inputs, extras, nothing)
     if runner.bank is not None:
+        begin("decoding with all adapters")
         runner.decode(policy, _on_all_adapters(runner, inputs), extras, nothing)
     if keeps_prefixes:
+        begin("prefill in pieces")
         # a position that is padding: the program runs, and writes nothing
         nowhere = Extension(0, -1, np.zeros(1, np.int32))
         runner.extend(policy, [nowhere], inputs.adapter_S)
-        give_back_freed_memory()
     for bucket in reversed(runner.buckets):
         if not keeps_prefixes:
+            begin(f"prefill of {bucket} tokens")
             nothing_to_run = {(bucket, 0): [(np.zeros(0, np.int32), [])]}
             runner.prefill(policy, nothing_to_run, inputs.adapter_S)
+        begin(f"scores of {bucket} tokens")
         runner.score(policy, np.zeros(bucket, np.int32), 0)
-        give_back_freed_memory()
+    begin("copies between slots")
     runner.copy([(0, 0)])
     # until the first request: a trainer in this process may want the memory
     runner.memory.release()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
-from marin_rl.inference.quantized_decoder import OwnAdapters
+from marin_rl.inference.quantized_decoder import LayerMatrix, OwnAdapters, QuantizedLayers
 from marin_rl.inference.weights import DecoderSpec, Ends, Layer, Layers, Weights, own_ends
 
 
@@ -77,6 +77,30 @@ def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
         after_attention_norm=replicated.after_attention_norm,
         after_mlp_norm=replicated.after_mlp_norm,
         own=_own_adapters(layer),
+    )
+
+
+def layer_of(spec: DecoderSpec, layer: Layers) -> Layer:
+    """A layer that multiplies with the model's own arrays, one after the other; on one device."""
+    weight = {name: getattr(layer, name).float_weight for name in QuantizedLayers._fields}
+    qkv = (weight["query"], weight["key"], weight["value"])
+    qkv_bias = _by_head(spec, [each.bias for each in (layer.query, layer.key, layer.value)])
+    return Layer(
+        # by key/value head, as `_by_head` sorts the rows of a joined matrix
+        qkv=LayerMatrix(qkv, groups=spec.kv_heads),
+        qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
+        output=LayerMatrix((weight["output"],)),
+        output_bias=layer.output.bias,
+        gate_up=LayerMatrix((weight["gate"], weight["up"])),
+        gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
+        down=LayerMatrix((weight["down"],)),
+        down_bias=layer.down.bias,
+        attention_norm=layer.attention_norm,
+        mlp_norm=layer.mlp_norm,
+        query_norm=layer.query_norm,
+        key_norm=layer.key_norm,
+        after_attention_norm=layer.after_attention_norm,
+        after_mlp_norm=layer.after_mlp_norm,
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.lora import Adapter, read_peft
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.serving.weights.adapter_versions import (
@@ -245,8 +247,57 @@ def serve_folder(
     read = read_adapters(loaded.model, adapters)
     config = with_room(config.model_copy(update={"inference": inference}), read)
     _announce("proving that the engine decodes as the model computes")
-    server = proven_server(loaded, load_tokenizer(folder), config, read)
+    name, tokenizer = folder.resolve().name, load_tokenizer(folder)
+    if not _grows(config.inference):
+        server = proven_server(loaded, tokenizer, config, read)
+    else:
+        server = growing_server(loaded, tokenizer, config)
+    server.add_name(name)
     return serve_forever(server, host, port, announce=_announce, report=report)
+
+
+def _grows(inference: InferenceConfig) -> bool:
+    """True for an engine whose cache follows use: on a CPU, where nothing asks for a fixed one."""
+    engine = inference.engine
+    fixed = engine.lanes or engine.prefix_cache or engine.adapters_max
+    return not fixed and jax.default_backend() == "cpu"
+
+
+def growing_server(
+    loaded: Loaded, tokenizer: PreTrainedTokenizerBase, config: Config
+) -> PolicyServer:
+    """A server, not started yet, whose engine compiles what requests need, when they need it.
+
+    The canary is its first request: what is compiled for it is what the next one runs.
+    """
+    dtype = jnp.dtype(config.policy.compute_dtype)
+    server = PolicyServer(
+        loaded.model,
+        tokenizer,
+        config.inference,
+        context_length=config.policy.context_length,
+        parameters_digest=loaded.parameters_digest,
+        dtype=dtype,
+        grows=True,
+    )
+    growing = server.engine.growing
+    assert growing is not None
+    growing.announce = _announce
+    try:
+        ids = canary_ids(tokenizer)
+        rehearse(loaded.model, ids, config.inference, dtype, engine=server.engine)
+    except BaseException:
+        server.stop()
+        raise
+    give_back_freed_memory()  # of reading the folder, and of the trainer's program
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.model))
+    _announce(
+        f"weights {weights / 1e9:.2f} GB, cache {growing.cache_bytes / 1e9:.2f} GB; with use it "
+        f"grows to {growing.cache_bytes_max / 1e9:.2f} GB, {server.engine.slots} sequences of "
+        f"{server.engine.context_length} tokens: inference.engine.slots and "
+        "policy.context_length lower that"
+    )
+    return server
 
 
 def proven_server(

@@ -55,8 +55,8 @@ class PolicyServer:
     """A policy behind the OpenAI protocol, in this process.
 
     The bearer token is read from the environment variable `config.api_key_variable`; without one
-    the server binds to loopback only. Raises InputError for a model or tokenizer that cannot be
-    served.
+    the server binds to loopback only. `grows` is the engine's. Raises InputError for a model or
+    tokenizer that cannot be served.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class PolicyServer:
         weight_version: int = 0,
         parameters_digest: str = "",
         dtype: jnp.dtype | type = jnp.float32,
+        grows: bool = False,
     ) -> None:
         check_vocabulary(tokenizer, model.Vocab.size)
         prove(tokenizer)
@@ -84,6 +85,7 @@ class PolicyServer:
             stop_token_ids=_stop_token_ids(tokenizer, model.Vocab.size),
             decode=detokenizer.of,
             dtype=dtype,
+            grows=grows,
         )
         self.telemetry = Telemetry(self._snapshot)
         on_update = self._count_update
@@ -91,12 +93,17 @@ class PolicyServer:
         self.adapters = ServedAdapters(
             self.engine,
             parameter_shapes(model),
-            reserved=lambda: [config.model, self._service.base_id],
+            reserved=lambda: [*self._service.names, self._service.base_id],
             on_load=self.telemetry.adapter_loaded,
             on_failure=self.telemetry.adapter_failed,
         )
         self._service = Service(
-            self.engine, tokenizer, detokenizer, config.model, self.updater, self.adapters
+            self.engine,
+            tokenizer,
+            detokenizer,
+            config.model,
+            self.updater,
+            self.adapters,
         )
         origins = self._origins("127.0.0.1")
         self._app = Application(self._service, self._config, self._keys, origins, self.telemetry)
@@ -123,17 +130,24 @@ class PolicyServer:
             methods.setdefault(route.path, set()).update(route.methods or ())
         return methods
 
-    def start(self, host: str = "127.0.0.1", port: int = 0, *, warm_up: bool = False) -> str:
+    def start(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        warm_up: bool = False,
+        announce: Callable[[str], None] = _log.info,
+    ) -> str:
         """Answer requests from a thread; returns the base URL. Port 0 takes a free one.
 
-        `warm_up` compiles all programs first. Raises ConfigError for an address that cannot be
-        bound, or one beyond this machine without a token.
+        `warm_up` compiles all programs first, each with a line to `announce`. Raises ConfigError
+        for an address that cannot be bound, or one beyond this machine without a token.
         """
         check_reach(self._keys, host)
         self._app.origins = self._origins(host)
         listener = listen(host, port)
         if warm_up:
-            self.engine.warm_up()
+            self.engine.warm_up(announce)
         self._uvicorn = self._http()
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([listener],), name="server", daemon=True
@@ -149,6 +163,11 @@ class PolicyServer:
     def settings(self) -> ServerConfig:
         """Settings of access and limits."""
         return self._config
+
+    def add_name(self, name: str) -> None:
+        """Let requests call the loaded model by another name too."""
+        if name not in self._service.known:
+            self._service.aliases += (name,)
 
     def log_requests(self, stream: Stream) -> None:
         """Write one JSON line for each request to `stream` from now on."""
@@ -286,13 +305,14 @@ def serve_forever(
     """
     began = time.monotonic()
     report = report or _ignore
-    report({"state": "compiling", "programs": server.engine.programs})
-    announce(f"compiling {server.engine.programs} programs, or reading them from the cache")
+    warm_up = server.engine.growing is None
+    if warm_up:
+        report({"state": "compiling", "programs": server.engine.programs})
     try:
         raise_files_limit()
         if server.settings.access_log:
             server.log_requests(sys.stderr)
-        server.start(host, port, warm_up=True)
+        server.start(host, port, warm_up=warm_up, announce=announce)
     except BaseException:
         server.stop()
         raise
@@ -300,7 +320,7 @@ def serve_forever(
         try:
             spare_long_lived_objects()
             seconds = time.monotonic() - began
-            announce(f"compiled in {seconds:.1f} s: ready")
+            announce(f"ready after {seconds:.1f} s")
             announce(server.how_to_call())
             ready = {"url": server.base_url, "model": server.model_id, "compile_s": seconds}
             report({"state": "ready", **ready})

@@ -8,21 +8,19 @@ tokens is in logprobs.py.
 import dataclasses
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 from haliax._src.state_dict import flatten_modules_for_export
-from haliax.nn.scan import ScanCheckpointPolicy
+from haliax.nn.scan import ScanCheckpointPolicy, Stacked
 from haliax.state_dict import to_state_dict
-from jax.sharding import Mesh
-from levanter.compat.hf_checkpoints import HFCheckpointConverter
 from levanter.models.lm_model import LmHeadModel
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -222,23 +220,53 @@ def load_hf(folder: str | Path) -> LmHeadModel:
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, vocab_size)
     _check_tensors(_exported_shapes(config, vocab_size), path)
-    converter = HFCheckpointConverter(
-        type(config),
-        reference_checkpoint=str(path),
-        HfConfigClass=family_of(config).hf.settings,
-        tokenizer=tokenizer,
-    )
-    # Levanter places what it reads on the mesh it is called under; one device here, and the plain
-    # placement afterwards, so that a loaded model compiles to the same programs as a built one.
-    with hax.partitioning.set_mesh(Mesh(np.array(jax.devices()[:1]), ("data",))):
-        model = cast(Any, converter).load_pretrained(
-            config.model_type, config=config, dtype=jnp.float32
-        )
-    # Levanter keeps the dtype of the files, which is bfloat16 in most, whatever `dtype` says.
-    weights = {
-        name: np.asarray(array, np.float32) for name, array in named_parameters(model).items()
-    }
-    return with_parameters(model, weights)
+    template = _template(config, vocab_size)
+    return with_parameters(template, _read_parameters(template, path))
+
+
+def _read_parameters(template: LmHeadModel, path: Path) -> dict[str, jax.Array]:
+    """Parameters of a folder whose tensors were checked, as float32, each read into its place.
+
+    One parameter at a time lies in memory twice: a checkpoint in bfloat16 is never there whole.
+    """
+    with ExitStack() as stack:
+        tensors: dict[str, Any] = {}
+        for file in weight_files(path):
+            opened = stack.enter_context(safe_open(str(file), framework="numpy"))
+            tensors |= dict.fromkeys(opened.keys(), opened)
+
+        def read(name: str, array: NamedArray) -> jax.Array:
+            out = np.empty(array.array.shape, np.float32)
+            names = [name.format(layer=index) for index in range(len(out))]
+            # a name without a layer is that of one tensor
+            for place, each in zip(out, names, strict=True) if "{" in name else ((out, name),):
+                place[...] = tensors[each].get_tensor(each).reshape(place.shape)
+            return jax.device_put(out)  # without a copy where that is possible
+
+        return {key: read(name, array) for key, (name, array) in _hf_names(template).items()}
+
+
+def _hf_names(
+    module: eqx.Module, path: str = "", name: str = ""
+) -> dict[str, tuple[str, NamedArray]]:
+    """Hugging Face's name of every parameter, with `{layer}` where layers are stacked, and itself.
+
+    By the maps of names that Levanter's modules have, which its own export goes by.
+    """
+    named: dict[str, tuple[str, NamedArray]] = {}
+    names: dict[str, str | None] = getattr(module, "_state_dict_key_map", dict)()
+    for field in dataclasses.fields(module):
+        value = getattr(module, field.name)
+        inner = names.get(field.name, field.name)
+        below = ".".join(part for part in (name, inner) if part)
+        at = f"{path}/{field.name}" if path else field.name
+        if isinstance(module, Stacked) and value is module.stacked:
+            below += ".{layer}"
+        if _is_named(value):
+            named[at] = below, value
+        elif isinstance(value, eqx.Module):
+            named |= _hf_names(value, at, below)
+    return named
 
 
 def _exported(model: LmHeadModel) -> dict[str, Any]:

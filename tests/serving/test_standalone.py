@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,12 @@ def test_a_folder_made_for_few_positions_is_served_with_them(
     policy = policy.model_copy(update={"context_length": 64})
     save_hf(build_model(policy, len(tokenizer), 0), tokenizer, tmp_path / "model")
     found: list[Config] = []
-    monkeypatch.setattr(standalone, "proven_server", lambda *given: found.append(given[2]))
+
+    def stand_in(*given):
+        found.append(given[2])
+        return SimpleNamespace(add_name=lambda name: None)
+
+    monkeypatch.setattr(standalone, "growing_server", stand_in)
     monkeypatch.setattr(standalone, "serve_forever", lambda *given, **named: 0)
     given = serving_config(None, list(chosen), str(tmp_path), None)
     assert standalone.serve_folder(tmp_path / "model", given, "127.0.0.1", 0) == 0

@@ -195,7 +195,10 @@ class RequestHandler:
             for index, prompt in enumerate(request.requests):
                 write = None if delta is None else partial(delta, index)
                 on_delta = partial(self._on_delta, write)
-                future = self._service.engine.submit(prompt, on_delta, on_scheduled)
+                streams = self.record.stream
+                future = self._service.engine.submit(
+                    prompt, on_delta, on_scheduled, streams=streams
+                )
                 self._futures.append(future)
                 future.add_done_callback(partial(self._on_done, end, index))
         except AdapterGone as error:  # unloaded since the body was prepared

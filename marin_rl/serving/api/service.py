@@ -74,6 +74,7 @@ class Service:
     updater: WeightUpdater
     adapters: ServedAdapters
     limits: ServerConfig = field(default_factory=ServerConfig)
+    aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     stopping: bool = False
@@ -145,7 +146,7 @@ class Service:
 
     def parent_of(self, model: str) -> str | None:
         """The model of which a served id is a version or an adapter; None for the name itself."""
-        if model == self.name:
+        if model in self.names:
             return None
         return self.base_id if model in self.adapters.names else self.name
 
@@ -176,8 +177,13 @@ class Service:
 
     @property
     def known(self) -> list[str]:
-        """The ids that requests may name: the loaded version's own, the stable alias, adapters."""
-        return [self.base_id, self.name, *self.adapters.names]
+        """The ids that requests may name: the loaded version's own, the stable names, adapters."""
+        return [self.base_id, *self.names, *self.adapters.names]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stable names of whatever is loaded: the configured one, then its aliases."""
+        return (self.name, *self.aliases)
 
     def close(self) -> None:
         """End the threads."""
@@ -231,11 +237,12 @@ class Service:
         ApiError 404, with the known ids, for a model that is not served.
         """
         base, _, name = model.partition(":")
-        if model == self.name:
+        if model in self.names:
             return Target(model, self.adapters.current)
         if model == self.base_id:
             return Target(model, None)
-        adapter = self.adapters.get(name if name and base in (self.name, self.base_id) else model)
+        bases = (*self.names, self.base_id)
+        adapter = self.adapters.get(name if name and base in bases else model)
         if adapter is None:
             raise _unknown(model, self.known, param)
         return Target(adapter.name, adapter)
@@ -244,8 +251,8 @@ class Service:
         """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""
         if policy is None:
             self.target(model)
-        elif model not in (self.id_of(policy), self.name):
-            raise _unknown(model, [self.id_of(policy), self.name])
+        elif model not in (self.id_of(policy), *self.names):
+            raise _unknown(model, [self.id_of(policy), *self.names])
 
     def check_ids(self, tokens: Sequence[int], param: str = "tokens") -> None:
         """ApiError 400 for ids outside the vocabulary."""

@@ -166,39 +166,29 @@ def rehearse(
     config: InferenceConfig,
     dtype: jnp.dtype | type,
     adapter: Adapter | None = None,
+    engine: Engine | None = None,
 ) -> float:
     """The mean |engine - trainer| of log-probabilities, in nats, of weights to be served.
 
-    A private engine of one slot decodes a few tokens after the prompt; no other engine is touched.
-    With an `adapter` it decodes on that, and the trainer scores the model merged with it. Raises
-    InferenceError above `tolerance_of` the dtype, or where the logits are not finite, and
+    A private engine of one slot decodes a few tokens after the prompt, or `engine`, which has these
+    weights. With an `adapter` it decodes on that, and the trainer scores the model merged with it.
+    Raises InferenceError above `tolerance_of` the dtype, or where the logits are not finite, and
     InputError for a model that the engine cannot decode.
     """
-    used = len(prompt_ids) + REHEARSED_TOKENS
-    engine = Engine(
-        model,
-        EngineConfig(
-            slots=1,
-            chunk_steps=REHEARSED_TOKENS,
-            prefill_rows=1,
-            adapters_max=None if adapter is None else 1,
-            adapter_rank_max=None if adapter is None else adapter.rank_max,
-        ),
-        context_length=rounded_up(used),
-        dtype=dtype,
-    )
+    decoding = engine or _private(model, len(prompt_ids), dtype, adapter)
     sampling = dataclasses.replace(SAMPLING, max_tokens=REHEARSED_TOKENS)
     try:
-        load = _loaded(engine, adapter)
+        load = _loaded(decoding, adapter)
         request = GenerationRequest(prompt_ids=prompt_ids, sampling=sampling, adapter=load)
-        (sample,) = engine.submit(request).result(timeout=config.request_timeout_s).samples
+        (sample,) = decoding.submit(request).result(timeout=config.request_timeout_s).samples
     except TimeoutError:
         raise InferenceError(
             f"the canary was not decoded within {config.request_timeout_s:g} s"
         ) from None
     finally:
         # also after a time-out, or its thread and its memory would stay
-        engine.close()
+        if engine is None:
+            decoding.close()
     if adapter is not None:
         model = with_parameters(model, merged(named_parameters(model), adapter))
     expected = sequence_logprobs(model, prompt_ids, [sample.token_ids], sampling.temperature)
@@ -213,6 +203,23 @@ def rehearse(
             f"({tolerance:g}){rounding}"
         )
     return gap.nats
+
+
+def _private(
+    model: LmHeadModel, prompt: int, dtype: jnp.dtype | type, adapter: Adapter | None
+) -> Engine:
+    return Engine(
+        model,
+        EngineConfig(
+            slots=1,
+            chunk_steps=REHEARSED_TOKENS,
+            prefill_rows=1,
+            adapters_max=None if adapter is None else 1,
+            adapter_rank_max=None if adapter is None else adapter.rank_max,
+        ),
+        context_length=rounded_up(prompt + REHEARSED_TOKENS),
+        dtype=dtype,
+    )
 
 
 def _loaded(engine: Engine, adapter: Adapter | None) -> int:

@@ -1,0 +1,137 @@
+"""A cache that follows use: what is compiled for whom, and sequences that move as it grows."""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from support.engines import CONTEXT, amid, prompt_of, request_of, together, wait_until
+from support.models import tiny_model
+
+from marin_rl.config import EngineConfig
+from marin_rl.inference.engine import Engine
+from marin_rl.inference.generation import GenerationRequest, GenerationResult
+from marin_rl.inference.growing_runner import CHUNKS_BEFORE_SHRINKING, GrowingRunner
+
+SLOW = pytest.mark.slow
+SLOTS = 6
+LONG = 600
+
+
+def growing_engine(context: int = CONTEXT) -> tuple[Engine, GrowingRunner]:
+    """An engine that grows to six slots, with chunks of four steps, and its runner."""
+    config = EngineConfig(slots=SLOTS, chunk_steps=4, prefill_rows=4)
+    engine = Engine(tiny_model(), config, context_length=context, grows=True)
+    assert engine.growing is not None
+    return engine, engine.growing
+
+
+def of_fixed(requests: list[GenerationRequest], context: int = CONTEXT) -> list[GenerationResult]:
+    """Results of an engine of six slots whose cache is fixed."""
+    config = EngineConfig(slots=SLOTS, chunk_steps=4, prefill_rows=4, lanes=1)
+    engine = Engine(tiny_model(), config, context_length=context)
+    try:
+        return [engine.submit(request).result(timeout=120) for request in requests]
+    finally:
+        engine.close()
+
+
+def assert_alike(ours: GenerationResult, theirs: GenerationResult) -> None:
+    """The same tokens, with log-probabilities that differ by rounding at most."""
+    for mine, other in zip(ours.samples, theirs.samples, strict=True):
+        np.testing.assert_array_equal(mine.token_ids, other.token_ids)
+        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_requests_compile_what_they_need_and_the_cache_grows_with_them() -> None:
+    engine, runner = growing_engine()
+    lines: list[str] = []
+    runner.announce = lines.append
+    alone, more = request_of(10), [request_of(9 + i, prompt_seed=i, seed=i) for i in range(5)]
+    try:
+        assert runner.cache_bytes_max == SLOTS * runner.cache_bytes
+        assert not runner.programs
+        first = engine.submit(alone).result(timeout=120)
+        assert [line.split(" in a cache")[0] for line in lines if "compiling" in line] == [
+            "compiling program 1: prefill of 64 tokens",
+            "compiling program 2: decoding of 1 at a time",
+        ]
+        assert (runner.rows, runner.blocks) == (1, 1)
+        again = engine.submit(alone).result(timeout=120)
+        assert len(runner.programs) == 2
+        np.testing.assert_array_equal(first.samples[0].logprobs, again.samples[0].logprobs)
+        with together(engine):
+            futures = [engine.submit(request) for request in more]
+        results = [future.result(timeout=120) for future in futures]
+        # of four times as many rows each: 1, 4, and all six
+        assert runner.rows == SLOTS
+        assert [name for name in runner.programs if f"of {SLOTS} at" in name]
+    finally:
+        engine.close()
+    for ours, theirs in zip([first, *results], of_fixed([alone, *more]), strict=True):
+        assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize(("prompt", "blocks"), [(230, 2), pytest.param(100, 1, marks=SLOW)])
+def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, blocks: int) -> None:
+    engine, runner = growing_engine(LONG)
+    steps = 4 * (CHUNKS_BEFORE_SHRINKING + 5)
+    long = request_of(prompt, max_tokens=steps, raw_logprobs=True)
+    short = [request_of(5, prompt_seed=i, seed=i, n=2, max_tokens=6) for i in range(2)]
+    sizes: set[tuple[int, int]] = set()
+    try:
+        with amid(engine, long) as (running, deltas):
+            assert (runner.rows, runner.blocks) == (1, 1)
+            futures: list[Future[GenerationResult]] = [engine.submit(each) for each in short]
+        results = [future.result(timeout=120) for future in futures]
+        sizes.add((runner.rows, runner.blocks))
+        moved = running.result(timeout=120)
+        wait_until(lambda: engine.active == 0)
+        sizes.add((runner.rows, runner.blocks))
+    finally:
+        engine.close()
+    assert len(deltas) > CHUNKS_BEFORE_SHRINKING
+    # five sequences at once, then the long one alone
+    assert sizes == {(SLOTS, 1), (1, blocks)}
+    for ours, theirs in zip([moved, *results], of_fixed([long, *short], LONG), strict=True):
+        assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("streams", "count", "expected"),
+    [(True, 1, {1}), (True, 4, {1}), (True, 5, {4}), (False, 1, {4})],
+)
+def test_few_streams_are_decoded_token_by_token(
+    *, streams: bool, count: int, expected: set[int]
+) -> None:
+    engine, _ = growing_engine()
+    sizes: list[int] = []
+    try:
+        with together(engine):
+            futures = [
+                engine.submit(
+                    GenerationRequest(
+                        prompt_ids=prompt_of(8, index), sampling=request_of(max_tokens=8).sampling
+                    ),
+                    lambda delta: sizes.append(len(delta.token_ids)),
+                    streams=streams,
+                )
+                for index in range(count)
+            ]
+        for future in futures:
+            future.result(timeout=120)
+    finally:
+        engine.close()
+    assert set(sizes) == expected
+    assert sum(sizes) == 8 * count
+
+
+def test_caches_that_were_given_back_come_again() -> None:
+    engine, runner = growing_engine()
+    try:
+        first = engine.submit(request_of(10)).result(timeout=120)
+        engine.sleep()
+        wait_until(lambda: not runner.memory.caches)
+        again = engine.submit(request_of(10)).result(timeout=120)
+    finally:
+        engine.close()
+    assert_alike(first, again)
