@@ -175,9 +175,9 @@ class GrowingRunner(Runner):
         # one program for caches of any number of rows: a prompt is computed in a cache of its own
         cache = self.memory.caches[0] if alone else self._empty(1, self.blocks)
         for (bucket, _), own in sorted(prompts.items(), key=lambda item: item[0]):
-            tokens_RP = np.zeros((1, bucket), np.int32)
             for tokens, slots in own:
-                tokens_RP[0] = 0
+                # an array for each: the program before may still read its own
+                tokens_RP = np.zeros((1, bucket), np.int32)
                 tokens_RP[0, : len(tokens)] = tokens
                 where = f"in a cache of {self.plan.length} positions"
                 with self._compiling(f"prefill of {bucket} tokens {where}"):
