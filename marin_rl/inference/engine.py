@@ -312,8 +312,8 @@ class Engine:
 
     @property
     def programs(self) -> int:
-        """Number of programs that `warm_up` compiles."""
-        return programs_of(self._runner)
+        """Number of programs that `warm_up` compiles; of a growing cache, that are compiled."""
+        return len(self.growing.programs) if self.growing else programs_of(self._runner)
 
     @memory_errors("the engine", ENGINE_KEYS)
     def warm_up(self, announce: Callable[[str], None] = lambda line: None) -> None:

@@ -306,8 +306,7 @@ def serve_forever(
     began = time.monotonic()
     report = report or _ignore
     warm_up = server.engine.growing is None
-    if warm_up:
-        report({"state": "compiling", "programs": server.engine.programs})
+    report({"state": "compiling", "programs": server.engine.programs})
     try:
         raise_files_limit()
         if server.settings.access_log:

@@ -296,10 +296,17 @@ class Standing(PolicyServer):
     settings = ServerConfig(access_log=False)
 
     def __init__(self, *, alive: bool = True) -> None:
-        self.engine = cast(Any, SimpleNamespace(alive=alive, programs=13))
+        self.engine = cast(Any, SimpleNamespace(alive=alive, programs=13, growing=None))
         self.seen: list[object] = []
 
-    def start(self, host: str = "", port: int = 0, *, warm_up: bool = False) -> str:
+    def start(
+        self,
+        host: str = "",
+        port: int = 0,
+        *,
+        warm_up: bool = False,
+        announce: Callable[[str], None] = print,
+    ) -> str:
         self.seen.append(("start", warm_up, handlers()))
         return ""
 
