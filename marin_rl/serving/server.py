@@ -306,7 +306,10 @@ def serve_forever(
     began = time.monotonic()
     report = report or _ignore
     warm_up = server.engine.growing is None
-    report({"state": "compiling", "programs": server.engine.programs})
+    programs = server.engine.programs
+    report({"state": "compiling", "programs": programs})
+    if warm_up:
+        announce(f"compiling {programs} programs, or reading them from the cache")
     try:
         raise_files_limit()
         if server.settings.access_log:
@@ -319,7 +322,7 @@ def serve_forever(
         try:
             spare_long_lived_objects()
             seconds = time.monotonic() - began
-            announce(f"ready after {seconds:.1f} s")
+            announce(f"compiled in {seconds:.1f} s: ready" if warm_up else "ready")
             announce(server.how_to_call())
             ready = {"url": server.base_url, "model": server.model_id, "compile_s": seconds}
             report({"state": "ready", **ready})
