@@ -84,7 +84,7 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
                 yield configured
             return
         reason = f"no Prefect API at {configured}" if configured else "no Prefect API configured"
-        _log.info("%s: using a temporary one (`make up` starts one with a UI)", reason)
+        _log.info("%s: using a temporary one (`prefect server start` starts one with a UI)", reason)
         for name in ("prefect.engine", "prefect.flow_runs"):
             logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not there
         with _temporary_server(warm) as url, temporary_settings(updates={"api.url": url}):
