@@ -96,9 +96,9 @@ def _held_out(rows: Rows) -> list[str]:
     evaluated = [row for row in rows if row.get("eval/examples")]
     last = held_out_accuracies(evaluated[-1:])
     return [
-        f"held-out accuracy {item.value:.1%} is of {evaluated[-1]['eval/examples']:.0f} "
-        f"examples and may be anything from {item.low:.0%} to {item.high:.0%} (95 % interval): "
-        "evaluate more examples (evaluation.examples), if the environment has more"
+        f"held-out accuracy {100 * item.value:.1f} % (95 % CI {100 * item.low:.0f}–"  # noqa: RUF001
+        f"{100 * item.high:.0f} %, n = {evaluated[-1]['eval/examples']:.0f}): raise "
+        "evaluation.examples for a narrower interval, if the environment has more"
         for item in last.values()
         if item.high - item.low > INTERVAL_MAX
     ]

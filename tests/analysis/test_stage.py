@@ -95,7 +95,7 @@ def rows(**columns: list[float]) -> list[dict[str, Any]]:
         ({"completions/clipped_ratio": [0.0, 1.0]}, "round 1: every completion is cut off at"),
         (
             {"eval/accuracy": [0.0, 1 / 11], "eval/examples": [11.0, 11.0]},
-            "held-out accuracy 9.1% is of 11 examples and may be anything from 2% to 38%",
+            "held-out accuracy 9.1 % (95 % CI 2–38 %, n = 11)",  # noqa: RUF001
         ),
     ],
 )
