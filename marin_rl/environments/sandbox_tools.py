@@ -103,6 +103,7 @@ def _end(result: SandboxResult, limits: SandboxLimits) -> str:
         "memory": f"{limits.memory_bytes >> 20} MiB",
         "output": f"{limits.output_bytes >> 10} KiB",
         "disk": f"{limits.workspace_bytes >> 20} MiB",
+        "processes": f"{limits.processes}",
         "files": f"{limits.disk_bytes // ENTRY_BYTES} in temporary folders",
     }
     return f"[{result.how}: {most[result.limit]}]"

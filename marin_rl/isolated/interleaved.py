@@ -169,7 +169,8 @@ class _Server:
         reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
         # the loop's own pipe and that of the requests are registered by now
-        for descriptor in (1, 2, answers, selector.fileno(), *selector.get_map()):
+        registered = [key.fd for key in selector.get_map().values()]
+        for descriptor in (1, 2, answers, selector.fileno(), *registered):
             self._needed[descriptor] = _identity(descriptor)
         while line := await reader.readline():
             number, (request,) = decoded(line)

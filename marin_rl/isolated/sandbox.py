@@ -11,11 +11,11 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,6 @@ from marin_rl.isolated.sandbox_watch import (
     Watched,
     await_end,
     discarded_on_error,
-    end_marked,
     watch,
 )
 from marin_rl.isolated.seccomp import seccomp_filter
@@ -51,6 +50,8 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE of linux/fcnt
 _ADD_SEALS = 1033
 _STATUS_BYTES = 1 << 16
 _START_TIMEOUT_S = 60.0  # until the namespaces are made, which takes milliseconds
+# Adopts what a program without walls leaves, and ends it; its environment has no secret either.
+_SUPERVISED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("descendants.py")))
 _SIGNALS = 128  # an exit status above it says that a signal ended the program
 
 
@@ -241,12 +242,12 @@ class Sandbox:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         for name, data in program.files.items():
             (folder / name).write_bytes(data)
-        mark = secrets.token_hex(16)
-        environment = ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder), "RUN_MARK": mark}
-        command = [*self.limits.prefix(), *program.arguments]
+        environment = ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder)}
+        command = [*_SUPERVISED, *self.limits.prefix(), *program.arguments]
         process = _started(command, program.stdin, environment, (), folder)
-        watched = watch(process, self.limits, program.wall_s, program.workspace)
-        end_marked(mark)
+        watched = watch(
+            process, self.limits, program.wall_s, program.workspace, end_by=signal.SIGTERM
+        )
         code = process.returncode
         return watched, _SIGNALS - code if code < 0 else code
 

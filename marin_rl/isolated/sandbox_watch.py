@@ -20,12 +20,13 @@ from typing import Literal
 from marin_rl.isolated.sandbox_command import SandboxLimits
 from marin_rl.isolated.scratch import ENTRY_BYTES, bytes_under
 
-Limit = Literal["time", "CPU time", "memory", "output", "disk", "files"]
+Limit = Literal["time", "CPU time", "memory", "output", "disk", "files", "processes"]
 
 END_TIMEOUT_S = 10.0  # for the kernel to end what was killed; it takes milliseconds
 _POLL_S = 0.05  # between two looks at memory
 _DISK_POLL_S = 1.0  # and at a workspace, whose files are counted
 _READ_BYTES = 1 << 16
+_OURS = 1  # of a program's processes: the first of its namespace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +44,12 @@ def watch(
     wall_s: float,
     workspace: Path | None = None,
     rooms: Sequence[Path] = (),
+    end_by: signal.Signals = signal.SIGKILL,
 ) -> Watched:
     """Read a program's output until it ends, and kill it at a limit; it is reaped afterwards.
 
-    `rooms` are file systems in memory of its own, which limit bytes and not entries.
+    `rooms` are file systems in memory of its own, which limit bytes and not entries. A process that
+    has others to end is asked first, by the signal `end_by`.
     """
     assert process.stdout is not None
     assert process.stderr is not None
@@ -58,6 +61,9 @@ def watch(
         try:
             limit = _until_end(process.pid, ended, output, looks, wall_s)
         finally:
+            if end_by != signal.SIGKILL:
+                os.kill(process.pid, end_by)  # it is not reaped yet
+                _await(ended)
             _kill(process)
             process.wait()
     if limit is None and looks.workspace_is_full():
@@ -115,7 +121,9 @@ class _Looks:
 
     def exceeded(self, process_id: int) -> Limit | None:
         """Return the limit that a program exceeds now."""
-        processes = _processes_of(process_id)
+        processes = _processes_of(process_id)[1:]  # the first is ours
+        if sum(map(_threads, processes)) > self.limits.processes + _OURS:
+            return "processes"  # the kernel has no such limit for root
         if sum(map(_memory_of, processes)) > self.limits.memory_bytes:
             return "memory"
         if any(_entries(room) * ENTRY_BYTES > self.limits.disk_bytes for room in self._rooms):
@@ -163,6 +171,14 @@ def _processes_of(root: int) -> list[int]:
             for task in Path(f"/proc/{process_id}/task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
     return processes
+
+
+def _threads(process_id: int) -> int:
+    """Return the number of threads of a process; 0 where it is gone."""
+    try:
+        return Path(f"/proc/{process_id}/task").stat().st_nlink - 2
+    except OSError:
+        return 0
 
 
 def _memory_of(process_id: int) -> int:
@@ -268,6 +284,13 @@ def _pidfd(process_id: int) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _await(ended: int) -> bool:
+    """Wait for the end of a process by its descriptor; False where it takes too long."""
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    return bool(poll.poll(END_TIMEOUT_S * 1000))
+
+
 def await_end(process_id: int) -> None:
     """Wait until a process is gone: the first of a namespace, which goes last.
 
@@ -275,17 +298,6 @@ def await_end(process_id: int) -> None:
     of its first process.
     """
     with contextlib.suppress(ProcessLookupError), _pidfd(process_id) as ended:
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        if poll.poll(END_TIMEOUT_S * 1000):
+        if _await(ended):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process_id, os.WNOHANG)
-
-
-def end_marked(mark: str) -> None:
-    """Kill the processes whose environment has a mark: what a program without walls left."""
-    for place in Path("/proc").iterdir():
-        if place.name.isdigit():
-            with contextlib.suppress(OSError):
-                if mark.encode() in (place / "environ").read_bytes():
-                    os.kill(int(place.name), signal.SIGKILL)

@@ -6,7 +6,6 @@ and when the parent dies, by `kill -9` too. The pipes are hidden from the worker
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import random
@@ -14,17 +13,17 @@ import resource
 import select
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
+from marin_rl.isolated.descendants import (
+    LINUX,
+    adopt_orphans,
+    end_with,
+    exit_like,
+    kill_descendants,
+    reaped,
+)
 from marin_rl.isolated.worker import work
 
-LINUX = sys.platform == "linux"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-
-KILL_TIMEOUT_S = 5.0  # for processes that the kernel does not let die at once
-POLL_S = 0.001
 DESCRIPTORS_MAX = 4096
 _READ_BYTES = 1 << 16
 
@@ -36,41 +35,21 @@ def supervise() -> None:
     """
     answers, lifeline, parent = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if LINUX:
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.close(lifeline)
-        _end_with(supervisor)
+        end_with(supervisor)
         _work(answers)
         return
     os.close(answers)
     _silence(0, 1, 2)
     status = _watch(worker, lifeline, parent)
-    _kill_descendants(worker)
-    if status is not None and os.WIFSIGNALED(status):
-        ended_by = os.WTERMSIG(status)
-        with contextlib.suppress(OSError, ValueError):
-            signal.signal(ended_by, signal.SIG_DFL)
-        os.kill(supervisor, ended_by)
-    os._exit(0 if status is None else os.waitstatus_to_exitcode(status))
-
-
-def _end_with(supervisor: int) -> None:
-    """Have the kernel kill this process when its supervisor dies."""
-    if not LINUX:
-        os.setpgid(0, 0)  # so that the supervisor can kill this group and live
-        return
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        os._exit(1)
-
-
-def _prctl(option: int, argument: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+    kill_descendants(worker)
+    if status is not None:
+        exit_like(status)
+    os._exit(0)
 
 
 def _work(answers: int) -> None:
@@ -113,53 +92,10 @@ def _watch(worker: int, lifeline: int, parent: int) -> int | None:
         if os.getppid() != parent:
             return None
     while True:
-        for process, status in _reaped():
+        for process, status in reaped():
             if process == worker:
                 return status
         if any(descriptor != wake for descriptor, _ in poll.poll()):
             return None
         with contextlib.suppress(BlockingIOError):
             os.read(wake, _READ_BYTES)
-
-
-def _reaped() -> Iterator[tuple[int, int]]:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended
-
-
-def _kill_descendants(worker: int) -> None:
-    """Kill everything that descends from this process, and what that starts meanwhile."""
-    if not LINUX:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker, signal.SIGKILL)
-        return
-    deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (alive := _descendants(os.getpid())) and time.monotonic() < deadline:
-        for process in alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
-        list(_reaped())
-        time.sleep(POLL_S)
-
-
-def _descendants(ancestor: int) -> list[int]:
-    """Process ids of what descends from a process and still runs, parents first."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").iterdir():
-        if not path.name.isdigit():
-            continue
-        try:
-            # "pid (name) state parent …", and a name may hold anything
-            fields = (path / "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != b"Z":
-            children.setdefault(int(fields[1]), []).append(int(path.name))
-    descendants: list[int] = []
-    waiting = [ancestor]
-    while waiting:
-        born = children.get(waiting.pop(), [])
-        descendants += born
-        waiting += born
-    return descendants

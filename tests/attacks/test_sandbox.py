@@ -570,6 +570,41 @@ def test_without_walls_the_limits_hold():
     wait_until_gone([int(left)])
 
 
+LEFT = """
+for words in (["env", "-i", "setsid"], ["env", "-i", "setsid", "setsid"], ["setsid", "nohup"]):
+    subprocess.Popen([*words, "sleep", "987653"], stdin=-3, stdout=-3, stderr=-3)
+time.sleep(0.5)  # most are other programs by then
+"""
+
+
+def test_without_walls_nothing_outlives_a_run():
+    for end, how in (
+        ("", "exit status 0"),
+        ("os.kill(os.getpid(), 15)", "signal 15"),
+        ("time.sleep(1000)", "exceeded its limit of time"),
+    ):
+        wall_s = 10.0 if "sleep" in end else PATIENT_S
+        box = Sandbox(SandboxLimits(wall_s=wall_s), mode="rlimits_only")
+        assert play(LEFT + end, box).how == how
+        assert not _named(b"sleep", b"987653")
+
+
+def test_without_walls_processes_are_limited_for_root_too():
+    box = Sandbox(SandboxLimits(wall_s=PATIENT_S, processes=1), mode="rlimits_only")
+    program = "for _ in range(20): os.fork() or time.sleep(1000)\ntime.sleep(1000)"
+    result = play(program, box)
+    assert result.limit == "processes" or b"BlockingIOError" in result.stderr
+
+
+def test_without_walls_the_parent_of_a_program_has_no_secret(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MARIN_RL_API_KEY", "secret")
+    box = Sandbox(SandboxLimits(wall_s=PATIENT_S), mode="rlimits_only")
+    assert (
+        said("print(b'secret' in open(f'/proc/{os.getppid()}/environ', 'rb').read())", box)
+        == "False"
+    )
+
+
 def test_the_filter_is_known_for_two_machines():
     assert seccomp_filter("riscv64") is None
     for machine in ("x86_64", "aarch64"):
