@@ -253,7 +253,7 @@ def _counted(graph: Lineage, kind: str, counted: Sequence[str]) -> Iterator[str]
 
 
 def _sources(graph: Lineage, nodes: Sequence[Node], counted: Sequence[str]) -> Iterator[str]:
-    """What nodes were made from, each source once; those of `counted` kinds as a number."""
+    """Sources of nodes, each once; those of `counted` kinds as a number."""
     names = {node.name for node in nodes}
     sources = dict.fromkeys(edge.source for edge in graph.edges if edge.made in names)
     kind_of = {name: graph.nodes[name].kind if name in graph.nodes else "" for name in sources}

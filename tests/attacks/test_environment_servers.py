@@ -281,7 +281,7 @@ SCHEMA = {"action": {"properties": {"message": {"type": "string"}}}}
         ("mcp", plain(b"", "503 Busy"), "answers 503"),
     ],
 )
-def test_what_openenv_says_of_itself_is_checked(route: str, answer: Write, words: str) -> None:
+def test_facts_of_an_openenv_server_are_checked(route: str, answer: Write, words: str) -> None:
     answers = {"schema": said(SCHEMA), "metadata": said({}), "mcp": said({"error": "none"})}
     with serving(**{**answers, route: answer}) as server:
         with pytest.raises(InputError, match=words) as caught:

@@ -1,4 +1,4 @@
-"""What the adapter of TextArena shows of a game, by a stand-in for the package."""
+"""The view of a game that the adapter of TextArena gives, by a stand-in for the package."""
 
 import importlib
 import sys
