@@ -19,7 +19,7 @@ from marin_rl.errors import InputError
 from marin_rl.inference.generation import GenerationRequest, Sample
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.api.responses import TextDecoding
-from marin_rl.serving.launch import proven_server
+from marin_rl.serving.launch import folder_tokenizer, proven_server
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.text.templates import conversation_of
 from marin_rl.serving.weights.checkpoint_loader import (
@@ -30,7 +30,7 @@ from marin_rl.serving.weights.checkpoint_loader import (
 )
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named
-from marin_rl.tokenizers import encoder_of, load_tokenizer, tokenizer_for
+from marin_rl.tokenizers import encoder_of, tokenizer_for
 from marin_rl.trust import Consent, check_named, settings_of
 from marin_rl.types import Sampling
 
@@ -225,4 +225,4 @@ def _of_folder(source: Path, changes: Sequence[str]) -> tuple[Loaded, Any, Confi
     named = {"init": "hf", "hf_path": str(source), "context_length": longest}
     tree = {"policy": named, "sampling": {"max_tokens": longest // 2}}
     config = parse_config(override(tree, changes), "overrides")
-    return loaded, load_tokenizer(source), within_memory(config)
+    return loaded, folder_tokenizer(source, config.policy), within_memory(config)

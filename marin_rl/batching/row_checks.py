@@ -13,7 +13,8 @@ from unicodedata import normalize
 import numpy as np
 
 from marin_rl.batching.sequences import ChatTokenizer, RenderedChat, named_chats, text_of
-from marin_rl.errors import InputError
+from marin_rl.chat_templates import PROBES, ChatTemplate, Conversation
+from marin_rl.errors import InputError, TemplateRefusal
 from marin_rl.types import Message
 
 SHOWN = 120
@@ -35,9 +36,11 @@ def check_rows(
     the template for each chat, if there are any.
     """
     control = _control_tokens(tokenizer, ends)
+    in_prompts, in_answers = (_any_of(texts) for texts in (control, control - _of_calls(tokenizer)))
     for (messages, answer), name in zip(chats, names, strict=True):
-        for text in (*(message.content for message in messages), answer):
-            if spelt := control.search(text):
+        texts = [(message.content, in_prompts) for message in messages]
+        for text, refused in (*texts, (answer, in_answers)):
+            if spelt := refused.search(text):
                 raise InputError(
                     f"{name}: the text has {spelt[0]!r}, which is a control token of the policy's "
                     "tokenizer and would be read as one: remove it from the row"
@@ -53,11 +56,31 @@ def check_rows(
             )
 
 
-def _control_tokens(tokenizer: ChatTokenizer, ends: Collection[int]) -> re.Pattern[str]:
+def _control_tokens(tokenizer: ChatTokenizer, ends: Collection[int]) -> set[str]:
     tokens = tokenizer.added_tokens_decoder.items()
-    texts = {str(token.content) for id, token in tokens if token.special or id in ends}
+    return {str(token.content) for id, token in tokens if token.special or id in ends}
+
+
+def _of_calls(tokenizer: ChatTokenizer) -> set[str]:
+    """Control tokens that the template writes for a call of a tool alone: answers may call tools.
+
+    Empty where it refuses one. Raises TemplateFault.
+    """
+    call = PROBES["a call of a tool"]
+    called = Conversation(messages=call.messages[:2], tools=call.tools)
+    try:
+        with_call = ChatTemplate.of(tokenizer, tools=True).render(called).text
+        plain = ChatTemplate.of(tokenizer).render(PROBES["several turns"]).text
+    except TemplateRefusal:
+        return set()
+    texts = {str(token.content) for token in tokenizer.added_tokens_decoder.values()}
+    return {text for text in texts if text in with_call and text not in plain}
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
     # The longest first, as the tokenizer reads them; never the empty text.
-    return re.compile("|".join(map(re.escape, sorted(texts - {""}, key=len, reverse=True))) or "$^")
+    ordered = sorted({*texts} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or "$^")
 
 
 def _fault_of(

@@ -22,6 +22,7 @@ from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering
 from marin_rl.config import PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BridgeFault, TemplateRefusal
+from marin_rl.inference.client.chat_client import NO_OPTIONS
 from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
 from marin_rl.types import Message, ToolCall
 
@@ -84,7 +85,7 @@ class TemplateBridge:
     """
 
     def __init__(self, policy: PolicyConfig, options: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer = PolicyTokenizer(policy)
+        self._policy, self._tokenizer = policy, PolicyTokenizer(policy)
         self._options = dict(options or {})
         self._text_at = lru_cache(maxsize=_KEPT_MAX)(self._text)
         # The dialogue before a turn is the one that the turn before was compared with.
@@ -148,12 +149,20 @@ class TemplateBridge:
         self(dialogue, last, messages, tools)
 
     def prompt(
-        self, dialogue: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        dialogue: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> Int32[np.ndarray, " n"]:
         """Return the ids of a whole dialogue as the template renders it for the model's next turn.
 
-        What the model sampled is rendered from its text. Raises as `__call__` does.
+        What the model sampled is rendered from its text. `options` of the template win over the
+        bridge's own. Raises as `__call__` does.
         """
+        if options and (others := {**self._options, **options}) != self._options:
+            bridge = TemplateBridge(self._policy, others)
+            bridge._tokenizer = self._tokenizer  # which takes a second to read
+            return bridge.prompt(dialogue, tools)
         offered = json.dumps(list(tools)) if tools else ""
         (text,) = self._dialogues(offered, (dialogue,))
         return np.array(self._tokenizer.encoded(text), np.int32)

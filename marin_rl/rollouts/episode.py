@@ -16,9 +16,10 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -86,7 +87,8 @@ class EpisodeDriver:
     An episode has `turns_max` turns at most, `context_length` tokens in a segment, and `tokens_max`
     in all where that is set. `settings` are those of its environment; `tool_turns` reads the calls
     of episodes that offer tools; `render` begins a segment where `bridge` raises BridgeFault, None
-    ends the episode there.
+    ends the episode there. Endpoints are asked to render by `template_options`, and to end
+    completions at `stop_token_ids` too.
     """
 
     client: ChatClient
@@ -98,6 +100,8 @@ class EpisodeDriver:
     context_length: int
     tool_turns: ToolTurns | None = None
     render: Render | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    stop_token_ids: Sequence[int] = ()
 
     async def play_group(
         self, request: GroupRequest, ended: Ended | None = None
@@ -144,7 +148,7 @@ class EpisodeDriver:
     ) -> list[tuple[ChatAnswer, Completion]]:
         """Completions in the order of the members; the greedy one is a request of its own."""
         messages, tools = prompt.messages, prompt.tools
-        chat = partial(self.client.chat, tools=tools, session=request.group_id)
+        chat = partial(self._chat, tools=tools, session=request.group_id)
         last = request.size - 1
         if len(indices) < request.size:
             calls = [chat(messages, 1, request.sampling_of(index)) for index in indices]
@@ -161,6 +165,14 @@ class EpisodeDriver:
             if tools and len(answer.prompt_token_ids):
                 self._reader.check_prompt(answer.prompt_token_ids, tools)
         return [(answer, completion) for answer in answers for completion in answer.completions]
+
+    @property
+    def _chat(self) -> Callable[..., Awaitable[ChatAnswer]]:
+        return partial(
+            self.client.chat,
+            template_options=self.template_options,
+            stop_token_ids=self.stop_token_ids,
+        )
 
     async def _play_member(
         self,
@@ -379,7 +391,7 @@ class EpisodeDriver:
         session: str,
     ) -> ChatAnswer:
         """Sample a member's next turn from exact ids, or from messages where there are none."""
-        chat = partial(self.client.chat, dialogue, 1, sampling, tools=tools, session=session)
+        chat = partial(self._chat, dialogue, 1, sampling, tools=tools, session=session)
         if not len(ids):
             return await chat()
         answer = await chat(prompt_ids=ids)

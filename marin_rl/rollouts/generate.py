@@ -43,6 +43,7 @@ from marin_rl.rollouts.episode import Bridge, EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.interruption import Interrupted, InterruptibleClient, Interruption
 from marin_rl.rollouts.partial import PartialSampling
+from marin_rl.rollouts.policy_tokenizer import template_options, unlisted_end_ids
 from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.sampler import GroupSampler, Meter, Pieces
@@ -327,6 +328,9 @@ def _driver_of(
             config=config,
             vocabulary=max(len(tokenizer_for(config.policy)), config.policy.model.vocab_size or 0),
         )
+    options = template_options(config.policy, part.config)
+    if part.config.chat_template_options:
+        template = TemplateBridge(config.policy, options)
     return EpisodeDriver(
         client=client,
         policy=policy,
@@ -337,7 +341,14 @@ def _driver_of(
         tool_turns=ToolTurns(config.policy, part.config),
         turns_max=part.config.turns_max or TURNS_MAX_DEFAULT,
         context_length=config.policy.context_length,
+        template_options=options,
+        stop_token_ids=_asked_ends(config),
     )
+
+
+def _asked_ends(config: Config) -> tuple[int, ...]:
+    """End tokens that endpoints are asked for; the embedded engine has them."""
+    return unlisted_end_ids(config.policy) if config.inference.endpoints else ()
 
 
 async def _unless_interrupted(

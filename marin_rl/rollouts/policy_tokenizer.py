@@ -6,9 +6,9 @@ chat template writes (`bridge`), and tool calls in texts (`tool_turns`).
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from marin_rl.config import PolicyConfig
+from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.tokenizer_files import FileTokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -35,6 +35,25 @@ def end_ids_in(tokenizer: "FileTokenizer | PreTrainedTokenizerBase") -> tuple[in
     from marin_rl.tokenizers import end_token_ids
 
     return end_token_ids(tokenizer)
+
+
+def unlisted_end_ids(policy: PolicyConfig) -> tuple[int, ...]:
+    """Ids of `policy.end_tokens` that no file of the tokenizer lists: servers do not know them.
+
+    Raises InputError.
+    """
+    if policy.end_tokens is None:
+        return ()
+    alone = policy.model_copy(update={"end_tokens": None})
+    listed = end_ids_in(light_tokenizer(alone))
+    return tuple(end for end in end_ids_in(light_tokenizer(policy)) if end not in listed)
+
+
+def template_options(policy: PolicyConfig, environment: EnvironmentConfig) -> dict[str, Any]:
+    """Options of the chat template for an environment's prompts; the day is the policy's alone."""
+    own = environment.chat_template_options or {}
+    options = {**(policy.chat_template_options or {}), **own}
+    return {name: value for name, value in options.items() if name != "date"}
 
 
 class PolicyTokenizer:

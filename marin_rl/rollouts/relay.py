@@ -45,6 +45,7 @@ from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.exchange import samples_of
 from marin_rl.rollouts.group_scores import score_group
 from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
+from marin_rl.rollouts.recorded_defaults import policy_as_begun
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import TURNS_MAX_DEFAULT, GroupRequest
 from marin_rl.types import Example, Sampling, ServedPolicy, SlotRef
@@ -82,7 +83,9 @@ class RelayClient(ChatClient):
         assert request.n == 1, "members are played one at a time"
         prompt_ids = request.prompt_ids
         if prompt_ids is None:
-            prompt_ids = self._relay.template.prompt(request.messages, request.tools)
+            prompt_ids = self._relay.template.prompt(
+                request.messages, request.tools, request.template_options
+            )
         if self.prompt is None:
             self.prompt = prompt_ids
         room = self._relay.config.policy.context_length - len(prompt_ids)
@@ -97,6 +100,8 @@ class Relay:
     """Plays and scores examples of one configuration. Raises InputError, ConfigError."""
 
     def __init__(self, config: Config) -> None:
+        # No run records these choices: the policy is the parent's.
+        config = config.model_copy(update={"policy": policy_as_begun(config.policy)})
         self.config = config
         self._environment = environment_of(config)
         self.template = TemplateBridge(config.policy)
@@ -117,12 +122,14 @@ class Relay:
             sampling=Sampling(**sampling.model_dump()),
         )
         part = part_for(self._environment, config.environment, example)
+        own = part.config.chat_template_options
         driver = EpisodeDriver(
             client=client,
             policy=_POLICY,
             environment=part.environment,
             settings=part.config,
-            bridge=self.template,
+            bridge=TemplateBridge(config.policy, own) if own else self.template,
+            template_options=own or {},
             turns_max=part.config.turns_max or TURNS_MAX_DEFAULT,
             context_length=config.policy.context_length,
             tool_turns=ToolTurns(config.policy, part.config),

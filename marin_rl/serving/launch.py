@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
-from marin_rl.config import Config, InferenceConfig
+from marin_rl.config import Config, InferenceConfig, PolicyConfig
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.lora import Adapter, read_peft
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
+from marin_rl.rollouts.recorded_defaults import end_tokens_of
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.serving.weights.adapter_versions import (
     AdapterVersion,
@@ -53,7 +54,7 @@ from marin_rl.serving.weights.registration import Announcement, Registration
 from marin_rl.serving.weights.weight_updates import canary_ids
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, latest_checkpoint
-from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
+from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
 from marin_rl.training.model import LmHeadModel, load_hf, parameter_shapes, parameters_digest
 from marin_rl.types import ServedPolicy, SlotRef
 
@@ -247,7 +248,7 @@ def serve_folder(
     read = read_adapters(loaded.model, adapters)
     config = with_room(config.model_copy(update={"inference": inference}), read)
     _announce("proving that the engine decodes as the model computes")
-    name, tokenizer = folder.resolve().name, load_tokenizer(folder)
+    name, tokenizer = folder.resolve().name, folder_tokenizer(folder, config.policy)
     if not _grows(config.inference):
         server = proven_server(loaded, tokenizer, config, read)
     else:
@@ -361,6 +362,17 @@ def _announce(line: str) -> None:
     sys.stderr.flush()
 
 
+def folder_tokenizer(folder: Path, policy: PolicyConfig | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, with the options and end tokens of a policy.
+
+    Where that names no end tokens, the one that the chat template writes. Raises InputError.
+    """
+    named = (policy or PolicyConfig()).model_copy(update={"tokenizer": str(folder)})
+    ends = named.end_tokens or end_tokens_of(named)
+    # The day stays that of the request: no run has begun.
+    return tokenizer_for(named.model_copy(update={"end_tokens": ends}))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """A model in memory with its tokenizer, and where they are from."""
@@ -376,7 +388,7 @@ def weights_in_folder(folder: Path) -> Weights:
     model = load_hf(folder)
     return Weights(
         model=model,
-        tokenizer=load_tokenizer(folder),
+        tokenizer=folder_tokenizer(folder),
         parameters_digest=parameters_digest(model),
         source=SlotRef(slot=str(folder), sha256=""),
     )

@@ -5,6 +5,7 @@ there are and which Hugging Face configurations are refused is in families.py; r
 tokens is in logprobs.py.
 """
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.chat_templates import without_date
 from marin_rl.compilation import device_array
 from marin_rl.config import PolicyConfig
 from marin_rl.digests import digest_of
@@ -326,13 +328,23 @@ def save_hf(
         for name, array in _exported(model).items()
     }
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
-    tokenizer.save_pretrained(str(path))
+    _dateless(tokenizer).save_pretrained(str(path))
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
     _write_json(path / "config.json", _hf_config_of(model, tokenizer) | dtypes)
     ends = end_token_ids(tokenizer)
     # config.json names one end token; servers read the others from here.
     if len(ends) > 1:
         _write_json(path / "generation_config.json", {"eos_token_id": list(ends)})
+
+
+def _dateless(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, whose chat template has a run's options but not the day of the run."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or without_date(template) == template:
+        return tokenizer
+    exported = copy.copy(tokenizer)  # the run's own is in use
+    exported.chat_template = without_date(template)
+    return exported
 
 
 def _write_json(path: Path, tree: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from support.chat_folders import (
     chat_folder,
     chat_tokenizer,
 )
+from support.templates import TEMPLATES
 
 from marin_rl.batching.pairs import PairTokenizer
 from marin_rl.batching.row_checks import check_rows
@@ -196,3 +197,13 @@ def test_an_end_that_cannot_be_decided_is_refused_with_the_key(tmp_path: Path) -
     for read in (tokenizer_for, read_tokenizer):
         with pytest.raises(InputError, match=r"policy.end_tokens: '<\|eot\|>' is no token"):
             read(wrong)
+
+
+def test_an_answer_may_call_tools_by_the_tokens_of_its_template() -> None:
+    tokenizer = chat_tokenizer(TEMPLATES["mistral"], "</s>", more=("[TOOL_CALLS]",))
+    ends = [4]  # </s>
+    call = '[TOOL_CALLS] [{"name": "weather", "arguments": {}}]'
+    check_rows(tokenizer, [(HI, call)], [FILE], ends=ends, context_length=150)
+    for chat in [(HI, "[INST] a"), ((Message(role="user", content=call),), "4")]:
+        with pytest.raises(InputError, match="is a control token of the policy's tokenizer"):
+            check_rows(tokenizer, [chat], [FILE], ends=ends, context_length=150)

@@ -8,6 +8,7 @@ another program (`rollouts.relay`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from jaxtyping import Int32
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.types import Message, Sampling
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatClient(ABC):
@@ -33,12 +36,15 @@ class ChatClient(ABC):
         prompt_ids: Int32[np.ndarray, " P"] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         session: str = "",
+        template_options: Mapping[str, Any] = NO_OPTIONS,
+        stop_token_ids: Sequence[int] = (),
     ) -> ChatAnswer:
         """`n` samples of one conversation, checked.
 
         Requests of one `session` go to one endpoint while it can be, where a fleet has several: a
         dialogue's cache is there. `prompt_ids` are the exact ids to go on from; without them
-        `messages` and `tools` are rendered.
+        `messages` and `tools` are rendered, with `template_options`. `stop_token_ids` end a
+        completion in addition to the endpoint's own.
         Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
         refuses the request, StalePolicy when it serves another model, BadResponse when its answer
         cannot be trained on; a client's `answer` says what else.
@@ -51,6 +57,8 @@ class ChatClient(ABC):
             prompt_ids=prompt_ids,
             tools=tuple(tools),
             session=session,
+            template_options=template_options,
+            stop_token_ids=tuple(stop_token_ids),
         )
         return await self.answer(request)
 

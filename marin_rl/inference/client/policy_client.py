@@ -121,7 +121,12 @@ class PolicyClient(ChatClient):
             except NoSuchRoute:
                 # For good: later requests spare the 404.
                 self._has_chat_tokens = False
-        plain = PlainRequest(model=request.model, prompt=prompt_ids, sampling=request.sampling)
+        plain = PlainRequest(
+            model=request.model,
+            prompt=prompt_ids,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+        )
         data = await self._send(plain.path, plain.body(), request.session)
         (answer, *_) = decode_turns(data)
         return answer

@@ -11,7 +11,7 @@ nothing of JAX, of sockets, or of any client library.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -81,6 +81,8 @@ class ChatRequest:
     With `prompt_ids` the prompt is these very ids, and the server renders nothing. `tools` are
     functions as OpenAI's clients send them, each with its JSON schema. A `probe`, of a few tokens,
     goes before all that wait at a server of ours. `session` is for the client alone.
+    `template_options` are for the chat template, and `stop_token_ids` end a completion in addition
+    to the ids that the endpoint knows.
     """
 
     model: str
@@ -91,6 +93,8 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     probe: bool = False
     session: str = ""
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def path(self) -> str:
@@ -103,7 +107,7 @@ class ChatRequest:
             "model": self.model,
             "messages": [message_body(message) for message in self.messages],
             "n": self.n,
-            **sampling_fields(self.sampling),
+            **sampling_fields(self.sampling, self.stop_token_ids),
             "logprobs": True,
             "top_logprobs": 0,
             "return_token_ids": True,
@@ -111,6 +115,8 @@ class ChatRequest:
         }
         if self.prompt_ids is not None:
             body["tokens"] = self.prompt_ids.tolist()
+        elif self.template_options:
+            body["chat_template_kwargs"] = dict(self.template_options)
         if self.tools:
             body["tools"] = [dict(tool) for tool in self.tools]
         if self.probe:
@@ -152,6 +158,7 @@ class TurnsRequest:
     seeds: Sequence[int]
     sampling: Sampling
     session: str = ""
+    stop_token_ids: tuple[int, ...] = ()
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -159,7 +166,7 @@ class TurnsRequest:
             "model": self.model,
             "prompt": [prompt.tolist() for prompt in self.prompts],
             "seeds": list(self.seeds),
-            **sampling_fields(self.sampling),
+            **sampling_fields(self.sampling, self.stop_token_ids),
             "return_token_ids": True,
             "compact_logprobs": True,
         }
@@ -176,20 +183,21 @@ class PlainRequest:
     model: str
     prompt: Int32[np.ndarray, " P"]
     sampling: Sampling
+    stop_token_ids: tuple[int, ...] = ()
 
     def body(self) -> dict[str, Any]:
         """The JSON body; `logprobs: 0` asks for those of the sampled tokens."""
         return {
             "model": self.model,
             "prompt": self.prompt.tolist(),
-            **sampling_fields(self.sampling),
+            **sampling_fields(self.sampling, self.stop_token_ids),
             "logprobs": 0,
             "return_token_ids": True,
             "compact_logprobs": True,
         }
 
 
-def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+def sampling_fields(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """Fields of a body; filters that are off, and an absent seed or stop, are left out."""
     fields: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -200,6 +208,8 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
         fields["top_k"] = sampling.top_k
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
+    if stop_token_ids:
+        fields["stop_token_ids"] = list(stop_token_ids)
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     return fields

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.config import InferenceConfig
+from marin_rl.inference.client.chat_client import NO_OPTIONS
 from marin_rl.inference.client.fleet_client import FleetClient
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.sglang_client import SGLangClient
@@ -21,7 +22,12 @@ from marin_rl.types import Message
 class Template(Protocol):
     """A policy's chat template and tokenizer."""
 
-    def prompt(self, dialogue: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
+    def prompt(
+        self,
+        dialogue: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> Ids:
         """Return the ids of a dialogue and the opening of the model's next turn."""
         ...
 

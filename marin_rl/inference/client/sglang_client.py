@@ -3,6 +3,7 @@
 SGLang's chat route gives no token ids, so prompts are sent as ids (`tokens_client`) to `/generate`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ class SGLangClient(TokensClient):
     """`TokensClient` over SGLang's `/generate`."""
 
     async def _sample(self, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
-        body, first = sglang_body(prompt_ids, request.sampling), next(self._turn)
+        body = sglang_body(prompt_ids, request.sampling, request.stop_token_ids)
+        first = next(self._turn)
 
         async def post(tried: int) -> bytes:
             url = self._willing(first + tried)
@@ -54,9 +56,11 @@ class SGLangClient(TokensClient):
         )
 
 
-def sglang_body(prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling) -> dict[str, Any]:
+def sglang_body(
+    prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling, stop_token_ids: Sequence[int] = ()
+) -> dict[str, Any]:
     """Return the body of SGLang's `/generate` for one sample of a prompt."""
-    parameters = sampling_fields(sampling)
+    parameters = sampling_fields(sampling, stop_token_ids)
     parameters["max_new_tokens"] = parameters.pop("max_tokens")
     if "seed" in parameters:
         parameters["sampling_seed"] = parameters.pop("seed")

@@ -7,7 +7,7 @@ Connections, retries and checks are `PolicyClient`'s. Leaves out the routes them
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,11 @@ from marin_rl.errors import BridgeFault, RequestRejected
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatRequest
-from marin_rl.types import Message
 
 Ids = Int32[np.ndarray, " P"]
-# Ids of a whole dialogue and the opening of the model's next turn.
-Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Ids]
+# Ids of a whole dialogue and the opening of the model's next turn: of messages, tools, and options
+# of the template where there are any.
+Render = Callable[..., Ids]
 
 
 class TokensClient(PolicyClient):
@@ -47,7 +47,8 @@ class TokensClient(PolicyClient):
         if request.prompt_ids is not None:
             return request.prompt_ids
         try:
-            return self._render(request.messages, request.tools)
+            own = (request.template_options,) if request.template_options else ()
+            return self._render(request.messages, request.tools, *own)
         except BridgeFault as error:
             raise RequestRejected(str(error)) from None
 

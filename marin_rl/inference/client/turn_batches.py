@@ -121,6 +121,7 @@ def _joined(turns: list[_Turn]) -> TurnsRequest:
         seeds=[seed for seed in seeds if seed is not None],
         sampling=first.shared,
         session=first.request.session,
+        stop_token_ids=first.request.stop_token_ids,
     )
 
 

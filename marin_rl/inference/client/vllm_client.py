@@ -47,14 +47,14 @@ class VllmClient(TokensClient):
         prompt_ids = self._prompt_of(request)
 
         async def ask(single: ChatRequest) -> ChatAnswer:
-            body = generate_body(single.model, prompt_ids, single.sampling)
+            body = generate_body(single.model, prompt_ids, single.sampling, single.stop_token_ids)
             data = await self._attempt(url, "POST", GENERATE_ROUTE, body, gate=gate)
             return await self._decoded(data, single, prompt_ids)
 
         return await each_sample(request, ask)
 
     async def _sample(self, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
-        body = generate_body(request.model, prompt_ids, request.sampling)
+        body = generate_body(request.model, prompt_ids, request.sampling, request.stop_token_ids)
         data = await self._send(GENERATE_ROUTE, body, request.session)
         return await self._decoded(data, request, prompt_ids)
 

@@ -6,7 +6,7 @@ digest, as in `00012-1a2b3c4d`), a number at servers of our own, or any other te
 no text and need not name its model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,13 +66,16 @@ class Generated:
 
 
 def generate_body(
-    model: str, prompt_ids: Int32[np.ndarray, " P"], sampling: Sampling
+    model: str,
+    prompt_ids: Int32[np.ndarray, " P"],
+    sampling: Sampling,
+    stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
     """The JSON body for one sample of a prompt; `logprobs: 0` asks for the sampled tokens' own."""
     return {
         "model": model,
         "token_ids": prompt_ids.tolist(),
-        "sampling_params": sampling_fields(sampling) | {"logprobs": 0},
+        "sampling_params": sampling_fields(sampling, stop_token_ids) | {"logprobs": 0},
     }
 
 

@@ -132,7 +132,9 @@ def _prompt(service: Service, body: ChatBody, tools: list[dict[str, Any]]) -> Pr
         service.check_ids(body.tokens)
         return np.asarray(body.tokens, np.int32)
     return service.chat_ids(
-        [message.as_template_message() for message in body.messages], tools=tools
+        [message.as_template_message() for message in body.messages],
+        tools=tools,
+        options=body.chat_template_kwargs,
     )
 
 

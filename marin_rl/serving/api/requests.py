@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Int32
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from marin_rl.inference.generation import (
     LOGIT_BIAS_MAX,
@@ -64,14 +64,9 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 
-def _only_from_the_folder(value: Any) -> Any:
-    if value:
-        raise ValueError("expected none: templates and their options come from the model folder")
-    return value
-
-
-NoTemplateOptions = Annotated[
-    Annotated[dict[str, Any], Field(max_length=0)] | None, BeforeValidator(_only_from_the_folder)
+# Values of variables that the chat template reads; which there are, the service knows.
+TemplateKwargs = Annotated[
+    dict[Annotated[str, Field(max_length=64)], JsonValue], Field(max_length=64)
 ]
 
 
@@ -209,7 +204,7 @@ class ChatBody(SamplingBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: NoTemplateOptions = None
+    chat_template_kwargs: TemplateKwargs | None = None
     metadata: Annotated[dict[str, Label], Field(max_length=METADATA_MAX)] | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
@@ -413,7 +408,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: NoTemplateOptions = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "TokenizeBody":

@@ -208,15 +208,22 @@ class Service:
         return np.asarray(ids, np.int32)
 
     def chat_ids(
-        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]], opening: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]],
+        opening: bool = True,
+        options: dict[str, Any] | None = None,
     ) -> Prompt:
         """Ids of a conversation by the chat template; ApiError as `ChatPrompts.text` and `encode`.
 
-        `opening` ends the ids with the assistant's opening.
+        `opening` ends the ids with the assistant's opening; `options` are the template's.
         """
         self.check_characters(sum(len(m["content"] or "") for m in messages), "messages")
         # Without special tokens of its own: the template writes those that open and end a text.
-        text = self.chat_prompts.text(messages, tools=tools or None, opening=opening)
+        text = self.chat_prompts.text(
+            messages, tools=tools or None, opening=opening, options=options
+        )
         return self.encode(text, special=False, param="messages")
 
     def check_length(self, count: int, param: str) -> None:
@@ -270,9 +277,10 @@ class Service:
         """
         strings = body.stop_strings
         ids = [self._special[string] for string in strings if string in self._special]
-        if not ids:
+        asked = body.stop_token_ids or ()
+        if not ids and not set(asked) & set(self.stop_token_ids):
             return body
-        stop_token_ids = [*(body.stop_token_ids or ()), *ids]
+        stop_token_ids = [*asked, *ids]
         return body.model_copy(
             update={
                 "stop": [string for string in strings if string not in self._special],

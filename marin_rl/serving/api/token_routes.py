@@ -75,6 +75,7 @@ def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
             [message.as_template_message() for message in body.messages],
             tools=body.offered,
             opening=body.add_generation_prompt is not False,
+            options=body.chat_template_kwargs,
         )
     answer = {
         "count": len(tokens),

@@ -7,12 +7,14 @@ tool calls is `marin_rl.tool_calls`'.
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.errors import TemplateFault, TemplateRefusal
+from marin_rl.isolated.templates import CLOCK
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.tool_calls import no_constant
 
@@ -33,23 +35,40 @@ class ChatPrompts:
         """Return True where rendering waits for a process, so that it must not hold up others."""
         return not (self._plain.is_built_in and self._with_tools.is_built_in)
 
+    @cached_property
+    def _option_names(self) -> frozenset[str]:
+        """Variables that a request may set: all that the template reads, but for the day."""
+        names = self._plain.variables() | self._with_tools.variables()
+        return names - {"date", CLOCK}
+
     def text(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         opening: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, which is encoded without further special tokens.
 
         Messages and tools are as OpenAI's clients send them; `opening` ends the text with the
-        assistant's opening. Raises ApiError: 400 where the template refuses the messages, 500 where
-        the template itself is at fault.
+        assistant's opening, and `options` are variables that the template reads. Raises ApiError:
+        400 where it reads others or refuses the messages, 500 where the template itself is at
+        fault.
         """
+        unknown = sorted(options.keys() - self._option_names) if options else []
+        if unknown:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: the chat template of the model folder does not read "
+                f"{unknown[0]!r}: expected {', '.join(sorted(self._option_names)) or 'none'}",
+                param="chat_template_kwargs",
+            )
         conversation = Conversation(
             messages=conversation_of(messages),
             tools=[dict(tool) for tool in tools] if tools else None,
             opening=opening,
+            options=options or {},
         )
         template = self._with_tools if tools else self._plain
         try:
