@@ -276,7 +276,10 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
         ({"rounds": 0}, "rounds"),
         ({"run_id": "../escape"}, "run_id"),
         ({"policy": {"init": "hf"}}, "hf_path"),
-        ({"policy": {"context_length": 8}}, "leaves no room for a prompt"),
+        (
+            {"policy": {"context_length": 8}, "sampling": {"max_tokens": 8}},
+            "leaves no room for a prompt",
+        ),
         ({"rollouts": {"shards_per_round": 17}}, "at least one group"),
         ({"training": {"schedule": "cosine"}}, "schedule_steps"),
         ({"batching": {"length_buckets": [64, 32]}}, "ascend"),

@@ -1,6 +1,7 @@
 """Documentation that is generated, or that lists files, matches the code."""
 
 import ast
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -170,3 +171,35 @@ def test_libraries_are_imported_behind_their_doors_alone(page):
         users = {path for path, used in modules.items() if names & {u.lower() for u in used}}
         assert users, f"nothing imports {libraries}"
         assert not {path for path in users if not path.startswith(allowed)}, libraries
+
+
+def section(page, title):
+    """Text of a page below a heading, up to the next of its level."""
+    text = (TOP / "docs" / page).read_text(encoding="utf-8") if page != "README" else README
+    return text.split(f"\n## {title}\n")[1].partition("\n## ")[0]
+
+
+def test_nothing_that_another_page_supports_is_said_to_be_missing():
+    """The tables of other-libraries.md and of the README are what there is."""
+    missing = re.findall(
+        r"^- (.+(?:\n  .+)*)", section("coming-from-trl-verl.md", "Not supported here"), re.M
+    )
+    heads = [item.partition("**.")[0].partition("** ")[0].strip("*. ").lower() for item in missing]
+    libraries = json.loads((TOP / "docs/data/libraries.json").read_text(encoding="utf-8"))
+    assert missing
+    assert "verifiers" in str(libraries)
+    assert not [head for head in heads if "verifiers" in head or "weights" in head]
+    from marin_rl.config import known_keys
+
+    assert "asynchrony.in_flight_updates" in known_keys()
+    assert "asynchrony.dynamic_sampling" in known_keys()
+    for words in ("sampled by one policy", "until a batch has signal", "v1 harnesses"):
+        assert words not in str(missing)
+    # And what is missing there is not claimed on the first page.
+    assert "| several hosts for training | no |" in README
+    assert any("several hosts" in head for head in heads)
+
+
+def test_numbers_of_libraries_in_words_are_those_of_the_table():
+    page = (TOP / "docs/other-libraries.md").read_text(encoding="utf-8")
+    assert not re.findall(r"\b(?:two|three|four|five|six) libraries\b", page)

@@ -223,6 +223,9 @@ def _of_folder(source: Path, changes: Sequence[str]) -> tuple[Loaded, Any, Confi
     loaded = read_folder(str(source))
     longest = min(loaded.model.config.max_seq_len, CONTEXT_TOKENS_MAX)
     named = {"init": "hf", "hf_path": str(source), "context_length": longest}
-    tree = {"policy": named, "sampling": {"max_tokens": longest // 2}}
-    config = parse_config(override(tree, changes), "overrides")
+    tree = override({"policy": named, "sampling": {}}, changes)
+    context = tree["policy"]["context_length"] if isinstance(tree["policy"], dict) else longest
+    if isinstance(tree["sampling"], dict) and isinstance(context, int):  # others are refused below
+        tree["sampling"].setdefault("max_tokens", max(context // 2, 1))
+    config = parse_config(tree, "overrides")
     return loaded, folder_tokenizer(source, config.policy), within_memory(config)

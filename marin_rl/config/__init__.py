@@ -37,6 +37,7 @@ from marin_rl.config.orchestration import (
     TrackersConfig,
 )
 from marin_rl.config.paths import place_files, places_in
+from marin_rl.config.peers import closest
 from marin_rl.config.policy import LoraConfig, MeshConfig, ModelConfig, ModelFamily, PolicyConfig
 from marin_rl.config.run import Config
 from marin_rl.config.sampling import (
@@ -83,8 +84,8 @@ __all__ = [
     "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides", "PolicyConfig", "Recipe",
     "ReplayConfig", "RetentionConfig", "RewardModelConfig", "RolloutsConfig", "SFTConfig",
     "SamplingConfig", "Seconds", "Section", "ServerConfig", "TrackersConfig", "TrainingConfig",
-    "as_overrides", "code_in", "content_fields", "differences", "fingerprint_fields", "free_keys",
-    "is_runtime_only", "known_keys", "load_config", "omitted_if_none", "outward_keys", "override",
-    "parse_config", "pin_code", "pin_files", "place_files", "places_in", "section_of",
+    "as_overrides", "closest", "code_in", "content_fields", "differences", "fingerprint_fields",
+    "free_keys", "is_runtime_only", "known_keys", "load_config", "omitted_if_none", "outward_keys",
+    "override", "parse_config", "pin_code", "pin_files", "place_files", "places_in", "section_of",
     "shipped_recipes", "split_labels", "value_at", "whole_weights", "with_choices", "without",
 ]  # fmt: skip

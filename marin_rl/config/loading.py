@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from marin_rl.config.code import pin_code
 from marin_rl.config.keys import WITHDRAWN, known_keys
 from marin_rl.config.paths import place_files
+from marin_rl.config.peers import closest, peer_hint
 from marin_rl.config.run import Config
 from marin_rl.config.sampling import as_mixture
 from marin_rl.errors import ConfigError, InputError
@@ -249,7 +250,8 @@ def _describe(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden" and key in WITHDRAWN:
         return f"{key}: was withdrawn; {WITHDRAWN[key]}"
     if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_nearest(key)}"
+        hint = peer_hint(key, item["input"])
+        return f"{key}: unknown key{f'; {hint}' if hint else _nearest(key)}"
     shown = "" if isinstance(item["input"], dict | BaseModel) else f", found {item['input']!r:.200}"
     instead = f"; {INSTEAD[key]}" if key in INSTEAD else ""
     return f"{key}: {item['msg'].removeprefix('Value error, ')}{shown}{instead}"
@@ -259,9 +261,8 @@ def _nearest(key: str) -> str:
     known = known_keys()
     parent, _, leaf = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
-    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {f'{parent}.' if parent else ''}{close[0]}?"
+    if close := closest(leaf, siblings):
+        return f"; did you mean {f'{parent}.' if parent else ''}{close}?"
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"

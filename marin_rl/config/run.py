@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import model_validator
 
 from marin_rl.config.checks import CHECKS
+from marin_rl.config.sampling import SamplingConfig
 from marin_rl.config.sections import RunSections
 
 
@@ -39,6 +40,20 @@ class Config(RunSections):
         changes = loading.as_overrides(overrides)
         load = loading.load_tree if isinstance(source, Mapping) else loading.load_config
         return load(source, changes)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_follow(cls, data: Any) -> Any:
+        """Give a short context a default of sampling.max_tokens that leaves room for a prompt."""
+        if not isinstance(data, Mapping):
+            return data
+        policy, sampling = data.get("policy"), data.get("sampling", {})
+        context = policy.get("context_length") if isinstance(policy, Mapping) else None
+        chosen = not isinstance(sampling, Mapping) or "max_tokens" in sampling
+        default = SamplingConfig.model_fields["max_tokens"].default
+        if chosen or not isinstance(context, int) or not 1 < context <= default:
+            return data
+        return {**data, "sampling": {**sampling, "max_tokens": context // 2}}
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "Config":

@@ -9,7 +9,6 @@ the number of bytes (`auth`), what conversations hold (`messages`) and what may 
 (`requests`).
 """
 
-import difflib
 import random
 import secrets
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
+from marin_rl.config import closest
 from marin_rl.inference.client.protocol import error_body
 from schemas.strict_json import JsonLimits, TooMuchJson, check_bounds
 
@@ -129,11 +129,9 @@ def _unknown(kind: type[Body], error: ErrorDetails, names: list[str]) -> ApiErro
     name = str(error["loc"][-1])[:200]
     if names[-1:] != [name]:
         names.append(name)
-    close = []
-    if len(names) == 1:
-        close = difflib.get_close_matches(name, list(kind.model_fields), n=1, cutoff=0.6)
+    close = closest(name, kind.model_fields) if len(names) == 1 else None
     param = ".".join(names)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
+    meant = f"; did you mean {close!r}?" if close else ""
     return ApiError(400, f"unknown field {param!r}{meant}", code="unknown_field", param=param)
 
 
