@@ -596,13 +596,18 @@ def test_without_walls_processes_are_limited_for_root_too():
     assert result.limit == "processes" or b"BlockingIOError" in result.stderr
 
 
-def test_without_walls_the_parent_of_a_program_has_no_secret(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MARIN_RL_API_KEY", "secret")
-    box = Sandbox(SandboxLimits(wall_s=PATIENT_S), mode="rlimits_only")
-    assert (
-        said("print(b'secret' in open(f'/proc/{os.getppid()}/environ', 'rb').read())", box)
-        == "False"
-    )
+def test_without_walls_the_parent_of_a_program_has_no_secret():
+    look = "import os; print(open(f'/proc/{os.getppid()}/environ').read().count('secret'))"
+    program = f"""
+import sys; sys.path.insert(0, {str(TOP)!r})
+from marin_rl.isolated.sandbox import Sandbox
+box = Sandbox(mode="rlimits_only")
+print(box.run([box.python, "-I", "-S", "-c", {look!r}]).stdout)
+"""
+    environment = {"PATH": os.environ["PATH"], "MARIN_RL_API_KEY": "secret"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert result.stdout == b"b'0\\n'\n"
 
 
 def test_the_filter_is_known_for_two_machines():
