@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.progress import phase
 
 if TYPE_CHECKING:
     from marin_rl.analysis.status import RunStatus
@@ -141,6 +142,7 @@ def try_next(*commands: str) -> None:
         tell(f"  {program} {command}")
 
 
+@phase("reading the configuration")
 def load(
     file: Path,
     overrides: list[str] | None,

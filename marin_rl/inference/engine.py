@@ -58,6 +58,7 @@ from marin_rl.inference.scheduler import RequestBounds
 from marin_rl.inference.stops import Decode
 from marin_rl.inference.warm_up import programs_of, warm_up
 from marin_rl.memory import ENGINE_KEYS, memory_errors
+from marin_rl.progress import phase
 
 # An idle engine waits for more requests, which come close together, until none came for QUIET_S,
 # GATHER_S at most: samples that start together share their prompts and their chunks.
@@ -316,6 +317,7 @@ class Engine:
         return len(self.growing.programs) if self.growing else programs_of(self._runner)
 
     @memory_errors("the engine", ENGINE_KEYS)
+    @phase("compiling the engine's programs")
     def warm_up(self, announce: Callable[[str], None] = lambda line: None) -> None:
         """Compile everything that requests can need, so that none of them waits for it.
 

@@ -45,6 +45,7 @@ from marin_rl.inference.programs import (
 from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.memory import ENGINE_KEYS, memory_errors
+from marin_rl.progress import phase
 
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
@@ -59,6 +60,7 @@ class Runner:
     """
 
     @memory_errors("the engine", ENGINE_KEYS)
+    @phase("building the engine")
     def __init__(
         self, model: LmHeadModel, config: EngineConfig, context_length: int, dtype: jnp.dtype
     ) -> None:
