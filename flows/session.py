@@ -24,6 +24,7 @@ from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.checks import BEFORE_A_RUN, Check, preflight
 from marin_rl.progress import ProgressEvent, listening, publish
+from marin_rl.rollouts.recorded_data import record_rows
 from marin_rl.rollouts.recorded_defaults import as_begun
 from marin_rl.runtime import release
 from marin_rl.storage.own_runs import try_to_remember
@@ -99,6 +100,8 @@ def open_session(
         stack.enter_context(fanning_out(config, shared_api=not has_temporary_api()))
         run = Run.create_or_open(config, as_begun)
         stack.enter_context(run.lock())
+        if plays and checks is BEFORE_A_RUN:
+            record_rows(run)
         if plays:
             try_to_remember(run)
         trackers = open_trackers(config)

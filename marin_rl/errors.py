@@ -117,6 +117,10 @@ class RewardFault(MarinRLError):
     """A reward function raised, ran out of time, died, or gave something that is no number."""
 
 
+class Abstained(RewardFault):
+    """No reward function applies to a completion: it has no reward, which is no failure."""
+
+
 class EnvironmentTimeout(RewardFault):
     """A start or step of an episode took longer than `environment.step_timeout_s`."""
 

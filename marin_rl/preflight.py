@@ -6,6 +6,7 @@ there, which takes JAX but no Prefect. The checks of `doctor` that need the othe
 after that, at the start of a flow.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from marin_rl.doctor.checks import Check, preflight
 from marin_rl.doctor.data import demonstrations, environment, pairs, storage
 from marin_rl.doctor.memory import memory
 from marin_rl.doctor.policy import canary, loss, prompts, tokenizer_files, tools
-from marin_rl.doctor.rewards import trials
+from marin_rl.doctor.rewards import abstentions, trials
 from marin_rl.doctor.surroundings import endpoints, mesh
 from marin_rl.doctor.templates import chat_template, warm_start
 from marin_rl.environments.registry import code_of
@@ -22,6 +23,7 @@ from marin_rl.errors import InputError
 from marin_rl.machine import share_one_heap
 from marin_rl.model_folders import check_model_folder, read_hf_config, weight_files
 from marin_rl.planning import architecture_of
+from marin_rl.rollouts.recorded_data import refuse_other_rows
 from marin_rl.storage.layout import POLICY_SLOTS, evals_slot, metrics_key, round_of
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import (
@@ -40,6 +42,8 @@ from marin_rl.storage.stores.locks import refuse_locked
 from marin_rl.types import SlotRef
 from marin_rl.user_code import check_importable
 
+_log = logging.getLogger(__name__)
+
 
 def before_engines(config: Config, flow: str) -> SlotRef | None:
     """Check everything that files tell; return the last checkpoint of a flow that is finished.
@@ -51,6 +55,8 @@ def before_engines(config: Config, flow: str) -> SlotRef | None:
     result = finished(config, flow)
     if result is None:
         preflight(config, BEFORE_ENGINES[flow])
+        if environment in BEFORE_ENGINES[flow]:
+            refuse_other_rows(config)
     return result
 
 
@@ -167,7 +173,9 @@ def own_reward(config: Config) -> str:
     """Check a reward function of the user's own on one example; others are known to work."""
     if not code_of(config.environment):
         return "shipped"
-    trials(config, 1)
+    if notice := abstentions(trials(config, 1)):
+        _log.warning("reward: %s", notice)
+        return notice
     return "a reward for an example"
 
 

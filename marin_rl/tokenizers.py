@@ -231,6 +231,27 @@ class TokenizerIdentity:
         )
 
 
+def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer so that transformers 4 and 5 give the same ids.
+
+    transformers 5 rebuilds pre-tokenizers of classes that it knows by name, such as GPT2Tokenizer,
+    and leaves out what tokenizer.json has more. Of the plain class it takes tokenizer.json as it
+    is; what the named class had by default is written out.
+    """
+    tokenizer.save_pretrained(str(folder))
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return
+    file = folder / "tokenizer_config.json"
+    settings = read_object(file) | {
+        "tokenizer_class": PreTrainedTokenizerFast.__name__,
+        "model_input_names": tokenizer.model_input_names,
+        "padding_side": tokenizer.padding_side,
+        "clean_up_tokenization_spaces": tokenizer.clean_up_tokenization_spaces,
+    }
+    text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(text + "\n", "utf-8")
+
+
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of everything that decides which ids a text becomes, as hex."""
     if isinstance(tokenizer, PreTrainedTokenizerFast):

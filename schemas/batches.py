@@ -23,8 +23,9 @@ DISPOSITION_KINDS = ("consumed", "filtered", "stale", "failed")
 def batches_schema(length: int) -> pa.Schema:
     """Schema of a batch file whose rows are padded to `length` tokens (at least 1).
 
-    `returns` are the undiscounted sum of the rewards from a token on, `advantages` 0 where they are
-    to come from a critic.
+    `returns` are the undiscounted sum of the rewards from a token on where a critic or a baseline
+    by token reads them, else the rollout's whole reward at every token. `advantages` are 0 where
+    they are to come from a critic.
     `step` is the optimizer step within the round, `row` the row within that step; `rollout_ids` and
     `environments` are in segment order.
     """

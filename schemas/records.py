@@ -22,6 +22,14 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
 
+class RowsRecord(Record):
+    """Digest of the rows that a run reads by one key of its configuration."""
+
+    attempt: Name
+    path: Text
+    rows_digest: Text
+
+
 class AncestorRecord(Record):
     """A run that a fork begins with, see `marin_rl.storage.stores.forked_store.Ancestor`."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,11 @@ from marin_rl.commands.serve import check_folder
 from marin_rl.config import Config, load_config
 from marin_rl.doctor.checks import examine
 from marin_rl.doctor.policy import tools
+from marin_rl.doctor.rewards import reward
+from marin_rl.environments.registry import _loaded
 from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
-from marin_rl.preflight import before_engines, before_evaluation, finished
+from marin_rl.preflight import before_engines, before_evaluation, finished, own_reward
+from marin_rl.rollouts.recorded_data import record_rows
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.storage.runs import Run, committed_checkpoint, metrics_key
 from marin_rl.tokenizer_files import backend_digest, read_tokenizer
@@ -105,6 +109,11 @@ def test_another_content_is_refused_first(tmp_path: Path) -> None:
         before_engines(debug(tmp_path, "seed=4", "policy.tokenizer=/nowhere"), "rl-loop")
 
 
+def forget_environments() -> None:
+    """Read files again, as another process does."""
+    _loaded.cache_clear()
+
+
 def test_a_locked_run_is_refused_with_the_line_that_follows_it(tmp_path: Path) -> None:
     run = Run.create_or_open(debug(tmp_path))
     with run.lock(), pytest.raises(RunLocked, match=f"process {os.getpid()}") as refused:
@@ -162,6 +171,99 @@ def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, fault) 
     config = debug(tmp_path / "runs", f"environment={json.dumps(environment)}")
     with pytest.raises(MarinRLError, match=words):
         before_engines(config, "rl-loop")
+
+
+@pytest.mark.parametrize("key", ["environment", "evaluation.sets.test"])
+def test_rows_that_changed_between_two_starts_are_refused(tmp_path: Path, key: str) -> None:
+    """A run without the record, from before there was one, goes on and records what it finds."""
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("environment", "evaluation.sets.test")}
+    for file in files.values():
+        rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat = {name: {"name": "chat", "options": {"path": str(f)}} for name, f in files.items()}
+    config = debug(
+        tmp_path / "runs",
+        f"environment={json.dumps(chat['environment'])}",
+        f"evaluation.sets={json.dumps({'test': chat['evaluation.sets.test']})}",
+    )
+    run = Run.create_or_open(config)
+    before_engines(config, "rl-loop")
+    record_rows(run)
+    assert sorted(run.store.children("data")) == [f"{name}.json" for name in sorted(files)]
+    before = files[key].read_bytes()
+    for change in (before + b'{"prompt": "9+9=", "answer": "18"}\n', before.replace(b"7", b"8")):
+        files[key].write_bytes(change)
+        forget_environments()
+        for check in (lambda: before_engines(config, "rl-loop"), lambda: record_rows(run)):
+            with pytest.raises(
+                ConfigError, match=rf"started with other rows .*\n  {key}: "
+            ) as told:
+                check()
+            assert "choose another --run-id, or fork" in str(told.value)
+    files[key].write_bytes(before)
+    forget_environments()
+    assert before_engines(config, "rl-loop") is None
+    record_rows(run)
+
+
+GEMMA_LIKE = """{%- if messages[0]['role'] == 'system' -%}
+{{ raise_exception('System role not supported') }}{%- endif -%}
+{%- for message in messages -%}<{{ message['role'] }}>{{ message['content'] }}{%- endfor -%}
+{%- if add_generation_prompt -%}<assistant>{%- endif -%}"""
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer", GEMMA_LIKE, "<eos>")
+    rows = [{"id": f"row-{n}", "prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    options = {"path": str(tmp_path / "prompts.jsonl"), "system_prompt": "Be brief."}
+    config = debug(
+        tmp_path / "runs",
+        f"environment={json.dumps({'name': 'chat', 'options': options})}",
+        f"policy.tokenizer={tmp_path / 'tokenizer'}",
+    )
+    told = r"the prompt of the example row-\d+ \(messages of system, user\): .*System role not"
+    with pytest.raises(InputError, match=told):
+        before_engines(config, "rl-loop")
+
+
+ABSTAINING = """
+def some(prompts, completions, **columns):
+    return [None if text == "" else 1.0 for text in completions]
+
+def wrong(example, completion):
+    return None if completion == example.answer else 1.0
+
+def never(example, completion):
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "notice"),
+    [
+        ("some", None),
+        ("wrong", r"3 of 6 probes have no reward: the function does not apply"),
+        ("never", r"6 of 6 probes have no reward: .*does the function return one\?"),
+    ],
+)
+def test_a_reward_may_abstain(
+    tmp_path, caplog, monkeypatch, function: str, notice: str | None
+) -> None:
+    (tmp_path / "abstaining.py").write_text(ABSTAINING)
+    rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = {"path": str(tmp_path / "prompts.jsonl"), "reward": f"abstaining:{function}"}
+    environment = {"name": "chat", "options": options, "pass_environment": ["PYTHONPATH"]}
+    config = debug(tmp_path / "runs", f"environment={json.dumps(environment)}")
+    said = own_reward(config)
+    assert said in ("a reward for an example", caplog.text.partition("reward: ")[2].strip())
+    assert function != "never" or said.startswith("2 of 2 probes have no reward")
+    verdict = reward(config)
+    assert ("probes have no reward" in verdict) == (notice is not None)
+    assert notice is None or re.search(notice, verdict)
 
 
 LLAMA = {

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64, Real
 
 from marin_rl.config.estimators import ESTIMATORS
+from marin_rl.finite import usable_rewards
 
 
 def discounted_returns(
@@ -70,8 +71,9 @@ def rewards_of(
 ) -> Float64[np.ndarray, " N"]:
     """The reward that is received at each token, from what is still to come at each.
 
-    A batch's `returns` are the undiscounted sum of the rewards from a token on; tokens lie in
-    order, and those of a sequence, which has a number of its own, side by side.
+    Such `returns`, the undiscounted sum of the rewards from a token on, are in the batches of
+    estimators by token alone. Tokens lie in order, and those of a sequence, which has a number of
+    its own, side by side.
     """
     reward_N = return_N.copy()
     goes_on = sequence_N[1:] == sequence_N[:-1]
@@ -88,9 +90,8 @@ PerGroup = Float64[np.ndarray, "*P 1"]
 
 
 def rewards_array(rewards: Rewards) -> Advantages:
-    """Rewards as float64, None as NaN; infinities count as missing too."""
-    values = np.asarray(rewards, dtype=np.float64)
-    return np.where(np.isfinite(values), values, np.nan)
+    """Rewards as float64, None as NaN; infinities and what is beyond bounds count as missing."""
+    return usable_rewards(rewards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ depends on the committed shards and the configuration alone.
 # pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
 # pyright: reportAttributeAccessIssue=false
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ from marin_rl.batching.scalar_columns import (
 from marin_rl.batching.turns import READ, TurnAdvantages, with_returns, with_turns
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
+from marin_rl.finite import BOUNDS, fit_rewards
 from marin_rl.storage.commits import commit_slot, find_commit, fingerprint, new_attempt, parent_of
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.tables.batches import BatchWriter, StepRows, write_dispositions
@@ -47,6 +49,8 @@ from marin_rl.storage.tables.rollouts import manifest_to_be, rollouts_manifest
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.batches import SCHEMA_VERSION
 from schemas.manifests import Manifest
+
+_log = logging.getLogger(__name__)
 
 PROGRAM_VERSION = 4  # counts up when the same rollouts would give other batches
 
@@ -75,6 +79,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
         return existing
     manifest = rollouts_manifest(run, round, rollouts)
     scalars = _scalar_columns(run, manifest, run.config, reused)
+    _warn_of_rewards(scalars, round)
     plan = plan_round(scalars, run.config, round)
     # Parts lie under the attempt's own name: a crash before the commit leaves no visible batch.
     attempt, slot = new_attempt(), batches_slot(round)
@@ -99,6 +104,22 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
             **({} if reuse is None else {RECORD: reuse.record}),
         },
     )
+
+
+def _warn_of_rewards(scalars: pa.Table, round: int) -> None:
+    """Name rollouts with rewards that cannot be trained on, which earlier versions let in."""
+    reward_N = numbers(scalars, "reward", np.float64)
+    unfit_N = ~np.isnan(reward_N) & ~fit_rewards(reward_N)
+    if unfit_N.any():
+        names = scalars["rollout_id"].filter(pa.array(unfit_N)).to_pylist()
+        _log.warning(
+            "round %d: %d rollouts have rewards that cannot be trained on and are left out as "
+            "failed (no_reward): expected numbers %s; found %s",
+            round,
+            len(names),
+            BOUNDS,
+            ", ".join(f"{x:g} of {n}" for x, n in zip(reward_N[unfit_N][:5], names, strict=False)),
+        )
 
 
 def further_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> list[int]:

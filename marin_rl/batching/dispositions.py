@@ -27,6 +27,7 @@ from marin_rl.batching.selection import SURPLUS, select_groups, unfinished
 from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
 from marin_rl.config import Config, ObjectiveConfig
 from marin_rl.errors import ConfigError
+from marin_rl.finite import usable_rewards
 from schemas.rollouts import UNFINISHED
 
 
@@ -103,7 +104,7 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
     if _drops_equal_rewards(config, choice):
         spread_P = advantages.spread_P
         if objective.overlong == "soft_penalty":  # what is too long is no less right
-            own_N = numbers(scalars, "reward", np.float64)
+            own_N = usable_rewards(numbers(scalars, "reward", np.float64))
             spread_P = advantages_of(np.where(np.isnan(compared_N), np.nan, own_N)).spread_P
         drops.add(filters.zero_signal(spread_P)[group_N], "filtered", "zero_signal")
     selected = None
@@ -257,7 +258,7 @@ def advantage_choice(objective: ObjectiveConfig) -> AdvantageChoice:
 
 def _shaped_rewards(scalars: pa.Table, config: Config) -> Float64[np.ndarray, " N"]:
     """The environment's rewards, less what the objective takes off for length."""
-    reward_N = numbers(scalars, "reward", np.float64)
+    reward_N = usable_rewards(numbers(scalars, "reward", np.float64))
     objective = config.objective
     if objective.overlong != "soft_penalty":
         return reward_N

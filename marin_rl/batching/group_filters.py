@@ -21,6 +21,7 @@ from jaxtyping import Float64
 
 from marin_rl.config import GROUP_FILTERS, AsynchronyConfig
 from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.finite import fit_rewards
 from marin_rl.storage.tables.rollouts import groups_of
 from marin_rl.types import RolloutGroup
 from marin_rl.user_code import load, parse_spec
@@ -121,7 +122,7 @@ def _own_score(name: str, function: Callable[[RolloutGroup], Any], group: Rollou
 def _rewards(group: Sequence[Row]) -> Float64[np.ndarray, " G"]:
     """Rewards of the members that have one and did not fail."""
     rewards = [row["reward"] for row in _valid(group) if row["reward"] is not None]
-    return np.array([reward for reward in rewards if np.isfinite(reward)], np.float64)
+    return np.array([reward for reward in rewards if fit_rewards(reward)], np.float64)
 
 
 def _valid(group: Sequence[Row]) -> list[Row]:

@@ -16,6 +16,7 @@ from jaxtyping import Float64
 
 from marin_rl.batching.dispositions import numbers
 from marin_rl.config import Config
+from marin_rl.finite import usable_rewards
 from marin_rl.rollouts.summary import (
     consumed_metrics,
     environment_metrics,
@@ -83,9 +84,8 @@ def scalar_metrics(scalars: pa.Table, disposition_N: np.ndarray, round: int) -> 
 
     `env/{name}/rollouts` is among them, which is none: see `environment_metrics`.
     """
-    reward_N = numbers(scalars, "reward", np.float64)
-    # An infinite reward is a missing one, as in `advantages.rewards_array`.
-    reward_N = np.where(np.isfinite(reward_N), reward_N, np.nan)
+    # What cannot be trained on counts as missing, as for the decisions.
+    reward_N = usable_rewards(numbers(scalars, "reward", np.float64))
     statuses, components = scalars["status"].to_pylist(), _components(scalars)
     group_N = _group_numbers(scalars)
     length_N = numbers(scalars, "n_completion_tokens")
@@ -217,7 +217,7 @@ def _components(scalars: pa.Table) -> _Components:
     names, values = (lists.field(name).to_numpy(zero_copy_only=False) for name in ("name", "value"))
     counts = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     rollout_M = np.repeat(np.arange(len(column)), counts)
-    return _Components(len(column), rollout_M, names, values)
+    return _Components(len(column), rollout_M, names, usable_rewards(values))
 
 
 def _group_numbers(scalars: pa.Table) -> np.ndarray:

@@ -23,6 +23,7 @@ from marin_rl.batching.round_advantages import (
     group_statistics,
     round_advantages,
 )
+from marin_rl.finite import fit_rewards
 
 RETURNS, ADVANTAGES = "returns", "advantages"  # columns that come before a rollout's one number
 READ = ("loss_mask", "turns")  # what `with_turns` needs
@@ -231,7 +232,7 @@ def _rewarded(turns: pa.ListArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         for name in ("end", "reward")
     )
     # A turn without tokens has no last token to receive a reward at.
-    there = np.isfinite(end) & np.isfinite(reward) & (np.nan_to_num(end) > 0)
+    there = np.isfinite(end) & fit_rewards(reward) & (np.nan_to_num(end) > 0)
     rollout = np.repeat(np.arange(len(counts)), counts)
     return rollout[there], end[there].astype(np.int64), reward[there]
 

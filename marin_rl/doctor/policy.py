@@ -149,8 +149,28 @@ def first_examples(config: Config, count: int) -> list[Example]:
 
 
 def rendered(config: Config, examples: Sequence[Example]) -> list[tuple[str, int]]:
-    """Return the prompts of examples as the model sees them, each with its number of tokens."""
-    return rendered_by(config, [example.messages for example in examples])
+    """Return the prompts of examples as the model sees them, each with its number of tokens.
+
+    Raises InputError with the example, its roles and the reason where the template refuses one.
+    """
+    try:
+        return rendered_by(config, [example.messages for example in examples])
+    except InputError:
+        for example in examples:
+            _check_rendering(config, example)
+        raise
+
+
+def _check_rendering(config: Config, example: Example) -> None:
+    try:
+        rendered_by(config, [example.messages])
+    except InputError as error:
+        roles = ", ".join(message.role for message in example.messages)
+        raise InputError(
+            f"the chat template refuses the prompt of the example {example.example_id} (messages "
+            f"of {roles}): {error}; expected messages that it takes: change the row, leave "
+            "environment.options.system_prompt out, or choose another template"
+        ) from None
 
 
 def rendered_by(config: Config, prompts: Sequence[Sequence[Message]]) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from marin_rl.config import Config
 from marin_rl.doctor.event_loop import await_apart
 from marin_rl.doctor.policy import first_examples, rendered
-from marin_rl.errors import InputError, RewardFault
+from marin_rl.errors import Abstained, InputError, RewardFault
 from marin_rl.types import Example
 
 if TYPE_CHECKING:
@@ -22,14 +22,20 @@ WRONG_ANSWER = ""  # where no example has another answer
 class Trial:
     """The prompt of an example as the model sees it, and the rewards of two answers.
 
-    `right` is the answer of the example, None where it has none; `wrong` is another answer.
+    `right` is the answer of the example, None where it has none; `wrong` is another answer. A
+    reward is None where no function applies.
     """
 
     prompt: str
     right: str | None
     right_reward: float | None
     wrong: str
-    wrong_reward: float
+    wrong_reward: float | None
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """Rewards of the answers that there are."""
+        return (*(() if self.right is None else (self.right_reward,)), self.wrong_reward)
 
 
 def trials(config: Config, count: int = TRIALS) -> list[Trial]:
@@ -60,6 +66,18 @@ def trials(config: Config, count: int = TRIALS) -> list[Trial]:
     return result
 
 
+def abstentions(tried: Sequence[Trial]) -> str | None:
+    """Say how many of the tried answers have no reward, None where all have one."""
+    rewards = [reward for trial in tried for reward in trial.rewards]
+    missing = rewards.count(None)
+    if not missing:
+        return None
+    notice = f"{missing} of {len(rewards)} probes have no reward"
+    if missing < len(rewards):
+        return f"{notice}: the function does not apply to them"
+    return f"{notice}: expected a number for some, found None alone; does the function return one?"
+
+
 def reward(config: Config) -> str:
     """Check that the reward function scores right answers of examples, and wrong ones."""
     from marin_rl.environments.base import ScoresGroups
@@ -75,21 +93,28 @@ def reward(config: Config) -> str:
         prompts = [prompt for prompt, _ in rendered(config, first_examples(config, TRIALS))]
         return "\n".join([verdict, *(f"  {prompt!r:.76}" for prompt in prompts)])
     tried = trials(config)
-    right = [f"{trial.right_reward:g}" for trial in tried if trial.right_reward is not None]
-    wrong = [f"{trial.wrong_reward:g}" for trial in tried]
+    right = [_written(trial.right_reward) for trial in tried if trial.right is not None]
+    wrong = [_written(trial.wrong_reward) for trial in tried]
     if not right:
         verdict = f"{', '.join(wrong)} for an empty completion; the examples have no answers"
     else:
         same = "; the reward does not tell them apart" if right == wrong else ""
         verdict = f"{', '.join(right)} for right answers, {', '.join(wrong)} for wrong ones{same}"
+    if notice := abstentions(tried):
+        verdict += f"; {notice}"
     rows = [("prompt", "right", "reward", "wrong", "reward"), *map(_cells, tried)]
     return "\n".join([verdict, *("  " + _aligned(row) for row in rows)])
 
 
 def _cells(trial: Trial) -> tuple[str, ...]:
-    scored = "" if trial.right_reward is None else f"{trial.right_reward:.4g}"
     right = "" if trial.right is None else repr(trial.right)
-    return (repr(trial.prompt), right, scored, repr(trial.wrong), f"{trial.wrong_reward:.4g}")
+    scored = "" if trial.right is None else _written(trial.right_reward, ".4g")
+    wrong_scored = _written(trial.wrong_reward, ".4g")
+    return (repr(trial.prompt), right, scored, repr(trial.wrong), wrong_scored)
+
+
+def _written(reward: float | None, form: str = "g") -> str:
+    return "none" if reward is None else format(reward, form)
 
 
 def _aligned(cells: Sequence[str]) -> str:
@@ -101,8 +126,11 @@ def _aligned(cells: Sequence[str]) -> str:
     return " ".join(f"{t:<{w}}" for t, w in zip(cut, TRIAL_COLUMNS, strict=True)).rstrip()
 
 
-def _rewards(config: Config, example: Example, completions: Sequence[str]) -> list[float]:
-    """Score completions in the worker that the run will use. Raises InputError for a fault."""
+def _rewards(config: Config, example: Example, completions: Sequence[str]) -> list[float | None]:
+    """Score completions in the worker that the run will use; None where no function applies.
+
+    Raises InputError for a fault.
+    """
     from marin_rl.environments.base import reward_of
     from marin_rl.environments.checks import environment_of
     from marin_rl.environments.mixture import part_for
@@ -110,16 +138,16 @@ def _rewards(config: Config, example: Example, completions: Sequence[str]) -> li
 
     part = part_for(environment_of(config), config.environment, example)
     scorer = scorer_for(part.environment, part.config)
-    rewards: list[float] = []
+    rewards: list[float | None] = []
     by_group = await_apart(scorer.scores_groups)
     calls = [completions] if by_group else [[text] for text in completions]
     for completion, score in _scored(scorer, example, calls):
-        if isinstance(score, RewardFault):
+        if isinstance(score, RewardFault) and not isinstance(score, Abstained):
             raise InputError(
                 f"the reward function failed on the completion {completion[:80]!r} of the example "
                 f"{example.example_id}: {score}"
             )
-        rewards.append(reward_of(score))
+        rewards.append(None if isinstance(score, RewardFault) else reward_of(score))
     return rewards
 
 

@@ -8,11 +8,13 @@ on scoring are in `scoring`.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
 from marin_rl.errors import InputError, RewardFault
+from marin_rl.finite import BOUNDS, fit_rewards, number, reward_number, shown
 from marin_rl.types import Example, Message, RewardComponent, Split
 
 # Functions that a configuration may name without another's code being imported.
@@ -180,6 +182,16 @@ class NamesRows(Protocol):
 
 
 @runtime_checkable
+class ReadsRows(Protocol):
+    """Optional part of an environment: its examples are rows of files."""
+
+    @property
+    def rows_digest(self) -> str | None:
+        """Digest of the files; known after `load_examples`, None where it reads none."""
+        ...
+
+
+@runtime_checkable
 class HasNotices(Protocol):
     """Optional part of an environment: facts about its data that a user may not expect."""
 
@@ -232,27 +244,27 @@ def checked_components(value: object) -> tuple[RewardComponent, ...]:
     for component in value:
         if not isinstance(component, RewardComponent):
             raise ValueError(f"expected a reward component, found {component!r:.80}")
-        if not (_is_finite(component.value) and _is_finite(component.weight)):
-            raise ValueError(
-                f"expected finite numbers, found {component.name} = {component.value!r:.80} with "
-                f"weight {component.weight!r:.80}"
-            )
-    if not math.isfinite(reward_of(value)):
-        raise ValueError("the weighted sum of the reward components is not finite")
-    return value
+    components = tuple(map(_checked, value))
+    reward_number(reward_of(components), "weighted sum of the reward components")
+    return components
+
+
+def _checked(component: RewardComponent) -> RewardComponent:
+    """Return a component with numbers that can be trained on. Raises ValueError naming it."""
+    written = component.value, component.weight
+    found = "found {} = {} with weight {}".format(component.name, *map(shown, written))
+    try:
+        value, weight = map(number, written)
+    except ValueError:
+        raise ValueError(f"expected numbers, {found}") from None
+    if not (math.isfinite(value) and math.isfinite(weight)):
+        raise ValueError(f"expected finite numbers, {found}")
+    if not fit_rewards(value) or not fit_rewards(weight):
+        raise ValueError(f"expected numbers {BOUNDS}; {found}")
+    plain = all(isinstance(each, int | float) for each in written)
+    return component if plain else replace(component, value=value, weight=weight)
 
 
 def reward_of(components: tuple[RewardComponent, ...]) -> float:
     """Sum of `weight * value`."""
     return float(sum(component.weight * component.value for component in components))
-
-
-def number(value: Any) -> float:
-    """`value` as a float, if it is a real number (or bool); a string is not. Raises ValueError."""
-    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
-        raise ValueError(f"expected a number, found {value!r:.80}")
-    return float(value)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float | int) and math.isfinite(value)

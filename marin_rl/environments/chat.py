@@ -105,6 +105,7 @@ class Chat(FunctionScored):
         self._prompts: PromptSet | None = None
         self._order = lru_cache(maxsize=8)(_shuffled)
         self.version = "1"
+        self.rows_digest: str | None = None
         self.size: int | None = None
 
     def load_examples(self) -> None:
@@ -118,6 +119,7 @@ class Chat(FunctionScored):
         )
         # prompts that end before the assistant's last message are others than version 1 had
         self.version = f"{2 if prompts.counts['ends_with_assistant'] else 1}+{rows.digest}"
+        self.rows_digest = rows.digest
         self.size = len(prompts.of_split["train"])
 
     @property

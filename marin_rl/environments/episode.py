@@ -6,12 +6,12 @@ episode of one step. Leaves out sampling (`rollouts.episode`), the processes tha
 """
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.environments.base import Environment
+from marin_rl.finite import reward_number
 from marin_rl.types import Example, Message, NamedReward, Turn
 
 Tool = Mapping[str, Any]  # a function's JSON schema, as OpenAI's `tools` have it
@@ -35,11 +35,12 @@ class StepResult:
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        reward = self.reward
-        values = reward.values() if isinstance(reward, Mapping) else (reward,)
-        for value in values:
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"expected a finite reward of a step, found {value!r}")
+        if isinstance(self.reward, Mapping):
+            parts = {name: _checked(value, f"{name}: ") for name, value in self.reward.items()}
+            object.__setattr__(self, "reward", parts)
+            _checked(self.received, "the sum of its parts: ")
+        else:
+            object.__setattr__(self, "reward", _checked(self.reward))
 
     @property
     def rewards(self) -> tuple[NamedReward, ...]:
@@ -58,6 +59,14 @@ class StepResult:
         if not isinstance(self.reward, Mapping):
             return self.reward
         return float(sum(part.value for part in self.rewards)) if self.rewards else None
+
+
+def _checked(value: float | None, part: str = "") -> float | None:
+    """Return a reward that can be trained on. Raises ValueError, which names its part."""
+    try:
+        return None if value is None else reward_number(value, "reward of a step")
+    except ValueError as error:
+        raise ValueError(f"{part}{error}") from None
 
 
 @runtime_checkable

@@ -6,15 +6,14 @@ ids that it added to the sequence. Leaves out the other checks of what comes bac
 makes of it (`rollouts.finished`), and the process of a user's environment (`finished_pool`).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from marin_rl.errors import RewardFault
+from marin_rl.finite import LOGPROB_MIN, fit_logprobs, reward_number
 from marin_rl.types import Example, Role, Sampling, ToolCall
 
 
@@ -74,15 +73,22 @@ class FinishedRollout:
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def check_finite(rollout: FinishedRollout) -> None:
-    """Raise ValueError for a logprob or a reward that is not a finite number, or no reward."""
+def check_numbers(rollout: FinishedRollout) -> None:
+    """Raise ValueError for a logprob or a reward that cannot be trained on, or no reward."""
     for number, message in enumerate(rollout.messages):
-        if not np.isfinite(np.asarray(message.logprobs, np.float64)).all():
+        logprobs = np.asarray(message.logprobs, np.float64)
+        if not np.isfinite(logprobs).all():
             raise ValueError(f"message {number}: expected finite logprobs")
+        if not fit_logprobs(logprobs).all():
+            raise ValueError(
+                f"message {number}: expected logprobs of at most 0 and at least {LOGPROB_MIN:g}, "
+                f"found {logprobs.min()} to {logprobs.max()}"
+            )
     reward = rollout.reward
     values = list(reward.values()) if isinstance(reward, Mapping) else [reward]
-    if not values or not all(isinstance(v, Real) and math.isfinite(v) for v in values):
+    if not values:
         raise ValueError(f"expected a finite reward, found {reward!r:.80}")
+    reward_number(sum(reward_number(value, "reward") for value in values), "reward")
 
 
 @runtime_checkable

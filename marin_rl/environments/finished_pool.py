@@ -20,7 +20,7 @@ from marin_rl.environments.finished import (
     FinishedRollout,
     PolicyAddress,
     ReturnsRollouts,
-    check_finite,
+    check_numbers,
 )
 from marin_rl.environments.scoring import fault_of
 from marin_rl.environments.worker import constructed
@@ -112,7 +112,7 @@ def _encoded(rollout: object) -> orjson.Fragment | str:
     try:
         if not isinstance(rollout, FinishedRollout):
             raise TypeError(f"expected a FinishedRollout, found {type(rollout).__name__}")
-        check_finite(rollout)  # JSON has null in the place of NaN
+        check_numbers(rollout)  # JSON has null in the place of NaN
         return orjson.Fragment(orjson.dumps(rollout, option=orjson.OPT_SERIALIZE_NUMPY))
     except (TypeError, ValueError) as error:
         return str(fault_of(error))

@@ -10,10 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import Field
 
 from marin_rl.config import CodeName, Section
-from marin_rl.environments.base import SHIPPED, Dialogues, GroupScore, number
+from marin_rl.environments.base import SHIPPED, Dialogues, GroupScore
 from marin_rl.environments.reward_functions import Part, RewardFunction
 from marin_rl.environments.scoring import fault_of
-from marin_rl.errors import ConfigError, RewardFault
+from marin_rl.errors import Abstained, ConfigError, RewardFault
+from marin_rl.finite import number
 from marin_rl.types import Example, Message, RewardComponent
 from marin_rl.user_code import check_importable, load, parse_spec
 
@@ -173,10 +174,7 @@ class FunctionScored:
     def _of_completion(
         self, place: int, example: Example, completion: str
     ) -> tuple[RewardComponent, ...]:
-        parts = self._rewards[place].of_completion(example, completion)
-        if not parts and not self._several:  # a forgotten `return`, most likely
-            raise ValueError("expected a number, found None")
-        return self._weighted(place, parts)
+        return self._weighted(place, self._rewards[place].of_completion(example, completion))
 
     def _of_value(self, place: int, value: Any) -> GroupScore:
         if value is None:
@@ -229,4 +227,4 @@ def _joined(scores: Sequence[GroupScore]) -> GroupScore:
     """The components of all functions that apply; a fault where one failed, or none applies."""
     fault = next((score for score in scores if isinstance(score, RewardFault)), None)
     components = tuple(c for score in scores if not isinstance(score, RewardFault) for c in score)
-    return fault or components or RewardFault(NOT_APPLICABLE)
+    return fault or components or Abstained(NOT_APPLICABLE)

@@ -34,6 +34,11 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         data = _bytes_of(path)
+        if data.lstrip()[:1] == b"[":
+            raise InputError(
+                f"{KEY}: {path} begins with '[': expected JSON Lines, one object a line, found an "
+                f"array; write its elements as lines, for example with jq -c '.[]' {path.name}"
+            )
         self._path = path
         lines = data.splitlines()
         numbers = [number for number, line in enumerate(lines) if line.strip()]

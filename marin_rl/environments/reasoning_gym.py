@@ -12,11 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import number, plain_json
+from marin_rl.environments.base import plain_json
 from marin_rl.environments.base_environment import BaseEnvironment
 from marin_rl.environments.reasoning_gym_options import MixtureItem, ReasoningGymOptions
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError
+from marin_rl.finite import number
 from marin_rl.types import Example, Message, RewardComponent, Split
 
 with warnings.catch_warnings():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from marin_rl.environments.base import Dialogues, number
+from marin_rl.environments.base import Dialogues
 from marin_rl.environments.prompt_rows import (
     COMPLETION,
     CONVERSATIONAL,
@@ -22,6 +22,7 @@ from marin_rl.environments.prompt_rows import (
     value_at,
 )
 from marin_rl.errors import InputError
+from marin_rl.finite import number
 from marin_rl.types import Example, Message
 
 Convention = Literal["example", "trl", "verl"]
@@ -30,7 +31,7 @@ SIGNATURES = """
   reward(example, completion) -> number, or a mapping of names to numbers; None: not applicable
   reward(prompts, completions, **columns) -> list with a number or None per completion  (TRL)
   compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number, or a \
-mapping with "score"  (verl)"""
+mapping with "score"; None: not applicable  (verl)"""
 
 _TRL = frozenset({"prompts", "completions", "completion_ids"})
 _VERL = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
@@ -58,6 +59,14 @@ class Part:
     name: str
     value: float
     weight: float = 1.0
+
+
+def _part(name: Any, value: Any, weight: float = 1.0) -> Part:
+    """Return a part of a mapping. Raises ValueError, which names it."""
+    try:
+        return Part(name=str(name), value=number(value), weight=weight)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 class RewardFunction:
@@ -98,9 +107,9 @@ class RewardFunction:
         if self.convention == "verl":
             return self._by_verl(example, completion)
         value = self._result(self._function(example, completion))
-        named = value if isinstance(value, Mapping) else {"reward": value}
-        applying = {name: part for name, part in named.items() if part is not None}
-        return [Part(name=str(name), value=number(part)) for name, part in applying.items()]
+        if not isinstance(value, Mapping):
+            return [] if value is None else [Part(name="reward", value=number(value))]
+        return [_part(name, part) for name, part in value.items() if part is not None]
 
     def of_group(
         self,
@@ -152,6 +161,8 @@ class RewardFunction:
             return []
         if not isinstance(value, Mapping):
             return [Part(name="score", value=number(value))]
+        if value.get("score", 0) is None:
+            return []
         if "score" not in value:
             raise ValueError(f"expected a number or a mapping with 'score', found {value!r:.80}")
         others = {
@@ -160,8 +171,8 @@ class RewardFunction:
             if name != "score" and not isinstance(part, str) and hasattr(type(part), "__float__")
         }
         return [
-            Part(name="score", value=number(value["score"])),
-            *(Part(name=name, value=number(part), weight=0.0) for name, part in others.items()),
+            _part("score", value["score"]),
+            *(_part(name, part, weight=0.0) for name, part in others.items()),
         ]
 
     def _taken(self, arguments: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:

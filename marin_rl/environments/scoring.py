@@ -32,7 +32,7 @@ from marin_rl.environments.base import (
     extracts_here,
 )
 from marin_rl.environments.worker_pools import PoolsInUse, worker_setup
-from marin_rl.errors import InputError, RewardFault
+from marin_rl.errors import Abstained, InputError, RewardFault
 from marin_rl.isolated.pool import STARTUP_TIMEOUT_S, WorkerFault, WorkerPool
 from marin_rl.types import Example, Message, RewardComponent
 
@@ -257,7 +257,7 @@ def _explained(fault: WorkerFault, wall_s: float) -> str:
 
 def _score_of(answer: dict[str, Any]) -> Score:
     if "fault" in answer:
-        return RewardFault(answer["fault"])
+        return (Abstained if answer["abstained"] else RewardFault)(answer["fault"])
     return tuple(RewardComponent(**component) for component in answer["components"])
 
 

@@ -14,7 +14,7 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, ScoresGroups, answer_in
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import EXTRACT, STYLE, score_here
-from marin_rl.errors import InputError, MarinRLError, RewardFault
+from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
 from marin_rl.types import Example, message_of
 from marin_rl.user_code import PRIVATE, offer_packed
 
@@ -63,7 +63,9 @@ def _answer(environment: Environment, common: bytes, item: bytes) -> bytes:
     scores = score_here(environment, example, call["completions"], call["ids"], dialogues)
     return orjson.dumps(
         [
-            {"fault": str(score)} if isinstance(score, RewardFault) else {"components": score}
+            {"fault": str(score), "abstained": isinstance(score, Abstained)}
+            if isinstance(score, RewardFault)
+            else {"components": score}
             for score in scores
         ]
     )

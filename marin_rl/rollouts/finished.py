@@ -17,11 +17,11 @@ from marin_rl.environments.finished import (
     FinishedMessage,
     FinishedRollout,
     PolicyAddress,
-    check_finite,
+    check_numbers,
 )
 from marin_rl.environments.finished_pool import finished_rollouts
 from marin_rl.errors import RewardFault
-from marin_rl.inference.client.answers import LOGPROB_SLACK, ChatAnswer, Completion
+from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.rollouts.trajectories import (
     ENVIRONMENT_ERROR,
     LENGTH,
@@ -121,7 +121,7 @@ def _turns(
     context_length: int,
 ) -> Iterator[SampledTurn]:
     """Yield the sampled turns, each with its whole prompt. Raises ValueError."""
-    check_finite(rollout)
+    check_numbers(rollout)
     messages = rollout.messages
     places = [n for n, message in enumerate(messages) if message.sampled]
     if not places:
@@ -145,7 +145,7 @@ def _turns(
                 answer=ChatAnswer(
                     model=model, prompt_token_ids=np.array(prompt, np.int32), completions=()
                 ),
-                completion=_completion(message, sampled, number),
+                completion=_completion(message, sampled),
                 sampling=request.sampling_of(index),
                 result=_result(rollout, following, last=number == places[-1]),
                 segment=segment,
@@ -176,10 +176,8 @@ def _checked_ids(message: FinishedMessage, number: int, vocabulary: int) -> list
     return ids
 
 
-def _completion(message: FinishedMessage, sampled: list[int], number: int) -> Completion:
+def _completion(message: FinishedMessage, sampled: list[int]) -> Completion:
     logprobs = np.array(message.logprobs, np.float64)
-    if (logprobs > LOGPROB_SLACK).any():
-        raise ValueError(f"message {number}: expected logprobs of at most 0")
     return Completion(
         text=message.content,
         token_ids=np.array(sampled, np.int32),

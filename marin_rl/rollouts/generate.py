@@ -23,6 +23,7 @@ from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import Part, part_for, parts_of, sampling_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import (
+    Abstained,
     EnvironmentTimeout,
     InferenceError,
     MarinRLError,
@@ -405,6 +406,7 @@ def refuse_if_mostly_errors(
         for rollout in rollouts
         if rollout.status in ("error", "aborted")
     ]
+    errors = [error for error in errors if not error.startswith(f"{Abstained.__name__}:")]
     if len(errors) <= errors_max_fraction * len(rollouts):
         return
     (kind, _), *_ = Counter(error.partition(":")[0] for error in errors).most_common(1)

@@ -5,7 +5,8 @@ Leaves out the workers that score (`environments.scoring`).
 
 from collections.abc import Sequence
 
-from marin_rl.environments.scoring import Scorer
+from marin_rl.environments.base import checked_components
+from marin_rl.environments.scoring import Scorer, fault_of
 from marin_rl.errors import MarinRLError
 from marin_rl.rollouts.trajectories import Trajectory
 from marin_rl.types import Example, RewardComponent, Rollout
@@ -34,8 +35,16 @@ async def score_group(
         score = next(scored) if trajectory.scored else ()
         if trajectory.reward is not None and not isinstance(score, MarinRLError):
             score = (RewardComponent(name="steps", value=trajectory.reward), *score)
-        scores.append(score)
+        scores.append(_checked(score))
     return scores
+
+
+def _checked(score: Score) -> Score:
+    """Return a score, or the fault of one whose sum cannot be trained on."""
+    try:
+        return checked_components(score) if score and not isinstance(score, MarinRLError) else score
+    except ValueError as error:
+        return fault_of(error)
 
 
 def last_completion(rollout: Rollout) -> str | None:

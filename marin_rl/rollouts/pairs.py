@@ -1,9 +1,9 @@
 """Preference pairs out of committed rollouts: the best against the worst member of each group."""
 
-import math
 from collections.abc import Sequence
 
 from marin_rl.errors import InputError
+from marin_rl.finite import fit_rewards
 from marin_rl.rollouts.group_scores import last_completion
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run
@@ -93,4 +93,4 @@ def _value(rollout: Rollout, component: str | None) -> float | None:
     else:
         values = [part.value for part in rollout.reward_components if part.name == component]
         value = values[0] if values else None
-    return value if value is not None and math.isfinite(value) else None
+    return value if value is not None and fit_rewards(value) else None

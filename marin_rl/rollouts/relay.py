@@ -36,6 +36,7 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.mixture import part_for, sampling_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import BadResponse, MarinRLError
+from marin_rl.finite import fit_logprobs
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.protocol import ChatRequest
@@ -193,7 +194,7 @@ class Relay:
             raise BadResponse("expected a completion with tokens, found none")
         given = sampled.get("logprobs")
         logprobs = np.zeros(len(ids), np.float32) if given is None else np.array(given, np.float32)
-        if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
+        if len(logprobs) != len(ids) or not fit_logprobs(logprobs).all():
             raise BadResponse(
                 f"expected a finite logprob for each of {len(ids)} tokens, found {len(logprobs)}"
             )

@@ -14,6 +14,7 @@ from jaxtyping import Float64, Int32
 from marin_rl.config import Config, LearnedRewardConfig
 from marin_rl.environments.base import reward_of
 from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.finite import BOUNDS, fit_rewards
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_named
 from marin_rl.types import RewardComponent, Rollout, RolloutGroup, SlotRef
@@ -116,12 +117,15 @@ def add_model_reward(
     if not judged:
         return list(groups)
     raw = scorer.score([rollout.last_segment for rollout in judged])
-    if not np.isfinite(raw).all():
+    value_N = component_values(raw, settings, scorer.identity)
+    unfit_N = ~fit_rewards(settings.weight * value_N)
+    if unfit_N.any():
+        place = int(unfit_N.argmax())
         raise RewardFault(
-            f"the reward model gave {np.count_nonzero(~np.isfinite(raw))} of {len(raw)} rollouts "
-            "no finite reward"
+            f"the reward model gave {np.count_nonzero(unfit_N)} of {len(raw)} rollouts no finite "
+            f"reward {BOUNDS}; found {value_N[place]} for {judged[place].rollout_id}"
         )
-    values = iter(component_values(raw, settings, scorer.identity).tolist())
+    values = iter(value_N.tolist())
     return [
         replace(
             group,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from marin_rl.config import Config
 from marin_rl.errors import InputError
-from marin_rl.inference.client.answers import LOGPROB_SLACK
+from marin_rl.finite import LOGPROB_MIN, fit_logprobs, reward_number
 from marin_rl.rollouts.exchange import UNTRAINED_LABEL, UNTRAINED_LOGPROB
 from marin_rl.storage.tables.group_queue import DIGEST, ENVIRONMENT, ORIGIN
 from marin_rl.types import (
@@ -112,8 +112,10 @@ def check_scored_data(data: ScoredData, config: Config, vocabulary: int) -> None
     size = config.rollouts.group_size
     _check_sizes(data, size)
     for index, score in enumerate(data.scores):
-        if not np.isfinite(score):
-            raise InputError(f"scores.{index}: expected a finite number, found {score}")
+        try:
+            reward_number(score)
+        except ValueError as error:
+            raise InputError(f"scores.{index}: {error}") from None
     _check_settings(data, config.sampling.temperature)
     for index in range(size):
         _check_sequence(data, index, config.policy.context_length, vocabulary)
@@ -195,9 +197,8 @@ def _check_sequence(data: ScoredData, index: int, context_length: int, vocabular
     name = f"inference_logprobs.{index}"
     untrained = UNTRAINED_LOGPROB
     _refuse(~trained_T & (logprobs_T != untrained), name, logprobs_T, "1.0 where masks has -100")
-    # The comparison is False for NaN.
-    below_T = (logprobs_T <= LOGPROB_SLACK) & np.isfinite(logprobs_T)
-    _refuse(trained_T & ~below_T, name, logprobs_T, "a finite logprob, at most 0, where sampled")
+    expected = f"a finite logprob, at most 0, where sampled, and at least {LOGPROB_MIN:g}"
+    _refuse(trained_T & ~fit_logprobs(logprobs_T), name, logprobs_T, expected)
 
 
 def _refuse(wrong_T: np.ndarray, name: str, values_T: np.ndarray, expected: str) -> None:

@@ -19,7 +19,7 @@ from marin_rl.environments.episode_pool import Replayable, open_episodes
 from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.scoring import scorer_for
-from marin_rl.errors import InputError, MarinRLError, RewardFault
+from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
 from marin_rl.inference.client.text_client import TextClient
 from marin_rl.types import Example, Message, Sampling, ToolCall, Turn
 
@@ -154,6 +154,8 @@ async def _reward_of_steps(
         return reward
     scorer = scorer_for(part.environment, part.config)
     (score,) = await scorer.score(example, [steps[-1][0].content], (), [after])
+    if isinstance(score, Abstained):
+        return reward
     if isinstance(score, MarinRLError):
         raise score
     return reward + reward_of(score)

@@ -8,6 +8,7 @@ tokens is in logprobs.py.
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import lru_cache
@@ -37,7 +38,7 @@ from marin_rl.lora.quantization import FIELDS
 from marin_rl.model_folders import read_hf_config, weight_files
 from marin_rl.progress import phase
 from marin_rl.tokenizer_files import check_vocabulary
-from marin_rl.tokenizers import end_token_ids, load_tokenizer
+from marin_rl.tokenizers import end_token_ids, export_tokenizer, load_tokenizer
 from marin_rl.training.families import (
     FAMILIES,
     LevanterConfig,
@@ -47,8 +48,9 @@ from marin_rl.training.families import (
 )
 
 LAYER_AXES = ("layer", "layers")
-# Tensors that repeat others: a tied head, and the rotary tables that Llama 2 was saved with.
-RECOMPUTED = ("lm_head", "rotary_emb.inv_freq")
+# Rotary tables that Llama 2 was saved with: the configuration says what is in them.
+_ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # A policy, or another tree of named arrays: a scalar model, a head alone.
 M = TypeVar("M", bound=eqx.Module)
@@ -215,7 +217,7 @@ def load_hf(folder: str | Path) -> LmHeadModel:
 
     Raises InputError, before reading any weight, when the folder is incomplete, when its
     configuration describes something that is not supported, or when its tokenizer gives ids that
-    the model has no row for; and when the weights do not fit the configuration.
+    the model has no row for; and when the weights do not fit the configuration, or are not finite.
     """
     path = Path(folder).resolve()
     config, vocab_size = _hf_architecture(path)
@@ -243,6 +245,8 @@ def _read_parameters(template: LmHeadModel, path: Path) -> dict[str, jax.Array]:
             # a name without a layer is that of one tensor
             for place, each in zip(out, names, strict=True) if "{" in name else ((out, name),):
                 place[...] = tensors[each].get_tensor(each).reshape(place.shape)
+            if not np.isfinite(out).all():
+                _name_not_finite(path)
             return jax.device_put(out)  # without a copy where that is possible
 
         return {key: read(name, array) for key, (name, array) in _hf_names(template).items()}
@@ -271,6 +275,23 @@ def _hf_names(
     return named
 
 
+def _name_not_finite(path: Path) -> None:
+    """Raise InputError with the file, tensor and place of the first value that is not finite."""
+    for file in weight_files(path):
+        with safe_open(str(file), framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                array = np.asarray(tensors.get_tensor(name), np.float32)
+                wrong = np.argwhere(~np.isfinite(array))
+                if len(wrong):
+                    place = tuple(map(int, wrong[0]))
+                    raise InputError(
+                        f"{file}: tensor {name} has {len(wrong)} values of {array.size} that are "
+                        f"not finite, the first at {list(place)}: {array[place]}; expected finite "
+                        "weights: copy the file again, or choose another checkpoint"
+                    )
+    raise InputError(f"{path}: a weight is too large for float32")
+
+
 def _exported(model: LmHeadModel) -> dict[str, Any]:
     """Parameters by their Hugging Face names, with their Hugging Face shapes."""
     return to_state_dict(flatten_modules_for_export(eqx.filter(model, eqx.is_array)))
@@ -286,19 +307,23 @@ def _exported_shapes(config: LevanterConfig, vocab_size: int) -> Mapping[str, tu
 def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Raise InputError unless the folder's tensors have these names and shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
+    files: dict[str, Path] = {}
     for file in weight_files(path):
         try:
             with safe_open(str(file), framework="numpy") as tensors:
                 # Headers alone: shapes are compared before gigabytes are read.
                 names = tensors.keys()
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+                files |= dict.fromkeys(names, file)
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot read {file}: {error}; copy it again") from error
     wrong = sorted(name for name in expected if shapes.get(name) != expected[name])
-    # A checkpoint of tied embeddings may hold the head a second time; a norm or bias that the
-    # configuration does not speak of would be dropped silently.
+    if _HEAD in shapes and _HEAD not in expected and _EMBEDDING in shapes:
+        _check_tied_head(files, path)
+        del shapes[_HEAD]
+    # A norm or bias that the configuration does not speak of would be dropped silently.
     surplus = sorted(
-        name for name in set(shapes) - set(expected) if not any(part in name for part in RECOMPUTED)
+        name for name in set(shapes) - set(expected) if not _ROTARY_TABLE.fullmatch(name)
     )
     for name in (*wrong, *surplus):
         raise InputError(
@@ -306,6 +331,24 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
             f"{expected.get(name, 'absent')}, found {shapes.get(name, 'absent')} "
             f"({len(wrong) + len(surplus)} such tensors)"
         )
+
+
+def _check_tied_head(files: Mapping[str, Path], path: Path) -> None:
+    """Raise InputError unless the head of tied embeddings is the embedding a second time."""
+    with (
+        safe_open(str(files[_HEAD]), framework="numpy") as heads,
+        safe_open(str(files[_EMBEDDING]), framework="numpy") as embeddings,
+    ):
+        head, embedding = heads.get_tensor(_HEAD), embeddings.get_tensor(_EMBEDDING)
+    alike = head.shape == embedding.shape and head.dtype == embedding.dtype
+    # As bytes: NaN equals itself.
+    if alike and np.array_equal(head.view(np.uint8), embedding.view(np.uint8)):
+        return
+    raise InputError(
+        f"{path}: config.json has tie_word_embeddings true, but the tensors {_HEAD} and "
+        f"{_EMBEDDING} differ, and the head would be dropped: expected equal ones, or none of the "
+        "first; set tie_word_embeddings to false to load both, or remove the head from the file"
+    )
 
 
 @phase("writing the Hugging Face folder")
@@ -328,7 +371,7 @@ def save_hf(
         for name, array in _exported(model).items()
     }
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
-    _dateless(tokenizer).save_pretrained(str(path))
+    export_tokenizer(_dateless(tokenizer), path)
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
     _write_json(path / "config.json", _hf_config_of(model, tokenizer) | dtypes)
     ends = end_token_ids(tokenizer)

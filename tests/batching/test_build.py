@@ -24,7 +24,7 @@ from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
 from marin_rl.storage.upkeep.audit import audit_round
-from marin_rl.types import RolloutGroup, SlotRef, TrainingBatch
+from marin_rl.types import RewardComponent, RolloutGroup, SlotRef, TrainingBatch
 
 
 def _run(root: str | os.PathLike[str], **sections: Any) -> Run:
@@ -94,6 +94,26 @@ def _trained(batches: list[TrainingBatch]) -> list[tuple[float, ...]]:
         arrays = batch.token_ids, batch.policy_logprobs, batch.advantages, batch.positions
         rows += list(zip(*(array[mask].tolist() for array in arrays), strict=True))
     return rows
+
+
+@pytest.mark.parametrize("beyond", [1e300, -1e39])
+def test_a_committed_reward_that_cannot_be_trained_on_is_left_out_and_named(
+    beyond: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Versions that accepted such rewards left shards behind, which end no round."""
+    run = _run(tmp_path)
+    part = RewardComponent(name="score", value=beyond)
+    members = [
+        rollout("g/0", reward=0.0),
+        rollout("g/1", index=1, reward=1.0),
+        replace(rollout("g/2", index=2, reward=beyond), reward_components=(part,)),
+    ]
+    ref = _built(run, [group_of("g", members)])
+    assert _fates(run) == {"g/0": "consumed", "g/1": "consumed", "g/2": "no_reward"}
+    assert (ref.summary["reward"], ref.summary["reward_max"]) == (0.5, 1.0)
+    assert np.isfinite(list(ref.summary.values())).all()
+    assert f"found {beyond:g} of g/2" in caplog.text
+    assert audit_round(run, 0).balanced
 
 
 def test_a_round_by_hand(tmp_path: Path) -> None:

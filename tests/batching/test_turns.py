@@ -74,6 +74,15 @@ def test_a_reward_is_received_at_the_end_of_its_turn(tmp_path: Path, rows) -> No
     )
 
 
+def test_without_a_critic_each_token_has_the_whole_reward(tmp_path: Path) -> None:
+    """As docs/on-disk-format.md says: returns by token are for what reads them."""
+    members = [talk("g/0", reward=3.0), talk("g/1", index=1, first=0.5, reward=1.0)]
+    run = Run.create_or_open(configuration(str(tmp_path), groups=1))
+    ref = build_round(run, 0, commit_round(run, 0, [[group_of("g", members)]]))
+    (batch,) = read_batches(run, ref)
+    assert_allclose(batch.returns[batch.loss_mask == 1], [3.0] * 4 + [1.0] * 4)
+
+
 def test_the_length_penalty_is_received_last(tmp_path: Path) -> None:
     penalty = {"overlong": "soft_penalty", "overlong_buffer": 1.0, "overlong_penalty": 8.0}
     sampling = {"max_tokens": 8}

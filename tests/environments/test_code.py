@@ -11,10 +11,11 @@ import pytest
 from support.sandboxes import reason_to_skip
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.code_problems import Code
+from marin_rl.environments.code_problems import Code, _answer
 from marin_rl.environments.code_tests import read_tests, same_output, same_value
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.isolated.sandbox import SandboxResult
 from marin_rl.types import RewardComponent
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
@@ -231,3 +232,25 @@ def test_values_are_compared_as_json_has_them():
     assert not same_value(1, True)
     assert not same_value([1, 2], [1])
     assert same_value({"a": 1.0}, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 3000 + "]" * 3000, "9" * 6000, "[1", "nan", ""], ids=range(5)
+)
+def test_a_value_that_cannot_be_read_fails_its_test(text: str):
+    """It is a wrong answer, and not one that is left out of training."""
+    result = SandboxResult(
+        exit_status=0, limit=None, stdout=f"number{text}".encode(), stderr=b"", wall_s=0.1
+    )
+    answer = _answer(result, "number")
+    assert answer is None or not same_value([1], answer[0])
+
+
+def test_a_value_that_is_nested_deeper_than_python_compares_is_wrong():
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    other: list[Any] = []
+    for _ in range(20_000):
+        other = [other]
+    assert not same_value(deep, other)

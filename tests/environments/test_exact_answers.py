@@ -1,4 +1,4 @@
-r"""Numbers and mathematics held against exact arithmetic, and the argument of \boxed."""
+r"""Numbers and mathematics compared as exact arithmetic says, and the argument of \boxed."""
 
 import random
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from support.cases import printed_seed
 
 from marin_rl.environments.answers import last_number, number_match
 from marin_rl.environments.math_answers import boxed
@@ -13,7 +14,6 @@ from marin_rl.environments.math_problems import Math
 from marin_rl.environments.registry import construct
 from marin_rl.errors import RewardFault
 from marin_rl.types import Example, Message
-from tests.support.cases import printed_seed
 
 BIG = str(2**53)
 PAIRS = 3000

@@ -122,3 +122,10 @@ def test_lines_nested_too_deeply_are_refused_when_they_are_read(tmp_path: Path) 
     path.write_text('{"prompt": "a", "deep": ' + "[" * 400 + "]" * 400 + "}")
     with pytest.raises(InputError, match="line 1 is not JSON: expected at most 200 levels"):
         list(open_rows(str(path)).scan({"prompt"}))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_file_that_is_one_array_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("\n" + json.dumps(ROWS, indent=1))
+    with pytest.raises(InputError, match=rf"{name} begins with '\[': expected JSON Lines.*jq -c"):
+        open_rows(str(tmp_path / name))

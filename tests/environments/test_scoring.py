@@ -42,6 +42,7 @@ def reward(example, completion):
                     pass
         case "nan": return float("nan")
         case "inf": return {"good": 1.0, "bad": float("inf")}
+        case "beyond": return 1e300
         case "text": return "1.0"
         case "none": return None
         case "numpy": return np.float32(0.25)
@@ -132,14 +133,18 @@ def test_return_values_of_a_reward_function(scorer: Scorer, example: Example) ->
 
 def test_limits_of_a_worker(scorer: Scorer, example: Example) -> None:
     where = f"my_rewards:reward, example {example.example_id}"
-    told = rewards(score(scorer, example, "raise", "exit", "nan", "inf", "text", "none", "ok"))
+    told = rewards(
+        score(scorer, example, "raise", "exit", "nan", "inf", "beyond", "text", "none", "ok")
+    )
     assert told == [
         f"{where}: KeyError: 'who knows' (my_rewards.py, line 7)",
         f"{where}: SystemExit: 3 (my_rewards.py, line 8)",
         f"{where}: ValueError: expected finite numbers, found reward = nan with weight 1.0",
         f"{where}: ValueError: expected finite numbers, found bad = inf with weight 1.0",
+        f"{where}: ValueError: expected numbers between -1e+15 and 1e+15: scale or clip it; found "
+        "reward = 1e+300 with weight 1.0",
         f"{where}: ValueError: expected a number, found '1.0'",
-        f"{where}: ValueError: expected a number, found None",
+        f"{where}: None: the function does not apply, so this rollout has no reward",
         2.0,
     ]
 
@@ -160,7 +165,7 @@ def test_a_function_of_groups_is_called_once_for_all(
     assert rewards(scores) == [211.0, 202.0, 223.0]
     short = f"{where}: ValueError: expected a list of 3 numbers, found 1: [1.0]"
     assert rewards(score(scorer, example, "short", "b", "c")) == [short] * 3
-    raised = f"{where}: KeyError: 'who knows' (my_rewards.py, line 39)"
+    raised = f"{where}: KeyError: 'who knows' (my_rewards.py, line 40)"
     assert rewards(score(scorer, example, "raise", "b")) == [raised] * 2
     assert rewards(score(scorer, example, "kinds", "b", "c", "d")) == [
         0.5,

@@ -262,6 +262,51 @@ def test_a_missing_or_misshapen_tensor_is_named(changed):
         load_hf(folder)
 
 
+def test_a_second_head_of_tied_embeddings_is_the_embedding_or_refused(changed):
+    folder = changed("llama", tie_word_embeddings=True)
+    file = str(folder / "model.safetensors")
+    tensors = load_file(file)
+    tensors.pop("lm_head.weight", None)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors, file)
+    digest = parameters_digest(load_hf(folder))
+    save_file(tensors | {"lm_head.weight": embedding.copy()}, file)
+    assert parameters_digest(load_hf(folder)) == digest
+    trained = embedding.copy()
+    trained[3, 2] += 1e-3
+    for head in (trained, embedding[:-1].copy(), embedding.astype(np.float16)):
+        save_file(tensors | {"lm_head.weight": head}, file)
+        with pytest.raises(
+            InputError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"
+        ):
+            load_hf(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head.bias", "my_lm_head.weight", "model.lm_head_norm.weight", "a.rotary_emb.inv_freq.b"],
+)
+def test_only_what_repeats_another_tensor_is_left_out(changed, name):
+    folder = changed("llama")
+    tensors = load_file(str(folder / "model.safetensors"))
+    save_file(tensors | {name: np.zeros(4, np.float32)}, str(folder / "model.safetensors"))
+    with pytest.raises(InputError, match=rf"tensor {name} expected absent, found \(4,\)"):
+        load_hf(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_named_with_its_file_and_place(changed, value):
+    folder = changed("llama")
+    file = folder / "model.safetensors"
+    tensors = load_file(str(file))
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][5, 7] = value
+    save_file(tensors, str(file))
+    with pytest.raises(InputError, match=rf"{file}: tensor {name} .* at \[5, 7\]: {value}"):
+        load_hf(folder)
+
+
 def test_a_truncated_file_is_named(changed):
     folder = changed("llama")
     data = (folder / "model.safetensors").read_bytes()

@@ -19,6 +19,7 @@ from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import EndpointUnavailable, InputError, RewardFault
+from marin_rl.finite import reward_number
 from marin_rl.types import Example, Message, Role, Split, ToolCall, Turn
 
 PARAMETERS = "responses_create_params"  # of a row: the request that an agent would make
@@ -73,6 +74,7 @@ class NemoGym(RewardedElsewhere):
                 raise InputError(f"{rows.place(number)}: {error}") from None
         self.eval_size = max(1, int(len(rows) * self.options.eval_fraction))
         self.size = len(rows) - self.eval_size
+        self.rows_digest = rows.digest
         self.version = f"1+{_title(self.options.url)}+{rows.digest}"
 
     def tools_offered(self) -> Sequence[Tool]:
@@ -158,9 +160,13 @@ class NemoGymEpisode:
         reward: Any = body.get("reward")
         if isinstance(reward, bool) or not is_number(reward):
             raise RewardFault(f"{url}: expected a number as reward, found {reward!r:.80}")
+        try:
+            reward = reward_number(reward, "reward")
+        except ValueError as error:
+            raise RewardFault(f"{url}: {error}") from None
         known = {*self._row, "response", "reward"}
         info = {name: value for name, value in body.items() if name not in known}
-        return StepResult(reward=float(reward), done=True, info=info)
+        return StepResult(reward=reward, done=True, info=info)
 
     def _response(self) -> dict[str, Any]:
         """The episode as the Responses API has it."""

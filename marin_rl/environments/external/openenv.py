@@ -27,6 +27,7 @@ from marin_rl.environments.external.openenv_session import (
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.finite import reward_number
 from marin_rl.isolated.interleaved import uncharged
 from marin_rl.types import Example, Message, Split, ToolCall, Turn
 from marin_rl.user_code import SPEC_PATTERN, load
@@ -118,7 +119,7 @@ class OpenEnv(RewardedElsewhere):
         self._read_rows()
 
     def _read_rows(self) -> None:
-        self.size = self.options.seeds
+        self.size, self.rows_digest = self.options.seeds, None
         if (path := self.options.path) is None:
             return
         rows = open_rows(path)
@@ -127,6 +128,7 @@ class OpenEnv(RewardedElsewhere):
             raise InputError(f"environment.options.path: expected two objects or more in {path}")
         self.eval_size = max(1, int(len(rows) * self.options.eval_fraction))
         self.size = len(rows) - self.eval_size
+        self.rows_digest = rows.digest
         self.version += f"+{rows.digest}"
 
     def tools_offered(self) -> Sequence[Tool]:
@@ -319,7 +321,10 @@ def _arguments_of(call: ToolCall, known: set[str]) -> dict[str, Any]:
 
 def _reward_of(answer: Mapping[str, Any]) -> float | None:
     reward = answer.get("reward")
-    return None if reward is None else float(reward)
+    try:
+        return None if reward is None else reward_number(reward, "reward")
+    except ValueError as error:
+        raise RewardFault(f"the reward of a step: {error}") from None
 
 
 def _sum(rewards: Sequence[float | None]) -> float | None:

@@ -13,10 +13,8 @@ import orjson
 from jaxtyping import Float32, Int32
 
 from marin_rl.errors import BadResponse
+from marin_rl.finite import LOGPROB_MIN, fit_logprobs
 from marin_rl.types import ToolCall
-
-# float32 softmax may round a certainty to a hair above probability 1.
-LOGPROB_SLACK = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +192,10 @@ def _logprobs(choice: Mapping[str, Any]) -> Float32[np.ndarray, " T"]:
     if values is None:
         values = _openai_logprobs(expect_object(choice.get("logprobs") or {}, "logprobs"))
     wide = _flat(values, "iuf", "logprobs")
-    if not np.isfinite(wide).all() or (wide > LOGPROB_SLACK).any():
+    if not fit_logprobs(wide).all():
         raise BadResponse(
-            f"expected finite logprobs of at most 0, found {wide.min()} to {wide.max()}"
+            f"expected finite logprobs of at most 0 and at least {LOGPROB_MIN:g}, found "
+            f"{wide.min()} to {wide.max()}"
         )
     return wide.astype(np.float32)
 

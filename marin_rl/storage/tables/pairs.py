@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from marin_rl.errors import InputError
+from marin_rl.finite import REWARD_MAX
 from marin_rl.storage.commits import (
     commit_slot,
     manifest_of,
@@ -135,7 +136,7 @@ class _PairRow(BaseModel):
     messages: list[_Message] | None = Field(default=None, min_length=1)
     chosen: str
     rejected: str
-    margin: float | None = Field(default=None, ge=0)
+    margin: float | None = Field(default=None, ge=0, le=REWARD_MAX)
     split: Split | None = None
     source: str | None = None
     chosen_id: str | None = None

@@ -239,8 +239,8 @@ def _pushed(inventory: Inventory) -> Iterator[str]:
 
 
 def _is_single(key: str) -> bool:
-    """True for objects that are commits of their own: tables, and copies of code."""
-    return key.partition("/")[0] in ("metrics", "rewards", "code") and not is_private(key)
+    """True for objects that are commits of their own: tables, digests of rows, copies of code."""
+    return key.partition("/")[0] in ("metrics", "rewards", "code", "data") and not is_private(key)
 
 
 def _parts(slot: Slot, inventory: Inventory, *, everything: bool) -> Iterator[str]:

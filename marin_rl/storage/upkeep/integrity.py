@@ -194,7 +194,7 @@ def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     """Links, pipes, devices and the like where marin-rl has files; in local runs alone."""
     for key in inventory.keys:
-        if key in TOP_FILES or key.partition("/")[0] in (*KINDS, "code"):
+        if key in TOP_FILES or key.partition("/")[0] in (*KINDS, "code", "data"):
             path = store.local_path(key)
             if path is None:
                 return
