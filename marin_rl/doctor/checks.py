@@ -19,7 +19,16 @@ from marin_rl.doctor.data import (
     storage,
 )
 from marin_rl.doctor.memory import memory
-from marin_rl.doctor.policy import canary, loss, model, programs, prompts, tokenizer, tools
+from marin_rl.doctor.policy import (
+    canary,
+    loss,
+    model,
+    programs,
+    prompts,
+    reward_model_programs,
+    tokenizer,
+    tools,
+)
 from marin_rl.doctor.rewards import reward
 from marin_rl.doctor.surroundings import (
     devices,
@@ -63,7 +72,9 @@ BEFORE_A_RUN: tuple[Check, ...] = (
     storage, environment, tokenizer, model, chat_template, warm_start, prompts, endpoints,
     reward_model, loss, group_filter, mesh, memory, programs,
 )  # fmt: skip
-BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (storage, tokenizer, model, chat_template, pairs, mesh)
+BEFORE_A_REWARD_MODEL: tuple[Check, ...] = (
+    storage, tokenizer, model, chat_template, pairs, mesh, reward_model_programs,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,6 +128,15 @@ def programs(config: Config) -> str:
     return f"{count} traced by shapes"
 
 
+def reward_model_programs(config: Config) -> str:
+    """Check that the step of a reward model can be built, by tracing it with shapes alone."""
+    from marin_rl.tokenizers import tokenizer_for
+    from marin_rl.training.tracing import trace_reward_model
+
+    share_one_heap()  # as in `programs`
+    return f"{trace_reward_model(config, tokenizer_for(config.policy))} traced by shapes"
+
+
 def _recorded_modules(config: Config) -> "Modules | None":
     """Return the modules of a run's adapter where the folder that it began from may be gone."""
     if config.policy.lora is None or config.policy.lora.init_from is None:

@@ -5,10 +5,11 @@ program; without this a run would come to some of its programs after minutes. No
 nothing is allocated, compiled or computed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.inference.adapters import BankSizes
 from marin_rl.inference.tracing import trace_engine
 from marin_rl.lora.quantization import is_quantized
-from marin_rl.training.adapters import Modules, warm_start_config
+from marin_rl.training.adapters import Modules, modules_of, warm_start_config
 from marin_rl.training.compiled_step import (
     CompiledStep,
     compiled_step_of,
@@ -28,9 +29,23 @@ from marin_rl.training.compiled_step import (
 )
 from marin_rl.training.frozen import base_and_adapter, served_model
 from marin_rl.training.gradients import combine
-from marin_rl.training.model import parameter_structs, with_parameters
-from marin_rl.training.optimizer import policy_adamw, sft_adamw
+from marin_rl.training.mesh import layout_of
+from marin_rl.training.model import (
+    matrix_mask,
+    parameter_structs,
+    with_gradient_checkpointing,
+    with_parameters,
+)
+from marin_rl.training.optimizer import (
+    learning_rate_schedule,
+    make_optimizer,
+    policy_adamw,
+    sft_adamw,
+)
+from marin_rl.training.preference import PairArrays, make_preference_step
+from marin_rl.training.scalar_adapters import scalar_template
 from marin_rl.training.sequence_scores import LENGTH_STEP, sequence_program
+from marin_rl.training.state import state_like, template_of
 from marin_rl.training.step import RowsPass, as_array, trainable_of
 from marin_rl.training.step_types import Parameters, Reference, StepArrays, TrainState
 
@@ -60,8 +75,18 @@ def trace_programs(
     Raises ConfigError with the settings of `KEYS` where one cannot be traced, and InputError for a
     model that is not supported.
     """
+    return _traced(config, _programs(config, tokenizer, modules))
+
+
+def trace_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Trace the step of a reward model, and return the number of programs. Raises as above."""
+    step = partial(_trace_preference_step, config, tokenizer)
+    return _traced(config, [("the step of the reward model", step)])
+
+
+def _traced(config: Config, programs: Iterable[tuple[str, Callable[[], Any]]]) -> int:
     count = 0
-    for name, trace in _programs(config, tokenizer, modules):
+    for name, trace in programs:
         count += 1
         try:
             trace()
@@ -123,14 +148,7 @@ class _Shapes:
     def __init__(self, config: Config, program: CompiledStep) -> None:
         self.program = program
         self._config, self._settings = config, program.settings
-        structs = parameter_structs(program.template)
-        dtype = config.policy.compute_dtype
-        # As `place_frozen` has them.
-        self._frozen: Any = {
-            name: struct if is_quantized(name) else struct.update(dtype=dtype)
-            for name, struct in structs.items()
-            if name not in program.like.parameters
-        }
+        self._frozen = _frozen_shapes(config, program.template, program.like)
 
     def trace_step(self, *, warming: bool = False) -> None:
         """Trace both halves of an optimizer step."""
@@ -208,3 +226,35 @@ class _Shapes:
         if self.program.critic is not None:
             rows = rows._replace(old_values=numbers, returns=numbers)
         return rows
+
+
+def _frozen_shapes(config: Config, template: eqx.Module, like: TrainState) -> Any:
+    """Shapes of the parameters that no update changes, in the dtype that they are computed in."""
+    return {
+        name: struct if is_quantized(name) else struct.update(dtype=config.policy.compute_dtype)
+        for name, struct in parameter_structs(template).items()
+        if name not in like.parameters
+    }
+
+
+def _trace_preference_step(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    policy, layout = config.policy, layout_of(config.mesh)
+    if policy.lora is not None and policy.lora.init_from is not None:
+        # Its folder may be gone where a run is continued, and no dtype depends on its ranks.
+        lora = policy.lora.model_copy(update={"init_from": None, "rank": policy.lora.rank or 1})
+        policy = policy.model_copy(update={"lora": lora})
+    trunk = template_of(policy, tokenizer)
+    modules = modules_of(policy, trunk)
+    if config.training.gradient_checkpointing:
+        trunk = with_gradient_checkpointing(trunk)
+    template = scalar_template(policy, trunk, modules)
+    adamw = sft_adamw(config.sft, config.training)  # its numbers change no shape
+    optimizer = make_optimizer(adamw, matrix_mask(template))
+    schedule = learning_rate_schedule(adamw)
+    step = make_preference_step(template, optimizer, schedule, policy.compute_dtype, layout)
+    size = 1, layout.whole_rows(2, together=2), policy.context_length
+    ids = jax.ShapeDtypeStruct(size, jnp.int32)
+    pairs = PairArrays(ids, ids, jax.ShapeDtypeStruct((*size[:2], 1), jnp.float32))
+    like = state_like(template, optimizer)
+    with layout.active():
+        jax.eval_shape(step, like, pairs, as_array(1), _frozen_shapes(config, template, like))

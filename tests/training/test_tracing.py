@@ -8,7 +8,7 @@ import pytest
 from support.cases import others_slow
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor.policy import programs
+from marin_rl.doctor.policy import programs, reward_model_programs
 from marin_rl.errors import ConfigError
 from marin_rl.inference.linear_layers import LoraLinear
 from marin_rl.tokenizers import tokenizer_for
@@ -26,10 +26,11 @@ TRAINED = {
     "int8": ("policy.lora.rank=8", "policy.quantize_base=int8"),
     "nf4": ("policy.lora.rank=8", "policy.quantize_base=nf4"),
 }
+DTYPES = "float32", "bfloat16"
 COMBINATIONS = list(
     product(
         TRAINED,
-        ("float32", "bfloat16"),
+        DTYPES,
         (True, False),
         (False, True),
         ("none", "sequences", "shared_prompt"),
@@ -86,6 +87,14 @@ def test_every_program_can_be_built(trained, dtype, tied, checkpointing, packing
 def test_parts_that_a_run_may_have_are_traced_too(overrides, count) -> None:
     config = real("policy.compute_dtype=bfloat16", *overrides)
     assert programs(config) == f"{count} traced by shapes"
+
+
+@pytest.mark.parametrize(
+    ("trained", "dtype"), others_slow(product(TRAINED, DTYPES), ("lora", "bfloat16"), several=True)
+)
+def test_the_step_of_a_reward_model_can_be_built(trained, dtype) -> None:
+    config = real(*TRAINED[trained], f"policy.compute_dtype={dtype}")
+    assert reward_model_programs(config) == "1 traced by shapes"
 
 
 def test_a_program_that_cannot_be_built_names_the_keys(monkeypatch) -> None:
