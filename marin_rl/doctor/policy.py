@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from marin_rl.training.adapters import Modules
 
 PROMPTS_CHECKED_MAX = 64
+ROWS_MEASURED_MAX = 4096  # of each split, in the order of the run; some seconds
 
 
 def tokenizer(config: Config) -> str:
@@ -60,19 +61,36 @@ def model(config: Config) -> str:
 
 
 def prompts(config: Config) -> str:
-    """Check that the first round's prompts and a completion fit the context."""
-    longest, count = 0, min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round)
-    examples = first_examples(config, count)
-    for example, (_, length) in zip(examples, rendered(config, examples), strict=True):
-        room = config.policy.context_length - config.sampling.max_tokens
-        if length > room:
-            raise InputError(
-                f"the prompt of {example.example_id} has {length} tokens, but "
-                f"policy.context_length ({config.policy.context_length}) less sampling.max_tokens "
-                f"({config.sampling.max_tokens}) leaves {room}: raise the one or lower the other"
-            )
-        longest = max(longest, length)
-    return f"longest of {len(examples)} prompts: {longest} tokens"
+    """Check that prompts and a completion fit the context: of rows of files all, up to a bound."""
+    examples = _measured(config)
+    lengths = [length for _, length in rendered(config, examples)]
+    room = config.policy.context_length - config.sampling.max_tokens
+    long = [n for n, length in enumerate(lengths) if length > room]
+    if long:
+        raise InputError(
+            f"the prompt of {examples[long[0]].example_id} has {lengths[long[0]]} tokens, but "
+            f"policy.context_length ({config.policy.context_length}) less sampling.max_tokens "
+            f"({config.sampling.max_tokens}) leaves {room}: raise the one or lower the other, or "
+            f"remove {len(long)} of {len(lengths)} prompts, the longest of {max(lengths)} tokens"
+        )
+    return f"longest of {len(lengths)} prompts: {max(lengths, default=0)} tokens"
+
+
+def _measured(config: Config) -> list[Example]:
+    """Return the examples whose prompts are measured: a new run's rows, else a first round's."""
+    from marin_rl.environments.chat import Chat
+    from marin_rl.environments.checks import environment_of
+    from marin_rl.environments.mixture import parts_of
+    from marin_rl.storage.runs import Run
+
+    few = first_examples(config, min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round))
+    with suppress(ObjectMissing):  # a run that was begun goes on with what it has
+        Run.open(config.root, config.run_id, config.storage_options)
+        return few
+    for part in parts_of(environment_of(config), config.environment):
+        if isinstance(part.environment, Chat):
+            few = [*few, *part.environment.first_of_each_split(part.config, ROWS_MEASURED_MAX)]
+    return list({(example.split, example.example_id): example for example in few}.values())
 
 
 def tools(config: Config) -> str:

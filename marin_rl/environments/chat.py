@@ -145,6 +145,18 @@ class Chat(FunctionScored):
             metadata=metadata_of(raw, row, self._columns, where),
         )
 
+    def first_of_each_split(self, config: EnvironmentConfig, most: int) -> list[Example]:
+        """Return the first examples of a run and of its evaluation, each row once."""
+        splits: dict[Split, tuple[int, int | None]] = {
+            "train": (config.train_seed, self.size),
+            "eval": (config.eval_seed, self.eval_size),
+        }
+        return [
+            self.example(seed, index, split)
+            for split, (seed, size) in splits.items()
+            for index in range(min(size or 0, most))
+        ]
+
     def row_number(self, seed: int, index: int, split: Split) -> int:
         """Number of the row of the example at `index`. Raises InputError for an empty split."""
         prompts = self._loaded
