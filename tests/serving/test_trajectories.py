@@ -205,7 +205,7 @@ def test_scores_that_are_no_numbers_are_refused(refusing: httpx.Client) -> None:
     text += '"inference_logprobs": [[1.0, -1.0], [1.0, -1.0]], "env_id": 0}'
     answer = refusing.post("/scored_data", content=text)
     assert answer.status_code == 422
-    assert "scores.0: expected a finite number, found nan" in answer.text
+    assert "the body: expected a finite number, found NaN" in answer.text
 
 
 @pytest.mark.parametrize(

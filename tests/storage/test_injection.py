@@ -14,6 +14,7 @@ import pytest
 from support.faults import NamedOperations, groups
 
 from marin_rl.errors import ConfigError, ObjectMissing, StoreUnavailable
+from marin_rl.storage.stores import filesystem
 from marin_rl.storage.stores.fault_injection import (
     DELAY_S,
     KINDS,
@@ -140,12 +141,20 @@ def test_a_probe_is_not_fooled_by_its_own_create_sent_twice(faulty: Opened) -> N
 
 
 @pytest.mark.parametrize("kind", ["fail", "lose-reply", "late"])
-def test_a_probe_without_an_answer_says_that_it_may_pass(faulty: Opened, kind: str) -> None:
+def test_a_probe_without_an_answer_is_made_again(
+    faulty: Opened, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystem, "PROBE_PAUSES_S", ())
     store = faulty(kind)
     store.put_part("a", b"a")
     with pytest.raises(StoreUnavailable) as caught:
         probe(store)
     assert caught.value.transient
+    monkeypatch.setattr(filesystem, "PROBE_PAUSES_S", (0.0,))
+    store = faulty(kind)
+    store.put_part("b", b"b")
+    probe(store)
+    assert [name for name in store.children() if not name.startswith(".")] == ["a", "b"]
 
 
 def test_operations_of_all_stores_are_counted_and_logged(faulty: Opened, tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from marin_rl.serving.http.auth import Guard, Keys, Refusal, check_reach, read_b
 from marin_rl.serving.http.connections import Connections
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.trajectories.receiver import Receiver
+from schemas import Malformed
+from schemas.strict_json import JsonLimits, parse_json
 
 RETRY_S = 1
 
@@ -205,11 +207,13 @@ class TrajectoryRoutes:
         try:
             if request.headers.get("content-encoding", "").lower() == "gzip":
                 data = _unzipped(data, self._settings.bodies_bytes_max)
-            return await asyncio.to_thread(kind.validate_json, data)
-        except ValidationError as error:
+            limits = JsonLimits(bytes_max=self._settings.bodies_bytes_max)
+            return await asyncio.to_thread(lambda: kind.validate_python(parse_json(data, limits)))
+        except (ValidationError, Malformed) as error:
             if kind in (_GROUP, _GROUPS):
                 self._receiver.counts["refused"] += 1
-            raise ApiError(422, _first(error)) from None
+            known = isinstance(error, ValidationError)
+            raise ApiError(422, _first(error) if known else f"the body: {error}") from None
 
 
 def _first(error: ValidationError) -> str:

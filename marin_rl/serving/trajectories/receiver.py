@@ -6,16 +6,18 @@ environments were heard from lately. Methods block and are called one at a time.
 (`app`).
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+import orjson
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.errors import CorruptObject, InputError, ObjectMissing
+from marin_rl.errors import CorruptObject, InputError, ObjectMissing, StorageError
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.scored_data import (
     PushingEnvironment,
@@ -29,16 +31,26 @@ from marin_rl.storage.commits import commit_object, new_attempt, read_manifest, 
 from marin_rl.storage.layout import environment_key
 from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint, rollouts_slot, round_of
 from marin_rl.storage.tables.group_queue import GroupQueue
+from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
-from marin_rl.types import Sampling, ServedPolicy
+from marin_rl.types import RolloutGroup, Sampling, ServedPolicy
 from schemas.manifests import canonical_json
+from schemas.strict_json import parse_json
 
 ENVIRONMENTS_MAX = 4096
 # Environments ask for their status ten times a second: the store is looked at less often.
 LOOK_S = 0.5
 # An environment that was not heard from for so long has no share of the weights.
 CONNECTED_S = 60.0
+# Groups that wait are on disk, and environments may ignore the size of the queue.
+QUEUE_ROUNDS_MAX = 64
 WEIGHT_MIN = 0.01  # as atropos has it, so that no environment is starved
+
+
+class QueueFull(StorageError):
+    """Too many groups wait for the trainer."""
+
+    transient = True
 
 
 class Receiver:
@@ -66,6 +78,13 @@ class Receiver:
         """The round whose policy is the latest; None before the run has one."""
         self._look()
         return self._round
+
+    @property
+    def _queue_max(self) -> int:
+        """Groups that may wait: all that may be old, and some more."""
+        config = self.run.config
+        rounds = max(QUEUE_ROUNDS_MAX, 2 * (1 + config.batching.staleness_rounds_max))
+        return config.rollouts.groups_per_round * rounds
 
     @property
     def queue_size(self) -> int:
@@ -120,8 +139,13 @@ class Receiver:
     def accept(self, groups: Sequence[ScoredData]) -> int:
         """Check groups, then commit them in order; the number of those that are new.
 
-        Where one is refused, none is committed. Raises InputError, StorageError.
+        Where one is refused, none is committed. Raises InputError, StorageError; QueueFull.
         """
+        if self.queue_size >= self._queue_max:
+            raise QueueFull(
+                f"{self.queue_size} groups wait, expected less than {self._queue_max}: run "
+                f"{self.run.run_id} has no use for more until it has trained on some"
+            )
         pushed: list[tuple[ScoredData, PushingEnvironment, ServedPolicy]] = []
         try:
             for data in groups:
@@ -129,8 +153,11 @@ class Receiver:
                 check_scored_data(data, self.run.config, self._vocabulary)
                 check_texts(data, self._tokenizer.decode)
                 pushed.append((data, environment, self._policy(policy_version_of(data))))
-        except InputError:
+                self._check_stored(*pushed[-1])
+        except (InputError, OverflowError) as error:
             self.counts["refused"] += len(groups)
+            if isinstance(error, OverflowError):
+                raise InputError(f"an id of tokens or masks is beyond 64 bits: {error}") from None
             raise
         new = sum(self._append(*group) for group in pushed)
         self.counts["accepted"] += new
@@ -162,15 +189,40 @@ class Receiver:
     def _append(
         self, data: ScoredData, environment: PushingEnvironment, policy: ServedPolicy
     ) -> bool:
-        sampling = Sampling(**self.run.config.sampling.model_dump())
-
-        def group_at(group_id: str) -> Any:
-            decode = self._tokenizer.decode
-            return rollout_group(data, group_id, environment, policy, sampling, decode)
-
+        group_at = partial(self._group, data, environment, policy)
         done = self._queue.append(environment.number, data.digest, policy, group_at)
         self.latest = data
         return not done.repeated
+
+    def _group(
+        self,
+        data: ScoredData,
+        environment: PushingEnvironment,
+        policy: ServedPolicy,
+        group_id: str,
+    ) -> RolloutGroup:
+        sampling = Sampling(**self.run.config.sampling.model_dump())
+        return rollout_group(data, group_id, environment, policy, sampling, self._tokenizer.decode)
+
+    def _check_stored(
+        self, data: ScoredData, environment: PushingEnvironment, policy: ServedPolicy
+    ) -> None:
+        """Make the group as it will be stored, before any is. Raises InputError."""
+        try:
+            # What reads it later has no integers over 64 bits.
+            orjson.dumps([data.generation_params, data.group_overrides])
+            encode_shard(
+                [self._group(data, environment, policy, "group")],
+                run_id=self.run.run_id,
+                round=0,
+                shard=0,
+                attempt="",
+                replica="",
+                fingerprint="",
+                policy=policy,
+            )
+        except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+            raise InputError(f"the group cannot be stored: {error}") from None
 
     def _is_connected(self, number: int) -> bool:
         heard = self._heard.get(number)
@@ -230,7 +282,7 @@ class Receiver:
             record,
             attempt=attempt,
             fingerprint="",
-            identify=lambda other: (json.loads(other)["attempt"], ""),
+            identify=lambda other: (parse_json(other)["attempt"], ""),
         )
         return _registered(data, self.run.store.url_of(environment_key(environment.number)))
 
@@ -247,6 +299,6 @@ class Receiver:
 
 def _registered(data: bytes, source: str) -> PushingEnvironment:
     try:
-        return PushingEnvironment(**json.loads(data)["environment"])
+        return PushingEnvironment(**parse_json(data)["environment"])
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptObject(f"{source}: expected the registration of an environment") from error

@@ -5,10 +5,12 @@ a store is and does is in store.py. What to do about an unknown outcome is decid
 """
 
 import os
+import random
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from marin_rl.storage.stores.store import FilesystemStore, ObjectStore, PutOutco
 __all__ = ["MemoryStore", "ObjectStore", "PutOutcome", "open_store", "probe"]
 
 BUCKET_SCHEMES = {"gs": "gs", "gcs": "gs", "s3": "s3", "s3a": "s3"}
+
+PROBE_PAUSES_S = (0.2, 0.8, 2.0, 5.0)
 
 # The memory filesystem is one per process, and check and write must be one step in it.
 _memory_lock = threading.RLock()
@@ -65,21 +69,31 @@ def _store_at(url: str, options: Mapping[str, Any] | None) -> ObjectStore:
 def probe(store: ObjectStore) -> None:
     """Prove that the root can be written and creates objects at most once.
 
-    Creates one random key twice with different bytes, reads it, and removes it. Raises RootUnfit.
+    Creates one random key twice with different bytes, reads it, and removes it; begins again with
+    another key after an answer that was lost or a 5xx. Raises RootUnfit, StoreUnavailable.
     """
+    for pause_s in PROBE_PAUSES_S:
+        with suppress(StoreUnavailable):
+            _probe_once(store)
+            return
+        time.sleep(pause_s * random.uniform(0.5, 1.0))
+    _probe_once(store)
+
+
+def _probe_once(store: ObjectStore) -> None:
     # Private by its dot, so readers pass over it, and gc takes it if this process dies here.
     key = f".probe-{secrets.token_hex(8)}"
     try:
         # Different bytes, so that what is read back says which of the two creates took effect.
         outcomes = [store.put_if_absent(key, data) for data in (b"first", b"second")]
+        if PutOutcome.UNKNOWN in outcomes:
+            raise StoreUnavailable(f"{store.url}: the create-if-absent probe got no clear answer")
         content = store.read(key)
         store.delete(key)
     except StoreUnavailable:
         raise  # an outage says nothing about what the root is able to do
     except StorageError as error:
         raise RootUnfit(f"{store.url} cannot hold runs: {error}") from None
-    if PutOutcome.UNKNOWN in outcomes:
-        raise StoreUnavailable(f"{store.url}: the create-if-absent probe got no clear answer")
     # The first may say "exists" of itself, where the network sent it twice: its bytes decide.
     if outcomes[1] is PutOutcome.CREATED or content != b"first":
         raise RootUnfit(
