@@ -34,6 +34,8 @@ from marin_rl.plain_files import read_object
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Far above that of any adapter; bounds what a damaged file makes us parse.
 HEADER_BYTES_MAX = 2**24
+# Far above those of any adapter; beyond them logits overflow, and what is sampled is uniform noise.
+VALUE_MAX = SETTING_MAX = 1e6
 
 # Layers below 10,000 and without leading zeros: one layer has one spelling.
 _KEY = re.compile(
@@ -146,6 +148,10 @@ def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
             # True is an int to isinstance, and would be read as rank 1.
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise InputError(f"{file}: expected a number for {name!r:.80}, found {value!r:.80}")
+            if abs(value) > SETTING_MAX:
+                raise InputError(
+                    f"{file}: expected at most {SETTING_MAX:g} for {name!r:.80}, found {value!r:.80}"
+                )
             if name != key and not _PATTERN.fullmatch(name):
                 raise InputError(
                     f"{file}: {pattern} has the pattern {name!r:.80}; expected names of modules, "
@@ -255,6 +261,13 @@ def _stacked(
         if module.scale != widest.scale:
             # The stacked module applies the widest one's scale to all layers.
             b[index] *= np.float32(module.scale / widest.scale)
+    for side, values in (("A", a), ("B", b)):
+        largest = float(np.abs(values).max(initial=0.0))
+        if largest > VALUE_MAX:  # NaN is refused with all that is not finite
+            raise InputError(
+                f"{folder / WEIGHTS_FILE}: lora_{side} of {name} has a value of {largest:g}: "
+                f"expected finite ones of at most {VALUE_MAX:g}; train or copy it again"
+            )
     return widest, a.reshape(layer.a_shape(widest.rank)), b.reshape(layer.b_shape(widest.rank))
 
 

@@ -131,6 +131,8 @@ def test_ranks_that_differ_by_layer_are_filled_with_zeros(tmp_path: Path) -> Non
         ({"peft_type": "LOHA"}, "expected peft_type LORA, found 'LOHA'"),
         ({"r": "8"}, "expected a number for 'r', found '8'"),
         ({"r": True}, "expected a number for 'r', found True"),
+        ({"lora_alpha": 10**4000}, "expected at most 1e.06 for 'lora_alpha', found 1000"),
+        ({"alpha_pattern": {"q_proj": 1e300}}, "expected at most 1e.06 for 'q_proj', found 1e"),
         ({"r": 0}, "is 0: expected 1 to"),
         ({"r": -1}, "is -1: expected 1 to"),
         ({"r": 5}, r"lora_A of model.layers.0.self_attn.q_proj expected \(5, 24\)"),
@@ -175,6 +177,10 @@ def _not_finite(tensors: dict[str, np.ndarray]) -> None:
     tensors[f"{Q0}.lora_B.weight"][3, 1] = np.nan
 
 
+def _huge(tensors: dict[str, np.ndarray]) -> None:
+    tensors[f"{Q0}.lora_A.weight"][1, 2] = 1e38
+
+
 def _integers(tensors: dict[str, np.ndarray]) -> None:
     tensors[f"{Q0}.lora_B.weight"] = np.zeros((24, 4), np.int32)
 
@@ -191,6 +197,7 @@ def _none(tensors: dict[str, np.ndarray]) -> None:
         (_cut, "expected lora_A and lora_B of self_attn.q_proj in each of the 2 layers"),
         (_deeper, "expected lora_A and lora_B of self_attn.q_proj in each of the 2 layers"),
         (_not_finite, "q_proj/weight:B of the adapter has values that are not finite"),
+        (_huge, "lora_A of self_attn.q_proj has a value of 1e+38: expected finite ones of at most"),
         (_integers, "is I32: expected F32, F16 or BF16"),
         (_none, "holds no tensor"),
     ],

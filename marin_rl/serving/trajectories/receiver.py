@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
@@ -211,17 +212,18 @@ class Receiver:
         try:
             # What reads it later has no integers over 64 bits.
             orjson.dumps([data.generation_params, data.group_overrides])
-            encode_shard(
-                [self._group(data, environment, policy, "group")],
-                run_id=self.run.run_id,
-                round=0,
-                shard=0,
-                attempt="",
-                replica="",
-                fingerprint="",
-                policy=policy,
-            )
-        except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+            with np.errstate(over="raise"):  # a logprob beyond float32
+                encode_shard(
+                    [self._group(data, environment, policy, "group")],
+                    run_id=self.run.run_id,
+                    round=0,
+                    shard=0,
+                    attempt="",
+                    replica="",
+                    fingerprint="",
+                    policy=policy,
+                )
+        except (ValueError, TypeError, ArithmeticError, pa.ArrowException) as error:
             raise InputError(f"the group cannot be stored: {error}") from None
 
     def _is_connected(self, number: int) -> bool:
