@@ -150,7 +150,8 @@ def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
                 raise InputError(f"{file}: expected a number for {name!r:.80}, found {value!r:.80}")
             if abs(value) > SETTING_MAX:
                 raise InputError(
-                    f"{file}: expected at most {SETTING_MAX:g} for {name!r:.80}, found {value!r:.80}"
+                    f"{file}: expected at most {SETTING_MAX:g} for {name!r:.80}, "
+                    f"found {value!r:.80}"
                 )
             if name != key and not _PATTERN.fullmatch(name):
                 raise InputError(
