@@ -1,6 +1,5 @@
 """Groups that environments push: all or nothing, once, and not without end."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.run_factories import checkpoint, policy
+from support.run_factories import checkpoint
 from support.trajectories import push, pushed_config, receiving, registration, scored
 
-from marin_rl.rollouts.generate import generate_shard
 from marin_rl.serving.trajectories import receiver
-from marin_rl.storage.runs import Run, committed_checkpoint
-from marin_rl.storage.tables.rollouts import seal_round
-from marin_rl.storage.upkeep.gc import collect, rule_of
+from marin_rl.storage.runs import Run
 
 
 @pytest.fixture
@@ -67,24 +63,6 @@ def test_nothing_of_a_list_is_committed_where_one_is_refused(
     assert not [key for key in run.store.list("rollouts") if key.endswith(".parquet")]
     push(client, [20])
     assert client.get("/status").json()["queue_size"] == 1
-
-
-def test_a_group_that_was_collected_is_not_taken_again_after_a_restart(
-    run: Run, client: httpx.Client
-) -> None:
-    push(client, [20, 30, 40])
-    shards = [asyncio.run(generate_shard(run, 0, shard, policy(0))) for shard in range(2)]
-    start = committed_checkpoint(run, 0)
-    assert start is not None
-    seal_round(run, 0, shards, [start])
-    assert collect(run, rule_of(run, None, None)).garbage
-    with receiving(run) as restarted:
-        push(restarted, [20, 30, 40])
-        status = restarted.get("/status").json()
-        assert (status["groups_accepted"], status["groups_repeated"]) == (0, 3)
-        assert status["queue_size"] == 0
-        push(restarted, [50])
-        assert restarted.get("/status").json()["queue_size"] == 1
 
 
 def test_an_environment_that_ignores_the_queue_is_asked_to_wait(

@@ -94,20 +94,9 @@ class GroupQueue:
         there = set(self._run.store.list("rollouts"))  # gc takes those that shards have collected
         listed = [place for place in places if self._key(place) in there]
         keys = [self._key(place) for place in listed]
-        stamps = {
-            place.number: self._stamp(place, data)
-            for place, data in zip(listed, load_readable(self._run.store, keys), strict=True)
-            if data is not None
-        }
-        shards: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
-        for place in places:
-            stamp = stamps.get(place.number)
-            if stamp is None:
-                if (shard := (place.round, place.shard)) not in shards:
-                    shards[shard] = self._origins(place) or {}
-                stamp = shards[shard].get(place.group_id)
-            if stamp is not None:
-                self._remember(place, stamp)
+        for place, data in zip(listed, load_readable(self._run.store, keys), strict=True):
+            if data is not None:
+                self._remember(place, self._stamp(place, data))
 
     def append(
         self,
@@ -176,18 +165,12 @@ class GroupQueue:
         self.accepted = place.number + 1
         # Another server may have filled this place, and gc may have taken it since: what is
         # created below a shard that is committed is read by no one.
-        collected = self._collected(place)
-        kept = collected or self._stamp(place, committed)
+        kept = self._collected(place) or self._stamp(place, committed)
         self._remember(place, kept)
-        return collected is None and kept == stamp
+        return kept == stamp
 
     def _collected(self, place: QueuePlace) -> dict[str, str] | None:
         """The group that the shard of a place has there; None while that is not committed."""
-        origins = self._origins(place)
-        return None if origins is None else origins[place.group_id]
-
-    def _origins(self, place: QueuePlace) -> dict[str, dict[str, str]] | None:
-        """Stamps of the groups of a place's shard, by id; None while that is not committed."""
         key = shard_key(place.round, place.shard)
         data = load_or_none(self._run.store, key)
         if data is None:
@@ -195,15 +178,8 @@ class GroupQueue:
         source = self._run.store.url_of(key)
         rows = decode_shard(data, ["group_id", "metadata"], source=source).to_pylist()
         # Of any row: all rows of a group have the metadata of its example.
-        texts = {row["group_id"]: row["metadata"] for row in rows}
-        return {
-            group_id: {
-                name: str(value)
-                for name, value in parse_json(text.encode())[ORIGIN].items()
-                if name in (DIGEST, ENVIRONMENT)
-            }
-            for group_id, text in texts.items()
-        }
+        texts = [row["metadata"] for row in rows if row["group_id"] == place.group_id]
+        return {name: str(value) for name, value in parse_json(texts[0].encode())[ORIGIN].items()}
 
     def _remember(self, place: QueuePlace, stamp: dict[str, str]) -> None:
         environment = int(stamp[ENVIRONMENT])
