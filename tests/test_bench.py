@@ -14,7 +14,7 @@ SCRIPTS_RUN = {
     "round.py", "packing.py", "mfu.py", "recipes.py", "engine.py", "server.py", "process.py",
     "recovery.py", "scan.py", "orchestration.py", "fsck.py",
     "startup.py", "episodes.py", "sandbox.py", "overlap.py", "lora.py", "lora_curves.py",
-    "selection.py", "learning.py", "scale.py",
+    "selection.py", "learning.py", "scale.py", "serve_one.py",
 }  # fmt: skip
 OURS = ("marin_rl", "flows", "tasks", "schemas")
 

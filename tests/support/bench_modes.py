@@ -48,7 +48,8 @@ CACHES = {"XDG_CACHE_HOME": str(Path.home() / ".cache")}
 EARLIER = {"recipe": "rloo", "seed": 0, "rewards": [0.25], "before": 0.1, "after": 0.2}
 # The scripts that write numbers, and so take the folder for them.
 WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.py",
-           "overlap.py", "selection.py", "lora.py", "lora_curves.py", "scale.py")  # fmt: skip
+           "overlap.py", "selection.py", "lora.py", "lora_curves.py", "scale.py",
+           "serve_one.py")  # fmt: skip
 
 
 LATENCY = ("--latency", "0.01")
@@ -92,6 +93,11 @@ MODES = {
     ),
     # next to a curve of an earlier invocation
     "recipes": Mode(command=RECIPES, shows=("| `grpo` |", "| `rloo` | 0.25 |", "recipes.svg")),
+    "serve-one": Mode(
+        command=("serve_one.py", "--streams", "1,2", "--new-tokens", "4", "--slots", "2",
+                 "--context", "128"),
+        shows=('"streams": 2, "tokens": 8',),
+    ),
     "engine-peers": Mode(
         command=(*ENGINE, "--peers", "--cores", "1", "--only", "ours,levanter"),
         shows=("levanter", "tokens_per_cpu_second"),
