@@ -20,6 +20,7 @@ from marin_rl.analysis.status import headline
 from marin_rl.analysis.warnings import NewWarnings
 from marin_rl.display.tables import COLUMNS, METRICS, formatted
 from marin_rl.progress import ProgressEvent, listening
+from marin_rl.rollouts.data_warnings import has_more_examples
 from marin_rl.storage.runs import Run
 
 _to_api = logging.getLogger("marin_rl.flow_runs")
@@ -46,7 +47,11 @@ class RunLog:
         self._rows: dict[int, dict[str, Any]] = {}
         self._log = _logger()
         self._context = copy_context()  # the flow's settings: events come from other threads
-        self._warnings = NewWarnings(run.run_id, partial(self._say, logging.WARNING))
+        self._warnings = NewWarnings(
+            run.run_id,
+            partial(self._say, logging.WARNING),
+            more_examples=has_more_examples(run.config),
+        )
 
     def listen(self, event: ProgressEvent) -> None:
         """Log the end of a round or of an evaluation, and warnings that are new with it."""

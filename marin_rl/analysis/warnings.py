@@ -1,7 +1,7 @@
-"""Warnings about a run: rules over its metric rows, a sentence each, for `run`, `status` and watch.
+"""Warnings about a run: rules over its metric rows, a sentence each, for `run` and `status`.
 
 Owns the limits and the words. A rule looks at the latest round, or at a stretch of them; what the
-rows do not say (a process that is gone, a run that stands still) is watch.py's.
+rows do not say (a process that is gone, a run that stands still) is stage.py's.
 """
 
 import statistics
@@ -48,23 +48,27 @@ def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
     `run_id` stands in the commands that they name.
     """
     trained = [row for row in rows if row.get("reward") is not None]
-    held_out = _held_out(rows)
     if not trained:
-        return held_out
+        return []
     last = trained[-1]
     beyond = [
         f"round {last['round']}: " + _words(name, text, last[name], run_id)
         for name, (limit, text) in _LIMITS.items()
         if last.get(name) is not None and last[name] > limit
     ]
-    return beyond + _collapse(trained) + _hacked(rows) + held_out
+    return beyond + _collapse(trained) + _hacked(rows)
 
 
 class NewWarnings:
-    """Warnings of a run in progress, by its events; a kind is announced once, when it appears."""
+    """Warnings of a run in progress, by its events; a kind is announced once, when it appears.
 
-    def __init__(self, run_id: str, announce: Callable[[str], None]) -> None:
-        self._run_id, self._announce = run_id, announce
+    Evaluations of few examples are one of them where the environment has `more_examples`.
+    """
+
+    def __init__(
+        self, run_id: str, announce: Callable[[str], None], *, more_examples: bool = False
+    ) -> None:
+        self._run_id, self._announce, self._more_examples = run_id, announce, more_examples
         self._rows: dict[int, dict[str, Any]] = {}
         self._seen: set[str] = set()
 
@@ -75,7 +79,8 @@ class NewWarnings:
             return
         self._rows.setdefault(event.round, {"round": event.round}).update(event.metrics)
         rows = [self._rows[round] for round in sorted(self._rows)]
-        for warning in warnings_of(rows, self._run_id):
+        small = _held_out(rows) if self._more_examples else []
+        for warning in (*warnings_of(rows, self._run_id), *small):
             if (kind := _kind(warning)) not in self._seen:
                 self._seen.add(kind)
                 self._announce(warning)
@@ -98,7 +103,7 @@ def _held_out(rows: Rows) -> list[str]:
     return [
         f"held-out accuracy {100 * item.value:.1f} % (95 % CI {100 * item.low:.0f}–"  # noqa: RUF001
         f"{100 * item.high:.0f} %, n = {evaluated[-1]['eval/examples']:.0f}): raise "
-        "evaluation.examples for a narrower interval, if the environment has more"
+        "evaluation.examples for a narrower interval"
         for item in last.values()
         if item.high - item.low > INTERVAL_MAX
     ]

@@ -143,12 +143,14 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
     from marin_rl.display.live import RunDisplay, showing
     from marin_rl.display.tables import plain
     from marin_rl.progress import listening
-    from marin_rl.rollouts.data_warnings import data_warnings
+    from marin_rl.rollouts.data_warnings import data_warnings, has_more_examples
 
     start = flow_named(flow)
     console = err if as_json else out
     warn = NewWarnings(
-        config.run_id, lambda text: console.print(plain(f"! {text}", "yellow"), soft_wrap=True)
+        config.run_id,
+        lambda text: console.print(plain(f"! {text}", "yellow"), soft_wrap=True),
+        more_examples=flow == "rl-loop" and has_more_examples(config),
     )
     if flow != "reward-model":
         for text in data_warnings(config, scored=flow != "sft"):

@@ -31,6 +31,17 @@ def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
     return [*warnings, *(_small_sets(config) if scored else ())]
 
 
+def has_more_examples(config: Config) -> bool:
+    """Return True if a set that is evaluated has more examples than an evaluation takes."""
+    sets = config.evaluation.sets or training_environments(config)
+    return any(
+        chosen.name in GENERATORS
+        or not isinstance(environment := loaded_environment(chosen), FixedSet)
+        or environment.eval_size > config.evaluation.examples
+        for chosen in sets.values()
+    )
+
+
 def training_environments(config: Config) -> dict[str, EnvironmentConfig]:
     """The run's environments by their keys, with the settings of each alone."""
     outer = config.environment

@@ -93,10 +93,6 @@ def rows(**columns: list[float]) -> list[dict[str, Any]]:
         ({"entropy": [2.0, 0.0]}, "entropy is gone (0): samples of a group are alike, nothing can"),
         ({"frac_reward_zero_std": [0.0, 1.0]}, "round 1: nothing can be learned: within every"),
         ({"completions/clipped_ratio": [0.0, 1.0]}, "round 1: every completion is cut off at"),
-        (
-            {"eval/accuracy": [0.0, 1 / 11], "eval/examples": [11.0, 11.0]},
-            "held-out accuracy 9.1 % (95 % CI 2–38 %, n = 11)",  # noqa: RUF001
-        ),
     ],
 )
 def test_warnings(columns: dict[str, list[float]], words: str) -> None:
@@ -119,6 +115,17 @@ def test_a_kind_of_warning_is_announced_once_when_it_is_first_seen() -> None:
         "round 0: nothing can be learned: wi",
         "round 3: 95% of the groups carry no",
     ]
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_few_held_out_examples_are_announced_once_where_there_are_more(*, more: bool) -> None:
+    told: list[str] = []
+    new = NewWarnings("run", told.append, more_examples=more)
+    for round in range(3):
+        metrics = {"reward": 0.5, "eval/accuracy": 1 / 11, "eval/examples": 11.0}
+        new.listen(ProgressEvent(run_id="run", stage="round", round=round, metrics=metrics))
+    expected = "held-out accuracy 9.1 % (95 % CI 2–38 %, n = 11)"  # noqa: RUF001
+    assert [text.startswith(expected) for text in told] == ([True] if more else [])
 
 
 def test_reward_up_and_held_out_flat_is_suspicious_and_both_up_is_not() -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from marin_rl.config import Config, load_config, parse_config
-from marin_rl.rollouts.data_warnings import data_warnings
+from marin_rl.rollouts.data_warnings import data_warnings, has_more_examples
 
 
 def configured(folder: Path, examples: int) -> Config:
@@ -21,6 +21,11 @@ def test_a_small_held_out_set_is_a_warning(tmp_path: Path) -> None:
     assert "evaluation.examples is 40, but environment holds out 25 of its 200 rows" in warning
     assert "raise environment.options.eval_fraction" in warning
     assert data_warnings(configured(tmp_path, 25)) == []
+    assert [has_more_examples(configured(tmp_path, n)) for n in (40, 25, 20)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_an_environment_without_an_end_has_no_warning() -> None:
