@@ -34,7 +34,7 @@ def test_numbers_of_every_library_are_plain_floats():
 
 
 @pytest.mark.parametrize("value", NO_NUMBER, ids=repr)
-def test_what_is_no_number_is_named(value: Any):
+def test_a_value_that_is_no_number_is_named(value: Any):
     with pytest.raises(ValueError, match="expected a number, found"):
         reward_number(value)
 
