@@ -79,10 +79,10 @@ def _numbers(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{title} {value}" for title, value in named if value)
 
 
-def _logger() -> "logging.LoggerAdapter[Any]":
+def _logger() -> "logging.Logger | logging.LoggerAdapter[Any]":
     """The flow run's logger; of a flow that is played by hand without the console."""
     adapter = get_run_logger()
-    if not has_caller():
+    if not has_caller() or isinstance(adapter, logging.Logger):
         return adapter
     if not _to_api.handlers:
         _to_api.addHandler(APILogHandler())

@@ -97,8 +97,8 @@ def test_the_page_has_the_table_of_errors(library):
     assert f"\n{peers_markdown(library)}\n" in PAGE.read_text(encoding="utf-8")
 
 
+def test_a_folder_for_verl_agrees_with_the_table():
     """A key that `export --verl` writes is that of our key's row."""
-    """What `export --verl` writes for a key of ours is that key's row."""
     from marin_rl.config import Config
     from marin_rl.config.peers import peer_keys
     from marin_rl.rollouts.verl.fields import Shape, verl_fields

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -167,7 +167,7 @@ class EpisodeDriver:
         return [(answer, completion) for answer in answers for completion in answer.completions]
 
     @property
-    def _chat(self) -> Callable[..., Awaitable[ChatAnswer]]:
+    def _chat(self) -> Callable[..., Coroutine[Any, Any, ChatAnswer]]:
         return partial(
             self.client.chat,
             template_options=self.template_options,
