@@ -46,6 +46,8 @@ SECTIONS = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
 # Sections whose keys belong to an environment, a store, or the user.
 FREE_FORM = (
     "asynchrony.curriculum_weights.",
+    "environment.chat_template_options.",
+    "policy.chat_template_options.",
     "environment.options.",
     "objective.loss_options.",
     "sft.environment",
@@ -279,8 +281,13 @@ def test_keys_side_by_side_are_keys_of_the_tree():
 
 
 def is_other(name: str) -> bool:
-    """Return True for a file, or a column of verl's, which may be named like a section."""
-    return name == "reward_model.ground_truth" or name.rpartition(".")[2] in {
+    """Return True for a file, or a key or column of verl's, which may be named like a section."""
+    of_verl = (
+        "reward_model.ground_truth",
+        "reward_model.model.path",
+        "reward_model.reward_manager",
+    )
+    return name in of_verl or name.rpartition(".")[2] in {
         "py",
         "md",
         "yaml",

@@ -108,8 +108,10 @@ def test_a_template_that_cannot_carry_the_tools_is_refused_before_a_run(folder: 
     template.write_text(template.read_text().partition("\n")[2])  # the line that names the tools
     with pytest.raises(InputError, match="leaves out the tools ask"):
         before_engines(load_config("tools.yaml"), "rl-loop")
+    room = ["policy.context_length=256", "batching.row_tokens=256"]
+    characters = load_config("tools.yaml", ["policy.tokenizer=characters", *room])
     with pytest.raises(InputError, match="writes no tool calls"):
-        before_engines(load_config("tools.yaml", ["policy.tokenizer=characters"]), "rl-loop")
+        before_engines(characters, "rl-loop")
 
 
 @pytest.mark.parametrize("template", [path.name for path in TEMPLATES.iterdir() if path.is_dir()])

@@ -354,7 +354,7 @@ def test_messages_keep_their_roles(tmp_path: Path, rewards: str) -> None:
     ("text", "words"),
     [
         ("", "has no rows"),
-        ("[1]", "line 1: expected an object"),
+        ("[1]", "expected JSON Lines, one object a line, found an array"),
         ('{"prompt": "a"}\n{"prompt"', "line 2 is not JSON"),
         ('{"prompt": "a", "messages": []}', "both messages and prompt may be the prompt"),
         ('{"messages": []}', "not empty"),

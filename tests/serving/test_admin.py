@@ -210,7 +210,7 @@ def test_weights_that_are_no_numbers_are_refused(
     save_hf(spoiled(run, value), character_tokenizer(), tmp_path / "model")
     status, code, message = refused(server, {"model_path": str(tmp_path / "model")})
     assert (status, code) == (400, "weights_refused")
-    assert "transformer/norm/weight has 1 values of 32 not finite" in message
+    assert f"that are not finite, the first at [3]: {value}" in message
 
 
 @pytest.mark.usefixtures("unchanged")
