@@ -108,7 +108,7 @@ def test_a_template_that_cannot_carry_the_tools_is_refused_before_a_run(folder: 
     template.write_text(template.read_text().partition("\n")[2])  # the line that names the tools
     with pytest.raises(InputError, match="leaves out the tools ask"):
         before_engines(load_config("tools.yaml"), "rl-loop")
-    room = ["policy.context_length=256", "batching.row_tokens=256"]
+    room = ["policy.context_length=512", "batching.row_tokens=512"]
     characters = load_config("tools.yaml", ["policy.tokenizer=characters", *room])
     with pytest.raises(InputError, match="writes no tool calls"):
         before_engines(characters, "rl-loop")
