@@ -19,7 +19,6 @@ RUNS = (
     "httpcore2",
     "jaxlib.mlir.dialects.mhlo",
     "marin_rl.serving.weights.adapter_versions",
-    "marin_rl.serving.weights.trainer_source",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "pandas",
