@@ -216,7 +216,8 @@ class _Shapes:
     def _rows(self) -> StepArrays:
         """Rows of a step with all arrays that they may have; one microbatch of the longest."""
         config, layout = self._config, self.program.layout
-        length = config.batching.row_tokens or max(config.batching.length_buckets)
+        buckets = config.batching.length_buckets or (config.policy.context_length,)
+        length = config.batching.row_tokens or buckets[-1]
         size = 1, layout.whole_rows(config.training.microbatch_sequences), length
         ids, numbers = (jax.ShapeDtypeStruct(size, dtype) for dtype in (jnp.int32, jnp.float32))
         mask = jax.ShapeDtypeStruct(size, jnp.bool_)

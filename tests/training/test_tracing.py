@@ -68,6 +68,7 @@ def test_every_program_can_be_built(trained, dtype, tied, checkpointing, packing
     ("overrides", "count"),
     others_slow(
         [
+            (("batching.length_buckets=[]",), 4),
             (
                 (
                     "objective={advantage: gae, ratio_level: token}",
@@ -80,7 +81,7 @@ def test_every_program_can_be_built(trained, dtype, tied, checkpointing, packing
             (("policy.lora.rank=8", "inference.serve_merged=false"), 4),
             (("policy.init=sft",), 5),
         ],
-        first=1,
+        first=2,
         several=True,
     ),
 )
