@@ -120,6 +120,10 @@ def test_without_a_terminal_long_stages_and_their_phases_are_said():
         wait_for("round 3: training (")
         with phase("compiling the training step"):
             wait_for("compiling the training step (")
+    starts = [line.partition(" (")[0] for line in console.file.getvalue().splitlines()]
+    assert list(dict.fromkeys(starts)) == [
+        "starting", "round 3: generating 5/16", "round 3: training", "compiling the training step",
+    ]  # fmt: skip
 
 
 def test_a_listener_that_raises_is_removed_and_the_others_still_hear():
