@@ -40,7 +40,7 @@ BLOCK = re.compile(
 NOT_SHELL = {"python", "yaml", "json", "sql", "toml"}
 COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ +)*)marin-rl +(.*)$")
 # Libraries of the reader's own, which are in no environment of this repository.
-ELSEWHERE = {"verifiers", "datasets", "trl", "gymnasium"}
+ELSEWHERE = {"verifiers", "datasets", "trl", "peft", "gymnasium", "rewards"}
 KEYS = frozenset(known_keys())
 SECTIONS = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
 # Sections whose keys belong to an environment, a store, or the user.
