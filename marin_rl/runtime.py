@@ -5,6 +5,7 @@ reads no checkpoint it just wrote, and hands weights to the engine as references
 needed for correctness: a new process reads all of it from the committed slots.
 """
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,7 @@ class RunRuntime:
         self._server: PolicyServer | None = None
         self._transfers_failed = 0
         self._published = False
+        self._session = secrets.token_hex(16)
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -336,7 +338,8 @@ class RunRuntime:
             # a policy with an adapter has the identity of both, but is sent merged
             saved = digest_of(named_parameters(merged_model(weights.model)))
         self._published = True
-        return publish(self._run, version, identity.parameters_digest, names, save, saved)
+        digest = identity.parameters_digest
+        return publish(self._run, version, digest, names, save, saved, session=self._session)
 
     def _served_here(self, version: int, weights: "Weights") -> "PolicyServer":
         """The running server, with this policy in it."""

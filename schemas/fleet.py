@@ -26,7 +26,7 @@ class HeartbeatRecord(Record):
 
     Tokens a second, and the share of time in which its engine computed nothing, are those since the
     last heartbeat. A server of the versions of an adapter names them as `adapters`, and their base
-    by its digest.
+    by its digest. `session` and `target_version` are of the target that it read last.
     Times are Unix seconds by the server's own clock: for people, never for decisions.
     """
 
@@ -49,6 +49,8 @@ class HeartbeatRecord(Record):
     idle: Annotated[float, Field(ge=0, le=1)] | None = None
     base_digest: Sha256 | None = None
     adapters: Annotated[list[Text], Field(max_length=ADAPTERS_MAX)] | None = None
+    session: Text | None = None
+    target_version: Count | None = None
     started_at: Number
     beat_at: Number
 
@@ -57,12 +59,14 @@ class TargetRecord(Record):
     """The checkpoint that a trainer has servers serve, and until when.
 
     Servers go on to later checkpoints by themselves once one above `through` is committed.
+    `session` is random, of one start of the trainer: heartbeats repeat it, so that they age.
     """
 
     run_sha256: Sha256
     version: Count
     through: Count
     parameters_digest: Sha256
+    session: Text | None = None
 
 
 class CanaryRecord(Record):

@@ -55,19 +55,22 @@ def publish(
     tokenizer: tuple[str, str],
     save: Save,
     saved: str | None = None,
+    *,
+    session: str,
 ) -> Published:
     """Make every endpoint of a run serve these parameters.
 
     `tokenizer` are its digest and that of its chat template; `save` writes the parameters as a
     Hugging Face folder, with `publish: lora_adapter` as a PEFT folder. `saved` is the digest of the
-    parameters in that folder where it is not that of the policy. Without `inference.publish`,
-    endpoints must serve the model already. Raises StalePolicy where they do not, FleetEmpty where
+    parameters in that folder where it is not that of the policy. `session` is a random text of
+    this start of the trainer (`schemas.fleet.TargetRecord`). Without `inference.publish`, endpoints
+    must serve the model already. Raises StalePolicy where they do not, FleetEmpty where
     there are none, ConfigError without a shared folder, and what the client raises.
     """
     inference = run.config.inference
-    source = EndpointSource.of(run.config, *tokenizer)
+    source = EndpointSource.of(run.config, *tokenizer, version)
     if inference.pulled:
-        return _pulled(run, version, digest, source)
+        return _pulled(run, version, digest, source, session)
     endpoints, folder = _named(source, inference.fleet_timeout_s), None
     if inference.publish == "lora_adapter":
         model = asyncio.run(_load_adapter(run, endpoints, version, digest, save))
@@ -88,7 +91,7 @@ def unpublish(run: Run) -> None:
         board_of(run.config.inference, run.folder).release()
 
 
-def _pulled(run: Run, version: int, digest: str, source: EndpointSource) -> Published:
+def _pulled(run: Run, version: int, digest: str, source: EndpointSource, session: str) -> Published:
     """Have followers serve a checkpoint, and wait until one does. Raises FleetEmpty."""
     inference = run.config.inference
     board_of(inference, run.folder).aim(
@@ -98,6 +101,7 @@ def _pulled(run: Run, version: int, digest: str, source: EndpointSource) -> Publ
             # No trainer at work is further ahead: its round is sampled before later ones end.
             through=version + run.config.max_staleness + 1,
             parameters_digest=digest,
+            session=session,
         )
     )
     model = served_model_id(inference.model, version, digest)

@@ -367,7 +367,7 @@ def _fleet_of(config: Config, policy: ServedPolicy, template: TemplateBridge) ->
     names = policy.tokenizer_digest, policy.chat_template_digest
     return partial(
         fleet_client_of(config.inference, template),
-        source=EndpointSource.of(config, *names),
+        source=EndpointSource.of(config, *names, policy.weight_version),
         canary=policy.canary,
         weights=_sent_weights(config, policy),
         admin_key=os.environ.get(config.inference.server.admin_key_variable),

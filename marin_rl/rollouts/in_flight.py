@@ -50,7 +50,7 @@ def in_flight_client(run: Run, policy: ServedPolicy) -> Callable[..., PolicyClie
         version=version,
         digest_of=versions.digest_in_time,
         canary_of=versions.canary_of,
-        source=EndpointSource.of(run.config, *names),
+        source=EndpointSource.of(run.config, *names, version),
         zone=run.config.inference.zone,
         fleet_timeout_s=run.config.inference.fleet_timeout_s,
     )

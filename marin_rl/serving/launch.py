@@ -110,13 +110,15 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     if not follow:
         return serve_forever(server, host, port, announce=_announce, report=report)
     with ExitStack() as stack:
-        stack.enter_context(
-            CheckpointWatcher(follower.take, run, follower.round, board=board, poll_s=poll_s)
-        )
+        answer = None
         if register is not None:
             registration = follower.registration(run, settings, register)
             stack.callback(registration.stop)
-            report = _registered(registration, report)
+            report, answer = _registered(registration, report), registration.answer
+        watcher = CheckpointWatcher(
+            follower.take, run, follower.round, board=board, answer=answer, poll_s=poll_s
+        )
+        stack.enter_context(watcher)
         return serve_forever(server, host, port, announce=_announce, report=report)
 
 

@@ -4,7 +4,9 @@ Both are private objects below `.fleet/`, written again and again by one writer 
 nothing: without them a run is what it is, gc may delete them at any time, and a server that is
 alive writes its own again. Whether a server is alive is never read off a clock: who wants to know
 asks the server. Where a run has an API token, records are signed with it, so that who can write
-into a root, and knows no token, can neither collect prompts nor send servers elsewhere.
+into a root, and knows no token, can neither collect prompts nor send servers elsewhere. A heartbeat
+ages by the trainer's rounds: it repeats the session and version of the target that its server read
+last, so that a copy of an old one, put back, leads no request to who has the address now.
 """
 
 import hmac
@@ -59,6 +61,8 @@ class Heartbeat:
     idle: float | None = None
     base_digest: str | None = None
     adapters: Sequence[str] | None = None
+    session: str | None = None
+    target_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,21 @@ class Target:
     version: int
     through: int
     parameters_digest: str
+    session: str | None = None
+
+    def aged(self, heartbeat: Heartbeat, version: int) -> str:
+        """Why a heartbeat is too old for those who sample by `version`; empty where it is not.
+
+        Its server must have read a target of this session, of that version or a later one.
+        """
+        # The target may be an old one that was put back, too.
+        if self.version < version:
+            return f"the target of the run is version {self.version}, expected {version} or later"
+        if not self.session or heartbeat.session != self.session:
+            return "its heartbeat is older than this start of the trainer"
+        if heartbeat.target_version is None or heartbeat.target_version < version:
+            return f"its heartbeat is older than the target of version {version}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,7 +172,7 @@ def published_to(
         shutil.copytree(folder, path)
         amid(path)
 
-    return publish_weights(run, 3, "0123456789" * 6, tokenizer, save)
+    return publish_weights(run, 3, "0123456789" * 6, tokenizer, save, session="s")
 
 
 def test_a_vllm_that_is_restarted_between_rounds_is_waited_for(

@@ -194,7 +194,8 @@ def registered(run: Run) -> Iterator[PolicyServer]:
     board = board_of(run.config.inference, run.folder)
     follower = proven_follower(run, run.config, None, board=board, registered=True)
     registration = follower.registration(run, run.config, Announcement(), every_s=0.05)
-    with CheckpointWatcher(follower.take, run, follower.round, board=board, poll_s=0.02):
+    watched = {"board": board, "answer": registration.answer, "poll_s": 0.02}
+    with CheckpointWatcher(follower.take, run, follower.round, **watched):
         try:
             registration.start(follower.server.start())
             yield follower.server

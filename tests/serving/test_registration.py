@@ -13,7 +13,7 @@ from marin_rl import cli
 from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
-from marin_rl.serving.weights.checkpoint_watcher import following, whole_checkpoints
+from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
 from marin_rl.serving.weights.registration import (
     Announcement,
     Registration,
@@ -75,7 +75,9 @@ def test_a_server_announces_what_it_serves_and_serves_what_is_asked_for(
         assert (first.slots, first.queued, first.model) == (server.engine.slots, 0, server.model_id)
         # The canary was answered before the first beat.
         assert (first.tokens_per_second, first.idle) == (0.0, 1.0)
-        with following(whole_checkpoints(server.updater, run), run, 0, board=board, poll_s=0.02):
+        take = whole_checkpoints(server.updater, run)
+        told = registration.answer
+        with CheckpointWatcher(take, run, 0, board=board, answer=told, poll_s=0.02):
             board.aim(target(run, 0))
             commit(run, 1)
             time.sleep(0.2)

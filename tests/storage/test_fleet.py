@@ -124,6 +124,30 @@ def test_an_unreadable_heartbeat_hides_no_other(tmp_path: Path, data: bytes, exp
     assert expected in bad.error
 
 
+@pytest.mark.parametrize(
+    ("session", "answered", "sampled", "expected"),
+    [
+        ("now", 3, 3, ""),
+        ("now", 4, 3, ""),  # its adapters of earlier versions stay
+        ("now", 2, 3, "older than the target of version 3"),
+        ("before", 3, 3, "older than this start of the trainer"),
+        (None, None, 3, "older than this start of the trainer"),  # it has read no target yet
+        ("now", 4, 5, "the target of the run is version 4, expected 5 or later"),
+    ],
+)
+def test_a_heartbeat_ages_by_starts_and_rounds_of_the_trainer(
+    session: str | None, answered: int | None, sampled: int, expected: str
+) -> None:
+    target = Target(
+        run_sha256="0" * 64, version=4, through=5, parameters_digest="4" * 64, session="now"
+    )
+    beat = heartbeat(session=session, target_version=answered)
+    assert expected in target.aged(beat, sampled)
+    assert bool(expected) == bool(target.aged(beat, sampled))
+    bare = dataclasses.replace(target, session=None)  # of a trainer that sets none
+    assert bare.aged(heartbeat(), 3) != ""
+
+
 def test_a_newer_target_says_to_upgrade(tmp_path: Path) -> None:
     folder = small_run(tmp_path).folder
     folder.replace(f"{FLEET}/target.json", sealed_json({"format": "marin-rl/target", "version": 2}))

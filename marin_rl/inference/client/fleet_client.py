@@ -236,7 +236,8 @@ class FleetClient(PolicyClient):
             self._fault = error
             self._changed.set()
         for member in self._fleet.members.values():
-            if member.state == "refused" and member.url not in refused:
+            refusal = member.state == "refused" and not member.endpoint.awaited
+            if refusal and member.url not in refused:
                 _log.warning("endpoint %s is refused: %s", member.url, member.reason)
 
     async def _look(self, member: Member) -> None:

@@ -25,24 +25,29 @@ from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 LINES_MAX = 10_000  # of a file of endpoints
 ADVICE_MAX = 3  # entries that an error has an advice for
 
+_NO_TARGET = "no trainer asks servers of the run for a version"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """An endpoint that an entry names. `refused` says why it may not be used; empty where it may.
 
-    `slots` is what it says it decodes side by side; None where it did not say.
+    `slots` is what it says it decodes side by side; None where it did not say. With `awaited` its
+    server may end the refusal by its next heartbeat.
     """
 
     url: str
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     refused: str = ""
     slots: int | None = None
+    awaited: bool = False
 
 
 class EndpointSource:
     """The endpoints behind the entries of a configuration. `resolve` may be called from any thread.
 
-    `identity` is what registered servers must share; needed for `registered` alone.
+    `identity` is what registered servers must share, `version` the policy that the trainer has
+    them serve at least; needed for `registered` alone.
     """
 
     def __init__(
@@ -50,18 +55,25 @@ class EndpointSource:
         entries: Sequence[str],
         board: FleetBoard | None = None,
         identity: Identity | None = None,
+        version: int = 0,
     ) -> None:
         self._entries, self._board, self._identity = tuple(entries), board, identity
+        self._version = version
 
     @classmethod
-    def of(cls, config: Config, tokenizer: str, chat_template: str) -> "EndpointSource":
-        """The source of a run's endpoints; `tokenizer` and `chat_template` are its digests."""
+    def of(
+        cls, config: Config, tokenizer: str, chat_template: str, version: int
+    ) -> "EndpointSource":
+        """The source of a run's endpoints for a version of its policy.
+
+        `tokenizer` and `chat_template` are the digests of the run's.
+        """
         entries = config.inference.endpoints
         if REGISTERED not in entries:
             return cls(entries)
         folder = open_store(config.root, config.storage_options).at(config.run_id)
         identity = identity_of(config, folder, tokenizer, chat_template)
-        return cls(entries, board_of(config.inference, folder), identity)
+        return cls(entries, board_of(config.inference, folder), identity, version)
 
     @property
     def advice(self) -> str:
@@ -114,12 +126,21 @@ class EndpointSource:
     def _registered(self) -> Iterator[Endpoint]:
         assert self._board is not None, "see `of`"
         assert self._identity is not None, "see `of`"
+        target = self._board.target()
         for beat in self._board.heartbeats():
             if isinstance(beat, Unreadable):
                 yield Endpoint(url=beat.name, refused=beat.error)
-            else:
-                refused = self._identity.refusal(beat)
-                yield Endpoint(url=beat.url, labels=beat.labels, refused=refused, slots=beat.slots)
+                continue
+            refused, aged = self._identity.refusal(beat), _NO_TARGET
+            if target is not None:
+                aged = target.aged(beat, self._version)
+            yield Endpoint(
+                url=beat.url,
+                labels=beat.labels,
+                refused=refused or aged,
+                slots=beat.slots,
+                awaited=not refused and bool(aged),
+            )
 
 
 def _advice(place: str) -> str:

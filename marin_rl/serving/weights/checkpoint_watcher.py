@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 Take = Callable[[int, str | None], Update]  # serves a round, with the digest promised of it
+Answer = Callable[[Target], None]
 
 
 def whole_checkpoints(updater: WeightUpdater, run: Run) -> Take:
@@ -54,9 +55,9 @@ class CheckpointWatcher:
     """Serves the checkpoint that is asked for on `board`, else the newest of `run` that can be.
 
     As a context it looks from a thread of its own.
-    `take` serves that of a round. It begins after `round`. A round is taken once: weights that are
-    loaded by hand stay until the next one is committed. A refused one is looked at again after
-    `again_s`, and then less and less often.
+    `take` serves that of a round; `answer` is told each target that is read, before that. It begins
+    after `round`. A round is taken once: weights that are loaded by hand stay until the next one is
+    committed. A refused one is looked at again after `again_s`, and then less and less often.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class CheckpointWatcher:
         round: int,
         *,
         board: FleetBoard | None = None,
+        answer: Answer | None = None,
         poll_s: float | int = POLL_S,
         again_s: float | int = REFUSED_FIRST_S,
     ) -> None:
-        self._board, self._ignored = board, ""
+        self._board, self._ignored, self._answer = board, "", answer
         self._take, self._run = take, run
         self._poll_s, self._again_s = float(poll_s), float(again_s)
         self._round = round
@@ -118,6 +120,8 @@ class CheckpointWatcher:
         """
         target = self._target()
         if target is not None:
+            if self._answer is not None:
+                self._answer(target)
             # unequal, and not larger: a run that is resumed may go back by one
             if target.version != self._round and self._may_try(target.version):
                 self._load(target.version, target.parameters_digest)

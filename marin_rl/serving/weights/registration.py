@@ -21,7 +21,7 @@ from marin_rl.inference.client.fleet_sources import board_of, identity_of
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.engine import Engine
 from marin_rl.serving.weights.adapters import ServedAdapters
-from marin_rl.storage.fleet import FleetBoard, Heartbeat, Identity
+from marin_rl.storage.fleet import FleetBoard, Heartbeat, Identity, Target
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity
 
@@ -68,7 +68,8 @@ class Registration:
         self._every_s, self._started_at = float(every_s), time.time()
         self._beat, self._tokens, self._computed_s, self._reported_at = 0, 0, 0.0, time.monotonic()
         self._url = ""
-        self._stopping = threading.Event()
+        self._target: Target | None = None
+        self._stopping, self._due = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._announce, name="heartbeat", daemon=True)
 
     def start(self, base_url: str) -> None:
@@ -77,9 +78,16 @@ class Registration:
         _log.info("announcing %s as %s", self._url, self._server)
         self._thread.start()
 
+    def answer(self, target: Target) -> None:
+        """Write a heartbeat at once where the trainer asks for something new."""
+        if target != self._target:
+            self._target = target
+            self._due.set()
+
     def stop(self) -> None:
         """Withdraw the server: from now on trainers look for it no more."""
         self._stopping.set()
+        self._due.set()
         # It was never started, and has nothing to withdraw.
         if self._thread.ident is None:
             return
@@ -91,16 +99,16 @@ class Registration:
             _log.warning("the heartbeat stays, gc takes it later: %s", error)
 
     def _announce(self) -> None:
-        while True:
+        while not self._stopping.is_set():
+            self._due.clear()
             try:
                 self._board.announce(self._heartbeat())
             except StorageError as error:
                 _log.warning("cannot write a heartbeat, again in %g s: %s", self._every_s, error)
-            if self._stopping.wait(self._every_s):
-                return
+            self._due.wait(self._every_s)
 
     def _heartbeat(self) -> Heartbeat:
-        stats, now = self._engine.stats.snapshot(), time.monotonic()
+        stats, now, target = self._engine.stats.snapshot(), time.monotonic(), self._target
         # Not 0: two heartbeats may come within one tick of the clock.
         passed_s, computed_s = max(now - self._reported_at, 1e-9), stats.prefill_s + stats.decode_s
         rate = (stats.tokens - self._tokens) / passed_s
@@ -124,6 +132,8 @@ class Registration:
             queued=self._engine.queued,
             tokens_per_second=rate,
             idle=idle,
+            session=target and target.session,
+            target_version=target and target.version,
             started_at=self._started_at,
             beat_at=time.time(),
         )
