@@ -50,7 +50,10 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "max_length": "at most"
 
 
 def configuration_markdown() -> str:
-    """Return a table per section: key, type, default, range, whether it is free, meaning."""
+    """Return a list per section: a key with its type and default, and below it the meaning.
+
+    One line of Markdown a key: a table of as many columns leaves a word a line to the meaning.
+    """
     lines = [
         "# Configuration reference",
         "",
@@ -67,10 +70,8 @@ def configuration_markdown() -> str:
             "",
             cleandoc(section.__doc__ or ""),
             "",
-            "| key | type | default | range | free | meaning |",
-            "|---|---|---|---|---|---|",
         ]
-        lines += [_row(prefix + name, info) for name, info in _keys(section)]
+        lines += [_item(prefix + name, info) for name, info in _keys(section)]
     return "\n".join(lines) + "\n"
 
 
@@ -158,15 +159,12 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[S
             yield from _sections(inner, f"{prefix}{name}.")
 
 
-def _row(key: str, info: FieldInfo) -> str:
-    return _table_row(
-        f"`{key}`",
-        _type_name(info.annotation),
-        "" if info.is_required() else f"`{_default(info)}`",
-        _range(info),
-        "free" if is_runtime_only(info) else "",
-        info.description or "",
-    )
+def _item(key: str, info: FieldInfo) -> str:
+    default = "required" if info.is_required() else f"default `{_default(info)}`"
+    head = [f"**`{key}`**", _type_name(info.annotation), default]
+    head += ["*free*"] if is_runtime_only(info) else []
+    limits = f" ({_range(info)})" if _range(info) else ""
+    return f"- {' · '.join(head)}<br>{info.description or ''}{limits}"
 
 
 def _default(info: FieldInfo) -> str:
