@@ -263,12 +263,12 @@ def _wait_until_healthy(
         if code is not None and code >= 0:
             raise RuntimeError(
                 f"the temporary Prefect server ended with exit code {code}; start one with "
-                f"`make up`, or see its log:\n{log.read_text()[-LOG_SHOWN:]}"
+                f"`prefect server start`, or see its log:\n{log.read_text()[-LOG_SHOWN:]}"
             )
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"the temporary Prefect server did not answer at {connection.url} within "
-                f"{START_TIMEOUT_S:g} s: start one with `make up`"
+                f"{START_TIMEOUT_S:g} s: start one with `prefect server start`"
             )
         time.sleep(POLL_S)
 

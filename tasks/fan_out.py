@@ -184,7 +184,7 @@ def fanning_out(config: Config, *, shared_api: bool) -> Iterator[None]:
         raise ConfigError(
             f"flow.runner is {flow.runner}, but this flow reports to a temporary Prefect server "
             "that no other machine reaches: set PREFECT_API_URL to a server that the workers use "
-            "(make up starts one)"
+            "(`prefect server start` starts one)"
         )
     with ExitStack() as stack:
         nodes = _pool(config) if flow.runner == "work_pool" else stack.enter_context(_ray(flow))

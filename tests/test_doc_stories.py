@@ -157,7 +157,11 @@ SMALL = (
 )
 # Words that are added: a name, less to do. By page, and how the words of a command begin.
 ADDED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "README.md": {"run configs/demo.yaml": ("--rounds", "5"), "run arithmetic.yaml": SMALL},
+    "README.md": {
+        "run demo.yaml --rounds": (*SMALL, "--rounds", "5"),
+        "run demo.yaml": (*SMALL, "--rounds", "4"),
+        "run arithmetic.yaml": SMALL,
+    },
     "docs/install.md": {"run": SMALL},
     "docs/lora.md": {
         "run configs/demo.yaml --set policy.lora.rank=8": (*SHORT, "--run-id", "lora"),
@@ -178,7 +182,7 @@ ADDED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 # Pages that have a folder of their own.
-ALONE = {"docs/install.md", "docs/data-and-rewards.md"}
+ALONE = {"README.md", "docs/install.md", "docs/data-and-rewards.md"}
 
 
 @dataclass(frozen=True, slots=True)

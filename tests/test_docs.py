@@ -44,8 +44,9 @@ def test_the_servers_metrics_are_documented_as_the_code_has_them():
     assert "\n".join(lines) + "\n" in page
 
 
-def test_the_tree_in_the_readme_names_every_room():
-    tree = README[README.index("## The tree") :]
+def test_the_tree_of_contributing_names_every_room():
+    page = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = page.partition("\n```text\n")[2].partition("\n```\n")[0]
     named = set(re.findall(r"^ *([a-z_]+)/ ", tree, re.MULTILINE))
     library = {path.parent.name for path in (TOP / "marin_rl").glob("*/__init__.py")}
     assert named >= library | set(ROOMS)

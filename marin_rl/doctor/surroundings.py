@@ -111,6 +111,7 @@ def orchestrator(config: Config) -> str:
             healthy = json.loads(reply.read())
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise EndpointUnavailable(
-            f"no Prefect API at {url} ({error}): run `make up`, or unset PREFECT_API_URL"
+            f"no Prefect API at {url} ({error}): start it by "
+            "`prefect server start`, or unset PREFECT_API_URL"
         ) from error
     return f"{url}: healthy" if healthy else f"{url}: answers, not healthy"
