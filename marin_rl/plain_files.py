@@ -45,13 +45,20 @@ def check_regular(path: Path, status: os.stat_result, bytes_max: int | None = No
 def read_object(path: Path, bytes_max: int = LIMITS.bytes_max) -> dict[str, Any]:
     """Read a JSON file that holds an object. Raises InputError."""
     try:
-        tree = parse_json(read_regular(path, bytes_max))
+        data = read_regular(path, bytes_max)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error}") from error
+    return object_in(path, data)
+
+
+def object_in(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the JSON object in the bytes of a file. Raises InputError."""
+    try:
+        tree = parse_json(data)
     except Malformed as error:
         raise InputError(f"cannot read {path}: expected a JSON object: {error}") from None
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: expected a JSON object, found {tree!r:.80}")
+        raise InputError(f"{path}: expected a JSON object, found a {type(tree).__name__}")
     return tree
 
 

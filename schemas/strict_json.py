@@ -53,6 +53,10 @@ def parse_json(data: bytes, limits: JsonLimits = LIMITS) -> Any:
     check_bounds(data, limits)
     try:
         text = data.decode()
+    except UnicodeDecodeError as error:
+        # Without the byte: messages go to those who may not read the file.
+        raise Malformed(f"expected UTF-8, found other bytes at {error.start}") from None
+    try:
         value = _DECODER.decode(text)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()

@@ -3,10 +3,12 @@
 PEFT names every layer by itself (`base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight`,
 [r, in]); here they are stacked. A folder may come from anywhere: sizes are looked at before data,
 nothing in it is executed, and what would be computed otherwise than PEFT does is refused by name.
+No link is followed out of it, but to files of the same download in the Hugging Face cache.
 """
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
+from marin_rl.data_paths import CAREFULLY, folder_below
 from marin_rl.errors import InputError
 from marin_rl.lora.adapter import Adapter, adapter_of
 from marin_rl.lora.spec import (
@@ -28,8 +31,8 @@ from marin_rl.lora.spec import (
     linear_shapes,
     module_name,
 )
-from marin_rl.model_folders import check_model_folder
-from marin_rl.plain_files import read_object
+from marin_rl.model_folders import SETTINGS_BYTES_MAX, check_model_folder
+from marin_rl.plain_files import check_regular, object_in
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Far above that of any adapter; bounds what a damaged file makes us parse.
@@ -69,7 +72,7 @@ def read_peft(folder: str | Path, shapes: Shapes) -> Adapter:
     path = Path(folder)
     # Settings before tensors: an adapter of another kind is refused by name, not by its arrays.
     config = _checked_config(path)
-    tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
+    tensors = _read_tensors(path, shapes)
     layers, names = linear_shapes(shapes), _by_name(shapes)
     parts: dict[str, dict[tuple[int, str], np.ndarray]] = {}
     for key, tensor in tensors.items():
@@ -100,6 +103,29 @@ def check_adapter_folder(folder: Path) -> None:
         )
 
 
+def _read(folder: Path, name: str, bytes_max: int) -> bytes:
+    """Return the bytes of a file of an adapter.
+
+    Raises InputError for a link that leads out of the folder, for what is no regular file, and for
+    more than `bytes_max` bytes.
+    """
+    file, top = folder / name, Path(os.path.realpath(folder))
+    if top.parent.name == "snapshots":  # of the Hugging Face cache: its files link to ../../blobs
+        top = top.parent.parent
+    place = Path(os.path.realpath(file))
+    if not place.is_relative_to(top):
+        raise InputError(f"{file} is a link that leads out of {folder}: copy the file there")
+    try:
+        # Part by part without links: a folder on the way may be replaced by one in the meantime.
+        with folder_below(top, place.relative_to(top).parts[:-1]) as below:
+            opened = os.open(place.name, os.O_RDONLY | CAREFULLY, dir_fd=below)
+        with os.fdopen(opened, "rb") as data:
+            check_regular(file, os.fstat(data.fileno()), bytes_max)
+            return data.read(bytes_max)
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {os.strerror(error.errno or 0)}") from None
+
+
 def _by_name(shapes: Shapes) -> dict[str, str]:
     return {module_name(path): path for path in linear_shapes(shapes)}
 
@@ -112,7 +138,7 @@ def _checked_config(folder: Path) -> Mapping[str, Any]:
     check_adapter_folder(folder)
     check_model_folder(folder)
     file = folder / CONFIG_FILE
-    config = read_object(file)
+    config = object_in(file, _read(folder, CONFIG_FILE, SETTINGS_BYTES_MAX))
     if config.get("peft_type") != "LORA":
         raise InputError(f"{file}: expected peft_type LORA, found {config.get('peft_type')!r:.80}")
     start = config.get("init_lora_weights", True)
@@ -189,8 +215,8 @@ def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> An
 # ---------------------------------------------------------------- adapter_model.safetensors
 
 
-def _read_tensors(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
-    """Tensors of a file by name, float32. Raises InputError for one that is damaged or too large.
+def _read_tensors(folder: Path, shapes: Shapes) -> dict[str, np.ndarray]:
+    """Tensors of a folder by name, float32. Raises InputError where damaged or too large.
 
     No file of an adapter is larger than A and B of full rank.
     """
@@ -199,18 +225,14 @@ def _read_tensors(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
         for layer in linear_shapes(shapes).values()
     )
     # 4 bytes for each number: float32 is the widest dtype that is read.
-    size, bytes_max = file.stat().st_size, HEADER_BYTES_MAX + 4 * full
-    if size > bytes_max:
-        raise InputError(
-            f"{file}: expected at most {bytes_max} bytes for an adapter of this base, found {size}"
-        )
-    data = file.read_bytes()
+    file = folder / WEIGHTS_FILE
+    data = _read(folder, WEIGHTS_FILE, HEADER_BYTES_MAX + 4 * full)
     # safetensors begins with the length of its JSON header, 8 bytes little-endian.
     header = int.from_bytes(data[:8], "little")
     if len(data) < 8 or header > min(HEADER_BYTES_MAX, len(data) - 8):
         raise InputError(
             f"{file}: expected a header of at most {min(HEADER_BYTES_MAX, len(data))} bytes, found "
-            f"one of {header}: the file is damaged; copy it again"
+            "a longer one: the file is damaged; copy it again"
         )
     try:
         entries = deserialize(data)

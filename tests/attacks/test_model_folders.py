@@ -247,6 +247,15 @@ def test_weights_come_from_below_the_servers_roots_alone(
         assert (status, answer["error"]["code"]) == (400, "weights_refused"), (body, answer)
         assert "expected a place below a root that this server was started with" in message
         assert "private-diary" not in message
+    # nor is a file behind a link in a folder below a root
+    (secret / "config.json").write_text('["the diary"]')
+    linked = folder.with_name("linked")
+    linked.mkdir()
+    (linked / "config.json").symlink_to(secret / "config.json")
+    (linked / "model.safetensors").symlink_to(folder / "model.safetensors")
+    status, answer = update(server, {"model_path": str(linked)})
+    assert (status, answer["error"]["code"]) == (400, "weights_refused")
+    assert "config.json is a link that leads out of" in answer["error"]["message"]
     # below a root, what else lies there is not listed either
     status, answer = update(server, {"root": str(folder.parent), "run_id": "debug"})
     assert status == 400

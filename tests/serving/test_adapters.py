@@ -1,6 +1,7 @@
 """Adapters over HTTP: loaded and unloaded by vLLM's and SGLang's routes, and asked for by name."""
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.engine_adapters import adapter_for, merged
 from support.models import full_logprobs, tiny_model
 from support.servers import CHAT, ENGINE, chat_body, serving, talk
@@ -220,6 +222,32 @@ def broken(folder: Path, kind: str) -> None:
         config.write_text(json.dumps(settings | {"use_dora": True}))
     elif kind == "missing":
         file.unlink()
+    else:
+        hostile(folder, kind)
+
+
+def hostile(folder: Path, kind: str) -> None:
+    """Change the copy of an adapter as somebody may who can write below the root."""
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if kind == "nested":
+        config.write_text("[" * 100_000)
+    elif kind in ("4000", "5000"):  # digits: beyond what Python reads as an integer, or below
+        number = f'"lora_alpha": {"9" * int(kind)}'
+        config.write_text(re.sub(r'"lora_alpha": [\d.]+', number, config.read_text()))
+    elif kind.startswith("link"):
+        secret = folder.parents[1] / f"{kind}-secret"
+        secret.write_text('{"peft_type": "TOP-SECRET"}')
+        linked = config if kind == "link-settings" else file
+        linked.unlink()
+        linked.symlink_to(secret)
+    else:
+        tensors = load_file(file)
+        name = sorted(tensors)[0]
+        if kind == "tensor":
+            del tensors[name]
+        else:
+            tensors[name][:] = 1e38
+        save_file(tensors, file)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +258,13 @@ def broken(folder: Path, kind: str) -> None:
         ("nan", "not finite"),
         ("dora", "use_dora"),
         ("missing", "no adapter at"),
+        ("nested", "expected at most 200 levels"),
+        ("4000", "expected at most 1e+06 for 'lora_alpha'"),
+        ("5000", "Exceeds the limit (4300 digits)"),
+        ("link-settings", "adapter_config.json is a link that leads out of"),
+        ("link-weights", "adapter_model.safetensors is a link that leads out of"),
+        ("tensor", "in each of the 2 layers of the base"),
+        ("huge", "has a value of 1e+38"),
     ],
 )
 def test_damaged_folders_are_refused_and_others_go_on(server, adapters, kind, message):
@@ -238,8 +273,9 @@ def test_damaged_folders_are_refused_and_others_go_on(server, adapters, kind, me
     broken(root / kind, kind)
     load(server, "second", adapters["second"][0])
     status, answer = load(server, "broken", root / kind)
-    assert status == 400
+    assert (status, answer["error"]["code"]) == (400, "adapter_refused")
     assert message in answer["error"]["message"]
+    assert "SECRET" not in answer["error"]["message"]
     check(ask(server, "second"), adapters["second"][1])
 
 

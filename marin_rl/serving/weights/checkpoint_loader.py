@@ -347,9 +347,17 @@ class Places:
 
         def read(served: Served) -> Loaded:
             self.check(source.place)
+            if source.kind == "disk":
+                self._check_links(Path(source.place))
             return source.read(served)
 
         return dataclasses.replace(source, read=read)
+
+    def _check_links(self, folder: Path) -> None:
+        """Raise InputError for a file of a model folder that is a link out of the roots."""
+        for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
+            if path.is_file() and not self.holds(str(path)):
+                raise InputError(f"{path} is a link that leads out of the server's roots: copy it")
 
     def check(self, place: str) -> None:
         """Raise InputError for a place that no root holds."""
