@@ -178,7 +178,7 @@ class PolicyConfig(Section):
     )
 
     quantize_base: Literal["int8", "nf4"] | None = optional_field(
-        description="the frozen linear layers next to an adapter lie quantised, in 8 bits or in "
+        description="store the frozen linear layers next to an adapter quantised, in 8 bits or in "
         "NF4's 4, for training and sampling alike (QLoRA); null: in compute_dtype"
     )
 
@@ -187,7 +187,7 @@ class PolicyConfig(Section):
         if self.quantize_base is not None and self.lora is None:
             raise ValueError(
                 f"quantize_base is {self.quantize_base} without policy.lora: only parameters that "
-                "are frozen next to an adapter can lie quantised; set policy.lora.rank"
+                "are frozen next to an adapter can be quantised; set policy.lora.rank"
             )
         return self
 

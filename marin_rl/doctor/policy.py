@@ -109,7 +109,7 @@ def tools(config: Config) -> str:
             ToolTurns(config.policy, part.config).check(offered)
             names += (tool["function"]["name"] for tool in offered)
     if not names:
-        return "none that are known before an episode starts"
+        return "none (an episode may add some when it starts)"
     return f"the chat template carries {', '.join(names)}"
 
 

@@ -53,8 +53,8 @@ def machine(config: Config) -> str:
     alike = sum(outcome.slots and outcome.prompts for outcome in outcomes)
     shared = sum(outcome.shared for outcome in outcomes)
     return (
-        f"{facts}; of {len(outcomes)} engine programs tried here {alike} are batch invariant, and "
-        f"{shared} may read a shared prompt's cache once"
+        f"{facts}; results independent of the batch in {alike} of {len(outcomes)} engine programs "
+        f"checked here, {shared} of which share a prompt's cache"
     )
 
 

@@ -372,4 +372,4 @@ def test_no_tools_need_no_template_with_tool_calls(tmp_path: Path) -> None:
             },
         ):
             config = parse_config({"environment": environment})
-            assert tools(config) == "none that are known before an episode starts"
+            assert tools(config) == "none (an episode may add some when it starts)"
