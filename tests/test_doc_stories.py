@@ -35,6 +35,8 @@ ELSEWHERE = {
         "run CONFIG --set inference.endpoints=registered": "flows/test_fleet.py",
         "run CONFIG --set inference.endpoints=http": "flows/test_vllm.py",
         "run CONFIG --set flow.runner=ray": "flows/test_runners.py",
+    },
+    "docs/asynchrony.md": {
         "run CONFIG --set asynchrony.curriculum": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.replay": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.partial_rollout": "flows/test_windowed.py",
@@ -142,6 +144,7 @@ NAMES = {
 RUNS = {
     "docs/lora.md": "lora",
     "docs/your-environment.md": "counting",
+    "docs/asynchrony.md": "demo",
     "docs/running-at-scale.md": "demo",
 }  # what RUN is on a page
 OUTPUTS = {
@@ -170,7 +173,7 @@ ADDED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "docs/objectives.md": {"run configs/demo.yaml": SHORT},
     "docs/reward-models.md": {"run configs/demo.yaml --run-id judged": SHORT},
     "docs/data-and-rewards.md": {"run": ("--rounds", "1")},
-    "docs/running-at-scale.md": {
+    "docs/asynchrony.md": {
         "run CONFIG --set asynchrony.max_staleness=1": ("--run-id", "ahead"),
         "run CONFIG --set asynchrony.dynamic_sampling": (
             "--run-id",
