@@ -5,7 +5,8 @@ model that learns from such a template writes the template's, so that one must e
 Leaves out the reading of tokenizers (`tokenizer_files`, `tokenizers`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,6 +30,19 @@ class HasAddedTokens(TemplateOwner, Protocol):
     def __call__(self, text: str, **options: Any) -> Any:
         """Tokenize; returns a mapping with `input_ids`."""
         ...
+
+
+def control_tokens(tokenizer: HasAddedTokens, ends: Collection[int]) -> set[str]:
+    """Return the texts of special tokens, and of those that end completions."""
+    tokens = tokenizer.added_tokens_decoder.items()
+    return {str(token.content) for id, token in tokens if token.special or id in ends}
+
+
+def any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern of tokens in a text."""
+    # The longest first, as the tokenizer reads them; never the empty text.
+    ordered = sorted({*texts} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or "$^")
 
 
 def listed_end_ids(folder: str, end: int) -> tuple[int, ...]:

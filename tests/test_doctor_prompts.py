@@ -3,20 +3,27 @@
 import json
 
 import pytest
+from support.chat_folders import CHATML, chat_folder
 
 from marin_rl.config import parse_config
 from marin_rl.doctor.policy import prompts
+from marin_rl.doctor.templates import learned_pairs, learned_rows
 from marin_rl.errors import InputError
+from marin_rl.rollouts.data_warnings import data_warnings
+from marin_rl.storage.tables.pairs import read_pairs
 
 
-def configured(folder, rows):
+def configured(folder, rows, eval_fraction=0.1):
     """A run on a file of prompts; its first round takes one of them."""
     file = folder / "rows.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     tree = {
         "root": str(folder / "runs"),
         "policy": {"context_length": 64},
-        "environment": {"name": "chat", "options": {"path": str(file)}},
+        "environment": {
+            "name": "chat",
+            "options": {"path": str(file), "eval_fraction": eval_fraction},
+        },
         "rollouts": {"groups_per_round": 1},
     }
     return parse_config(tree)
@@ -31,7 +38,39 @@ def test_a_row_without_room_is_refused_wherever_it_is(tmp_path, long):
     with pytest.raises(InputError, match=r"the prompt of row-(\d+) has \d+ tokens") as refused:
         prompts(configured(tmp_path, rows))
     assert f"remove {len(long)} of 31 prompts" in str(refused.value)
-    assert any(f"row-{n} " in str(refused.value) for n in long)
+    first = f"rows.jsonl, line {long[0] + 1}: the prompt of row-{long[0]} has "
+    assert first in str(refused.value)
+
+
+@pytest.mark.parametrize("long", [[30], [3, 17, 29]])
+def test_demonstrations_and_pairs_without_room_are_refused_in_the_same_way(tmp_path, long):
+    rows = [{"prompt": f"p{n}", "completion": "y" * (60 if n in long else 8)} for n in range(31)]
+    config = configured(tmp_path, rows, eval_fraction=1e-9)
+    pairs = tmp_path / "pairs.jsonl"
+    lines = [
+        json.dumps({"prompt": row["prompt"], "chosen": row["completion"], "rejected": "n"})
+        for row in rows
+    ]
+    pairs.write_text("\n".join(lines))
+    for check, name, count in (
+        (lambda: learned_rows(config), f"rows.jsonl, line {long[0] + 1}", 31),
+        (lambda: learned_pairs(config, read_pairs(pairs)), f"line {long[0] + 1}, field chosen", 62),
+    ):
+        with pytest.raises(InputError, match=f"{name}: prompt and answer have") as refused:
+            check()
+        assert f"raise it, or remove {len(long)} of {count} rows" in str(refused.value)
+
+
+def test_prompts_that_spell_control_tokens_are_named(tmp_path):
+    texts = ["one", "<|im_end|>\n<|im_start|>system", "two", "a <|endoftext|>"]
+    folder = chat_folder(tmp_path / "folder", CHATML)
+    rows = [{"id": f"row-{n}", "prompt": text, "answer": "y"} for n, text in enumerate(texts * 5)]
+    config = configured(tmp_path, rows)
+    policy = config.policy.model_copy(update={"tokenizer": str(folder)})
+    config = config.model_copy(update={"policy": policy})
+    (warning,) = [text for text in data_warnings(config) if "control token" in text]
+    assert "rows.jsonl, line 2: the prompt has '<|im_end|>'" in warning
+    assert "10 of 20 rows" in warning
 
 
 def test_all_rows_that_fit_are_counted(tmp_path):

@@ -5,7 +5,6 @@ what it reads or have no token for it, and a text may spell a control token. Suc
 before any work starts. Leaves out how rows become tokens (`sequences`).
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from unicodedata import normalize
@@ -14,6 +13,7 @@ import numpy as np
 
 from marin_rl.batching.sequences import ChatTokenizer, RenderedChat, named_chats, text_of
 from marin_rl.chat_templates import PROBES, ChatTemplate, Conversation
+from marin_rl.end_tokens import any_of, control_tokens
 from marin_rl.errors import InputError, TemplateRefusal
 from marin_rl.types import Message
 
@@ -30,13 +30,47 @@ def check_rows(
     context_length: int,
     options: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Raise InputError for the first chat that would not be learned as it is written.
+    """Raise InputError for the first chat that would not be learned as it is written, or whole.
 
-    `names` say where each chat is from, `ends` are the ids that end completions, `options` those of
-    the template for each chat, if there are any.
+    Takes what `rendered_lengths` takes.
     """
-    control = _control_tokens(tokenizer, ends)
-    in_prompts, in_answers = (_any_of(texts) for texts in (control, control - _of_calls(tokenizer)))
+    lengths = rendered_lengths(tokenizer, chats, names, ends, options)
+    check_lengths([*zip(names, lengths, strict=True)], context_length)
+
+
+def check_lengths(rows: Sequence[tuple[str, int]], room: int, limit: str = "") -> None:
+    """Raise InputError that names the first of rows of more than `room` tokens, and counts them.
+
+    Rows are names and numbers of tokens: of prompt and answer, or with a `limit`, which says what
+    leaves the room, of the prompt.
+    """
+    long = [(name, length) for name, length in rows if length > room]
+    if not long:
+        return
+    (name, length), most = long[0], max(length for _, length in long)
+    has, what = (" has", "prompts") if limit else (": prompt and answer have", "rows")
+    limit = limit or f"policy.context_length is {room}: raise it"
+    raise InputError(
+        f"{name}{has} {length} tokens, but {limit}, or remove {len(long)} of {len(rows)} {what}, "
+        f"the longest of {most} tokens"
+    )
+
+
+def rendered_lengths(
+    tokenizer: ChatTokenizer,
+    chats: Sequence[tuple[Sequence[Message], str]],
+    names: Sequence[str],
+    ends: Collection[int],
+    options: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Return the tokens of each chat, answer included.
+
+    Raises InputError for the first one that would not be learned as it is written. `names` say
+    where each chat is from, `ends` are the ids that end completions, `options` those of the
+    template for each chat, if there are any.
+    """
+    control = control_tokens(tokenizer, ends)
+    in_prompts, in_answers = (any_of(texts) for texts in (control, control - _of_calls(tokenizer)))
     for (messages, answer), name in zip(chats, names, strict=True):
         texts = [(message.content, in_prompts) for message in messages]
         for text, refused in (*texts, (answer, in_answers)):
@@ -49,16 +83,7 @@ def check_rows(
     for (messages, answer), name, chat in zip(chats, names, rendered, strict=True):
         if fault := _fault_of(tokenizer, messages, answer, chat, ends):
             raise InputError(f"{name}: {fault}")
-        if len(chat.ids) > context_length:
-            raise InputError(
-                f"{name}: prompt and answer have {len(chat.ids)} tokens, but policy.context_length "
-                f"is {context_length}: raise it, or leave the row out"
-            )
-
-
-def _control_tokens(tokenizer: ChatTokenizer, ends: Collection[int]) -> set[str]:
-    tokens = tokenizer.added_tokens_decoder.items()
-    return {str(token.content) for id, token in tokens if token.special or id in ends}
+    return [len(chat.ids) for chat in rendered]
 
 
 def _of_calls(tokenizer: ChatTokenizer) -> set[str]:
@@ -75,12 +100,6 @@ def _of_calls(tokenizer: ChatTokenizer) -> set[str]:
         return set()
     texts = {str(token.content) for token in tokenizer.added_tokens_decoder.values()}
     return {text for text in texts if text in with_call and text not in plain}
-
-
-def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    # The longest first, as the tokenizer reads them; never the empty text.
-    ordered = sorted({*texts} - {""}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) or "$^")
 
 
 def _fault_of(

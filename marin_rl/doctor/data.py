@@ -75,9 +75,9 @@ def pairs(config: Config) -> str:
             run = Run.open(config.root, config.run_id, config.storage_options)
             if committed(run, pairs_slot()) is not None:
                 return f"{settings.pairs} is gone; the run has its own copy"
-    pairs = read_pairs(settings.pairs).pairs
-    learned_pairs(config, pairs)
-    return f"{settings.pairs}: {len(pairs)} pairs"
+    file = read_pairs(settings.pairs)
+    learned_pairs(config, file)
+    return f"{settings.pairs}: {len(file.pairs)} pairs"
 
 
 def reward_model(config: Config) -> str:

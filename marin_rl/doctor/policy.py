@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from marin_rl.training.adapters import Modules
 
 PROMPTS_CHECKED_MAX = 64
-ROWS_MEASURED_MAX = 4096  # of each split, in the order of the run; some seconds
 
 
 def tokenizer(config: Config) -> str:
@@ -62,35 +61,42 @@ def model(config: Config) -> str:
 
 def prompts(config: Config) -> str:
     """Check that prompts and a completion fit the context: of rows of files all, up to a bound."""
-    examples = _measured(config)
-    lengths = [length for _, length in rendered(config, examples)]
+    from marin_rl.batching.row_checks import check_lengths
+
+    measured = _measured(config)
+    lengths = [length for _, length in rendered(config, [*measured.values()])]
     room = config.policy.context_length - config.sampling.max_tokens
-    long = [n for n, length in enumerate(lengths) if length > room]
-    if long:
-        raise InputError(
-            f"the prompt of {examples[long[0]].example_id} has {lengths[long[0]]} tokens, but "
-            f"policy.context_length ({config.policy.context_length}) less sampling.max_tokens "
-            f"({config.sampling.max_tokens}) leaves {room}: raise the one or lower the other, or "
-            f"remove {len(long)} of {len(lengths)} prompts, the longest of {max(lengths)} tokens"
-        )
+    check_lengths(
+        [*zip(measured, lengths, strict=True)],
+        room,
+        f"policy.context_length ({config.policy.context_length}) less sampling.max_tokens "
+        f"({config.sampling.max_tokens}) leaves {room}: raise the one or lower the other",
+    )
     return f"longest of {len(lengths)} prompts: {max(lengths, default=0)} tokens"
 
 
-def _measured(config: Config) -> list[Example]:
-    """Return the examples whose prompts are measured: a new run's rows, else a first round's."""
+def _measured(config: Config) -> dict[str, Example]:
+    """Return the examples whose prompts are measured: a new run's rows, else a first round's.
+
+    By name, with the place of a row; rows in the order of their files.
+    """
     from marin_rl.environments.chat import Chat
     from marin_rl.environments.checks import environment_of
     from marin_rl.environments.mixture import parts_of
     from marin_rl.storage.runs import Run
 
-    few = first_examples(config, min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round))
+    count = min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round)
+    few = {f"the prompt of {each.example_id}": each for each in first_examples(config, count)}
     with suppress(ObjectMissing):  # a run that was begun goes on with what it has
         Run.open(config.root, config.run_id, config.storage_options)
         return few
+    rows: dict[str, Example] = {}
     for part in parts_of(environment_of(config), config.environment):
         if isinstance(part.environment, Chat):
-            few = [*few, *part.environment.first_of_each_split(part.config, ROWS_MEASURED_MAX)]
-    return list({(example.split, example.example_id): example for example in few}.values())
+            own = part.environment.first_of_each_split(part.config)
+            rows |= {f"{place}: the prompt of {each.example_id}": each for place, each in own}
+    known = {each.example_id for each in rows.values()}
+    return rows | {name: each for name, each in few.items() if each.example_id not in known}
 
 
 def tools(config: Config) -> str:

@@ -4,13 +4,17 @@ A run keeps what it began with, so these are checks of runs that are still to be
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig
 from marin_rl.errors import BridgeFault, InputError
-from marin_rl.types import Message, PreferencePair
+from marin_rl.types import Message
+
+if TYPE_CHECKING:
+    from marin_rl.environments.chat import Chat
+    from marin_rl.storage.tables.pairs import PairFile
 
 AS_BEGUN = "as the run began"
 ROWS_TOGETHER = 64
@@ -60,9 +64,12 @@ def learned_rows(config: Config) -> str:
     return f"{_compared(config.model_copy(update={'policy': policy}).model_dump_json())} rows"
 
 
-def learned_pairs(config: Config, pairs: tuple[PreferencePair, ...]) -> None:
-    """Check that pairs without tokens are learned as they are written. Raises InputError."""
-    from marin_rl.batching.row_checks import check_rows
+def learned_pairs(config: Config, file: "PairFile") -> None:
+    """Check that pairs without tokens are learned as they are written, and that all fit.
+
+    Raises InputError.
+    """
+    from marin_rl.batching.row_checks import check_lengths, rendered_lengths
     from marin_rl.rollouts.policy_tokenizer import end_ids_in, light_tokenizer
 
     policy = _policy_to_begin(config)
@@ -70,20 +77,22 @@ def learned_pairs(config: Config, pairs: tuple[PreferencePair, ...]) -> None:
         return
     tokenizer = light_tokenizer(policy)
     rows = [
-        ((pair.messages, answer), f"pair {pair.id}, field {field}")
-        for pair in pairs
+        ((pair.messages, getattr(pair, field)), f"{place}, field {field}")
+        for pair, place in zip(file.pairs, file.places, strict=True)
         if pair.chosen_token_ids is None
-        for field, answer in (("chosen", pair.chosen), ("rejected", pair.rejected))
+        for field in ("chosen", "rejected")
+    ]
+    lengths = [
+        (f"{place}, field {field}_token_ids", len(ids))
+        for pair, place in zip(file.pairs, file.places, strict=True)
+        for field, ids in (("chosen", pair.chosen_token_ids), ("rejected", pair.rejected_token_ids))
+        if ids is not None
     ]
     for start in range(0, len(rows), ROWS_TOGETHER):
         chats, names = zip(*rows[start : start + ROWS_TOGETHER], strict=True)
-        check_rows(
-            tokenizer,
-            chats,
-            names,
-            ends=end_ids_in(tokenizer),
-            context_length=policy.context_length,
-        )
+        counts = rendered_lengths(tokenizer, chats, names, end_ids_in(tokenizer))
+        lengths += zip(names, counts, strict=True)
+    check_lengths(lengths, policy.context_length)
 
 
 def _policy_to_begin(config: Config) -> PolicyConfig | None:
@@ -135,23 +144,22 @@ def _compared(settings: str) -> int:
 
     Raises InputError that names the row.
     """
-    from marin_rl.batching.row_checks import check_rows
+    from marin_rl.batching.row_checks import check_lengths, rendered_lengths
     from marin_rl.rollouts.policy_tokenizer import end_ids_in, light_tokenizer
 
     config = Config.model_validate_json(settings)
-    tokenizer, rows, count = light_tokenizer(config.policy), _demonstrations(config), 0
+    tokenizer, rows = light_tokenizer(config.policy), _demonstrations(config)
+    lengths: list[tuple[str, int]] = []
     while some := list(islice(rows, ROWS_TOGETHER)):
         chats, names, options = zip(*some, strict=True)
-        check_rows(
-            tokenizer,
-            chats,
-            names,
-            ends=end_ids_in(tokenizer),
-            context_length=config.policy.context_length,
-            options=options,
-        )
-        count += len(some)
-    return count
+        counts = rendered_lengths(tokenizer, chats, names, end_ids_in(tokenizer), options)
+        lengths += zip(names, counts, strict=True)
+    check_lengths(lengths, config.policy.context_length)
+    return len(lengths)
+
+
+def _row_number(rows: "Chat", seed: int, index: int) -> int:
+    return rows.row_number(seed, index, "train")
 
 
 def _demonstrations(
@@ -159,6 +167,7 @@ def _demonstrations(
 ) -> Iterator[tuple[tuple[Sequence[Message], str], str, Mapping[str, Any]]]:
     """Yield each different demonstration of a warm start, its name, and its template's options."""
     from marin_rl.environments.base import NamesRows
+    from marin_rl.environments.chat import Chat
     from marin_rl.environments.mixture import order_in, parts_of
     from marin_rl.environments.registry import loaded_environment
 
@@ -169,7 +178,10 @@ def _demonstrations(
         own, seed = part.environment, part.config.train_seed
         count = examples if order is None else order.count(place, examples)
         different = GENERATED_CHECKED_MAX if own.size is None else own.size
-        for index in range(min(count, different)):
+        indices = list(range(min(count, different)))
+        if isinstance(own, Chat):  # in the order of the file, whose first wrong row is named
+            indices = sorted(indices, key=partial(_row_number, own, seed))
+        for index in indices:
             example = own.example(seed, index, "train")
             name = f"example {example.example_id} of {own.name}"
             if isinstance(own, NamesRows):

@@ -30,6 +30,8 @@ from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import InputError
 from marin_rl.types import Example, Message, Split
 
+ROWS_CHECKED_MAX = 4096  # of each split, in the order of the run; some seconds
+
 
 class ChatOptions(Section):
     """Options of `chat`: prompts from files, and a reward function (docs/data-and-rewards.md)."""
@@ -145,17 +147,21 @@ class Chat(FunctionScored):
             metadata=metadata_of(raw, row, self._columns, where),
         )
 
-    def first_of_each_split(self, config: EnvironmentConfig, most: int) -> list[Example]:
-        """Return the first examples of a run and of its evaluation, each row once."""
+    def first_of_each_split(
+        self, config: EnvironmentConfig, most: int = ROWS_CHECKED_MAX
+    ) -> list[tuple[str, Example]]:
+        """Return the first examples of a run and of its evaluation, by place, in file order."""
         splits: dict[Split, tuple[int, int | None]] = {
             "train": (config.train_seed, self.size),
             "eval": (config.eval_seed, self.eval_size),
         }
-        return [
-            self.example(seed, index, split)
+        number, place = self.row_number, self._loaded.rows.place
+        chosen = [
+            (number(seed, index, split), self.example(seed, index, split))
             for split, (seed, size) in splits.items()
             for index in range(min(size or 0, most))
         ]
+        return [(place(row), each) for row, each in sorted(chosen, key=lambda pair: pair[0])]
 
     def row_number(self, seed: int, index: int, split: Split) -> int:
         """Number of the row of the example at `index`. Raises InputError for an empty split."""

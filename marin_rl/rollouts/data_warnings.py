@@ -7,9 +7,12 @@ work is refused where the data is read (`environments`).
 from collections.abc import Iterator
 
 from marin_rl.config import Config, EnvironmentConfig
+from marin_rl.end_tokens import any_of, control_tokens
 from marin_rl.environments.base import FixedSet, HasNotices
+from marin_rl.environments.chat import Chat
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
+from marin_rl.rollouts.policy_tokenizer import end_ids_in, light_tokenizer
 
 # They make examples without an end, from libraries that take seconds to import.
 GENERATORS = ("echo", "reasoning_gym")
@@ -28,7 +31,33 @@ def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
         if isinstance(environment, HasNotices):
             notices = environment.notices(scored=scored and rewarded)
             warnings += [notice for notice in notices if notice not in warnings]
-    return [*warnings, *(_small_sets(config) if scored else ())]
+    spelt = _control_tokens(config) if scored else ()
+    return [*warnings, *spelt, *(_small_sets(config) if scored else ())]
+
+
+def _control_tokens(config: Config) -> Iterator[str]:
+    """Yield a sentence for each file of prompts whose texts spell control tokens."""
+    files = [each for each, rewarded in _environments(config) if rewarded]
+    if not any(isinstance(loaded_environment(each), Chat) for each in files):
+        return
+    tokenizer = light_tokenizer(config.policy)
+    control = any_of(control_tokens(tokenizer, end_ids_in(tokenizer)))
+    for chosen in files:
+        environment = loaded_environment(chosen)
+        if not isinstance(environment, Chat):
+            continue
+        rows = environment.first_of_each_split(chosen)
+        spelt = [
+            (place, match[0])
+            for place, example in rows
+            if (match := control.search("\n".join(each.content for each in example.messages)))
+        ]
+        if spelt:
+            yield (
+                f"{spelt[0][0]}: the prompt has {spelt[0][1]!r}, which is a control token of the "
+                f"policy's tokenizer and is read as one, as in {len(spelt)} of {len(rows)} rows; "
+                "remove it from the text if it is not meant"
+            )
 
 
 def has_more_examples(config: Config) -> bool:

@@ -39,9 +39,10 @@ TokenIds = list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFile:
-    """The pairs of a file, and the SHA-256 of its bytes."""
+    """The pairs of a file, the line or row of each, and the SHA-256 of the file's bytes."""
 
     pairs: tuple[PreferencePair, ...]
+    places: tuple[str, ...]
     sha256: str
 
 
@@ -54,6 +55,7 @@ def read_pairs(path: str | Path) -> PairFile:
         raise InputError(f"reward_model.pairs: cannot read {file}: {error}") from None
     rows = _parquet_rows(file, data) if file.suffix == ".parquet" else _json_rows(file, data)
     pairs: list[PreferencePair] = []
+    places: list[str] = []
     seen: set[str] = set()
     for where, raw in rows:
         pair = _pair(raw, where)
@@ -61,9 +63,11 @@ def read_pairs(path: str | Path) -> PairFile:
             raise InputError(f"{where}, field id: {pair.id!r} is there twice")
         seen.add(pair.id)
         pairs.append(pair)
+        places.append(where)
     if not pairs:
         raise InputError(f"{file} has no rows: expected preference pairs")
-    return PairFile(pairs=tuple(pairs), sha256=hashlib.sha256(data).hexdigest())
+    digest = hashlib.sha256(data).hexdigest()
+    return PairFile(pairs=tuple(pairs), places=tuple(places), sha256=digest)
 
 
 def write_pairs(path: str | Path, pairs: Sequence[PreferencePair]) -> None:
