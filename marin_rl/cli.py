@@ -228,8 +228,16 @@ def _spare_imports() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
+def _use_utf8() -> None:
+    """Begin again in UTF-8 mode where the locale has another encoding: paths are texts of YAML."""
+    if sys.getfilesystemencoding() != "utf-8":
+        os.environ.update(PYTHONUTF8="1")
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def main() -> None:
     """Run a command. Our errors become one message and an exit code."""
+    _use_utf8()
     # An eighth of a short command's time is Python's collector, called 150 times while modules are
     # imported. Runs and servers choose their own number once they work.
     gc.set_threshold(IMPORTED_OBJECTS, *gc.get_threshold()[1:])

@@ -101,6 +101,11 @@ def test_prints_are_no_answers(shared: Interpreter):
     assert step(shared, number, "print") == "printed"
 
 
+def test_data_sets_of_a_library_draw_no_progress_bars(shared: Interpreter):
+    (number,) = begun(shared, 34)
+    assert step(shared, number, "bars") is False
+
+
 def test_children_of_a_library_are_no_hosts(shared: Interpreter):
     (number,) = begun(shared, 31)
     assert step(shared, number, "fork") == "forked"

@@ -94,7 +94,8 @@ class Interpreter:
         Raises InputError where the library cannot be used, with its own words.
         """
         self._python = python or sys.executable
-        variables = clean_environment(passed)
+        # Data sets that a library maps would draw bars into the output of a command.
+        variables = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", **clean_environment(passed)}
         del variables["PYTHONPATH"]  # the packages of this interpreter are not for that one
         self._process = subprocess.Popen(
             [self._python, "-I", str(HOSTS / "host.py")],

@@ -7,6 +7,7 @@ a store is and does is in store.py. What to do about an unknown outcome is decid
 import os
 import random
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -53,6 +54,13 @@ def _store_at(url: str, options: Mapping[str, Any] | None) -> ObjectStore:
             raise ConfigError(
                 f"storage_options: a local root takes none, found {', '.join(sorted(options))}"
             )
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"root: {path!a} cannot be a file name in this process, whose encoding is "
+                f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1, or a locale such as C.UTF-8"
+            ) from None
         # Absolute, for processes with another working directory; links in it are the user's choice.
         return LocalStore(str(Path(path).expanduser().absolute()))
     if scheme == "memory":
