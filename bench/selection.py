@@ -1,4 +1,4 @@
-"""Length bias of `asynchrony.select`: completions that index, first_done and best train on.
+"""Length bias of `asynchrony.select`: completions that index and first_done train on.
 
 One untrained model samples twice as many groups as a round takes; lengths differ by chance alone,
 and the reward does not look at them. Prints for each way the mean length of what is trained on, of
@@ -25,7 +25,7 @@ from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.metrics import read_metrics
 
 RESULTS = Path(__file__).resolve().parent / "results"
-WAYS = ("index", "first_done", "best")
+WAYS = ("index", "first_done")
 REWARD = """
 import zlib
 

@@ -60,7 +60,7 @@ def test_a_factor_is_exact() -> None:
     ("overrides", "message"),
     [
         (["asynchrony.max_sample_batches=3"], "expected dynamic_sampling filter, found none"),
-        (["asynchrony.select=best"], "set over_sampling_factor"),
+        (["asynchrony.select=first_done"], "set over_sampling_factor"),
         (["asynchrony.group_filter_min=1"], "expected one of reward_std_nonzero"),
         (["asynchrony.group_filter=divers"], "is not known: expected one of"),
         (["asynchrony.group_filter=min_reward"], "needs group_filter_min: found null"),
@@ -102,18 +102,9 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["asynchrony.curriculum=weights"], "need each other: found weights and null"),
         (
             ["asynchrony.curriculum_window_rounds=2"],
             "a setting of curriculum solve_rate: found none",
-        ),
-        (
-            ["asynchrony.curriculum=weights", "asynchrony.curriculum_weights={0: {echo: 1}}"],
-            "expected a weight of each environment of a list, found no list; found echo",
-        ),
-        (
-            ["asynchrony.curriculum=weights", "asynchrony.curriculum_weights={0: {echo: 0}}"],
-            "and one above 0",
         ),
         (
             [

@@ -224,7 +224,15 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
         ),
         ({"training": {"lerning_rate": 1}}, "did you mean training.learning_rate?"),
         ({"inference": {"flight": "grpc://a:1"}}, "inference.flight: was withdrawn; servers read"),
-        ({"flow": {"runner": "root"}}, "root was withdrawn: use work_pool or ray"),
+        ({"flow": {"runner": "root"}}, "flow.runner=root: was withdrawn; use work_pool or ray"),
+        (
+            {"asynchrony": {"over_sampling_factor": 2, "select": "best"}},
+            "asynchrony.select=best: was withdrawn; set group_filter and group_filter_min",
+        ),
+        (
+            {"asynchrony": {"curriculum": "weights", "curriculum_weights": {0: {"echo": 1}}}},
+            "asynchrony.curriculum_weights: was withdrawn; give the entries of environment",
+        ),
         ({"learning_rate": 1}, "did you mean training.learning_rate?"),
         ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate"),

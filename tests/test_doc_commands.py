@@ -45,7 +45,6 @@ KEYS = frozenset(known_keys())
 SECTIONS = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
 # Sections whose keys belong to an environment, a store, or the user.
 FREE_FORM = (
-    "asynchrony.curriculum_weights.",
     "environment.chat_template_options.",
     "policy.chat_template_options.",
     "environment.options.",

@@ -24,7 +24,7 @@ from marin_rl.batching.scalar_columns import (
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.metrics import KL_OF_REWARDS, LARGEST, Definition, definition_of
-from marin_rl.rollouts.curriculum import RECORD, curriculum_metrics, decide
+from marin_rl.rollouts.curriculum import RECORD, Curriculum, curriculum_metrics, decide
 from marin_rl.rollouts.evaluate import evaluation_metrics, judges_of
 from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
 from marin_rl.storage.commits import committed_manifest, count_in
@@ -177,6 +177,13 @@ def _of_curriculum(run: Run, round: int, rollouts: Manifest) -> dict[str, float]
     if record is None:
         return {}
     decision = decide(run, round, int(record["policy_version"]))
+    if record["kind"] == "weights":  # by hand, in earlier versions: nothing was decided
+        decision = Curriculum(
+            kind=record["kind"],
+            policy_version=record["policy_version"],
+            rounds=(),
+            weights=record["weights"],
+        )
     if decision is None or decision.record != record:
         raise CorruptObject(
             f"{run.store.url_of(rollouts.slot)}: expected the curriculum "

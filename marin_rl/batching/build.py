@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from marin_rl.batching import segments, selection
 from marin_rl.batching.dispositions import columns_needed, looks_at_turns, numbers
-from marin_rl.batching.group_filters import columns_of, filter_of, with_scores
+from marin_rl.batching.group_filters import columns_of, with_scores
 from marin_rl.batching.packing import Kept, fill_packed
 from marin_rl.batching.padding import fill_steps
 from marin_rl.batching.plan import RoundPlan, dispositions_table, plan_round
@@ -284,7 +284,7 @@ def _scalar_columns(
     )  # fmt: skip
     by_turn, share = looks_at_turns(config.objective), config.batching.packing == "shared_prompt"
     read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
-    scored_by = filter_of(config.asynchrony)
+    scored_by = config.asynchrony and config.asynchrony.group_filter
     more = () if scored_by is None else columns_of(scored_by)
     versions = versions_of(config)
     names = tuple(dict.fromkeys((*columns, *read, *more, *versions)))

@@ -1,4 +1,4 @@
-"""Scores of groups by `asynchrony.group_filter`: which pass, and which are the best of a round.
+"""Scores of groups by `asynchrony.group_filter`: which groups of a round pass.
 
 A score looks at one group alone, so it is computed as the shards are read, row group by row group
 (the rows of a group are adjacent in one of these). Leaves out which groups are taken (`selection`).
@@ -35,13 +35,6 @@ Row = Mapping[str, Any]
 GroupScore = Callable[[Sequence[Row]], float]
 
 
-def filter_of(settings: AsynchronyConfig | None) -> str | None:
-    """The filter whose scores a round needs: `best` without one compares the spread of rewards."""
-    if settings is None:
-        return None
-    return settings.group_filter or ("reward_std_nonzero" if settings.select == "best" else None)
-
-
 def columns_of(name: str) -> tuple[str, ...]:
     """Columns that a filter reads: all of them for a function of the user."""
     return READ if name in GROUP_FILTERS else tuple(ROLLOUTS.names)
@@ -58,8 +51,8 @@ def with_scores(table: pa.Table, settings: AsynchronyConfig, keep: Sequence[str]
 
     Raises ConfigError where the user's function fails or returns no number.
     """
-    name, least = filter_of(settings), settings.group_filter_min
-    assert name is not None, "see `filter_of`"
+    name, least = settings.group_filter, settings.group_filter_min
+    assert name is not None, "rounds without a filter have no scores"
     groups = _scores(name, table)
     least = GROUP_FILTERS.get(name, -np.inf) if least is None else least
     # A row group may be empty, where zip(*[]) has nothing to unpack.

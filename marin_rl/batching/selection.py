@@ -1,8 +1,8 @@
 """Selection of a round's groups among those that were sampled (`asynchrony.select`).
 
 A pure function of the committed shards: groups that have a signal and pass the filter are taken by
-number, by the time at which they were finished, or by score, until the round has its number of
-them. Whether further groups are to be sampled follows from the same function.
+number, or by the time at which they were finished, until the round has its number of them. Whether
+further groups are to be sampled follows from the same function.
 
 Axes: N rollouts of a round in shard order, P groups in the same order.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Int64
 
-from marin_rl.batching.group_filters import SCORE, filter_of, reason_of
+from marin_rl.batching.group_filters import SCORE, reason_of
 from marin_rl.config import Config
 from schemas.rollouts import UNFINISHED
 
@@ -63,7 +63,9 @@ def select_groups(
         score_P[group_N] = scalars[SCORE].to_numpy(zero_copy_only=False)
     passing_P = signal_P & ~np.isnan(score_P)
     # lexsort's last key is its first criterion; the number of a group breaks ties.
-    order_P = np.lexsort((np.arange(groups), _rank(scalars, group_N, score_P, settings.select)))
+    order_P = np.arange(groups)
+    if settings.select == "first_done":
+        order_P = np.lexsort((order_P, _finished(scalars, group_N, groups)))
     candidates = order_P[passing_P[order_P]]
     taken_P = np.zeros(groups, bool)
     taken_P[candidates[: config.rollouts.groups_per_round]] = True
@@ -71,23 +73,15 @@ def select_groups(
         taken_P=taken_P,
         failing_P=signal_P & np.isnan(score_P),
         surplus_P=passing_P & ~taken_P,
-        failing_reason=reason_of(filter_of(settings) or ""),
+        failing_reason=reason_of(settings.group_filter or ""),
     )
 
 
-def _rank(
-    scalars: pa.Table,
-    group_N: Int64[np.ndarray, " N"],
-    score_P: Float64[np.ndarray, " P"],
-    select: str | None,
-) -> np.ndarray:
-    """Numbers by which groups are taken, the lowest first."""
-    if select == "best":
-        return -np.nan_to_num(score_P, nan=-np.inf)  # NaN last
-    if select is None:
-        return np.zeros(len(score_P))  # all alike: by number, as ties are
-    # A group is finished with the last of its rollouts.
-    finished_P = np.zeros(len(score_P), np.int64)
+def _finished(
+    scalars: pa.Table, group_N: Int64[np.ndarray, " N"], groups: int
+) -> Int64[np.ndarray, " P"]:
+    """Times at which groups were finished: those of the last of their rollouts."""
+    finished_P = np.zeros(groups, np.int64)
     times_N = scalars[FINISHED_AT].cast(pa.int64()).to_numpy(zero_copy_only=False)
     np.maximum.at(finished_P, group_N, times_N)
     return finished_P

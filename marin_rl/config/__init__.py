@@ -12,11 +12,13 @@ from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.code import code_in, pin_code
 from marin_rl.config.keys import (
     WITHDRAWN,
+    WITHDRAWN_CONTENT,
     differences,
     free_keys,
     known_keys,
     outward_keys,
     value_at,
+    withdrawn_in,
     without,
 )
 from marin_rl.config.loading import (
@@ -77,7 +79,8 @@ from marin_rl.config.training import (
 )
 
 __all__ = [
-    "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "WITHDRAWN", "AsynchronyConfig",
+    "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "WITHDRAWN",
+    "WITHDRAWN_CONTENT", "AsynchronyConfig",
     "BatchingConfig", "CodeName", "Config", "Count", "CriticConfig", "EngineConfig",
     "EntrySampling", "EnvironmentConfig", "EvaluationConfig", "FiltersConfig", "FlowConfig",
     "InferenceConfig", "LearnedRewardConfig", "LoraConfig", "MeshConfig", "MixtureEntry",
@@ -87,5 +90,6 @@ __all__ = [
     "as_overrides", "closest", "code_in", "content_fields", "differences", "fingerprint_fields",
     "free_keys", "is_runtime_only", "known_keys", "load_config", "omitted_if_none", "outward_keys",
     "override", "parse_config", "pin_code", "pin_files", "place_files", "places_in", "section_of",
-    "shipped_recipes", "split_labels", "value_at", "whole_weights", "with_choices", "without",
+    "shipped_recipes", "split_labels", "value_at", "whole_weights", "with_choices",
+    "withdrawn_in", "without",
 ]  # fmt: skip

@@ -154,10 +154,9 @@ class AsynchronyConfig(Section):
         description="groups that are sampled for each one that the round takes, rounded up; "
         "null: 1",
     )
-    select: Literal["first_done", "best"] | None = optional_field(
+    select: Literal["first_done"] | None = optional_field(
         description="groups that a round takes of those that pass: null or index, the first by "
-        "number; first_done, those that were finished first, the others are cancelled; best, "
-        "those with the highest score of group_filter"
+        "number; first_done, those that were finished first, the others are cancelled"
     )
     group_filter: str | None = optional_field(
         min_length=1,
@@ -168,18 +167,14 @@ class AsynchronyConfig(Section):
         description="least score of a group that passes; null: the filter's own (docs)"
     )
 
-    curriculum: Literal["solve_rate", "weights"] | None = optional_field(
+    curriculum: Literal["solve_rate"] | None = optional_field(
         description="solve_rate: environments whose groups are solved in part are sampled more, "
-        "examples that were always or never solved less, by the rounds that are trained; weights: "
-        "environments by curriculum_weights; null or none: as environment says"
+        "examples that were always or never solved less, by the rounds that are trained; null "
+        "or none: as environment says"
     )
     curriculum_window_rounds: Count | None = optional_field(
         description="solve_rate: trained rounds that solve rates are of; null: "
         f"{CURRICULUM_WINDOW_ROUNDS}"
-    )
-    curriculum_weights: dict[int, dict[str, float]] | None = optional_field(
-        description="weights: by the first round that they hold for, weights of environments by "
-        "their labels; before the first, those of environment"
     )
     replay: ReplayConfig | None = optional_field(
         description="groups that later rounds train on again; null: a group is trained on in one "
@@ -217,30 +212,16 @@ class AsynchronyConfig(Section):
         return self
 
     def _curriculum_is_whole(self) -> None:
-        kind, window, weights = (
-            self.curriculum, self.curriculum_window_rounds, self.curriculum_weights,
-        )  # fmt: skip
-        if window is not None and kind != "solve_rate":
+        if self.curriculum is None and self.curriculum_window_rounds is not None:
             raise ValueError(
-                f"curriculum_window_rounds is {window}, a setting of curriculum solve_rate: found "
-                f"{kind or 'none'}"
+                f"curriculum_window_rounds is {self.curriculum_window_rounds}, a setting of "
+                "curriculum solve_rate: found none"
             )
-        if (weights is not None) != (kind == "weights"):
+        if self.curriculum is not None and self.sampler is not None:
             raise ValueError(
-                "curriculum weights and curriculum_weights need each other: found "
-                f"{kind or 'none'} and {'null' if weights is None else 'weights'}"
-            )
-        for first, of_round in (weights or {}).items():
-            if first < 0 or not any(of_round.values()) or min(of_round.values()) < 0:
-                raise ValueError(
-                    f"curriculum_weights of round {first}: expected a round of 0 or more, weights "
-                    f"of 0 or more, and one above 0; found {of_round}"
-                )
-        if kind is not None and self.sampler is not None:
-            raise ValueError(
-                f"curriculum {kind} is decided once a round, and groups of sampler windowed belong "
-                "to none when they are sampled: expected sampler in_order, which max_staleness "
-                "overlaps with training too"
+                f"curriculum {self.curriculum} is decided once a round, and groups of sampler "
+                "windowed belong to none when they are sampled: expected sampler in_order, which "
+                "max_staleness overlaps with training too"
             )
 
     def _window_is_whole(self) -> None:
@@ -317,7 +298,7 @@ class AsynchronyConfig(Section):
     @property
     def choices(self) -> int:
         """Number of examples that each one of a round is chosen from."""
-        return CURRICULUM_CHOICES if self.curriculum == "solve_rate" else 1
+        return CURRICULUM_CHOICES if self.curriculum else 1
 
     @property
     def selects_groups(self) -> bool:

@@ -12,10 +12,25 @@ from pydantic.fields import FieldInfo
 from marin_rl.config.run import Config
 from marin_rl.config.section import Section, is_plan, is_runtime_only, section_of
 
-# Keys of earlier versions, and what to do without them.
+# Keys and values (`key=value`) of earlier versions that decided what a run trains on, and what to
+# use instead: a run that recorded one can be read, and is not gone on with.
+WITHDRAWN_CONTENT = {
+    "asynchrony.select=best": "set group_filter and group_filter_min, and select index or "
+    "first_done",
+    "asynchrony.curriculum=weights": "give the entries of environment a weight, or set curriculum "
+    "solve_rate",
+    "asynchrony.curriculum_weights": "give the entries of environment a weight, or set curriculum "
+    "solve_rate",
+}
+# All of them.
 WITHDRAWN = {
-    f"inference.{name}": "servers read checkpoints from the root, which is faster: remove it"
-    for name in ("flight", "flight_certificate", "flight_key", "flight_ca")
+    **{
+        f"inference.{name}": "servers read checkpoints from the root, which is faster: remove it"
+        for name in ("flight", "flight_certificate", "flight_key", "flight_ca")
+    },
+    "flow.runner=root": "use work_pool or ray, and have servers of other machines join the run's "
+    "fleet (inference.endpoints: registered, marin-rl serve RUN --register)",
+    **WITHDRAWN_CONTENT,
 }
 
 
@@ -60,6 +75,19 @@ def value_at(node: Section, key: str) -> Any:
     for name in key.split("."):
         value = None if value is None else getattr(value, name)
     return value
+
+
+def withdrawn_in(tree: Mapping[str, Any]) -> list[str]:
+    """Withdrawn keys and values (`key=value`) that a recorded configuration has."""
+    names = list[str]()
+    for name in WITHDRAWN:
+        key, _, withdrawn = name.partition("=")
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and withdrawn in ("", value):
+            names.append(name)
+    return names
 
 
 def without(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:

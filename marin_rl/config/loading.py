@@ -247,8 +247,9 @@ def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any
 
 def _describe(item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"]) or "(whole configuration)"
-    if item["type"] == "extra_forbidden" and key in WITHDRAWN:
-        return f"{key}: was withdrawn; {WITHDRAWN[key]}"
+    for name in (key, f"{key}={item['input']!s:.20}"):
+        if item["type"] in ("extra_forbidden", "literal_error") and name in WITHDRAWN:
+            return f"{name}: was withdrawn; {WITHDRAWN[name]}"
     if item["type"] == "extra_forbidden":
         hint = peer_hint(key, item["input"])
         return f"{key}: unknown key{f'; {hint}' if hint else _nearest(key)}"

@@ -3,9 +3,9 @@
 Leaves out what a round does, which is all in the other sections.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
 from marin_rl.config.section import (
@@ -121,16 +121,6 @@ class FlowConfig(Section):
         default=5.0, ge=0, le=3600, description="first back-off, doubles"
     )
     stage_timeout_s: Seconds = runtime_field(default=6 * 3600.0, description="per stage")
-
-    @field_validator("runner", mode="before")
-    @classmethod
-    def _root_is_withdrawn(cls, runner: Any) -> Any:
-        if runner == "root":
-            raise ValueError(
-                "root was withdrawn: use work_pool or ray, and have servers of other machines join "
-                "the run's fleet (inference.endpoints: registered, marin-rl serve RUN --register)"
-            )
-        return runner
 
     @model_validator(mode="after")
     def _ray_has_an_address(self) -> "FlowConfig":

@@ -53,9 +53,9 @@ def demonstrations(config: Config) -> str:
 
 def group_filter(config: Config) -> str:
     """Check that a filter of groups of the user's own can be loaded and takes a group."""
-    from marin_rl.batching.group_filters import check_filter, filter_of
+    from marin_rl.batching.group_filters import check_filter
 
-    name = filter_of(config.asynchrony)
+    name = config.asynchrony and config.asynchrony.group_filter
     return "every group passes" if name is None else check_filter(name)
 
 

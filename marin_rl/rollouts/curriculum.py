@@ -106,17 +106,10 @@ def decide(run: Run, round: int, policy_version: int) -> Curriculum | None:
     settings = config.asynchrony
     if settings is None or settings.curriculum is None:
         return None
-    base = _base_weights(config)
-    if settings.curriculum == "weights":
-        steps = {n: w for n, w in (settings.curriculum_weights or {}).items() if n <= round}
-        chosen = steps[max(steps)] if steps else base
-        return Curriculum(
-            kind="weights", policy_version=policy_version, rounds=(), weights=_whole(chosen)
-        )
     # A policy's own rounds are those before its number: later ones may be under way.
     rounds = range(max(0, policy_version - settings.curriculum_window), policy_version)
     counts = [count for number in rounds for count in _counts_of(run, number)]
-    signal = _signal(counts)
+    base, signal = _base_weights(config), _signal(counts)
     return Curriculum(
         kind="solve_rate",
         policy_version=policy_version,

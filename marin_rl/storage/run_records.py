@@ -16,6 +16,7 @@ from typing import Any
 
 from marin_rl.config import (
     WITHDRAWN,
+    WITHDRAWN_CONTENT,
     Config,
     EnvironmentConfig,
     code_in,
@@ -25,6 +26,7 @@ from marin_rl.config import (
     parse_config,
     value_at,
     with_choices,
+    withdrawn_in,
     without,
 )
 from marin_rl.errors import ConfigError, ObjectMissing
@@ -154,7 +156,24 @@ def stored_config(record: Mapping[str, Any], source: str) -> Config:
     if not isinstance(tree, Mapping):
         return parse_config(tree, source)
     _check_pinned(tree, source)
-    return parse_config(without(tree, [*outward_keys(), *WITHDRAWN]), source)
+    withdrawn = [name.partition("=")[0] for name in withdrawn_in(tree)]
+    return parse_config(without(tree, [*outward_keys(), *withdrawn]), source)
+
+
+def refuse_withdrawn(folder: ObjectStore) -> None:
+    """Raise ConfigError for a run whose rounds were chosen in a way that was withdrawn."""
+    if (record := read_record(folder)) is not None:
+        _refuse_withdrawn(record, folder.url_of(RUN_KEY))
+
+
+def _refuse_withdrawn(record: Mapping[str, Any], source: str) -> None:
+    for name in withdrawn_in(record["config"]):
+        if name in WITHDRAWN_CONTENT:
+            raise ConfigError(
+                f"{source}: the run was begun with {name}, which was withdrawn: it can be read, "
+                "and none of its rounds can be played or processed again; `marin-rl fork` goes on "
+                f"without it, and for a new run {WITHDRAWN[name]}"
+            )
 
 
 def as_recorded(record: Mapping[str, Any], config: Config, source: str) -> Config:
@@ -178,6 +197,7 @@ def _check_pinned(tree: Mapping[str, Any], source: str) -> None:
 
 def check_content(record: Mapping[str, Any], config: Config, source: str) -> None:
     """Raise ConfigError naming the keys unless the record is of this configuration's content."""
+    _refuse_withdrawn(record, source)
     lines = differences(
         fingerprint_fields(stored_config(record, source)), fingerprint_fields(config)
     )

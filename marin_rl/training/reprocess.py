@@ -21,6 +21,7 @@ from marin_rl.config import (
     pin_files,
 )
 from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.storage.run_records import refuse_withdrawn
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.storage.tables.rewards import read_rewards
 from marin_rl.trust import Consent, check_named
@@ -100,6 +101,7 @@ def reprocess_round(
     groups, or a loss, for the gradient, unless `trust`.
     """
     player = run.at_round(round)
+    refuse_withdrawn(player.folder)
     config = _changed(player.config, overrides)
     sections = ("objective", "asynchrony") if gradient else ("asynchrony",)
     check_named(player, player.config, Consent(trust=trust), sections)

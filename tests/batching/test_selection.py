@@ -77,19 +77,6 @@ def test_surplus_is_in_no_statistic_that_advantages_are_divided_by(tmp_path: Pat
             assert row["advantage"] == expected[row["rollout_id"]]
 
 
-def test_the_best_groups_are_those_with_the_highest_score(tmp_path: Path) -> None:
-    """Of equal scores the first by number."""
-    run = _run(tmp_path, asynchrony={"over_sampling_factor": 2, "select": "best"})
-    processed(
-        run,
-        group("a", [0.0, 1.0]),
-        group("b", [0.0, 3.0]),
-        group("c", [0.0, 1.0]),
-        group("d", FLAT),
-    )
-    assert fates(run) == {"a": "consumed", "b": "consumed", "c": "surplus", "d": "zero_signal"}
-
-
 def test_the_first_that_were_finished_are_taken(tmp_path: Path) -> None:
     def finished(name: str, second: int) -> RolloutGroup:
         made = group(name, EVEN)
@@ -177,9 +164,9 @@ def test_a_function_of_the_user_scores_groups_or_drops_them(tmp_path: Path) -> N
     groups = [
         group(name, EVEN, completion=[4] * n) for name, n in zip("abcd", (2, 9, 5, 7), strict=True)
     ]
-    run = own_filter(tmp_path, "longest", select="best")
+    run = own_filter(tmp_path, "longest", group_filter_min=9)
     processed(run, *groups)
-    assert fates(run) == {"a": "surplus", "b": "consumed", "c": "surplus", "d": "consumed"}
+    assert fates(run) == {"a": "longest", "b": "consumed", "c": "longest", "d": "consumed"}
 
 
 @pytest.mark.parametrize(

@@ -86,25 +86,6 @@ def test_metrics_compare_what_is_sampled_with_what_is_known(tmp_path: Path) -> N
     assert metrics["curriculum/known/never"] == metrics["curriculum/known/always"] == 0.2
 
 
-def test_weights_by_round_are_exact_proportions(tmp_path: Path) -> None:
-    weights = {0: {"echo": 1, "short": 3}, 2: {"echo": 1, "short": 0}}
-    config = configured(
-        tmp_path,
-        "asynchrony.curriculum=weights",
-        f"asynchrony.curriculum_weights={json.dumps(weights)}",
-        "rollouts.groups_per_round=8",
-    )
-    run, environment = Run.create_or_open(config), environment_of(config)
-    seen = list[str]()
-    for round, expected in enumerate([{"echo": 2, "short": 6}] * 2 + [{"echo": 8}] * 2):
-        decision = decide(run, round, round)
-        assert decision is not None
-        examples = chosen_examples(run, round, range(8), environment, decision)
-        assert Counter(e.environment for e in examples) == expected
-        seen += [e.example_id for e in examples]
-    assert len(set(seen)) == len(seen), "no example twice"
-
-
 def test_an_environment_that_teaches_nothing_is_sampled_less_and_never_forgotten(
     tmp_path: Path,
 ) -> None:

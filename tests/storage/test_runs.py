@@ -30,6 +30,8 @@ from marin_rl.storage.commits import commit_manifest, new_manifest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.storage.stores.locks import Holder, holder_in
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.training.reprocess import reprocess_round
 from schemas.manifests import sealed_json
 
 
@@ -94,6 +96,38 @@ def test_another_content_is_refused_key_by_key(config: Config) -> None:
     else:
         assert text.endswith(f"\n  marin-rl run {config.root}/run-1")
     assert "rounds: 10 -> 99" not in text
+
+
+@pytest.mark.parametrize(
+    ("recorded", "named"),
+    [
+        ({"over_sampling_factor": 2, "select": "best"}, "asynchrony.select=best"),
+        (
+            {"curriculum": "weights", "curriculum_weights": {"0": {"echo": 1}}},
+            "asynchrony.curriculum=weights",
+        ),
+    ],
+)
+def test_a_run_of_a_withdrawn_key_is_read_and_not_gone_on_with(
+    tmp_path: Path, recorded: dict[str, Any], named: str
+) -> None:
+    config = configured(str(tmp_path), asynchrony={"max_staleness": 1})
+    Run.create_or_open(config)
+    file = tmp_path / "run-1" / "run.json"
+    record = json.loads(file.read_bytes())
+    record["config"]["asynchrony"] |= recorded
+    del record["digest"]
+    file.write_bytes(sealed_json(record))
+    kept = {"over_sampling_factor": 2.0} if "select" in recorded else {}
+    run = Run.open(str(tmp_path), "run-1")
+    assert run.config.model_dump()["asynchrony"] == {"max_staleness": 1, **kept}
+    assert check_run(str(tmp_path), "run-1").faults == ()
+    for refused in (
+        lambda: Run.create_or_open(run.config),
+        lambda: reprocess_round(run, 0, ["objective.clip_high=0.3"]),
+    ):
+        with pytest.raises(ConfigError, match=f"begun with {named}, which was withdrawn"):
+            refused()
 
 
 def test_many_differences_are_counted(tmp_path: Path) -> None:

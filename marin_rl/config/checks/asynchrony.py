@@ -44,23 +44,12 @@ def check_selection(config: RunSections) -> None:
 
 
 def check_curriculum(config: RunSections) -> None:
-    """Refuse weights of environments that are not those of the run."""
-    if config.curriculum is None:
-        return
-    if config.rollouts.source == "pushed":
+    """Refuse to choose the examples of groups that others sample."""
+    if config.curriculum is not None and config.rollouts.source == "pushed":
         raise ValueError(
             f"asynchrony.curriculum {config.curriculum} chooses what the run samples: found "
             "rollouts.source pushed; expected none"
         )
-    weights = (config.asynchrony.curriculum_weights if config.asynchrony else None) or {}
-    labels = {entry.shown_label for entry in config.environment.mixture or ()}
-    for first, of_round in weights.items():
-        if not labels or set(of_round) != labels:
-            raise ValueError(
-                f"asynchrony.curriculum_weights of round {first}: expected a weight of each "
-                f"environment of a list, {', '.join(sorted(labels)) or 'found no list'}; found "
-                f"{', '.join(sorted(of_round))}"
-            )
 
 
 def check_replay(config: RunSections) -> None:
