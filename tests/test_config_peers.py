@@ -111,8 +111,7 @@ def test_a_folder_for_verl_agrees_with_the_table():
             for peer in peer_keys()
             if peer.library == "verl" and f".{field.key}".endswith(f".{peer.key}")
         ]
-        # There rows come in the order of the run, so that its seed decides nothing.
-        if rows and field.ours and field.key != "data.seed":
+        if rows and field.ours:
             named = {name for row in rows for name in re.findall(r"`([\w.]+)", row.here)}
             assert named & set(field.ours), (field.key, named)
             checked += 1

@@ -182,7 +182,7 @@ def _export_verl(
         return
     tell(f"{folder}: {written.train} prompts to train on, {written.val} held out")
     if written.unmapped:
-        complain(["verl has no counterpart of:"], style="yellow")
+        complain(["Not exported to verl:"], style="yellow")
         complain([f"  {each}" for each in written.unmapped], style="yellow")
     tell(
         f"PYTHONPATH={folder.absolute()} python -m verl.trainer.main_ppo "

@@ -21,7 +21,9 @@ from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.errors import ObjectMissing
 from marin_rl.metrics import LARGEST
+from marin_rl.rollouts.curriculum import Curriculum
 from marin_rl.storage.commits import committed_manifest
+from marin_rl.storage.layout import rollouts_slot
 from marin_rl.storage.runs import Run, checkpoint_slot, metrics_key
 from marin_rl.storage.tables.metrics import _encode, read_metrics
 from marin_rl.storage.tables.parquet import open_part
@@ -304,6 +306,18 @@ def test_a_true_run_passes(played: Path) -> None:
     (row,) = read_metrics(Run.open(str(played), "debug"), [1]).to_pylist()
     named = {name for name, value in row.items() if value is not None} - {"run_id", "round"}
     assert named <= {found.metric for found in findings if found.round == 1}
+
+
+def test_weights_by_hand_of_an_earlier_version_are_taken_as_recorded(
+    copy: Run, tmp_path: Path
+) -> None:
+    manifest = tmp_path / "debug" / rollouts_slot(1) / "manifest.json"
+    told = json.loads(manifest.read_bytes())
+    del told["digest"]
+    by_hand = Curriculum(kind="weights", policy_version=1, rounds=(), weights={"": 1})
+    told["extra"]["curriculum"] = by_hand.record
+    manifest.write_bytes(sealed_json(told))
+    assert [found.message for found in verify_run(copy, 1) if found.problem] == []
 
 
 def test_means_over_several_passes_are_named_as_not_checked(copy: Run, tmp_path: Path) -> None:

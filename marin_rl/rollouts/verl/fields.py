@@ -1,15 +1,16 @@
 """Settings of a run as verl 0.9 names them, and a list of those that have no counterpart there.
 
-Owns the meaning of each key. Leaves out the files that the settings name (`export`). Every key of
-the configuration is mapped, or has another place (the parent's process plays with it), or is listed
-with its reason where it differs from its default: nothing is dropped silently.
+Owns the meaning of each key. Leaves out the files that the settings name (`export`). The keys that
+decide what is sampled, trained on and optimised are mapped; every other has another place (the
+parent's process plays with it), or is listed with its reason where it differs from its default:
+nothing is dropped silently.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from marin_rl.config import Config, ObjectiveConfig
+from marin_rl.config import Config, ObjectiveConfig, value_at
 from marin_rl.config.section import Section
 
 MISSING = "???"  # of OmegaConf: verl names the key and stops until it has a value
@@ -22,19 +23,12 @@ _ESTIMATORS = {
     "grpo": "grpo",
     "dr_grpo": "grpo",
     "opo": "opo",
-    "remax": "remax",
-    "gae": "gae",
-    "optimal_token_baseline": "optimal_token_baseline",
 }
 _LOSSES = {  # surrogate and ratio_level
     ("ppo_clip", "token"): "vanilla",
     ("gspo", "sequence_mean"): "gspo",
     ("gmpo", "sequence_mean"): "geo_mean",
     ("cispo", "token"): "cispo",
-    ("sapo", "token"): "sapo",
-    ("dppo", "token"): "dppo_tv",
-    ("dppo_kl", "token"): "dppo_kl",
-    ("dro", "token"): "dro",
 }
 _AGGREGATIONS = {
     "token_mean": "token-mean",
@@ -46,6 +40,34 @@ _AGGREGATIONS = {
 _KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k3_k2_gradient": "low_var_kl+"}
 
 FOLDER = "name a folder of Hugging Face, which `marin-rl export RUN --hf FOLDER` writes"
+
+# Keys of verl with the values of ours.
+_EQUAL = (
+    ("data.train_batch_size", "rollouts.groups_per_round"),
+    ("actor_rollout_ref.model.enable_gradient_checkpointing", "training.gradient_checkpointing"),
+    (f"{ACTOR}.clip_ratio_high", "objective.clip_high"),
+    (f"{ACTOR}.clip_ratio_low", "objective.clip_low"),
+    (f"{ACTOR}.entropy_coeff", "objective.entropy_coefficient"),
+    (f"{ACTOR}.fsdp_config.dtype", "policy.compute_dtype"),
+    (f"{ACTOR}.grad_clip", "training.gradient_clip_norm"),
+    (f"{ACTOR}.optim.clip_grad", "training.gradient_clip_norm"),
+    (f"{ACTOR}.optim.lr", "training.learning_rate"),
+    (f"{ACTOR}.optim.lr_warmup_steps", "training.warmup_steps"),
+    (f"{ACTOR}.optim.weight_decay", "training.weight_decay"),
+    (f"{ACTOR}.ppo_epochs", "training.epochs"),
+    (f"{ACTOR}.ppo_micro_batch_size_per_gpu", "training.microbatch_sequences"),
+    ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "training.microbatch_sequences"),
+    (f"{ROLLOUT}.dtype", "policy.compute_dtype"),
+    (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "training.microbatch_sequences"),
+    (f"{ROLLOUT}.max_model_len", "policy.context_length"),
+    (f"{ROLLOUT}.n", "rollouts.group_size"),
+    (f"{ROLLOUT}.temperature", "sampling.temperature"),
+    (f"{ROLLOUT}.top_p", "sampling.top_p"),
+    (f"{ROLLOUT}.val_kwargs.n", "evaluation.samples"),
+    (f"{ROLLOUT}.val_kwargs.temperature", "evaluation.temperature"),
+    ("trainer.test_freq", "evaluation.every_rounds"),
+    ("trainer.total_training_steps", "rounds"),
+)
 
 # Keys that hold under verl as they do here: the process of marin-rl plays and scores with them.
 ELSEWHERE = (
@@ -78,10 +100,16 @@ REASONS: Mapping[str, str] = {
     "reward_model": "reward models are trained here",
     "rollouts.source": "groups are sampled by verl",
     "sampling.stop": "verl samples token ids, without stop strings",
+    "retention": "see trainer.max_actor_ckpt_to_keep of verl",
     "sft": f"train the warm start here; {FOLDER}",
+    "seed": "prompts are in the order of the run; see data.seed of verl",
     "storage_options": "verl writes to its own folders",
+    "trackers": "see trainer.logger of verl",
+    "training.critic": "see critic of verl, and its algorithm.adv_estimator gae",
+    "training.schedule": "see actor_rollout_ref.actor.optim of verl",
+    "training.schedule_steps": "see actor_rollout_ref.actor.optim of verl",
 }
-NO_COUNTERPART = "verl 0.9 has no counterpart"
+NO_COUNTERPART = "not exported: set the key of verl 0.9 by hand, where it has one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +145,9 @@ class Unmapped:
 
 def verl_fields(config: Config, shape: Shape) -> tuple[list[VerlField], list[Unmapped]]:
     """Fields of verl's configuration, and the settings that it cannot have."""
-    parts = (_data, _model, _sampled, _optimizer, _objective, _correction, _trainer, _critic)
-    fields = [field for part in parts for field in part(config, shape)]
+    fields = [_field(key, value_at(config, own), own) for key, own in _EQUAL]
+    parts = (_data, _model, _sampled, _optimizer, _objective, _correction, _trainer)
+    fields += [field for part in parts for field in part(config, shape)]
     missing = {key for field in fields if field.value == MISSING for key in field.ours}
     said = {key for field in fields for key in field.ours} - missing
     return fields, [*_unmapped(config, said, missing)]
@@ -166,19 +195,13 @@ def _field(key: str, value: Any, *ours: str) -> VerlField:
 
 def _data(config: Config, shape: Shape) -> Iterator[VerlField]:
     context, new = config.policy.context_length, config.sampling.max_tokens
-    yield _field(
-        "data.train_batch_size", config.rollouts.groups_per_round, "rollouts.groups_per_round"
-    )
-    yield _field("data.max_prompt_length", context - new, "policy.context_length")
+    yield _field("data.max_prompt_length", context - new)
     # An episode's response has all its turns, and what the environment says between them.
     response = new if shape.one_shot else context - 1
     yield _field("data.max_response_length", response, "sampling.max_tokens")
     yield _field("data.shuffle", False)  # rows are in the order of the run
-    yield _field("data.seed", config.seed, "seed")
-    yield _field("data.filter_overlong_prompts", False)
     yield _field("data.truncation", "error")
     yield _field("data.return_raw_chat", True)
-    yield _field(f"{ROLLOUT}.max_model_len", context)
 
 
 def _model(config: Config, shape: Shape) -> Iterator[VerlField]:
@@ -187,59 +210,20 @@ def _model(config: Config, shape: Shape) -> Iterator[VerlField]:
     yield _field(f"{model}.path", path or MISSING, "policy.init", "policy.hf_path")
     if policy.tokenizer not in ("characters", policy.hf_path):
         yield _field(f"{model}.tokenizer_path", policy.tokenizer)
-    checkpointing = config.training.gradient_checkpointing
-    key = f"{model}.enable_gradient_checkpointing"
-    yield _field(key, checkpointing, "training.gradient_checkpointing")
-    yield _field(f"{ROLLOUT}.dtype", policy.compute_dtype)
-    yield _field(f"{ACTOR}.fsdp_config.dtype", policy.compute_dtype, "policy.compute_dtype")
 
 
 def _sampled(config: Config, shape: Shape) -> Iterator[VerlField]:
-    sampling, evaluation = config.sampling, config.evaluation
     yield _field(f"{ROLLOUT}.name", "vllm")
     yield _field(f"{ROLLOUT}.tensor_model_parallel_size", 1)
-    yield _field(f"{ROLLOUT}.n", config.rollouts.group_size, "rollouts.group_size")
-    yield _field(f"{ROLLOUT}.temperature", sampling.temperature, "sampling.temperature")
-    yield _field(f"{ROLLOUT}.top_p", sampling.top_p, "sampling.top_p")
-    yield _field(f"{ROLLOUT}.top_k", sampling.top_k or -1, "sampling.top_k")
+    yield _field(f"{ROLLOUT}.top_k", config.sampling.top_k or -1, "sampling.top_k")
     yield _field(f"{ROLLOUT}.calculate_log_probs", True)
-    yield _field(f"{ROLLOUT}.seed", config.seed)
-    held_out = f"{ROLLOUT}.val_kwargs"
-    yield _field(f"{held_out}.temperature", evaluation.temperature, "evaluation.temperature")
-    yield _field(f"{held_out}.do_sample", evaluation.temperature > 0)
-    yield _field(f"{held_out}.n", evaluation.samples, "evaluation.samples")
+    yield _field(f"{ROLLOUT}.val_kwargs.do_sample", config.evaluation.temperature > 0)
 
 
 def _optimizer(config: Config, shape: Shape) -> Iterator[VerlField]:
-    training, rows = config.training, config.training.microbatch_sequences
-    yield from _steps(config)
-    for part, name in (
-        (ACTOR, "ppo"),
-        (ROLLOUT, "log_prob"),
-        ("actor_rollout_ref.ref", "log_prob"),
-    ):
-        key = f"{part}.{name}_micro_batch_size_per_gpu"
-        yield _field(key, rows, "training.microbatch_sequences")
-    optimizer = f"{ACTOR}.optim"
-    yield _field(f"{ACTOR}.ppo_epochs", training.epochs, "training.epochs")
-    yield _field(f"{optimizer}.lr", training.learning_rate, "training.learning_rate")
-    yield _field(f"{optimizer}.lr_warmup_steps", training.warmup_steps, "training.warmup_steps")
-    yield _field(f"{optimizer}.weight_decay", training.weight_decay, "training.weight_decay")
-    betas = [training.beta1, training.beta2]
-    yield _field(f"{optimizer}.betas", betas, "training.beta1", "training.beta2")
-    override = {"eps": training.epsilon}
-    yield _field(f"{optimizer}.override_optimizer_config", override, "training.epsilon")
-    for key in (f"{ACTOR}.grad_clip", f"{optimizer}.clip_grad"):
-        yield _field(key, training.gradient_clip_norm, "training.gradient_clip_norm")
-    schedule = training.schedule if training.schedule != "linear" else MISSING
-    yield _field(f"{optimizer}.lr_scheduler_type", schedule, "training.schedule")
-    if training.schedule_steps is not None:
-        key = f"{optimizer}.total_training_steps"
-        yield _field(key, training.schedule_steps, "training.schedule_steps")
-
-
-def _steps(config: Config) -> Iterator[VerlField]:
-    """Yield the prompts of an optimizer step: rollouts here, prompts there."""
+    betas = [config.training.beta1, config.training.beta2]
+    yield _field(f"{ACTOR}.optim.betas", betas, "training.beta1", "training.beta2")
+    # Prompts of an optimizer step: rollouts here, prompts there.
     size, wanted = config.rollouts.group_size, config.batching.sequences_per_step
     key = f"{ACTOR}.ppo_mini_batch_size"
     if wanted is None:
@@ -259,33 +243,19 @@ def _objective(config: Config, shape: Shape) -> Iterator[VerlField]:
         loss = "vanilla"
     keys = ("objective.surrogate", "objective.ratio_level")
     yield _field(f"{ACTOR}.policy_loss.loss_mode", loss or MISSING, *keys)
-    yield _field(f"{ACTOR}.policy_loss.dro_beta", objective.dro_beta, "objective.dro_beta")
     yield _field(f"{ACTOR}.clip_ratio", objective.clip_high)
-    yield _field(f"{ACTOR}.clip_ratio_low", objective.clip_low, "objective.clip_low")
-    yield _field(f"{ACTOR}.clip_ratio_high", objective.clip_high, "objective.clip_high")
     yield _field(f"{ACTOR}.clip_ratio_c", objective.clip_dual or NEVER, "objective.clip_dual")
-    for sign, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
-        key = f"sapo_temperature_{sign}"
-        yield _field(f"{ACTOR}.{name}", getattr(objective, key), f"objective.{key}")
     aggregation = _AGGREGATIONS[objective.aggregation]
     yield _field(f"{ACTOR}.loss_agg_mode", aggregation, "objective.aggregation")
-    entropy = objective.entropy_coefficient
-    yield _field(f"{ACTOR}.entropy_coeff", entropy, "objective.entropy_coefficient")
     yield from _kl(objective)
 
 
 def _advantage(objective: ObjectiveConfig) -> Iterator[VerlField]:
     estimator, scale = _ESTIMATORS.get(objective.advantage), objective.advantage_scale
-    grouped = objective.advantage in ("grpo", "dr_grpo") and scale in (
-        "default",
-        "none",
-        "group_std",
-    )
+    grouped = objective.advantage in ("grpo", "dr_grpo") and scale == "group_std"
     if scale not in ("default", "none") and not grouped:
         estimator = None
     keys = ("objective.advantage", "objective.advantage_scale")
-    if objective.advantage == "remax":  # verl samples the baseline by itself
-        keys = (*keys, "rollouts.greedy_baseline")
     yield _field("algorithm.adv_estimator", estimator or MISSING, *keys)
     divided = scale == "group_std" or (scale == "default" and objective.advantage == "grpo")
     yield _field("algorithm.norm_adv_by_std_in_grpo", divided)
@@ -298,9 +268,10 @@ def _kl(objective: ObjectiveConfig) -> Iterator[VerlField]:
     yield _field(f"{ACTOR}.use_kl_loss", weight > 0 and not rewarded, *keys)
     yield _field(f"{ACTOR}.kl_loss_coef", weight)
     yield _field(f"{ACTOR}.kl_loss_type", estimator)
-    yield _field("algorithm.use_kl_in_reward", weight > 0 and rewarded)
-    yield _field("algorithm.kl_penalty", estimator)
-    yield _field("algorithm.kl_ctrl.kl_coef", weight)
+    if rewarded:
+        yield _field("algorithm.use_kl_in_reward", weight > 0)
+        yield _field("algorithm.kl_penalty", estimator)
+        yield _field("algorithm.kl_ctrl.kl_coef", weight)
 
 
 def _correction(config: Config, shape: Shape) -> Iterator[VerlField]:
@@ -314,58 +285,18 @@ def _correction(config: Config, shape: Shape) -> Iterator[VerlField]:
     level = None if kind in ("none", "rejected") else objective.correction_level
     threshold: float | str = high if kind == "truncated" else f"{low:g}_{high:g}"
     expressible = level is None or (low == 0 if kind == "truncated" else low > 0)
-    keys = [f"objective.{n}" for n in ("importance_correction", "correction_level")]
-    bounds = [f"objective.{n}" for n in ("correction_low", "correction_high")]
-    yield _field(f"{section}.rollout_is", level if expressible else MISSING, *keys, *bounds)
+    names = ("importance_correction", "correction_level", "correction_low", "correction_high")
+    keys = [f"objective.{name}" for name in names]
+    yield _field(f"{section}.rollout_is", level if expressible else MISSING, *keys)
     if level is not None and expressible:
         yield _field(f"{section}.rollout_is_threshold", threshold)
-    if objective.rejection is not None:
-        yield from _rejection(objective, section)
-
-
-def _rejection(objective: ObjectiveConfig, section: str) -> Iterator[VerlField]:
-    level = str(objective.rejection_level).replace("sequence", "seq")
-    name, bound = f"{level}_{objective.rejection}", objective.rejection_high
-    assert bound is not None, "they go together"
-    # Bounds of k1 are those of the ratio, on both sides.
-    both = objective.rejection == "k1"
-    known = name != "seq_max_k1"
-    keys = [f"objective.{n}" for n in ("rejection", "rejection_level", "rejection_high")]
-    yield _field(f"{section}.rollout_rs", name if known else MISSING, *keys)
-    ratio = 2.718281828459045**bound if both else bound
-    yield _field(f"{section}.rollout_rs_threshold", f"{1 / ratio:g}_{ratio:g}" if both else bound)
 
 
 def _trainer(config: Config, shape: Shape) -> Iterator[VerlField]:
     per_round = config.rollouts.groups_per_round
     passes = -(-config.rounds * per_round // max(shape.train_examples, 1))
-    yield _field("trainer.total_training_steps", config.rounds, "rounds")
     yield _field("trainer.total_epochs", max(1, passes))
-    yield _field("trainer.test_freq", config.evaluation.every_rounds, "evaluation.every_rounds")
     yield _field("trainer.save_freq", 1)
-    kept = config.retention.checkpoints_last
-    yield _field("trainer.max_actor_ckpt_to_keep", kept, "retention.checkpoints_last")
     yield _field("trainer.experiment_name", config.run_id)
-    yield _field("trainer.project_name", config.trackers.wandb_project or "marin-rl")
-    loggers = {"wandb": config.trackers.wandb_project, "tensorboard": config.trackers.tensorboard}
-    chosen = ["console", *(name for name, used in loggers.items() if used)]
-    keys = ("trackers.wandb_project", "trackers.tensorboard")
-    yield _field("trainer.logger", chosen, *keys)
+    yield _field("trainer.logger", ["console"])
     yield _field("trainer.n_gpus_per_node", 1)
-
-
-def _critic(config: Config, shape: Shape) -> Iterator[VerlField]:
-    critic = config.training.critic
-    if critic is None:
-        return
-    under = "training.critic"
-    # verl's critic is a model of its own.
-    path = config.policy.hf_path if critic.trunk == "own" else None
-    yield _field("critic.model.path", path or MISSING, f"{under}.trunk")
-    yield _field("critic.ppo_micro_batch_size_per_gpu", config.training.microbatch_sequences)
-    yield _field("critic.optim.lr", critic.learning_rate, f"{under}.learning_rate")
-    clip = critic.value_clip
-    yield _field("critic.cliprange_value", NEVER if clip is None else clip, f"{under}.value_clip")
-    yield _field("trainer.critic_warmup", critic.warmup_rounds, f"{under}.warmup_rounds")
-    yield _field("algorithm.gamma", critic.gamma, f"{under}.gamma")
-    yield _field("algorithm.lam", critic.gae_lambda, f"{under}.gae_lambda")
