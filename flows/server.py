@@ -1,29 +1,27 @@
-"""The Prefect API that a flow started by hand reports to: a configured one, or a temporary server.
+"""The Prefect API that a flow started by hand reports to: a configured one, or a local server.
 
-A configured API that answers is used. Otherwise a temporary server is started for the flow. It
-ends with the flow, even by `kill -9`: it reads a pipe that only the flow's process has open. Its
-database lies in a temporary folder, so that no two runs contend for one file; `make up` starts a
-server with a history and a UI.
+A configured API that answers is used. Otherwise a server is started for the flow, on the database
+of the user's Prefect profile: `prefect server start` shows the run afterwards. It ends with the
+flow, even by `kill -9`: it reads a pipe that only the flow's process has open. Prefect's own
+ephemeral server would outlive a flow that is killed, and end by the Ctrl-C that the flow reports.
 """
 
+import fcntl
 import importlib
 import logging
 import os
-import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import prefect
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_logger
@@ -42,13 +40,15 @@ from flows.connection import (
 from marin_rl.errors import MarinRLError
 from marin_rl.progress import phase
 
-DATABASE = "prefect.db"
+DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+LOCK = "marin-rl.lock"
 START_TIMEOUT_S = 120.0
 DRAIN_S = 10.0
-STOP_TIMEOUT_S = 8.0
+RECORD_S = 10.0
+STOP_TIMEOUT_S = 30.0
 GRACE_S = 3
 POLL_S = 0.1
-LOG = "server.log"
+LOOPBACK = "127.0.0.1,localhost"
 LOG_SHOWN = 2000  # characters
 ERROR_SHOWN = 72  # characters of an error in a task's last line
 BATCH = 200  # events that the server writes in one transaction; singly they cost 2.5 times the CPU
@@ -67,16 +67,23 @@ QUIET: dict[Any, Any] = {
     "server.services.triggers.read_batch_size": BATCH,
     "telemetry.enable_resource_metrics": False,
 }
+# Of a server for one flow: no UI and no schedules; task runs are kept, the events that they are
+# made of are not, which are most of a database.
+EPHEMERAL = {
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
+    "PREFECT_UI_ENABLED": "false",
+}
 
 
 @contextmanager
 def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
     """Give flows inside the block an API, and yield its URL.
 
-    The modules named in `warm` are imported first, while a temporary server takes as long to start.
-    Raises RuntimeError when neither the configured API nor a temporary server answers.
+    The modules named in `warm` are imported first, while a local server takes as long to start.
+    Raises RuntimeError when neither the configured API nor a local server answers.
     """
-    with temporary_settings(set_defaults=QUIET), _sigterm_as_interrupt():
+    with _loopback_direct(), temporary_settings(set_defaults=QUIET), _sigterm_as_interrupt():
         configured = get_current_settings().api.url
         if configured and healthy(configured):
             _import(warm)
@@ -84,11 +91,24 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
                 yield configured
             return
         reason = f"no Prefect API at {configured}" if configured else "no Prefect API configured"
-        _log.info("%s: using a temporary one (`prefect server start` starts one with a UI)", reason)
+        _log.info("%s: using a temporary one (later, `prefect server start` shows the run)", reason)
         for name in ("prefect.engine", "prefect.flow_runs"):
             logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not there
-        with _temporary_server(warm) as url, temporary_settings(updates={"api.url": url}):
+        with _local_server(warm) as url, temporary_settings(updates={"api.url": url}):
             yield url
+
+
+@contextmanager
+def _loopback_direct() -> Iterator[None]:
+    """Keep requests to this machine off the proxies that the environment names."""
+    before = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
+    for name, hosts in before.items():
+        os.environ[name] = ",".join(filter(None, (hosts or before["NO_PROXY"], LOOPBACK)))
+    try:
+        yield
+    finally:
+        for name, hosts in before.items():
+            os.environ.pop(name) if hosts is None else os.environ.update({name: hosts})
 
 
 @phase("importing JAX and Levanter")
@@ -142,75 +162,69 @@ class _Terse(logging.Filter):
 
 
 @contextmanager
-def _temporary_server(warm: Sequence[str]) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(
-        prefix="marin-rl-prefect-", ignore_cleanup_errors=True
-    ) as home:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}/api"
-        database, template = Path(home) / DATABASE, database_template()
-        if template.exists():
-            shutil.copyfile(template, database)
-        connection = ApiConnection(url, temporary=True)
-        with using(connection), _spawned(port, Path(home), connection) as (process, answered):
-            _import(warm)
-            with phase("starting a Prefect server"):
-                _wait_until_healthy(process, connection, Path(home) / LOG)
-            answered.set()
-            if not connection.lost and not template.exists():
-                save_database_template(database, template)
-            yield url
+def _local_server(warm: Sequence[str]) -> Iterator[str]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    connection = ApiConnection(url, temporary=True)
+    with (
+        _profile() as profile,
+        tempfile.TemporaryFile() as log,
+        using(connection),
+        _alone(profile) as started,
+        _spawned(port, profile, log, connection) as (process, answered),
+    ):
+        _import(warm)
+        with phase("starting a Prefect server"):
+            _wait_until_healthy(process, connection, log)
+        answered.set()
+        started()
+        yield url
 
 
-def database_template() -> Path:
-    """Path of a migrated, empty database of this Prefect: migrating a new one takes seconds."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path's raises where there is no home
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
-    return cache / "marin-rl" / f"prefect-{prefect.__version__}.db"
-
-
-def save_database_template(database: Path, template: Path) -> None:
-    """Copy the database for the next start, which takes longer without one."""
-    partial = template.with_name(f".{template.name}.{os.getpid()}")
+@contextmanager
+def _profile() -> Iterator[dict[str, str]]:
+    """Home and database of the user's Prefect; temporary ones where no home can be written."""
+    settings = get_current_settings()
+    url = settings.server.database.connection_url
     try:
-        template.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            closing(sqlite3.connect(database)) as source,
-            closing(sqlite3.connect(partial)) as copy,
-        ):
-            source.backup(copy)
-        partial.replace(template)
-    except (OSError, sqlite3.Error) as error:
-        _log.debug("no template of the server's database was saved: %s", error)
-        with suppress(OSError):  # such as a home that is no folder
-            partial.unlink(missing_ok=True)
+        settings.home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=settings.home):
+            pass
+    except OSError as error:
+        _log.warning("Prefect keeps no history of this run: %s", error)
+        with tempfile.TemporaryDirectory(prefix="marin-rl-prefect-") as home:
+            yield {"PREFECT_HOME": home, DATABASE: f"sqlite+aiosqlite:///{home}/prefect.db"}
+        return
+    own = {} if url is None else {DATABASE: url.get_secret_value()}
+    yield {"PREFECT_HOME": str(settings.home), **own}
+
+
+@contextmanager
+def _alone(profile: Mapping[str, str]) -> Iterator[Callable[[], None]]:
+    """Start one server at a time until the call: two would migrate a new database at once."""
+    with (Path(profile["PREFECT_HOME"]) / LOCK).open("ab") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock.close
 
 
 @contextmanager
 def _spawned(
-    port: int, home: Path, connection: ApiConnection
+    port: int, profile: Mapping[str, str], log: IO[bytes], connection: ApiConnection
 ) -> Iterator[tuple[subprocess.Popen[bytes], threading.Event]]:
     """Start a server; the event is set once it has answered, so that its end is a loss."""
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
-    environment = {
-        **os.environ,
-        **settings,
-        "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/{DATABASE}",
-        "PREFECT_UI_ENABLED": "false",
-    }
+    environment = {**os.environ, **settings, **EPHEMERAL, **profile}
     environment.pop("PREFECT_API_URL", None)
     # -P keeps this folder off the child's path; a module name would need the package installed.
-    command = [sys.executable, "-P", __file__, str(port)]
-    with (home / LOG).open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C is for the flow, which reports it
-        )
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__, str(port)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C is for the flow, which reports it
+    )
     assert process.stdin is not None
     answered, ending = threading.Event(), threading.Event()
     threading.Thread(
@@ -255,15 +269,17 @@ def _watch(
 
 
 def _wait_until_healthy(
-    process: subprocess.Popen[bytes], connection: ApiConnection, log: Path
+    process: subprocess.Popen[bytes], connection: ApiConnection, log: IO[bytes]
 ) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while not connection.lost and not healthy(connection.url):
         code = process.poll()
         if code is not None and code >= 0:
+            log.seek(0)
+            shown = log.read().decode(errors="replace")[-LOG_SHOWN:]
             raise RuntimeError(
                 f"the temporary Prefect server ended with exit code {code}; start one with "
-                f"`prefect server start`, or see its log:\n{log.read_text()[-LOG_SHOWN:]}"
+                f"`prefect server start`, or see its log:\n{shown}"
             )
         if time.monotonic() > deadline:
             raise RuntimeError(
@@ -281,8 +297,9 @@ def free_port() -> int:
 
 
 def main(port: int) -> None:
-    """Serve Prefect's API on a loopback port until the parent process ends, and tidy up."""
+    """Serve Prefect's API on a loopback port until the parent process ends."""
     import uvicorn
+    from prefect.server.utilities.messaging.memory import Topic
 
     server = uvicorn.Server(
         uvicorn.Config(
@@ -297,11 +314,14 @@ def main(port: int) -> None:
 
     def end_with_parent() -> None:
         sys.stdin.buffer.read()  # the pipe ends when the process that started us does
+        deadline = time.monotonic() + RECORD_S
+        queues = [each._queue for each in Topic.by_name("events")._subscriptions]
+        while any(queue.qsize() for queue in queues) and time.monotonic() < deadline:
+            time.sleep(POLL_S)  # what has arrived is recorded before the end
         server.should_exit = True
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     server.run()
-    shutil.rmtree(os.environ["PREFECT_HOME"], ignore_errors=True)
 
 
 if __name__ == "__main__":

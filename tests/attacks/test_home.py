@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect.settings import temporary_settings
 from support.cases import others_slow
 from support.flow_runs import DEBUG
 from support.run_factories import configuration
@@ -47,23 +48,20 @@ def test_no_home_for_compiled_programs_is_a_warning(home: str, tmp_path: Path) -
     assert "MARIN_RL_COMPILATION_CACHE" in done.stderr
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_no_home_for_the_servers_database_goes_unnoticed(
-    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_home_that_cannot_be_written_is_a_warning_and_no_history(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from flows import server
 
-    for key in OWN_FOLDERS:
-        monkeypatch.delenv(key, raising=False)
-    for key, value in homeless(home, tmp_path).items():
-        monkeypatch.setenv(key, value)
-    if home is None:  # a user that the system does not know has no home at all
-        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-        monkeypatch.chdir(tmp_path)
-    database = tmp_path / "prefect.db"
-    database.write_bytes(b"")
-    server.save_database_template(database, server.database_template())
-    assert server.database_template().exists() == (home is None)
+    (tmp_path / "file").write_bytes(b"")
+    home = {"home": tmp_path / "file" / "home"}
+    server._log.addHandler(caplog.handler)
+    with temporary_settings(updates=home), server._profile() as own:
+        folder = Path(own["PREFECT_HOME"])
+        assert folder.is_dir()
+        assert own[server.DATABASE] == f"sqlite+aiosqlite:///{folder}/prefect.db"
+    assert not folder.exists()
+    assert "Prefect keeps no history of this run: " in caplog.text
 
 
 @pytest.mark.parametrize("home", others_slow(HOMES[:3], HOMES[0]))

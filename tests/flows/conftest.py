@@ -3,10 +3,14 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prefect.settings import temporary_settings
+from pydantic import SecretStr
 from support.faults import CrashStates, Recording, Undisturbed, outcome
 from support.flow_runs import ForkServer, OpenedPhases, Played, debug, latest_flow_run
+from support.prefect_server import copy_template, save_template
 from support.quick_programs import quick_programs
 
 from flows.rl_loop import start
@@ -63,10 +67,17 @@ def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturb
 
 
 @pytest.fixture(scope="session")
-def api() -> Iterator[str]:
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a Prefect API that flows inside the test report to."""
-    with prefect_api(warm=ROOMS) as url:
-        yield url
+    home = tmp_path_factory.mktemp("prefect")
+    database = home / "prefect.db"
+    migrated = not copy_template(database)
+    url = SecretStr(f"sqlite+aiosqlite:///{database}")
+    own: dict[Any, Any] = {"home": home, "server.database.connection_url": url}
+    with temporary_settings(updates=own), prefect_api(warm=ROOMS) as api_url:
+        if migrated:
+            save_template(database)
+        yield api_url
 
 
 @pytest.fixture

@@ -3,15 +3,39 @@
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
-from flows.server import database_template, free_port, healthy
+import prefect
+
+from flows.server import free_port, healthy
 
 REPOSITORY = Path(__file__).parents[2]
 START_S_MAX = 900.0  # where other programs have the most of a machine
+
+
+def _template() -> Path:
+    return Path(os.environ["PREFECT_HOME"]) / f"migrated-{prefect.__version__}.db"
+
+
+def copy_template(database: Path) -> bool:
+    """Copy a migrated, empty database where there is none: migrating a new one takes seconds."""
+    if not database.exists() and _template().exists():
+        shutil.copyfile(_template(), database)
+    return database.exists()
+
+
+def save_template(database: Path) -> None:
+    """Keep a database that was just migrated for the next start."""
+    partial = _template().with_name(f".{os.getpid()}.db")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(partial)) as copy:
+        source.backup(copy)
+    partial.replace(_template())
 
 
 class PrefectServer:
@@ -28,9 +52,8 @@ class PrefectServer:
     def start(self) -> None:
         """Start, and wait until it answers."""
         self._home.mkdir(exist_ok=True)
-        database, template = self._home / "p.db", database_template()
-        if template.exists() and not database.exists():  # to migrate an empty one takes seconds
-            shutil.copyfile(template, database)
+        database = self._home / "p.db"
+        migrated = not copy_template(database)
         self._process = subprocess.Popen(
             [self._python, "-P", str(REPOSITORY / "flows" / "server.py"), str(self._port)],
             env={
@@ -47,6 +70,8 @@ class PrefectServer:
         while not healthy(self.url):
             assert time.monotonic() < deadline, "the server does not start"
             time.sleep(0.1)
+        if migrated:
+            save_template(database)
 
     @property
     def pid(self) -> int:
