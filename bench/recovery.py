@@ -36,14 +36,19 @@ from marin_rl.storage.runs import (
     round_of,
     shard_key,
 )
-from marin_rl.storage.stores.fault_injection import VARIABLE
 from marin_rl.storage.tables.rollouts import decode_shard
 
 POLL_S = 0.01
 START_S_MAX = 240.0
 # Operations are counted from the end of one round to that of another, so two rounds must end.
 LOGGED_ROUNDS = 3
-COMMAND = (sys.executable, "-c", "from marin_rl.cli import main; main()", "run")
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+MAIN = "from marin_rl.cli import main; main()"
+# The same command, which writes a line to a file for each operation on the store.
+LOGGED = (
+    f"import sys; sys.path.insert(0, {str(TESTS)!r}); "
+    f"from support.fault_injection import install; install('log:{{log}}'); {MAIN}"
+)
 COMMITS = ("*/*/manifest.json", "rollouts/*/shard-*.parquet", "metrics/*.parquet")
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -68,15 +73,15 @@ class Lives:
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
         self._root, self._run_id, self._folder = root, options.run_id, root / options.run_id
         named = ("--run-id", options.run_id, "--root", str(root))
-        self._command = (*COMMAND, options.config, *named, "--rounds", "100000")
+        self._words = ("run", options.config, *named, "--rounds", "100000")
         self._choices, self._life_s = random.Random(options.seed), options.life_s
 
-    def live(self, rounds: int = 0, **environment: str) -> Crash:
+    def live(self, rounds: int = 0, program: str = MAIN) -> Crash:
         """One start, killed at a random instant after its first commit and the end of `rounds`."""
         before, began, ends = self._commits(), time.time(), self._ends()
         process = subprocess.Popen(
-            self._command,
-            env={**os.environ, "PREFECT_API_URL": "", **environment},
+            (sys.executable, "-c", program, *self._words),
+            env={**os.environ, "PREFECT_API_URL": ""},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -151,7 +156,7 @@ def measured(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     lives.live()  # compiles what the others find in the cache
     crashes = [lives.live() for _ in range(options.kills)]
     log = root / "operations.log"
-    lives.live(LOGGED_ROUNDS, **{VARIABLE: f"log:{log}"})
+    lives.live(LOGGED_ROUNDS, LOGGED.format(log=log))
     run = Run.open(str(root), options.run_id)
     lost = [tokens(run, crash.sampling) for crash in crashes]
     rows = [asdict(crash) | {"lost_tokens_max": n} for crash, n in zip(crashes, lost, strict=True)]

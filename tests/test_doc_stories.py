@@ -49,11 +49,8 @@ ELSEWHERE = {
 }
 # Servers and pages that follow a run: they go on until they have printed this, then Ctrl-C.
 UNTIL = {"serve": "http://", "view": "http://"}
-# Exit codes of commands that are shown with an error, or with a fault.
-CODES = {
-    "MARIN_RL_FAULTS=kill-before:60 run configs/debug.yaml": -9,
-    "doctor counting.yaml --set environment.options.larges=3": 1,
-}
+# Exit codes of commands that are shown with an error.
+CODES = {"doctor counting.yaml --set environment.options.larges=3": 1}
 
 
 def played_elsewhere(command: Command) -> str | None:

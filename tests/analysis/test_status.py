@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from support.fault_injection import Operations, Plan, inject_faults
 from support.run_factories import sample, whole_run
 
 from marin_rl.analysis.status import Unreadable, each_run, run_status
 from marin_rl.errors import StorageError, StoreUnavailable
 from marin_rl.storage.runs import latest_checkpoint
-from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
 
 
 def test_the_open_round_is_the_last_that_was_sampled_and_not_trained(tmp_path: Path) -> None:

@@ -11,9 +11,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.cases import printed_seed
 from support.forgeries import (
@@ -34,6 +39,8 @@ from marin_rl.analysis.status import RunStatus, Unreadable, each_run, run_status
 from marin_rl.errors import ConfigError, CorruptObject
 from marin_rl.storage.runs import Run, check_run_id
 from marin_rl.storage.stores.filesystem import open_store
+from marin_rl.storage.tables.decoded_size import check_decoded, open_parquet
+from marin_rl.storage.tables.parquet import corruption_named
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect, rule_of
@@ -191,24 +198,49 @@ def test_a_shard_that_would_grow_is_refused_before_it_does(origin: Path, tmp_pat
 
 def test_text_that_is_worth_its_size_is_read(origin: Path) -> None:
     """The bound that footers give is too wide for much repeated text; its lengths decide."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from marin_rl.storage.tables.decoded_size import check_decoded
-    from marin_rl.storage.tables.footers import column_chunks
-
     texts = [["a" * 200_000, "b"], []] * 100 + [[str(n)] for n in range(1000)]
     table = pa.table({"texts": texts, "other": ["c" * 1000] * len(texts)})
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    buffer = sink.getvalue()
-    check_decoded(buffer, column_chunks(buffer), [0], ["texts", "other"])
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.concat_tables([table] * 10), sink, compression="zstd")
-    buffer = sink.getvalue()
+    buffer = parquet(table)
+    check_decoded(open_parquet(buffer), buffer, [0], ["texts", "other"])
+    buffer = parquet(pa.concat_tables([table] * 10), compression="zstd")
     with pytest.raises(Malformed, match="made to grow"):
-        check_decoded(buffer, column_chunks(buffer), [0], ["texts"])
-    check_decoded(buffer, column_chunks(buffer), [0], ["other"])
+        check_decoded(open_parquet(buffer), buffer, [0], ["texts"])
+    check_decoded(open_parquet(buffer), buffer, [0], ["other"])
+
+
+def parquet(table: pa.Table, **options: Any) -> pa.Buffer:
+    """The file of a table."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **options)
+    return sink.getvalue()
+
+
+def test_a_damaged_footer_is_read_or_refused() -> None:
+    """Arrow ends the process where it is asked about a chunk whose histograms are wrong."""
+    rows = 12_345
+    turns = [[{"role": "user", "start": n}] * (n % 3) for n in range(rows)]
+    table = pa.table({"number": np.arange(rows), "turns": turns})
+    whole = parquet(table, row_group_size=rows).to_pybytes()
+    body = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    levels = b"\x26\x00\xf2\xc0\x01"  # a list of two numbers, 0 and 12,345
+    damaged = [whole[:body] + whole[body:].replace(levels, b"\x36\x00\x00\xf2\x40")]  # of three
+    choose = random.Random(printed_seed())
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(choose.choice((1, 1, 1, 8))):
+            data[choose.randrange(body, len(data) - 8)] ^= 1 << choose.randrange(8)
+        damaged.append(bytes(data))
+    reasons = list[str]()
+    for data in damaged:
+        with suppress(CorruptObject), corruption_named("x"):
+            try:
+                file = open_parquet(buffer := pa.py_buffer(data))
+                groups = range(file.num_row_groups)
+                check_decoded(file, buffer, groups, file.schema_arrow.names)
+            except OSError as error:
+                reasons.append(str(error))
+                raise
+    assert "Definition level histogram size mismatch" in reasons[0]
 
 
 def test_metrics_of_the_last_round_are_missed(origin: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prefect.settings import temporary_settings
 from pydantic import SecretStr
+from support.fault_injection import inject_faults
 from support.faults import CrashStates, Recording, Undisturbed, outcome
 from support.flow_runs import ForkServer, OpenedPhases, Played, debug, latest_flow_run
 from support.prefect_server import copy_template, save_template
@@ -18,7 +19,6 @@ from flows.server import prefect_api
 from flows.session import HEAVY
 from marin_rl import progress
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.storage.stores.fault_injection import inject_faults
 
 # jaxtyping compiles what is imported from syntax trees, and CPython 3.11 cannot do that in two
 # threads at once: everything is imported before flows have threads.

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from prefect.exceptions import Pause
 from support.cases import printed_seed
+from support.fault_injection import inject_faults
 from support.faults import NamedOperations, Outcome, outcome
 from support.flow_runs import DEBUG, ForkServer, debug
 
@@ -22,7 +23,6 @@ from marin_rl.errors import MarinRLError
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run, latest_checkpoint
-from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards
 

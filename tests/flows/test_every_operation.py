@@ -35,6 +35,7 @@ from pathlib import Path
 import pytest
 from support.cases import printed_seed
 from support.fake_stores import Fault, Faults, fake_gcs, fake_s3
+from support.fault_injection import Operations, inject_faults, parse
 from support.faults import Case, NamedOperations, Outcome, Undisturbed, groups, outcome, play_groups
 from support.flow_runs import ForkServer, debug
 
@@ -50,7 +51,6 @@ from marin_rl.storage.runs import (
     rollouts_slot,
     sft_slot,
 )
-from marin_rl.storage.stores.fault_injection import Operations, inject_faults, parse
 
 KILLS = ("kill-amid", "kill-before", "kill-after")
 READS = re.compile(r"(read|children|list|size) |path .*\.parquet #")  # such a file is mapped

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cases import printed_seed
+from support.fault_injection import inject_faults
 from support.faults import NamedOperations, outcome
 from support.flow_runs import ForkServer, debug
 from support.windowed_runs import checked
@@ -17,7 +18,6 @@ from marin_rl.analysis.lineage import trace
 from marin_rl.config import Config
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.layout import STREAM
-from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import audit_run

@@ -1,7 +1,6 @@
 """Groups that are durable before their shard: what a kill, a fault or another process costs."""
 
 import asyncio
-import os
 import random
 import re
 import signal
@@ -21,6 +20,7 @@ import yaml
 from support.cases import others_slow, printed_seed
 from support.fake_stores import Fault, fake_gcs, fake_s3
 from support.fakes import FakePolicyServer, served_policy
+from support.fault_injection import inject_faults
 from support.faults import CrashStates, Recording
 
 from marin_rl.config import Config, load_config, override, parse_config
@@ -30,7 +30,6 @@ from marin_rl.rollouts.generate import generate_shard
 from marin_rl.rollouts.trajectories import turn_seed
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S
 from marin_rl.storage.runs import Run, shard_key
-from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import CLOCKS_APART_S, collect
@@ -50,6 +49,8 @@ import asyncio, json, sys
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.storage.runs import Run
 sys.path.insert(0, {tests!r})
+from support.fault_injection import install
+if {faults!r}: install({faults!r})
 from rollouts.test_pieces import ROUND, configured, in_dialogues, policy_at
 config = {made}({root!r})
 asyncio.run(generate_shard(Run.create_or_open(config), ROUND, 0, policy_at({url!r})))
@@ -337,7 +338,9 @@ def test_a_kill_within_a_group_costs_its_members_in_flight(
     server.fault = hold
     run = Run.create_or_open(in_dialogues(killed))
     tests = str(Path(__file__).parents[1])
-    script = CHILD.format(tests=tests, root=str(killed), url=server.url, made="in_dialogues")
+    script = CHILD.format(
+        tests=tests, root=str(killed), url=server.url, made="in_dialogues", faults=""
+    )
     child = subprocess.Popen([sys.executable, "-c", script])
     try:
         while members_of(run) < SIZE - 1 and child.poll() is None:
@@ -360,18 +363,16 @@ def test_kills_cost_the_groups_in_flight_only(
 ) -> None:
     """SIGKILL a process after each few operations, until one lives to its end."""
     choices, root = random.Random(printed_seed()), tmp_path / "runs"
-    script = CHILD.format(
-        tests=str(Path(__file__).parents[1]), root=str(root), url=server.url, made="configured"
-    )
+    words = {"tests": str(Path(__file__).parents[1]), "root": str(root), "url": server.url}
     asked: Counter[int] = Counter()
     for life in range(100):
         finished = len(list(root.rglob("group-*-00.parquet")))
         log = tmp_path / f"{life}.log"
         faults = f"kill-after:{choices.randint(6, 40)},log:{log}"
         server.requests.clear()
+        script = CHILD.format(**words, made="configured", faults=faults)
         child = subprocess.run(
             [sys.executable, "-c", script],
-            env={**os.environ, "MARIN_RL_FAULTS": faults},
             capture_output=True,
             text=True,
             check=False,

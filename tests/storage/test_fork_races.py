@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 from support.cases import printed_seed
+from support.fault_injection import Operations, Plan, inject_faults
 from support.run_factories import checkpoint, configuration
 
 from marin_rl.config import RetentionConfig
 from marin_rl.errors import ObjectMissing
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, metrics_key
-from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.storage.upkeep import forks, gc
 from marin_rl.storage.upkeep.forks import fork_run, reference_checkpoints

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from support.cases import others_slow, printed_seed
+from support.fault_injection import Operations, Plan, inject_faults, opened_as
 from support.run_factories import sample, whole_run
 
 from marin_rl.errors import ObjectMissing
@@ -24,9 +25,8 @@ from marin_rl.storage.commits import (
     ref_of,
 )
 from marin_rl.storage.runs import Run, latest_checkpoint
-from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
 from marin_rl.storage.stores.local import LocalStore
-from marin_rl.storage.stores.store import Keys, on_open
+from marin_rl.storage.stores.store import Keys
 from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.storage.tables.pairs import commit_pairs
 from marin_rl.storage.tables.rewards import RewardSource, commit_rewards
@@ -211,11 +211,8 @@ def test_a_tombstone_of_a_newer_version_does_not_end_the_search(folder: Path) ->
     part = one(folder, "batches/round-00001/batches-*.parquet")
     part.unlink()
     one(folder, "metrics/round-00000.parquet").write_bytes(b"")
-    on_open.append(lambda inner: Pruned(inner.url))
-    try:
+    with opened_as(lambda inner: Pruned(inner.url)):
         found = faults(folder)
-    finally:
-        on_open.pop()
     assert ("newer version", str(part.relative_to(folder))) in found
     assert ("truncated", "metrics/round-00000.parquet") in found
 

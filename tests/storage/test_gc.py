@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.fault_injection import Operations, Plan, inject_faults
 from support.run_factories import FILES, checkpoint, configuration, play, whole_run
 
 from marin_rl.config import RetentionConfig
@@ -22,7 +23,6 @@ from marin_rl.storage.commits import (
 )
 from marin_rl.storage.run_progress import as_continued
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, latest_checkpoint
-from marin_rl.storage.stores.fault_injection import Operations, Plan, inject_faults
 from marin_rl.storage.tables.tombstones import commit_tombstone
 from marin_rl.storage.upkeep.forks import borrowed_from, fork_run
 from marin_rl.storage.upkeep.fsck import check_run

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.fake_stores import FakeGCS
+from support.fault_injection import Operations, Plan, inject_faults
 
 from marin_rl.config import Config, parse_config
 from marin_rl.errors import (
@@ -447,22 +448,19 @@ def test_the_latest_warm_start(local: Run) -> None:
     assert latest.slot == "sft/step-00500"
 
 
-def test_the_cost_of_a_round_does_not_grow_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cost_of_a_round_does_not_grow_with_the_run(tmp_path: Path) -> None:
     """Storage operations of a round: after 1,000 rounds as many as before."""
-    log = tmp_path / "operations"
-    monkeypatch.setenv("MARIN_RL_FAULTS", f"log:{log}")
-    local = Run.create_or_open(configured(str(tmp_path / "runs")))
+    with inject_faults(Operations(Plan())) as counted:
+        local = Run.create_or_open(configured(str(tmp_path / "runs")))
 
     def ask(round: int) -> int:
-        log.write_text("")
+        before = counted.count
         assert runs.committed(local, runs.rollouts_slot(round)) is None
         assert runs.committed_checkpoint(local, round) is not None
         latest = runs.latest_checkpoint(local)
         assert latest is not None
         assert latest.slot == runs.checkpoint_slot(round)
-        return len(log.read_text().splitlines())
+        return counted.count - before
 
     operations = []
     for round in range(1000):

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
+from support.fault_injection import Operations, Plan
 
 from marin_rl.config import Config
 from marin_rl.errors import MarinRLError
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot
-from marin_rl.storage.stores.fault_injection import Operations, Plan
 from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.batches import dispositions_of
 from marin_rl.storage.tables.rollouts import iter_shards

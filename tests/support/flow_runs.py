@@ -26,12 +26,12 @@ from typing import Any, Self
 from prefect import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
+from support.fault_injection import inject_faults
 from support.faults import NamedOperations
 from support.preloading import RUNS, import_for_forks
 
 from marin_rl.config import Config, load_config, parse_config
 from marin_rl.progress import Phase, ProgressEvent
-from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.types import SlotRef
 
 REPOSITORY = Path(__file__).parents[2]

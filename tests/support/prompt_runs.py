@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from support.cases import printed_seed
+from support.fault_injection import inject_faults
 from support.faults import NamedOperations, Outcome, outcome
 from support.flow_runs import DEBUG, ForkServer
 
@@ -15,7 +16,6 @@ from flows.rl_loop import start
 from marin_rl.config import Config, parse_config
 from marin_rl.config.code import pin_code
 from marin_rl.config.loading import override
-from marin_rl.storage.stores.fault_injection import inject_faults
 
 
 def prompt_run(

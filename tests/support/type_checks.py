@@ -25,8 +25,6 @@ from jaxtyping import _import_hook as import_hook
 with_shapes = jaxtyping.jaxtyped
 TUPLE_MAX = 8  # items of a tuple that are looked at
 ARRAYS = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)
-# Private functions here are called for each number of a file: a check costs more than the call.
-UNCHECKED = frozenset({"marin_rl.storage.tables.footers"})
 # Code of functions inside functions. Each call of the outer one makes another, whose checks take a
 # millisecond to make: the first is checked.
 _inner_seen = set[types.CodeType]()
@@ -92,11 +90,11 @@ def checked(thing: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
 
 def stays_unchecked(function: Any) -> bool:
     """Return True for a function whose checks would cost more than its calls."""
-    if "<locals>" in function.__qualname__ and inspect.isfunction(function):
-        seen = function.__code__ in _inner_seen
-        _inner_seen.add(function.__code__)
-        return seen
-    return function.__module__ in UNCHECKED and function.__qualname__.startswith("_")
+    if "<locals>" not in function.__qualname__ or not inspect.isfunction(function):
+        return False
+    seen = function.__code__ in _inner_seen
+    _inner_seen.add(function.__code__)
+    return seen
 
 
 def checked_function(thing: Any, typechecker: Callable[[Any], Any]) -> Any:

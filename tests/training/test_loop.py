@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.batches import commit_round, random_batch
+from support.fault_injection import inject_faults
 from support.faults import NamedOperations
 from support.trained_runs import LENGTH, batches_of, begin, play
 
@@ -26,7 +27,6 @@ from marin_rl.errors import (
 from marin_rl.progress import listening
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
-from marin_rl.storage.stores.fault_injection import inject_faults
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.compiled_step import rows_compiled_for

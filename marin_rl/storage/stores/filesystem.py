@@ -10,19 +10,18 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from marin_rl.errors import ConfigError, ObjectMissing, RootUnfit, StorageError, StoreUnavailable
 from marin_rl.storage.stores.buckets import BucketStore
 from marin_rl.storage.stores.local import LocalStore
-from marin_rl.storage.stores.store import FilesystemStore, ObjectStore, PutOutcome, on_open
+from marin_rl.storage.stores.store import FilesystemStore, ObjectStore, PutOutcome
 
 __all__ = ["MemoryStore", "ObjectStore", "PutOutcome", "open_store", "probe"]
-
-BUCKET_SCHEMES = {"gs": "gs", "gcs": "gs", "s3": "s3", "s3a": "s3"}
 
 PROBE_PAUSES_S = (0.2, 0.8, 2.0, 5.0)
 
@@ -33,45 +32,55 @@ _memory_lock = threading.RLock()
 def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
     """The store at a local path or a file://, memory://, gs:// or s3:// URL. Touches nothing yet.
 
-    `options` go to fsspec. Raises ConfigError for other schemes. Where MARIN_RL_FAULTS is set, the
-    store has those faults (fault_injection.py).
+    `options` go to fsspec. Raises ConfigError for other schemes.
     """
-    store = _store_at(url, options)
-    if on_open or os.environ.get("MARIN_RL_FAULTS"):
-        # Imported here, so that an ordinary run never loads it.
-        from marin_rl.storage.stores.fault_injection import with_faults
-
-        return with_faults(store)
-    return store
-
-
-def _store_at(url: str, options: Mapping[str, Any] | None) -> ObjectStore:
     scheme, separator, path = url.partition("://")
     if not separator:
         scheme, path = "file", url
-    if scheme in ("file", "local"):
-        if options:
-            raise ConfigError(
-                f"storage_options: a local root takes none, found {', '.join(sorted(options))}"
-            )
-        try:
-            os.fsencode(path)
-        except UnicodeEncodeError:
-            raise ConfigError(
-                f"root: {path!a} cannot be a file name in this process, whose encoding is "
-                f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1, or a locale such as C.UTF-8"
-            ) from None
-        # Absolute, for processes with another working directory; links in it are the user's choice.
-        return LocalStore(str(Path(path).expanduser().absolute()))
-    if scheme == "memory":
-        return MemoryStore(f"memory://{path.strip('/')}", options)
-    if scheme in BUCKET_SCHEMES:
-        if not path.strip("/"):
-            raise ConfigError(f"root: expected {scheme}://BUCKET or {scheme}://BUCKET/PATH")
-        return BucketStore(f"{BUCKET_SCHEMES[scheme]}://{path.strip('/')}", options)
-    raise ConfigError(
-        f"root: expected a local path or a file://, memory://, gs:// or s3:// URL, found {url!r}"
-    )
+    if scheme not in BACKENDS:
+        raise ConfigError(
+            "root: expected a local path or a file://, memory://, gs:// or s3:// URL, found "
+            f"{url!r}"
+        )
+    return BACKENDS[scheme](path, options)
+
+
+def _local(path: str, options: Mapping[str, Any] | None) -> ObjectStore:
+    if options:
+        raise ConfigError(
+            f"storage_options: a local root takes none, found {', '.join(sorted(options))}"
+        )
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"root: {path!a} cannot be a file name in this process, whose encoding is "
+            f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1, or a locale such as C.UTF-8"
+        ) from None
+    # Absolute, for processes with another working directory; links in it are the user's choice.
+    return LocalStore(str(Path(path).expanduser().absolute()))
+
+
+def _bucket(scheme: str, path: str, options: Mapping[str, Any] | None) -> ObjectStore:
+    if not path.strip("/"):
+        raise ConfigError(f"root: expected {scheme}://BUCKET or {scheme}://BUCKET/PATH")
+    return BucketStore(f"{scheme}://{path.strip('/')}", options)
+
+
+def _memory(path: str, options: Mapping[str, Any] | None) -> ObjectStore:
+    return MemoryStore(f"memory://{path.strip('/')}", options)
+
+
+# By the scheme of a root's URL: opens the store at the rest of the URL, with fsspec's options.
+BACKENDS: dict[str, Callable[[str, Mapping[str, Any] | None], ObjectStore]] = {
+    "file": _local,
+    "local": _local,
+    "memory": _memory,
+    "gs": partial(_bucket, "gs"),
+    "gcs": partial(_bucket, "gs"),
+    "s3": partial(_bucket, "s3"),
+    "s3a": partial(_bucket, "s3"),
+}
 
 
 def probe(store: ObjectStore) -> None:

@@ -6,7 +6,7 @@ and filesystem.py, which opens them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from pathlib import Path
@@ -153,10 +153,6 @@ class FilesystemStore(ObjectStore):
 
     def _path(self, key: str) -> str:
         return f"{self._base}/{checked(key)}"
-
-
-# Applied to each store that `open_store` opens, the last one alone; empty unless a test asks.
-on_open: list[Callable[[ObjectStore], ObjectStore]] = []
 
 
 def is_private(key: str) -> bool:

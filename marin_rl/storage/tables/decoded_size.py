@@ -8,19 +8,32 @@ of text are read as dictionaries, which stay small, and their lengths are added 
 # pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
 # pyright: reportAttributeAccessIssue=false
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from marin_rl.storage.tables.footers import ColumnChunk
 from schemas import Malformed
 
 FACTOR_MAX = 1000  # a shard of ours becomes 5 to 50 times its size
 FLOOR_BYTES = 64 * 2**20
 CEILING_BYTES = 4 * 2**30
-# Bytes of a value by parquet.thrift's types: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE.
-_WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}
+# Of a footer, which has about 30 KB in a file of ours. A forged count costs nothing then.
+FOOTER_LIMITS = {"thrift_string_size_limit": 2**24, "thrift_container_size_limit": 2**17}
+# Bytes of a value by Parquet's physical types, but for texts and bytes.
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+
+
+def open_parquet(buffer: pa.Buffer, **options: Any) -> pq.ParquetFile:
+    """Open a file that anyone may have written, with checksums of pages and limits of the footer.
+
+    Raises what pyarrow raises for bytes that are no Parquet.
+    """
+    return pq.ParquetFile(
+        pa.BufferReader(buffer), page_checksum_verification=True, **FOOTER_LIMITS, **options
+    )
 
 
 def limit_of(size: int) -> int:
@@ -29,31 +42,41 @@ def limit_of(size: int) -> int:
 
 
 def check_decoded(
-    buffer: pa.Buffer,
-    chunks: Sequence[Sequence[ColumnChunk]],
-    groups: Iterable[int],
-    columns: Sequence[str],
+    file: pq.ParquetFile, buffer: pa.Buffer, groups: Iterable[int], columns: Sequence[str]
 ) -> None:
     """Raise Malformed for a row group whose columns would take more memory than `limit_of`.
 
-    `chunks` are the file's column chunks by row group. Nothing that grows is decoded to find out.
+    `file` reads `buffer`. Nothing that grows is decoded to find out. Raises what pyarrow raises for
+    metadata that contradict themselves.
     """
     limit, wanted = limit_of(buffer.size), set(columns)
-    for group in groups:
+    paths = [file.schema.column(index).path for index in range(len(file.schema))]
+    leaves = [index for index, path in enumerate(paths) if path.partition(".")[0] in wanted]
+    for group in groups if leaves else ():
         exact, doubtful = 0, dict[str, int]()
-        for chunk in chunks[group]:
-            if chunk.path.partition(".")[0] not in wanted:
-                continue
+        for index, chunk in _chunks(file, group, leaves):
             # None for texts and bytes, of whose lengths the footer says nothing.
             width = _WIDTHS.get(chunk.physical_type)
             # A run of equal numbers is a few bytes in the file; a text has an offset of 4 bytes.
-            exact += max(chunk.uncompressed_bytes, chunk.values * (width or 4))
-            if width is None and chunk.has_dictionary:
+            exact += max(chunk.total_uncompressed_size, chunk.num_values * (width or 4))
+            if width is None and chunk.has_dictionary_page:
                 # At worst every value is the one entry that fills the dictionary.
-                doubtful[chunk.path] = chunk.values * chunk.uncompressed_bytes
+                doubtful[paths[index]] = chunk.num_values * chunk.total_uncompressed_size
         _check(exact, limit, group)
         if exact + sum(doubtful.values()) > limit:
             _check(exact + sum(_text_bytes(buffer, group, doubtful)), limit, group)
+
+
+def _chunks(
+    file: pq.ParquetFile, group: int, leaves: Sequence[int]
+) -> Iterator[tuple[int, pq.ColumnChunkMetaData]]:
+    """Column chunks of a row group, each with the number of its column."""
+    # `RowGroupMetaData.column` validates in C++ code whose exceptions no one catches: a flipped bit
+    # in a histogram would end the process. A reader of no rows validates the same and decodes
+    # nothing, and its errors are Python's.
+    deque(file.reader.iter_batches(0, row_groups=[group], column_indices=leaves), maxlen=0)
+    row_group = file.metadata.row_group(group)
+    return ((index, row_group.column(index)) for index in leaves)
 
 
 def _check(size: int, limit: int, group: int) -> None:
@@ -69,7 +92,7 @@ def _text_bytes(buffer: pa.Buffer, group: int, paths: Iterable[str]) -> Iterator
     import pyarrow.compute as pc  # takes as long to import as pyarrow itself
 
     names = list(paths)
-    file = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=names)
+    file = open_parquet(buffer, read_dictionary=names)
     for name in names:
         # A column at a time, so that one is in memory and not all.
         table = file.read_row_group(group, columns=[name], use_threads=False)

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +22,7 @@ from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import commit_object, part_of
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import checked_file, explained
-from marin_rl.storage.tables.decoded_size import check_decoded
-from marin_rl.storage.tables.footers import ColumnChunk, column_chunks
+from marin_rl.storage.tables.decoded_size import check_decoded, open_parquet
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Part
 from schemas.migrations import Ladder
@@ -161,16 +159,9 @@ class TableReader:
         with corruption_named(source):
             buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
             self._buffer = buffer
-            self._file = pq.ParquetFile(pa.BufferReader(buffer), page_checksum_verification=True)
+            self._file = open_parquet(buffer)
             self.stamp = _stamp(self._file, source, ladder)
             self.schema = self._file.schema_arrow
-
-    @cached_property
-    def _chunks(self) -> list[list[ColumnChunk]]:
-        chunks = column_chunks(self._buffer)
-        if len(chunks) != self.row_groups:
-            raise Malformed("the footer lists its row groups more than once")
-        return chunks
 
     @property
     def rows(self) -> int:
@@ -222,7 +213,7 @@ class TableReader:
         values = {key: value for key, value in self.stamp.items() if key != "format"}
         writer = TableWriter(self.ladder, self.schema.remove_metadata(), values)
         with corruption_named(self.source):
-            check_decoded(self._buffer, self._chunks, range(self.row_groups), self.schema.names)
+            check_decoded(self._file, self._buffer, range(self.row_groups), self.schema.names)
             tables = [self._file.read_row_group(i) for i in range(self.row_groups)]
         for table in tables:
             writer.write(table.replace_schema_metadata())
@@ -235,7 +226,7 @@ class TableReader:
         stored = set(self.schema.names)
         columns = [name for name in schema.names if name in stored]
         with corruption_named(self.source):
-            check_decoded(self._buffer, self._chunks, groups, columns)
+            check_decoded(self._file, self._buffer, groups, columns)
             raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
             table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
         columns_read = Counter(table.column_names)

@@ -1,8 +1,7 @@
 """Fault injection: a store that kills its process, or fails, at a chosen operation.
 
-For tests of crash safety, and to watch a run recover. Not imported unless MARIN_RL_FAULTS is set:
-
-    MARIN_RL_FAULTS=kill-before:17 marin-rl run configs/debug.yaml
+For tests of crash safety. A process asks for faults of the stores that it opens: `inject_faults`
+for a block, `install("kill-before:17")` for good.
 
 N counts, from 1 and over the whole process, what `open_store`'s stores are asked to do: create,
 read, write a part, list, list children, delete, ask for a size, and hand out the path of a local
@@ -17,15 +16,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from marin_rl.errors import ConfigError, StoreUnavailable
-from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome, on_open
+from marin_rl.errors import StoreUnavailable
+from marin_rl.storage.stores import filesystem
+from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome
 
-VARIABLE = "MARIN_RL_FAULTS"
+BACKENDS = dict(filesystem.BACKENDS)
 # Longer than the first pauses of the commit protocol, which thus looks again before it happens.
 DELAY_S = 0.3
 AMID_S_MAX = 0.03
@@ -55,26 +55,23 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Parsed MARIN_RL_FAULTS. `log` is a file that gets a line per operation."""
+    """Faults of a process. `log` is a file that gets a line per operation."""
 
     faults: tuple[Fault, ...] = ()
     log: Path | None = None
 
 
 def parse(text: str) -> Plan:
-    """The plan in `text`: KIND:N and log:FILE, separated by commas. Raises ConfigError."""
+    """The plan in `text`: KIND:N and log:FILE, separated by commas."""
     faults, log = list[Fault](), None
-    for item in text.split(","):
-        kind, _, value = item.strip().partition(":")
-        if kind == "log" and value:
+    for kind, _, value in (item.partition(":") for item in text.split(",")):
+        if kind == "log":
             log = Path(value)
-        elif kind in KINDS and value.isdigit() and int(value) > 0:
-            faults.append(Fault(kind, int(value)))
         else:
-            raise ConfigError(
-                f"{VARIABLE}: expected KIND:N with N from 1 and KIND one of {', '.join(KINDS)}, or "
-                f"log:FILE, separated by commas; found {item!r}. Unset it to run without faults"
+            assert kind in KINDS, (
+                f"expected KIND:N with KIND one of {', '.join(KINDS)}, or log:FILE"
             )
+            faults.append(Fault(kind, int(value)))
     return Plan(faults=tuple(faults), log=log)
 
 
@@ -96,46 +93,46 @@ class Operations:
             return next((f.kind for f in self._plan.faults if f.at == self.count), None)
 
 
-# By the text of the plan: N counts over all stores that a process opens.
-_of_process: dict[str, Operations] = {}
+@contextmanager
+def inject_faults(operations: Operations) -> Iterator[Operations]:
+    """Let stores that are opened inside count with `operations`."""
+    with opened_as(lambda store: FaultyStore(store, operations)):
+        yield operations
 
 
 @contextmanager
-def inject_faults(operations: Operations) -> Iterator[Operations]:
-    """Let stores that are opened inside count with `operations`, independent of the environment."""
+def opened_as(wrap: Callable[[ObjectStore], ObjectStore]) -> Iterator[None]:
+    """Apply `wrap`, and no other, to each store that `open_store` opens inside."""
+    before = dict(filesystem.BACKENDS)
 
-    def wrap(store: ObjectStore) -> ObjectStore:
-        return FaultyStore(store, operations)
+    def wrapped(backend: Callable[..., ObjectStore]) -> Callable[..., ObjectStore]:
+        return lambda path, options: wrap(backend(path, options))
 
-    on_open.append(wrap)
+    filesystem.BACKENDS.update({scheme: wrapped(b) for scheme, b in BACKENDS.items()})
     try:
-        yield operations
+        yield
     finally:
-        on_open.remove(wrap)
+        filesystem.BACKENDS.update(before)
 
 
-def with_faults(store: ObjectStore) -> ObjectStore:
-    """Apply `on_open`, else the faults of MARIN_RL_FAULTS, to a store. Raises ConfigError."""
-    if on_open:
-        return on_open[-1](store)
-    text = os.environ.get(VARIABLE)
-    if not text:
-        return store
-    if text not in _of_process:
-        _of_process[text] = Operations(parse(text))
-    return FaultyStore(store, _of_process[text])
+def install(text: str) -> None:
+    """Inject the faults of a plan into this process, until it ends."""
+    _installed.enter_context(inject_faults(Operations(parse(text))))
+
+
+_installed = ExitStack()
 
 
 class FaultyStore(ObjectStore):
-    """Wrapper of a store in which chosen operations fail; unpickled, it follows its own process."""
+    """Wrapper of a store in which chosen operations fail."""
 
     def __init__(self, inner: ObjectStore, operations: Operations) -> None:
         self.url = inner.url
         self._inner, self._operations = inner, operations
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The other process counts from 1, by its own environment.
-        return with_faults, (self._inner,)
+        # Another process opens it as its own faults say.
+        return filesystem.open_store, (self.url, getattr(self._inner, "options", None))
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
         torn = self._torn(key, data)
@@ -237,7 +234,7 @@ def _befall(kind: str, url: str, operation: Callable[[], Any], amid: Callable[[]
     if kind.startswith("kill-"):
         kill()
     if kind in ("fail", "late", "lose-reply"):
-        raise _NoAnswer(f"{url}: no answer, for a fault was asked for ({VARIABLE})")
+        raise _NoAnswer(f"{url}: no answer, for a fault was asked for")
 
 
 def _quietly(operation: Callable[[], Any]) -> None:
