@@ -129,6 +129,12 @@ def pack_of(key: str) -> range | None:
     return range(int(match[1]), int(match[2]) + 1) if match else None
 
 
+def numbers_in(key: str) -> range:
+    """The numbers among which an object of a stream has finished groups: none where it has none."""
+    number = stream_group_of(key)
+    return range(number, number + 1) if number is not None else pack_of(key) or range(0)
+
+
 def claim_of(key: str) -> tuple[int, int] | None:
     """Chunk and number of the claim that a key of the stream is; None for other keys."""
     match = _CLAIM.fullmatch(key)

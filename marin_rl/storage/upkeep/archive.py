@@ -27,7 +27,7 @@ from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.parquet import digest_of, load
 from marin_rl.storage.tables.tombstones import PRUNED
 from marin_rl.storage.upkeep.integrity import Fault
-from marin_rl.storage.upkeep.inventory import MANIFEST, Inventory, Slot, is_shard, take_inventory
+from marin_rl.storage.upkeep.inventory import MANIFEST, Inventory, Slot, take_inventory
 from marin_rl.storage.upkeep.tarballs import ArchiveEntry, opened_archive
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Manifest, canonical_json, open_record, sealed_json, sha256_of
@@ -219,23 +219,18 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
         if slot.manifest is not None:
             names += [slot.key(name) for name in (MANIFEST, PRUNED) if name in slot.names]
             names += [slot.key(name) for name in _parts(slot, inventory, everything=everything)]
-        elif everything and slot.kind == "rollouts":
-            names += [slot.key(name) for name in slot.names if is_shard(name)]
+        elif everything:
+            names += [item.key for item in slot.items() if item.role == "shard"]
     if everything and run.config.rollouts.source == "pushed":
-        names += _pushed(inventory)
+        # Groups that no shard has yet, which cannot be sampled again, and who pushed them.
+        names += (item.key for item in inventory.of_role("piece"))
+        names += (key for key in inventory.keys if key.startswith(f"{PUSHING}/"))
     sources: Sources = {f"{run.owner_of(name)}/{name}": (run.store, name) for name in names}
     top = open_store(run.config.root, run.config.storage_options)
     for ancestor in run.ancestors:
         # An unpacked fork is opened through the records of its ancestors.
         sources[f"{ancestor.run_id}/{RUN_KEY}"] = (top.at(ancestor.run_id), RUN_KEY)
     return sources
-
-
-def _pushed(inventory: Inventory) -> Iterator[str]:
-    """Yield groups that no shard has yet, which cannot be sampled again, and who pushed them."""
-    for slot in inventory.slots:
-        yield from (slot.key(name) for name in slot.pieces(collected=False))
-    yield from (key for key in inventory.keys if key.startswith(f"{PUSHING}/"))
 
 
 def _is_single(key: str) -> bool:
@@ -247,14 +242,11 @@ def _parts(slot: Slot, inventory: Inventory, *, everything: bool) -> Iterator[st
     assert slot.manifest is not None, "only committed slots have parts"
     # Retention may have written its tombstone and not removed the part yet: it is still there to
     # export.
-    gone = slot.pruned - set(slot.names)
-    names = [part.name for part in slot.manifest.parts if part.name not in gone]
+    names = [part.name for part in slot.manifest.parts if part.name not in slot.gone]
     if everything:
         yield from names
-    elif slot.kind == "rollouts":
-        sealed = [s.number for s in inventory.of_kind("rollouts") if s.manifest is not None]
-        if slot.number in (sealed[0], sealed[-1]):
-            yield from sorted(names)[:SAMPLE_SHARDS]
+    elif slot.kind == "rollouts" and slot.number in (min(inventory.sealed), max(inventory.sealed)):
+        yield from sorted(names)[:SAMPLE_SHARDS]
 
 
 def _entry(name: str, store: ObjectStore, key: str) -> Entry:

@@ -1,22 +1,28 @@
 """Balances of an audit: rollouts and tokens by environment and policy version, and what differs.
 
-Counts what shards say was generated and what dispositions say became of it, in plain Python: rounds
-have thousands of rollouts, and importing a library of frames takes longer than counting them.
-Leaves out where consumed rollouts stand in the batches (`audit`).
+Counts what shards say was generated and what dispositions say became of it. Leaves out where
+consumed rollouts stand in the batches (`audit`).
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
+# pyright: reportAttributeAccessIssue=false
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.batches import DISPOSITION_KINDS
 
 GENERATED = "generated"
 CONSUMED = "consumed"
+KEY = ("environment", "policy_version_min")
 
-Key = tuple[str, int]  # environment, policy version
+Key = tuple[str, int]
+Tally = Mapping[str, Any]  # a row of `_tallies`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,117 +62,92 @@ class Balance:
         )
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Rollouts of one kind: number, tokens, and completion lengths where the rollout is known."""
-
-    rollouts: int = 0
-    tokens: int = 0
-    lengths: list[int] = field(default_factory=list[int])
-
-    def add(self, tokens: int, length: int | None) -> None:
-        self.rollouts += 1
-        self.tokens += tokens
-        if length is not None:
-            self.lengths.append(length)
-
-
-Fates = dict[tuple[str, str | None], _Tally]  # by disposition and reason
-
-
 def balances(generated: pa.Table, dispositions: pa.Table) -> tuple[Balance, ...]:
     """Balances by environment and policy version, sorted.
 
     `generated` has what the shards say of each rollout (environment, policy_version_min and the
-    token counts), `dispositions` what became of it, which is counted as it says there.
+    token counts), `dispositions` what became of it, which is counted as it says there: where shards
+    say otherwise, `token_offences` names the rollouts.
     """
-    made: defaultdict[Key, _Tally] = defaultdict(_Tally)
-    lengths = dict[str, int]()
-    for name, *key, prompt, completion in _rows(
-        generated,
-        ("rollout_id", "environment", "policy_version_min"),
-        ("n_prompt_tokens", "n_completion_tokens"),
-    ):
-        made[key[0], key[1]].add(prompt + completion, completion)
-        # The first, where a name is generated twice: an offence of its own (`audit`).
-        lengths.setdefault(name, completion)
-    fates: defaultdict[Key, Fates] = defaultdict(dict)
-    for name, *key, tokens, disposition, reason in _rows(
-        dispositions,
-        ("rollout_id", "environment", "policy_version_min"),
-        ("n_tokens", "disposition", "reason"),
-    ):
-        tally = fates[key[0], key[1]].setdefault((disposition, reason), _Tally())
-        # As the dispositions say it: where shards say otherwise, `token_offences` names them.
-        tally.add(tokens, lengths.get(name))
+    lengths = generated["n_completion_tokens"]
+    made = _tallies(
+        generated.append_column("n_tokens", _tokens(generated)).append_column("length", lengths)
+    )
+    # The first, where a name is generated twice: an offence of its own (`audit`).
+    known = lengths.take(_index(dispositions, generated))
+    fates = _tallies(dispositions.append_column("length", known), "disposition", "reason")
     return tuple(_balance(key, made[key], fates[key]) for key in sorted({*made, *fates}))
 
 
 def token_offences(generated: pa.Table, dispositions: pa.Table) -> Mapping[str, list[str]]:
     """Rollouts whose dispositions and shards disagree on tokens, environment or policy."""
-    reported: defaultdict[str, list[tuple[int, str, int]]] = defaultdict(list)
-    for name, *facts in _rows(
-        dispositions, ("rollout_id", "n_tokens", "environment", "policy_version_min")
-    ):
-        reported[name].append((facts[0], facts[1], facts[2]))
-    offences: dict[str, list[str]] = {
-        "disposition of other tokens": [],
-        "disposition of another environment": [],
-        "disposition of another policy": [],
+    # What only one side has is null, differs from nothing, and is an offence of its own (`audit`).
+    said = dispositions.take(_index(generated, dispositions))
+    pairs = {
+        "disposition of other tokens": (_tokens(generated), said["n_tokens"]),
+        "disposition of another environment": (generated[KEY[0]], said[KEY[0]]),
+        "disposition of another policy": (generated[KEY[1]], said[KEY[1]]),
     }
-    for name, environment, version, prompt, completion in _rows(
-        generated,
-        ("rollout_id", "environment", "policy_version_min"),
-        ("n_prompt_tokens", "n_completion_tokens"),
-    ):
-        # What only one side has is an offence of its own (`audit`).
-        for facts in reported.get(name, ()):
-            pairs = zip((prompt + completion, environment, version), facts, strict=True)
-            for kind, (stored, said) in zip(offences, pairs, strict=True):
-                if stored != said:
-                    offences[kind].append(name)
-    return offences
+    names = generated["rollout_id"]
+    return {
+        kind: names.filter(pc.not_equal(stored, claimed)).to_pylist()
+        for kind, (stored, claimed) in pairs.items()
+    }
 
 
-def _rows(table: pa.Table, *columns: Sequence[str]) -> Iterator[tuple]:
-    """Rows of some columns as Python's values."""
-    names = [name for some in columns for name in some]
-    return zip(*(table[name].to_pylist() for name in names), strict=True)
+def _tokens(generated: pa.Table) -> pa.ChunkedArray:
+    counts = (
+        generated[name].cast(pa.int64()) for name in ("n_prompt_tokens", "n_completion_tokens")
+    )
+    return pc.add(*counts)
 
 
-def _balance(key: Key, made: _Tally, fates: Fates) -> Balance:
-    kept = _mean(tally for (kind, _), tally in fates.items() if kind == CONSUMED)
-    lost = _mean(tally for (kind, _), tally in fates.items() if kind != CONSUMED)
-    rollouts, tokens = Counter[str](), Counter[str]()
-    for (kind, _), tally in fates.items():
-        rollouts[kind] += tally.rollouts
-        tokens[kind] += tally.tokens
+def _index(table: pa.Table, other: pa.Table) -> pa.ChunkedArray:
+    """For each rollout of `table`, its first row in `other`; null where there is none."""
+    names = other["rollout_id"].combine_chunks()
+    return pc.index_in(table["rollout_id"], value_set=names)
+
+
+def _tallies(table: pa.Table, *kinds: str) -> defaultdict[Key, list[Tally]]:
+    """Rollouts, tokens and completion lengths, where these are known, by `KEY` and `kinds`."""
+    sums = [([], "count_all"), ("n_tokens", "sum"), ("length", "sum"), ("length", "count")]
+    tallies = defaultdict[Key, list[Tally]](list)
+    for row in table.group_by([*KEY, *kinds]).aggregate(sums).to_pylist():
+        tallies[row[KEY[0]], row[KEY[1]]].append(row)
+    return tallies
+
+
+def _balance(key: Key, made: Sequence[Tally], fates: Sequence[Tally]) -> Balance:
+    by_kind = {kind: [t for t in fates if t["disposition"] == kind] for kind in DISPOSITION_KINDS}
+    counted = {GENERATED: made, **by_kind}
+    kept = _mean(by_kind[CONSUMED])
+    lost = [tally for tally in fates if tally["disposition"] != CONSUMED]
+    lost_mean = _mean(lost)
     return Balance(
         environment=key[0],
         policy_version=key[1],
-        rollouts={GENERATED: made.rollouts, **{kind: rollouts[kind] for kind in DISPOSITION_KINDS}},
-        tokens={GENERATED: made.tokens, **{kind: tokens[kind] for kind in DISPOSITION_KINDS}},
-        dropped=tuple(_dropped(fates)),
+        rollouts={kind: _sum(tallies, "count_all") for kind, tallies in counted.items()},
+        tokens={kind: _sum(tallies, "n_tokens_sum") for kind, tallies in counted.items()},
+        dropped=tuple(
+            Dropped(
+                disposition=tally["disposition"],
+                reason=tally["reason"] or "",
+                rollouts=tally["count_all"],
+                tokens=tally["n_tokens_sum"],
+                mean_length=_mean([tally]) or 0.0,
+            )
+            for tally in sorted(lost, key=lambda t: (t["disposition"], t["reason"] or ""))
+        ),
         mean_length=kept,
         # A filter that mostly drops long answers trains on a biased sample: this is how far.
-        length_bias=None if kept is None or lost is None else lost - kept,
+        length_bias=None if kept is None or lost_mean is None else lost_mean - kept,
     )
 
 
-def _mean(tallies: Iterable[_Tally]) -> float | None:
-    lengths = [length for tally in tallies for length in tally.lengths]
-    return sum(lengths) / len(lengths) if lengths else None
+def _sum(tallies: Sequence[Tally], name: str) -> int:
+    return sum(tally[name] or 0 for tally in tallies)
 
 
-def _dropped(fates: Fates) -> Iterator[Dropped]:
-    for (kind, reason), tally in sorted(
-        fates.items(), key=lambda item: (item[0][0], item[0][1] or "")
-    ):
-        if kind != CONSUMED:
-            yield Dropped(
-                disposition=kind,
-                reason=reason or "",
-                rollouts=tally.rollouts,
-                tokens=tally.tokens,
-                mean_length=_mean([tally]) or 0.0,
-            )
+def _mean(tallies: Sequence[Tally]) -> float | None:
+    lengths = _sum(tallies, "length_count")
+    return _sum(tallies, "length_sum") / lengths if lengths else None

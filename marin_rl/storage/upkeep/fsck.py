@@ -19,12 +19,11 @@ from typing import TypeVar
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
-from marin_rl.storage.layout import code_key, metrics_round_of, partial_of, shard_of, shard_of_piece
+from marin_rl.storage.layout import code_key, metrics_round_of, shard_of, shard_of_piece
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, read_record, stored_config
 from marin_rl.storage.runs import check_run_id, with_ancestors
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from marin_rl.storage.stores.forked_store import Ancestor
-from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.batches import schema_of
 from marin_rl.storage.tables.metrics import check_metrics
 from marin_rl.storage.tables.parquet import TableReader, digest_of, load
@@ -42,13 +41,13 @@ from marin_rl.storage.upkeep.inventory import (
     MANIFEST,
     PAIRS,
     Inventory,
+    Item,
     Slot,
-    is_shard,
     scored_slot,
     take_inventory,
 )
 from marin_rl.storage.upkeep.metrics_lines import MetricsLines, read_lines
-from marin_rl.storage.upkeep.streams import lost_groups, numbers_in
+from marin_rl.storage.upkeep.streams import lost_groups
 from marin_rl.user_code import files_in
 from schemas.batches import DISPOSITIONS
 from schemas.manifests import Manifest, Part, canonical_json, sha256_of
@@ -130,7 +129,7 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
         objects=1 + len(manifests) + len(jobs),  # 1 is run.json
         bytes=sum(size for size, _ in outcomes),
         seconds=time.monotonic() - began,
-        pruned=sum(len(_gone(slot)) for slot in manifests),
+        pruned=sum(len(slot.gone) for slot in manifests),
         faults=tuple(sorted(faults, key=lambda fault: (fault.place, fault.kind))),
     )
 
@@ -191,17 +190,9 @@ def _in_words(error: Exception) -> str:
 
 def _part_jobs(store: ObjectStore, inventory: Inventory) -> Iterator[Job]:
     for slot in inventory.slots:
-        if slot.manifest is not None:
-            gone = _gone(slot)
-            for part in slot.manifest.parts:
-                if part.name not in gone:
-                    place = store.url_of(slot.key(part.name))
-                    yield place, partial(_check_part, store, slot, part)
-
-
-def _gone(slot: Slot) -> frozenset[str]:
-    """Parts that are not there, as the slot's tombstone says."""
-    return slot.pruned - set(slot.names)
+        for part in slot.manifest.parts if slot.manifest else ():
+            if part.name not in slot.gone:
+                yield store.url_of(slot.key(part.name)), partial(_check_part, store, slot, part)
 
 
 def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault | None]:
@@ -262,39 +253,30 @@ def _loose_jobs(
     store: ObjectStore, inventory: Inventory, player: Player, lines: MetricsLines
 ) -> Iterator[Job]:
     """Checks of commits that no manifest names: only their own bytes can be checked."""
-    for slot in inventory.of_kind("rollouts"):
-        named = {part.name for part in slot.manifest.parts} if slot.manifest else set[str]()
-        pieces = slot.pieces(collected=False)
-        for name in slot.names:
-            # Shards that the manifest names are checked as its parts, by digest.
-            if (is_shard(name) and name not in named) or name in pieces:
-                expected = {
-                    "run_id": player(slot.number),
-                    "round": slot.number,
-                    "shard": shard_of(shard_of_piece(name) or name),
-                }
-                look = partial(_misplaced, expected=expected)
-                key = slot.key(name)
-                check = partial(_check_loose, store, key, ROLLOUTS, ROLLOUTS_SCHEMA, look)
-                yield store.url_of(key), check
     sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
-    for key in inventory.keys:
-        if numbers_in(key) or partial_of(key) is not None:
-            # A round after all forks: what waits in a stream is of this run, and no ancestor's.
-            look = partial(_misplaced, expected={"run_id": player(2**31)})
-            check = partial(_check_loose, store, key, ROLLOUTS, ROLLOUTS_SCHEMA, look)
-            yield store.url_of(key), check
-        if (round := metrics_round_of(key)) is not None:
-            expected = {"run_id": player(round), "round": round}
-            look = partial(_wrong_metrics, expected=expected, lines=lines)
-            check = partial(_check_loose, store, key, METRICS, METRICS_IDENTITY, look)
-            yield store.url_of(key), check
-        # Against the rollouts that they scored: a table of another round would rank the wrong
-        # answers.
-        if key.startswith("rewards/") and not is_private(key):
-            look = partial(_of_other_rollouts, rollouts=sealed.get(scored_slot(key) or ""))
-            check = partial(_check_loose, store, key, REWARDS, REWARDS_SCHEMA, look)
-            yield store.url_of(key), check
+    for item in inventory.items:
+        match item:
+            case Item(role="shard" | "late shard" | "piece", slot=Slot() as slot, name=name):
+                shard = shard_of(shard_of_piece(name) or name)
+                expected = {"run_id": player(slot.number), "round": slot.number, "shard": shard}
+                kind = ROLLOUTS, ROLLOUTS_SCHEMA, partial(_misplaced, expected=expected)
+            case Item(role="group" | "partial group"):
+                # A round after all forks: what waits in a stream is of this run alone.
+                expected = {"run_id": player(2**31)}
+                kind = ROLLOUTS, ROLLOUTS_SCHEMA, partial(_misplaced, expected=expected)
+            case Item(role="metrics", key=key):
+                round = metrics_round_of(key)
+                expected = {"run_id": player(round or 0), "round": round}
+                look = partial(_wrong_metrics, expected=expected, lines=lines)
+                kind = METRICS, METRICS_IDENTITY, look
+            case Item(role="rewards", key=key):
+                # Against the rollouts that they scored: a table of another round would rank the
+                # wrong answers.
+                rollouts = sealed.get(scored_slot(key) or "")
+                kind = REWARDS, REWARDS_SCHEMA, partial(_of_other_rollouts, rollouts=rollouts)
+            case _:
+                continue
+        yield store.url_of(item.key), partial(_check_loose, store, item.key, *kind)
 
 
 def _code_jobs(own: ObjectStore, inventory: Inventory) -> Iterator[Job]:
@@ -304,7 +286,7 @@ def _code_jobs(own: ObjectStore, inventory: Inventory) -> Iterator[Job]:
     except (CorruptObject, NewerSchema):  # a fault of its own
         record = None
     named = {code_key(digest) for digest in files_in(record["config"] if record else None)}
-    there = {key for key in inventory.keys if key.startswith("code/") and not is_private(key)}
+    there = {item.key for item in inventory.of_role("code")}
     for key in sorted(named | there):
         yield own.url_of(key), partial(_check_code, own, key)
 

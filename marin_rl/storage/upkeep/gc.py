@@ -38,7 +38,7 @@ from marin_rl.errors import (
     StorageError,
 )
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
-from marin_rl.storage.fleet import FLEET, heartbeat_age_s
+from marin_rl.storage.fleet import heartbeat_age_s
 from marin_rl.storage.run_progress import RETENTION
 from marin_rl.storage.runs import (
     LOCK_KEY,
@@ -54,7 +54,14 @@ from marin_rl.storage.tables.parquet import in_order, load
 from marin_rl.storage.tables.rollouts import identify_shard
 from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
 from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
-from marin_rl.storage.upkeep.inventory import Inventory, Slot, read_slot, take_inventory
+from marin_rl.storage.upkeep.inventory import (
+    Inventory,
+    Item,
+    Role,
+    Slot,
+    read_slot,
+    take_inventory,
+)
 from marin_rl.storage.upkeep.streams import collected_keys, collected_now, taken_batches
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "heartbeat", "retention"]
@@ -62,6 +69,7 @@ Reason = Literal["unreferenced", "uncommitted", "temporary", "heartbeat", "reten
 Result = TypeVar("Result")
 
 CLOCKS_APART_S = 24 * 3600.0  # by how much the clocks of writers and of gc may differ
+LATE_S = ATTEMPT_LIFETIME_S + CLOCKS_APART_S  # an attempt of this age commits no more
 
 _known: dict[str, Mapping[str, Reach]] = {}  # by run: objects that other runs read
 
@@ -117,18 +125,12 @@ def collect(
     with _alone(run, dry_run=dry_run) as alone:
         # Listed under the lock, so no process of this machine starts an attempt after the listing.
         inventory = take_inventory(run.folder)
-        open_items = list(_uncommitted(run, inventory, rule, moment, alone=alone))
-        open_slots = {_slot_name(key) for key, _ in open_items}
+        items = list(_garbage(run, inventory, rule, moment, alone=alone))
+        open_slots = {_slot_name(key) for key, reason in items if reason == "uncommitted"}
         # If a neighbour cannot be read, every open slot counts as read by it, and stays.
         read_by_others, unread = _or_none(lambda: _borrowed_among(run, open_slots), open_slots)
         items = [
-            *_unreferenced(inventory),
-            *(item for item in open_items if _slot_name(item[0]) not in read_by_others),
-            *((key, "unreferenced") for key in collected_keys(run.config, inventory)),
-            *((key, "unreferenced") for key in taken_batches(inventory)),
-            # A process at work is still writing its temporary files.
-            *(_temporary(run, inventory, rule, moment) if alone else ()),
-            *_heartbeats(run.folder, inventory, moment),
+            i for i in items if i[1] != "uncommitted" or _slot_name(i[0]) not in read_by_others
         ]
         retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
         garbage = [*_measured(run.folder, items), *retired]
@@ -232,47 +234,59 @@ def _alone(run: Run, *, dry_run: bool) -> Iterator[bool]:
         yield alone
 
 
-def _unreferenced(inventory: Inventory) -> Iterator[tuple[str, Reason]]:
-    for slot in inventory.slots:
-        for name in slot.pieces(collected=True):  # a late attempt finds the shard, and adopts it
-            yield slot.key(name), "unreferenced"
-        if slot.manifest is not None:
-            for name in slot.unnamed():
-                # Without an attempt in its name a file is a commit, or the user's own: it stays.
-                if attempt_in(name) is not None:
-                    yield slot.key(name), "unreferenced"
-
-
-def _uncommitted(
+def _garbage(
     run: Run, inventory: Inventory, rule: RetentionConfig, now: datetime, *, alone: bool
 ) -> Iterator[tuple[str, Reason]]:
-    """Objects of attempts that can commit no more."""
+    """Garbage with its reasons, but for arrays of checkpoints."""
+    # The lock proves that no writer of this machine is left. Without it only age proves that.
     locked = alone and run.folder.local_path(LOCK_KEY) is not None
-    # The lock proves that no writer of this machine is left. Without it only age proves that,
-    # by clocks that may differ.
-    oldest_s = rule.age_s if locked else ATTEMPT_LIFETIME_S + CLOCKS_APART_S
-    damaged = _damaged(inventory)
-    for slot in inventory.slots:
-        if slot.manifest is not None or slot.slot in damaged:
-            continue
-        for name in slot.unnamed():
-            attempt = attempt_in(name)
-            if attempt is not None and attempt_age_s(attempt, now) > oldest_s:
-                yield slot.key(name), "uncommitted"
+    oldest_s: dict[Role, tuple[Reason, float]] = {
+        "loose": ("uncommitted", rule.age_s if locked else LATE_S),
+        "piece": ("uncommitted", LATE_S),
+        "heartbeat": ("heartbeat", LATE_S),
+    }
+    if alone:  # a process at work is still writing its temporary files
+        oldest_s["temporary"] = "temporary", rule.age_s
+    if run.config.rollouts.source:
         # Groups that were pushed cannot be sampled again: they wait for their round, however long.
-        waiting = [] if run.config.rollouts.source else slot.pieces(collected=False)
-        for name in waiting:
-            if _piece_age_s(run.folder, slot.key(name), now) > ATTEMPT_LIFETIME_S + CLOCKS_APART_S:
-                yield slot.key(name), "uncommitted"
+        del oldest_s["piece"]
+    unneeded = {*collected_keys(run.config, inventory), *taken_batches(inventory)}
+    damaged = _damaged(inventory)
+    for item in inventory.items:
+        reason, limit_s = oldest_s.get(item.role, (None, 0.0))
+        if item.key in unneeded or _is_late(item):
+            yield item.key, "unreferenced"
+        elif reason == "uncommitted" and item.slot is not None and item.slot.slot in damaged:
+            continue
+        elif reason is not None and _age_s(run.folder, item, now) > limit_s:
+            yield item.key, reason
 
 
-def _piece_age_s(store: ObjectStore, key: str, now: datetime) -> float:
-    """Seconds since the attempt that wrote a piece of a shard; 0 where it cannot be read."""
-    try:
-        attempt, _ = identify_shard(load(store, key), store.url_of(key))
-        return attempt_age_s(attempt, now)
-    except (CorruptObject, NewerSchema, ObjectMissing, ValueError):
-        return 0.0  # fsck names it; what is not understood is not deleted
+def _is_late(item: Item) -> bool:
+    """True for what an attempt wrote in a slot that is committed, and for collected pieces."""
+    # An attempt that is late finds the commit, and adopts it. Without an attempt in its name a file
+    # is a commit, or the user's own: it stays.
+    committed = item.slot is not None and item.slot.manifest is not None
+    loose = item.role == "loose" and committed and attempt_in(item.name) is not None
+    return loose or item.role == "collected piece"
+
+
+def _age_s(store: ObjectStore, item: Item, now: datetime) -> float:
+    """Seconds since an object was written, by its own word or its file's; 0 where none tells."""
+    # What is not understood is not deleted: fsck names it.
+    with suppress(CorruptObject, NewerSchema, ObjectMissing, ValueError, FileNotFoundError):
+        match item.role:
+            case "loose" if attempt := attempt_in(item.name):
+                return attempt_age_s(attempt, now)
+            case "piece":
+                attempt, _ = identify_shard(load(store, item.key), store.url_of(item.key))
+                return attempt_age_s(attempt, now)
+            case "heartbeat":
+                return heartbeat_age_s(item.key, store.read(item.key), now.timestamp()) or 0.0
+            # Object stores have no temporary names, but for a probe's few bytes.
+            case "temporary" if path := store.local_path(item.key):
+                return now.timestamp() - path.lstat().st_mtime
+    return 0.0
 
 
 def _damaged(inventory: Inventory) -> set[str]:
@@ -288,29 +302,6 @@ def _borrowed_among(run: Run, slots: set[str]) -> set[str]:
         return forkable
     borrowed = borrowed_from(run)
     return {slot for slot in forkable if borrowed.proves(slot)}
-
-
-def _temporary(
-    run: Run, inventory: Inventory, rule: RetentionConfig, now: datetime
-) -> Iterator[tuple[str, Reason]]:
-    for key in inventory.temporary:
-        path = run.folder.local_path(key)
-        if path is None:
-            continue  # object stores have no temporary names, but for a probe's few bytes
-        with suppress(FileNotFoundError):
-            if now.timestamp() - path.lstat().st_mtime > rule.age_s:
-                yield key, "temporary"
-
-
-def _heartbeats(
-    store: ObjectStore, inventory: Inventory, now: datetime
-) -> Iterator[tuple[str, Reason]]:
-    """Heartbeats of servers that are gone, by clocks that may differ."""
-    for key in [key for key in inventory.keys if key.startswith(f"{FLEET}/")]:
-        with suppress(ObjectMissing):  # withdrawn since the listing
-            age_s = heartbeat_age_s(key, store.read(key), now.timestamp())
-            if age_s is not None and age_s > ATTEMPT_LIFETIME_S + CLOCKS_APART_S:
-                yield key, "heartbeat"
 
 
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:

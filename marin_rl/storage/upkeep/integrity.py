@@ -5,7 +5,7 @@ objects that nothing commits. Bytes are fsck.py's. Nothing is read here but the 
 """
 
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,6 @@ from marin_rl.storage.upkeep.inventory import (
     MANIFEST,
     Inventory,
     Slot,
-    is_shard,
     made_by,
     scored_slot,
 )
@@ -165,7 +164,7 @@ def fork_faults(
         if slot.number > parent.through_round and slot.manifest is not None:
             return
     for slot in inventory.of_kind("checkpoints"):
-        if slot.number == parent.through_round and slot.pruned - set(slot.names):
+        if slot.number == parent.through_round and slot.gone:
             yield Fault(
                 "missing",
                 store.url_of(slot.slot),
@@ -177,18 +176,18 @@ def fork_faults(
 
 def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     """Objects among the slots that nothing commits."""
-    for slot in inventory.slots:
-        if slot.fault is None:
-            for name in slot.unnamed():
-                yield _loose_end(store, slot, name)
-            for name in slot.pieces(collected=True):
-                detail = "a group that its shard has collected"
-                yield Fault("leftover", store.url_of(slot.key(name)), detail)
-            for name in _extra_shards(slot):
-                detail = "a shard that the manifest of its round does not name"
-                yield Fault("orphan", store.url_of(slot.key(name)), detail)
-    for key in inventory.strays:
-        yield Fault("orphan", store.url_of(key), "lies among the slots, but in none")
+    for item in inventory.items:
+        place = store.url_of(item.key)
+        if item.role == "stray":
+            yield Fault("orphan", place, "lies among the slots, but in none")
+        if item.slot is None or item.slot.fault is not None:
+            continue
+        if item.role == "loose":
+            yield _loose_end(item.slot, item.name, place)
+        elif item.role == "collected piece":
+            yield Fault("leftover", place, "a group that its shard has collected")
+        elif item.role == "late shard":
+            yield Fault("orphan", place, "a shard that the manifest of its round does not name")
 
 
 def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
@@ -205,17 +204,10 @@ def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
                 continue  # gone since the listing
 
 
-def _loose_end(store: ObjectStore, slot: Slot, name: str) -> Fault:
-    attempt, place = attempt_in(name), store.url_of(slot.key(name))
+def _loose_end(slot: Slot, name: str, place: str) -> Fault:
+    attempt = attempt_in(name)
     if attempt is None:
         return Fault("orphan", place, "no manifest names it, and no attempt wrote it")
     # Another attempt that was first, or a process that is still writing: neither is damage.
     state = "which did not commit, or not yet" if slot.manifest is None else "which came too late"
     return Fault("leftover", place, f"of attempt {attempt}, {state}")
-
-
-def _extra_shards(slot: Slot) -> Iterable[str]:
-    if slot.manifest is None or slot.kind != "rollouts":
-        return []
-    named = {part.name for part in slot.manifest.parts}
-    return [name for name in slot.names if is_shard(name) and name not in named]

@@ -5,21 +5,25 @@ which attempt wrote the rest, is recorded here; what is to be done about it is n
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, NewerSchema
 from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.fleet import FLEET
 from marin_rl.storage.layout import (
     batches_slot,
     checkpoint_slot,
     evals_slot,
     metrics_key,
     metrics_round_of,
+    numbers_in,
+    partial_of,
     rollouts_slot,
     round_of,
     shard_of,
@@ -29,7 +33,7 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.parquet import TableReader, load_readable
 from marin_rl.storage.tables.tombstones import PRUNED, pruned_parts
-from schemas.manifests import Manifest
+from schemas.manifests import Manifest, Part
 from schemas.migrations import METRICS
 
 MANIFEST = "manifest.json"
@@ -37,6 +41,7 @@ KINDS: Mapping[str, str] = {
     "rollouts": "round", "batches": "round", "checkpoints": "round", "evals": "round",
     "intakes": "round", "sft": "step", "reward_model": "step",
 }  # fmt: skip
+_TOPS = frozenset((*KINDS, "metrics"))
 PAIRS = "pairs"  # what a reward model learns from: one slot, without a number
 BASE = "base"  # what an adapter is of: likewise
 
@@ -44,17 +49,34 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|\.probe-[0-9a-f]{16}")
 _NUMBERED = re.compile(r"(round|step)-\d{5,}")
 
 
+Role = Literal[
+    "record", "part", "shard", "late shard", "piece", "collected piece", "loose", "stray",
+    "group", "partial group", "metrics", "rewards", "code", "heartbeat", "temporary", "other",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An object of a run and its role; `slot` and `name` where it lies in a slot.
+
+    record: a manifest or a tombstone; part: its manifest names it; shard: of a round that is not
+    sealed; late shard: not named by the manifest of its round; piece: groups of a shard, collected
+    where the shard is committed; loose: anything else in a slot; stray: among the slots, in none;
+    group, partial group: of a stream; temporary: what a killed writer or probe leaves behind.
+    """
+
+    key: str
+    role: Role
+    slot: "Slot | None" = None
+    name: str = ""
+
+
 def is_temporary(key: str) -> bool:
     """True for what a killed writer or probe leaves behind."""
     return _TEMPORARY.fullmatch(key.rpartition("/")[2]) is not None
 
 
-def is_shard(name: str) -> bool:
-    """True for a rollout shard, which is a commit of its own."""
-    return shard_of(name) is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Slot:
     """A slot: `names` of its objects relative to it, its manifest if it is committed.
 
@@ -81,34 +103,38 @@ class Slot:
         """Its round, or its step; 0 for what has neither."""
         return _number(self.slot)
 
+    @cached_property
+    def parts(self) -> Mapping[str, Part]:
+        """Parts by their names; none while it is not committed."""
+        return {} if self.manifest is None else {part.name: part for part in self.manifest.parts}
+
+    @property
+    def gone(self) -> frozenset[str]:
+        """Parts that are not there, as its tombstone says."""
+        return self.pruned - set(self.names)
+
     def key(self, name: str) -> str:
         """The key of one of its objects."""
         return f"{self.slot}/{name}"
 
-    def unnamed(self) -> list[str]:
-        """Objects that are neither commits, nor parts, nor temporary."""
-        named = {MANIFEST, PRUNED}
-        if self.manifest is not None:
-            named |= {part.name for part in self.manifest.parts}
-        return [
-            name
-            for name in self.names
-            if name not in named
-            and not is_temporary(name)
-            and not (self.kind == "rollouts" and (is_shard(name) or shard_of_piece(name)))
-        ]
+    def items(self) -> Iterator[Item]:
+        """Its objects with their roles."""
+        return (Item(self.key(name), self._role(name), self, name) for name in self.names)
 
-    def pieces(self, *, collected: bool) -> list[str]:
-        """Pieces of shards: those whose shard is committed, or those whose shard is not."""
-        if self.kind != "rollouts":
-            return []
-        shards = {name: shard_of_piece(name) for name in self.names}
-        return [
-            name
-            for name, shard in shards.items()
+    def _role(self, name: str) -> Role:
+        if name in (MANIFEST, PRUNED):
+            return "record"
+        if is_temporary(name):
+            return "temporary"
+        if name in self.parts:
+            return "part"
+        if self.kind == "rollouts" and shard_of(name) is not None:
+            return "shard" if self.manifest is None else "late shard"
+        if self.kind == "rollouts" and (shard := shard_of_piece(name)) is not None:
             # A sealed round has all its groups in shards: none of its pieces is needed.
-            if shard is not None and collected == (self.manifest is not None or shard in self.names)
-        ]
+            collected = self.manifest is not None or shard in self.names
+            return "collected piece" if collected else "piece"
+        return "loose"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +149,24 @@ class Inventory:
     evaluated: frozenset[int] = frozenset()
 
     @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """All objects with their roles: slot by slot, then those that lie in none."""
+        outside = (Item(key, _role_outside(key)) for key in self.keys if _slot_of(key) is None)
+        return (*(item for slot in self.slots for item in slot.items()), *outside)
+
+    def of_role(self, *roles: Role) -> Iterator[Item]:
+        """The objects that have one of these roles."""
+        return (item for item in self.items if item.role in roles)
+
+    @cached_property
     def closed(self) -> frozenset[int]:
         """Rounds that have metrics."""
         return _closed_rounds(self.keys)
+
+    @cached_property
+    def sealed(self) -> frozenset[int]:
+        """Rounds whose rollouts are committed."""
+        return frozenset(s.number for s in self.of_kind("rollouts") if s.manifest is not None)
 
     @cached_property
     def lost(self) -> frozenset[str]:
@@ -134,25 +175,27 @@ class Inventory:
         evals = {evals_slot(round) for round in self.evaluated}
         return frozenset(_proven(slots, self.keys) | evals)
 
-    @cached_property
-    def temporary(self) -> list[str]:
-        """Files of killed writers and probes, wherever they lie."""
-        return [key for key in self.keys if is_temporary(key)]
-
-    @cached_property
-    def strays(self) -> list[str]:
-        """Objects below a folder of slots that lie in no slot."""
-        tops = {*KINDS, "metrics"}
-        return [
-            key
-            for key in self.keys
-            if key.partition("/")[0] in tops and "/" in key and _slot_of(key) is None
-            if not is_private(key) and metrics_round_of(key) is None
-        ]
-
     def of_kind(self, kind: str) -> list[Slot]:
         """The slots of one kind, ascending."""
         return [slot for slot in self.slots if slot.kind == kind]
+
+
+def _role_outside(key: str) -> Role:
+    """Role of an object that lies in no slot."""
+    top = key.partition("/")[0]
+    if is_temporary(key):
+        return "temporary"
+    if numbers_in(key):
+        return "group"
+    if partial_of(key) is not None:
+        return "partial group"
+    if metrics_round_of(key) is not None:
+        return "metrics"
+    if top == FLEET:
+        return "heartbeat"
+    if is_private(key) or "/" not in key:
+        return "other"
+    return {"rewards": "rewards", "code": "code"}.get(top, "stray" if top in _TOPS else "other")
 
 
 def take_inventory(store: ObjectStore) -> Inventory:

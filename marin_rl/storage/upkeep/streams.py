@@ -16,11 +16,11 @@ from marin_rl.storage.layout import (
     batches_slot,
     claim_of,
     intake_slot,
+    numbers_in,
     pack_of,
     partial_of,
     popped_batch_of,
     rollouts_slot,
-    stream_group_of,
 )
 from marin_rl.storage.runs import Run, rounds_in
 from marin_rl.storage.stores.filesystem import ObjectStore
@@ -35,10 +35,9 @@ from marin_rl.storage.upkeep.inventory import Inventory
 
 def collected_keys(config: Config, inventory: Inventory) -> Iterator[str]:
     """Groups of the stream that a sealed round has, and claims on groups that all are settled."""
-    sealed = {slot.number for slot in inventory.of_kind("rollouts") if slot.manifest is not None}
     settled = Settled()
     for slot in inventory.of_kind("intakes"):
-        if slot.manifest is not None and slot.number in sealed:
+        if slot.manifest is not None and slot.number in inventory.sealed:
             # Those of earlier rounds too: each is sealed before the next one takes its groups.
             settled = intake_in(slot.manifest).settled
     return _settled_keys(config, inventory.keys, settled)
@@ -79,8 +78,7 @@ def collected_now(run: Run) -> list[str]:
 
 def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     """Groups that an intake names, that are not there, and that no sealed round has."""
-    sealed = {slot.number for slot in inventory.of_kind("rollouts") if slot.manifest is not None}
-    there = set(inventory.keys)
+    sealed, there = inventory.sealed, set(inventory.keys)
     for slot in inventory.of_kind("intakes"):
         if slot.manifest is None or slot.number in sealed:
             continue
@@ -185,12 +183,6 @@ def _rows(key: str, data: pa.Buffer, source: str) -> list[tuple[int, int]]:
         return [(number, len(group)) for number, group in rows_by_group(table, key, source)]
     except (CorruptObject, NewerSchema):
         return []
-
-
-def numbers_in(key: str) -> range:
-    """The numbers among which an object of a stream has finished groups: none where it has none."""
-    number = stream_group_of(key)
-    return range(number, number + 1) if number is not None else pack_of(key) or range(0)
 
 
 def _sealed(run: Run) -> int:
