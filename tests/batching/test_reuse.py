@@ -21,9 +21,8 @@ from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
-from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.storage.upkeep.audit import Seen, audit_run, uses_offences
 from marin_rl.storage.upkeep.fsck import check_run
-from marin_rl.storage.upkeep.uses import Seen, uses_offences
 from marin_rl.types import RolloutGroup, SlotRef
 from schemas.batches import DISPOSITIONS
 

@@ -2,7 +2,7 @@
 
 Generated = consumed + filtered + stale + failed, each rollout once; every consumed one stands in
 the batches where its disposition says, and nothing else does; no rollout is consumed twice in a
-run, or in more rounds than `asynchrony.replay` allows (`uses`); tokens add up as rollouts do, by
+run, or in more rounds than `asynchrony.replay` allows; tokens add up as rollouts do, by
 environment and policy version; every digest holds. Nothing is changed here. Totals say also what
 was dropped for which reason, and whether that was longer or shorter than what was trained on: a
 filter that drops the long ones teaches a policy to be short.
@@ -12,7 +12,7 @@ filter that drops the long ones teaches a policy to be short.
 # pyright: reportAttributeAccessIssue=false
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -25,13 +25,6 @@ from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.upkeep.balances import Balance, balances, token_offences
 from marin_rl.storage.upkeep.inventory import MANIFEST
-from marin_rl.storage.upkeep.uses import (
-    Offences,
-    Seen,
-    rows_of_earlier,
-    unsampled,
-    uses_offences,
-)
 from schemas.batches import DISPOSITION_KINDS
 from schemas.manifests import Manifest
 
@@ -40,6 +33,17 @@ COLUMNS = (
     "rollout_id", "run_id", "round", "environment", "policy_version_min", "policy_version_max",
     "policy_digest", "n_prompt_tokens", "n_completion_tokens", "segment_lengths",
 )  # fmt: skip
+
+
+Offences = Mapping[str, Iterable[str]]  # offending names by kind of offence, also of none
+
+
+class Seen(dict[str, tuple[int, ...]]):
+    """Rounds that trained on each rollout; `complete` where all earlier rounds were audited."""
+
+    def __init__(self, *, complete: bool = False) -> None:
+        super().__init__()
+        self.complete = complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,7 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
     dispositions = everything.filter(own) if _reuses(batches[0]) else everything
     counts = Counter(dispositions["disposition"].to_pylist())
     consumed = everything.filter(pc.equal(everything["disposition"], "consumed"))
-    earlier = rows_of_earlier(run, everything, round, COLUMNS) if _reuses(batches[0]) else ()
+    earlier = _rows_of_earlier(run, everything, round, COLUMNS) if _reuses(batches[0]) else ()
     # An empty table first, for its columns: there may be no earlier rows.
     again = pa.concat_tables([generated.slice(0, 0), *earlier])
     offences: Offences = {
@@ -137,7 +141,7 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
         **_states(dispositions),
         **_places(consumed, _batch_places(run, batches[0]), _segments(generated, again)),
         **uses_offences(run, consumed, round, seen),
-        **unsampled(again, everything.filter(pc.invert(own)) if _reuses(batches[0]) else again),
+        **_unsampled(again, everything.filter(pc.invert(own)) if _reuses(batches[0]) else again),
         **_lineage(rollouts, batches[0]),
         **_totals(rollouts, batches[0], generated.num_rows, counts),
         **token_offences(pa.concat_tables([generated, again]), everything),
@@ -155,6 +159,52 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
 def _reuses(batches: Manifest) -> bool:
     """True if a round may train on groups of earlier rounds again."""
     return any(parent.slot.startswith("batches/") for parent in batches.parents)
+
+
+def _rows_of_earlier(
+    run: Run, dispositions: pa.Table, round: int, columns: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Rows of the rollouts that dispositions name of earlier rounds, by round."""
+    for number in sorted({n for n in dispositions["round_generated"].to_pylist() if n < round}):
+        rows = dispositions.filter(pc.equal(dispositions["round_generated"], number))
+        names = rows["rollout_id"].combine_chunks()
+        for table in iter_row_groups(run, rollouts_manifest(run, number), columns):
+            yield table.filter(pc.is_in(table["rollout_id"], names))
+
+
+def _unsampled(again: pa.Table, dispositions: pa.Table) -> Offences:
+    """Rollouts that are said to be of earlier rounds, and are among the rollouts of none."""
+    there = set(again["rollout_id"].to_pylist())
+    named = dispositions["rollout_id"].to_pylist()
+    return {"used again but never generated": [n for n in named if n not in there]}
+
+
+def uses_offences(run: Run, consumed: pa.Table, round: int, seen: Seen) -> Offences:
+    """Rollouts that are trained on in more rounds than the run allows, or outside of their window.
+
+    Without replay that is any round but the first. A rollout that is used again was sampled by an
+    earlier round, and trained on by it.
+    """
+    replay = run.at_round(round).config.replay
+    most, window = (1, 0) if replay is None else (replay.max_uses, replay.window_rounds)
+    names, rounds = (consumed[name].to_pylist() for name in ("rollout_id", "round_generated"))
+    again, strange = list[str](), list[str]()
+    for name, generated in zip(names, rounds, strict=True):
+        uses = seen.get(name, ())
+        if len(uses) >= most:
+            again.append(f"{name} (round {uses[-1]})")
+        if replay is not None and generated != round:
+            # Only an audit of the whole run has seen the round that generated it.
+            known = seen.complete and generated not in uses
+            if known or not 0 < round - generated <= window:
+                strange.append(name)
+    # After the look-up: a repetition within this round is reported by `_identities`.
+    for name in dict.fromkeys(names):
+        seen[name] = (*seen.get(name, ()), round)
+    return {
+        "consumed in an earlier round": again,
+        "used again though never trained on, or outside of the window": strange,
+    }
 
 
 def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:

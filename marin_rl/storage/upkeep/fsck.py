@@ -31,9 +31,11 @@ from marin_rl.storage.tables.tombstones import pruned_parts
 from marin_rl.storage.upkeep.integrity import (
     Fault,
     Kind,
+    MetricsLines,
     fork_faults,
     gap_faults,
     link_faults,
+    read_lines,
     special_faults,
     unnamed_faults,
 )
@@ -46,7 +48,6 @@ from marin_rl.storage.upkeep.inventory import (
     scored_slot,
     take_inventory,
 )
-from marin_rl.storage.upkeep.metrics_lines import MetricsLines, read_lines
 from marin_rl.storage.upkeep.streams import lost_groups
 from marin_rl.user_code import files_in
 from schemas.batches import DISPOSITIONS
@@ -204,17 +205,13 @@ def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault 
         if part.name in pruned_parts(store, slot.slot, slot.sha256):
             return 0, None  # retention took it since the listing
         return 0, Fault("missing", place, f"{store.url_of(slot.key(MANIFEST))} names it")
+    detail = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
     # Sizes first: they separate truncated files from altered ones without hashing.
     if data.size != part.bytes:
-        detail = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
         return 0, Fault("truncated" if data.size < part.bytes else "altered", place, detail)
     sha256 = digest_of(data)
     if sha256 != part.sha256:
-        detail = (
-            f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size} with "
-            f"{sha256}"
-        )
-        return data.size, Fault("altered", place, detail)
+        return data.size, Fault("altered", place, f"{detail} with {sha256}")
     assert slot.manifest is not None, "only committed slots have parts"
     manifest = slot.manifest
 
