@@ -41,7 +41,6 @@ KINDS: Mapping[str, str] = {
     "rollouts": "round", "batches": "round", "checkpoints": "round", "evals": "round",
     "intakes": "round", "sft": "step", "reward_model": "step",
 }  # fmt: skip
-_TOPS = frozenset((*KINDS, "metrics"))
 PAIRS = "pairs"  # what a reward model learns from: one slot, without a number
 BASE = "base"  # what an adapter is of: likewise
 
@@ -53,6 +52,12 @@ Role = Literal[
     "record", "part", "shard", "late shard", "piece", "collected piece", "loose", "stray",
     "group", "partial group", "metrics", "rewards", "code", "heartbeat", "temporary", "other",
 ]  # fmt: skip
+
+
+# Of what lies in these folders, and in no slot.
+_IN_FOLDERS: Mapping[str, Role] = {
+    **dict.fromkeys((*KINDS, "metrics"), "stray"), "rewards": "rewards", "code": "code",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +200,7 @@ def _role_outside(key: str) -> Role:
         return "heartbeat"
     if is_private(key) or "/" not in key:
         return "other"
-    return {"rewards": "rewards", "code": "code"}.get(top, "stray" if top in _TOPS else "other")
+    return _IN_FOLDERS.get(top, "other")
 
 
 def take_inventory(store: ObjectStore) -> Inventory:
