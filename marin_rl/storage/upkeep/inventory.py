@@ -47,17 +47,12 @@ BASE = "base"  # what an adapter is of: likewise
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|\.probe-[0-9a-f]{16}")
 _NUMBERED = re.compile(r"(round|step)-\d{5,}")
 
-
 Role = Literal[
     "record", "part", "shard", "late shard", "piece", "collected piece", "loose", "stray",
     "group", "partial group", "metrics", "rewards", "code", "heartbeat", "temporary", "other",
 ]  # fmt: skip
-
-
-# Of what lies in these folders, and in no slot.
-_IN_FOLDERS: Mapping[str, Role] = {
-    **dict.fromkeys((*KINDS, "metrics"), "stray"), "rewards": "rewards", "code": "code",
-}  # fmt: skip
+# Of what lies in these folders, and in no slot; in those of slots it is a stray.
+_IN_FOLDERS: Mapping[str, Role] = {"rewards": "rewards", "code": "code", "metrics": "stray"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +108,7 @@ class Slot:
         """Parts by their names; none while it is not committed."""
         return {} if self.manifest is None else {part.name: part for part in self.manifest.parts}
 
-    @property
+    @cached_property
     def gone(self) -> frozenset[str]:
         """Parts that are not there, as its tombstone says."""
         return self.pruned - set(self.names)
@@ -200,7 +195,7 @@ def _role_outside(key: str) -> Role:
         return "heartbeat"
     if is_private(key) or "/" not in key:
         return "other"
-    return _IN_FOLDERS.get(top, "other")
+    return "stray" if top in KINDS else _IN_FOLDERS.get(top, "other")
 
 
 def take_inventory(store: ObjectStore) -> Inventory:
