@@ -159,9 +159,8 @@ def one_try(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
 
 def gc_at_once(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
     """Wrong: deletes what nothing names yet, also of processes that are about to name it."""
-    for slot in take_inventory(run.folder).slots:
-        for name in slot.unnamed():
-            run.folder.delete(slot.key(name))
+    for item in take_inventory(run.folder).of_role("loose"):
+        run.folder.delete(item.key)
     return COLLECTED
 
 
