@@ -21,6 +21,7 @@ BOUNDS = f"between -{REWARD_MAX:g} and {REWARD_MAX:g}: scale or clip it"
 def number(value: Any) -> float:
     """`value` as a float, if it is one real number or bool; a string is not. Raises ValueError."""
     refused = isinstance(value, str | bytes | complex | np.complexfloating)
+    refused = refused or getattr(getattr(value, "dtype", None), "kind", "") in ("U", "S")
     if refused or not hasattr(type(value), "__float__"):
         raise ValueError(f"expected a number, found {shown(value)}")
     try:

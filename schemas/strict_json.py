@@ -55,7 +55,9 @@ def parse_json(data: bytes, limits: JsonLimits = LIMITS) -> Any:
         text = data.decode()
     except UnicodeDecodeError as error:
         # Without the byte: messages go to those who may not read the file.
-        raise Malformed(f"expected UTF-8, found other bytes at {error.start}") from None
+        raise Malformed(f"can't decode byte {error.start} and what follows as UTF-8") from None
+    if text.startswith("\ufeff"):
+        raise Malformed("expected UTF-8 without a byte order mark, found one: save it without")
     try:
         value = _DECODER.decode(text)
         if _SURROGATE.search(text):

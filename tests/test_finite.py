@@ -19,7 +19,7 @@ from marin_rl.rollouts.generate import refuse_if_mostly_errors
 from marin_rl.types import Example, Message, RewardComponent, Rollout
 
 BEYOND = (1e300, -1e300, 1e39, -3e38, 1.1e15, -np.finfo(float).max)
-NO_NUMBER = ("1", b"1", None, [1], 1j, np.complex64(1), np.array([1.0, 2.0]))
+NO_NUMBER = (np.array("1"), "1", b"1", None, [1], 1j, np.complex64(1), np.array([1.0, 2.0]))
 
 
 def test_numbers_of_every_library_are_plain_floats():

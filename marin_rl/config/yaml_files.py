@@ -18,6 +18,7 @@ DEPTH_MAX = 64
 _PREFIX = "tag:yaml.org,2002:"
 _INT, _STR, _MERGE = f"{_PREFIX}int", f"{_PREFIX}str", f"{_PREFIX}merge"
 _NOT_READ = {f"{_PREFIX}timestamp", f"{_PREFIX}value"}  # their texts stay texts
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file has such a name, and no record such a text
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
@@ -74,6 +75,13 @@ class _Loader(yaml.SafeLoader):
                     key,
                 )
             lines[key.value] = key.start_mark.line + 1
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> ScalarNode:
+        """Compose a value whose text can be written and be a path."""
+        node = super().compose_scalar_node(anchor)
+        if wrong := _NO_TEXT.search(node.value):
+            _refuse(f"expected a text in UTF-8 without NUL, found {wrong[0]!a}", node)
         return node
 
     def construct_yaml_int(self, node: ScalarNode) -> int:

@@ -15,7 +15,7 @@ from marin_rl.types import Example
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-+\u2212])?[$€£]?"
     r"(?:(?P<whole>\d+(?:,\d+)*)(?P<fraction>\.\d+)?|(?<![\w.,])(?P<share>\.\d+))"
-    r"(?P<exponent>[eE][-+]?\d{1,15}(?![\d.]))?"
+    r"(?P<exponent>[eE][-+]?\d{1,15}(?!\.?\d))?"
 )
 _GROUPED = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+")
 _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)

@@ -36,6 +36,7 @@ _NUMBER = re.compile(
     rf"\\[dt]?frac{_ARGUMENT.format('top')}{_ARGUMENT.format('bottom')}"
     r"|(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     rf"|(?P<whole>[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})+|\d+)(?P<fraction>\.\d*)?"
+    r"(?P<exponent>[eE][-+]?\d{1,3})?"
     r"|(?P<share>\.\d+))"
 )
 
@@ -117,7 +118,10 @@ def written_number(text: str) -> WrittenNumber | None:
     if top is None:
         digits = re.sub(r"\D", "", match["whole"] or "0")
         point = match["fraction"] or match["share"] or ""
-        return WrittenNumber(top=Decimal(f"{sign}{digits}{point}"), decimal=len(point) > 1)
+        exponent = match["exponent"] or ""
+        return WrittenNumber(
+            top=Decimal(f"{sign}{digits}{point}{exponent}"), decimal=len(point + exponent) > 1
+        )
     top = Decimal(top).copy_negate() if sign else Decimal(top)
     bottom = Decimal(match["bottom"] or match["bottom_digit"] or match["under"])
     return WrittenNumber(top=top, bottom=bottom) if bottom else None

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
@@ -313,6 +313,7 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
             with safe_open(str(file), framework="numpy") as tensors:
                 # Headers alone: shapes are compared before gigabytes are read.
                 names = tensors.keys()
+                _check_apart(names, files, file)
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
                 files |= dict.fromkeys(names, file)
         except (OSError, SafetensorError) as error:
@@ -330,6 +331,15 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
             f"{path} does not fit its config.json: tensor {name} expected "
             f"{expected.get(name, 'absent')}, found {shapes.get(name, 'absent')} "
             f"({len(wrong) + len(surplus)} such tensors)"
+        )
+
+
+def _check_apart(names: Iterable[str], files: Mapping[str, Path], file: Path) -> None:
+    """Raise InputError for a tensor that an earlier file has too: one of them would be dropped."""
+    if twice := sorted(files.keys() & set(names)):
+        raise InputError(
+            f"{file}: the tensor {twice[0]} is in {files[twice[0]]} too, and one of them would be "
+            f"dropped ({len(twice)} such tensors): expected each tensor once"
         )
 
 

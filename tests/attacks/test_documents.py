@@ -41,6 +41,8 @@ HOSTILE_YAML = {
     "lists": ("[" * 100_000, "at most 64 levels"),
     "mappings": ("{a: " * 3_000, "at most 64 levels"),
     "dashes": ("- " * 100_000, "at most 64 levels"),
+    "half a character": ('root: "runs-\\ud800"', r"without NUL, found '\\ud800'"),
+    "nul": ('environment: {options: {path: "a\\0b"}}', r"without NUL, found '\\x00'"),
     "itself": ("&x [*x]", r"the alias \*x stands inside of what it stands for"),
     "itself below": ("environment: {name: echo, options: &e {a: *e}}", r"the alias \*e stands"),
     "binary": ("run_id: !!binary aGVsbG8=", "the tag 'tag:yaml.org,2002:binary' is not read"),
@@ -116,6 +118,7 @@ HOSTILE_JSON = {
     "half a character": (b'{"a": "\\ud800"}', "surrogates not allowed"),
     "no UTF-8": (b'{"a": "\xff"}', "can't decode"),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "can't decode"),
+    "byte order mark": ('\ufeff{"a": 1}'.encode(), "a byte order mark, found one"),
     "a part": (b'{"a": ', "Expecting value"),
     "nothing": (b"", "Expecting value"),
 }

@@ -294,6 +294,20 @@ def test_only_what_repeats_another_tensor_is_left_out(changed, name):
         load_hf(folder)
 
 
+def test_a_tensor_that_two_files_have_is_refused(changed):
+    folder = changed("llama")
+    file, other = folder / "model.safetensors", folder / "other.safetensors"
+    tensors = load_file(str(file))
+    name = "model.norm.weight"
+    places = dict.fromkeys(tensors, file.name) | {name: other.name}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    save_file({name: tensors[name] + 1}, str(other))
+    with pytest.raises(InputError, match=rf"the tensor {name} is in .*{file.name} too"):
+        load_hf(folder)
+    save_file({key: value for key, value in tensors.items() if key != name}, str(file))
+    load_hf(folder)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_is_named_with_its_file_and_place(changed, value):
     folder = changed("llama")
