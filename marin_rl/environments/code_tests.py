@@ -8,10 +8,11 @@ import base64
 import binascii
 import json
 import pickletools
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 # Columns with tests, in the order in which they are looked for; LiveCodeBench's belong together.
@@ -19,6 +20,8 @@ COLUMNS = (
     "input_output", "tests", "test_cases", "public_test_cases", "private_test_cases",
 )  # fmt: skip
 _UNPACKED_BYTES_MAX = 256 << 20
+# As programs print them: Decimal reads `1_000` and digits of other scripts too.
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,15})?", re.ASCII)
 _TEXT_OPCODES = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE")
 _FRAME_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP")
 
@@ -178,11 +181,8 @@ def _same_line(expected: str, actual: str) -> bool:
 def _same_word(expected: str, actual: str) -> bool:
     if expected == actual:
         return True
-    try:
-        a, b = Decimal(expected), Decimal(actual)
-    except InvalidOperation:
-        return False
-    return a.is_finite() and b.is_finite() and a == b
+    numbers = _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual)
+    return bool(numbers) and Decimal(expected) == Decimal(actual)
 
 
 def same_value(expected: Any, actual: Any) -> bool:

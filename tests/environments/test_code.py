@@ -219,6 +219,11 @@ def test_a_packed_object_is_not_unpickled():
         ("1", "2", False),
         ("a", "", False),
         ("nan", "NaN", False),
+        ("inf", "Infinity", False),
+        ("1000", "1_000", False),
+        ("3", "\u0663", False),
+        ("9" * 5000, "9" * 4999 + "8", False),
+        ("-.5", "-0.50e0", True),
     ],
 )
 def test_outputs_are_compared_line_by_line(expected, actual, same):
