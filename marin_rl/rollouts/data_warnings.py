@@ -12,6 +12,7 @@ from marin_rl.environments.base import FixedSet, HasNotices
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
+from marin_rl.errors import InputError
 from marin_rl.rollouts.policy_tokenizer import end_ids_in, light_tokenizer
 
 # They make examples without an end, from libraries that take seconds to import.
@@ -40,7 +41,10 @@ def _control_tokens(config: Config) -> Iterator[str]:
     files = [each for each, rewarded in _environments(config) if rewarded]
     if not any(isinstance(loaded_environment(each), Chat) for each in files):
         return
-    tokenizer = light_tokenizer(config.policy)
+    try:
+        tokenizer = light_tokenizer(config.policy)
+    except InputError:
+        return  # the check of the tokenizer says so
     control = any_of(control_tokens(tokenizer, end_ids_in(tokenizer)))
     for chosen in files:
         environment = loaded_environment(chosen)
