@@ -17,9 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO, Any
 
 from prefect.events.worker import EventsWorker
@@ -42,7 +41,7 @@ from marin_rl.progress import phase
 
 DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 LOCK = "marin-rl.lock"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0  # others may start first
 DRAIN_S = 10.0
 RECORD_S = 10.0
 STOP_TIMEOUT_S = 30.0
@@ -170,14 +169,12 @@ def _local_server(warm: Sequence[str]) -> Iterator[str]:
         _profile() as profile,
         tempfile.TemporaryFile() as log,
         using(connection),
-        _alone(profile) as started,
         _spawned(port, profile, log, connection) as (process, answered),
     ):
         _import(warm)
         with phase("starting a Prefect server"):
             _wait_until_healthy(process, connection, log)
         answered.set()
-        started()
         yield url
 
 
@@ -197,15 +194,6 @@ def _profile() -> Iterator[dict[str, str]]:
         return
     own = {} if url is None else {DATABASE: url.get_secret_value()}
     yield {"PREFECT_HOME": str(settings.home), **own}
-
-
-@contextmanager
-def _alone(profile: Mapping[str, str]) -> Iterator[Callable[[], None]]:
-    """Start one server at a time until the call: two would migrate a new database at once."""
-    with (Path(profile["PREFECT_HOME"]) / LOCK).open("ab") as lock:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lock.close
 
 
 @contextmanager
@@ -321,7 +309,17 @@ def main(port: int) -> None:
         server.should_exit = True
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    server.run()
+    with (get_current_settings().home / LOCK).open("ab") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two servers would migrate a new database at once
+
+        def release_when_started() -> None:
+            while not server.started:
+                time.sleep(POLL_S)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        threading.Thread(target=release_when_started, daemon=True).start()
+        server.run()
 
 
 if __name__ == "__main__":
