@@ -16,8 +16,15 @@ from typing import Any, Protocol, runtime_checkable
 import orjson
 
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
-from marin_rl.isolated.pool import WorkerFault, WorkerLimits, WorkerPool
-from marin_rl.isolated.templates import CLOCK, DATE, failure_of, render
+from marin_rl.isolated.pool import Pool, WorkerFault, WorkerLimits, WorkerSpec
+from marin_rl.isolated.templates import (
+    CHARACTERS_MAX,
+    CHARACTERS_PER_BYTE_MAX,
+    CLOCK,
+    DATE,
+    failure_of,
+    render,
+)
 
 # Each message opens with the token of its role; what the assistant says ends with EOS, and the
 # `generation` block marks which tokens are its own.
@@ -36,7 +43,7 @@ _DATE_LINE = re.compile(rf"^{{%- set (?:date|{DATE}) = [^\n]* %}}\n", re.MULTILI
 WORKERS_MAX = 2
 LIMITS = WorkerLimits(cpu_s=2.0, wall_s=20.0, memory_bytes=512 * 2**20, answer_bytes=256 * 2**20)
 
-_pool = WorkerPool("marin_rl.isolated.templates", LIMITS, WORKERS_MAX)
+_pool = Pool(WorkerSpec(module="marin_rl.isolated.templates", limits=LIMITS), WORKERS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +88,10 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, Any], pool: WorkerPool | None = None
+        self, source: str, special_tokens: Mapping[str, Any], pool: Pool | None = None
     ) -> None:
         self._source, self._pool = source, pool or _pool
         self._special_tokens = dict(special_tokens)
-        # half a character goes as it is, so that it is the worker that refuses it
-        self._encoded = source.encode(errors="surrogatepass")
 
     @classmethod
     def of(cls, tokenizer: TemplateOwner, *, tools: bool = False) -> "ChatTemplate":
@@ -106,7 +111,7 @@ class ChatTemplate:
     def render_all(
         self, conversations: Sequence[Conversation], *, spans: bool = False
     ) -> list[Rendering]:
-        """Render conversations, all of them in one message to the worker.
+        """Render conversations, all of them by one worker.
 
         `spans` asks for the generation blocks. Raises TemplateRefusal where the template refuses a
         conversation, TemplateFault where it exceeds a limit or does what it must not.
@@ -116,8 +121,9 @@ class ChatTemplate:
             return [
                 _rendered_here(self._source, variables, spans=spans) for variables in all_variables
             ]
-        items = [_as_json({"variables": variables, "spans": spans}) for variables in all_variables]
-        return [_rendering(answer) for answer in self._pool.ask(self._encoded, items)]
+        source = _as_json(self._source)
+        requests = [_request(source, _as_json(each), spans=spans) for each in all_variables]
+        return [_rendering(answer) for answer in self._pool.ask(requests)]
 
     def variables(self) -> frozenset[str]:
         """Return the variables that the template reads and a conversation does not have anyway.
@@ -126,10 +132,9 @@ class ChatTemplate:
         """
         if self.is_built_in:
             return frozenset()
-        (answer,) = self._pool.ask(self._encoded, [b"{}"])
-        if isinstance(answer, WorkerFault):
-            raise TemplateFault(f"exceeds a limit ({answer.message})")
-        values = orjson.loads(answer)
+        (values,) = self._pool.ask([_as_json({"template": self._source})])
+        if isinstance(values, WorkerFault):
+            raise TemplateFault(f"exceeds a limit ({values})")
         if "names" not in values:
             raise _exception_of(values)
         own = set(values["names"]) - _GIVEN - {DATE} - self._special_tokens.keys()
@@ -239,10 +244,16 @@ def _rendered_here(source: str, variables: Mapping[str, Any], *, spans: bool) ->
         raise _exception_of(failure_of(error)) from None
 
 
-def _rendering(answer: bytes | WorkerFault) -> Rendering:
-    if isinstance(answer, WorkerFault):
-        raise TemplateFault(f"exceeds a limit ({answer.message})")
-    values = orjson.loads(answer)
+def _request(source: bytes, variables: bytes, *, spans: bool) -> bytes:
+    """Return what a worker renders: a template and its variables, which are JSON already."""
+    most = CHARACTERS_MAX + CHARACTERS_PER_BYTE_MAX * len(variables)
+    form = b'{"template":%b,"variables":%b,"spans":%b,"characters_max":%d}'
+    return form % (source, variables, b"true" if spans else b"false", most)
+
+
+def _rendering(values: Mapping[str, Any] | WorkerFault) -> Rendering:
+    if isinstance(values, WorkerFault):
+        raise TemplateFault(f"exceeds a limit ({values})")
     if "text" not in values:
         raise _exception_of(values)
     return Rendering(values["text"], [(start, end) for start, end in values["spans"]])

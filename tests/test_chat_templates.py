@@ -216,5 +216,5 @@ def test_the_built_in_template_renders_alike_here_and_in_a_worker():
 
 
 def test_a_template_with_half_a_character_is_refused():
-    with pytest.raises(InputError, match="UnicodeDecodeError"):
+    with pytest.raises(InputError, match="UnicodeEncodeError"):
         ChatTemplate("x\ud800", {}).render(Conversation(messages=TALK))

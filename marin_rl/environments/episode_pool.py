@@ -27,11 +27,9 @@ from marin_rl.environments.episode_wire import (
 from marin_rl.environments.episode_worker import EpisodeHere
 from marin_rl.environments.worker_pools import EnvironmentPool, PoolsInUse
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
-from marin_rl.isolated.calls import CallFault, CallWorker
+from marin_rl.isolated.pool import LOSSES_MAX, Worker, WorkerFault
 from marin_rl.isolated.scratch import sweep
 from marin_rl.types import Example, Turn
-
-LOSSES_MAX = 3  # of an episode's worker, each by the fault of another
 
 AnswerT = TypeVar("AnswerT", Start, StepResult, None)
 
@@ -69,7 +67,7 @@ class EpisodeAway:
     def __init__(self, pool: "EpisodePool", example: Example) -> None:
         self._pool, self._example = pool, example
         self._number = next(_numbers)
-        self._worker: CallWorker | None = None
+        self._worker: Worker | None = None
         self._begun: Start | None = None
         self._played: list[tuple[Turn, StepResult]] = []
         self._losses = 0
@@ -156,8 +154,8 @@ class EpisodeAway:
             raise RewardFault(f"example {self._example.example_id} is not JSON: {error}") from None
         try:
             answer = decode_answer(await asyncio.wrap_future(self._worker.call(data)))
-        except CallFault as fault:
-            if not fault.guilty:
+        except WorkerFault as fault:
+            if fault.limit == "lost":
                 raise _Lost(str(fault)) from None
             raise self._fault(request, fault) from None
         if isinstance(answer, Failure):
@@ -165,13 +163,13 @@ class EpisodeAway:
         assert isinstance(answer, kind), f"expected {kind.__name__}, found {answer!r:.80}"
         return answer
 
-    def _fault(self, request: Request, fault: CallFault) -> RewardFault:
+    def _fault(self, request: Request, fault: WorkerFault) -> RewardFault:
         what = f"the {request.operation} of an episode"
         if fault.limit == "wall":
             return EnvironmentTimeout(f"{what} took longer than {self._pool.timeout_s:g} s")
         if fault.limit == "answer":
             return RewardFault(f"{what} gave an answer that cannot be sent: {fault}")
-        return RewardFault(f"{what} ended its process: {fault}")
+        return RewardFault(f"{what} ended its process ({fault})")
 
 
 class _Lost(Exception):

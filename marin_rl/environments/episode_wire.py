@@ -4,6 +4,7 @@ Nothing is unpickled: every record is validated by its types on the way in. Leav
 them (`episode_pool`) and who answers (`episode_worker`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
@@ -63,9 +64,8 @@ def encode_request(request: Request) -> bytes:
     )
 
 
-def decode_request(data: bytes) -> Request:
-    """Return the request of `encode_request`. Raises pydantic's ValidationError."""
-    record = orjson.loads(data)
+def decode_request(record: Mapping[str, Any]) -> Request:
+    """Return the request of `encode_request`, read as JSON. Raises pydantic's ValidationError."""
     argument = record["argument"]
     if record["operation"] == "start":
         argument = _validated(Example, argument)
@@ -79,9 +79,8 @@ def encode_answer(answer: Start | StepResult | Failure | None) -> bytes:
     return orjson.dumps({"kind": type(answer).__name__, "answer": answer})
 
 
-def decode_answer(data: bytes) -> Start | StepResult | Failure | None:
-    """Return the answer of `encode_answer`. Raises ValueError for what is none."""
-    record = orjson.loads(data)
+def decode_answer(record: Mapping[str, Any]) -> Start | StepResult | Failure | None:
+    """Return the answer of `encode_answer`, read as JSON. Raises ValueError for what is none."""
     kinds = {kind.__name__: kind for kind in (Start, StepResult, Failure)}
     if record["kind"] not in kinds:
         return None

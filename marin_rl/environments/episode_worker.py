@@ -3,16 +3,13 @@
 Episodes of one process interleave: while one waits, others go on. Each has the state of Python's
 and NumPy's global random numbers to itself, which begins with the example's seed, so that an
 environment that draws from them is a function of example and actions, whatever else its process
-plays. `episode_pool` asks for all this through `marin_rl.isolated.calls`.
+plays. `episode_pool` asks for all this through `marin_rl.isolated.pool`.
 """
 
 import asyncio
-import random
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
-
-import numpy as np
 
 from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import Episode, StepResult, checked_result, episode_of, settled
@@ -26,7 +23,7 @@ from marin_rl.environments.episode_wire import (
 from marin_rl.environments.scoring import fault_of
 from marin_rl.environments.worker import constructed
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, ToolFault
-from marin_rl.isolated.interleaved import charged
+from marin_rl.isolated.worker import RandomState, charged
 from marin_rl.types import Example, Turn
 
 
@@ -87,19 +84,18 @@ class Episodes:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._episodes: dict[int, EpisodeHere] = {}
-        self._random: dict[int, _RandomState] = {}
+        self._random: dict[int, RandomState] = {}
 
     def call(
-        self, request: bytes
+        self, request: Mapping[str, Any]
     ) -> tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]:
-        """The call that answers a request; see `isolated.interleaved.Handler`."""
+        """The call that answers a request; see `isolated.worker.Handler`."""
         asked = decode_request(request)
         if asked.operation == "start":
             assert isinstance(asked.argument, Example)
-            self._random[asked.episode] = _RandomState(asked.argument.seed)
-        state = self._random.get(asked.episode)
-        around = nullcontext if state is None else state.active
-        return self._answer(asked), around
+            self._random[asked.episode] = RandomState(asked.argument.seed)
+        state = self._random.get(asked.episode, nullcontext())
+        return self._answer(asked), lambda: state
 
     async def _answer(self, asked: Request) -> bytes:
         perform = {"start": self._start, "step": self._step, "close": self._close}[asked.operation]
@@ -130,22 +126,3 @@ def _kind_of(error: BaseException) -> Literal["fault", "tool", "unavailable"]:
     if isinstance(error, EndpointUnavailable):
         return "unavailable"
     return "tool" if isinstance(error, ToolFault) else "fault"
-
-
-class _RandomState:
-    """State of the global random numbers that one episode sees."""
-
-    def __init__(self, seed: int) -> None:
-        self._python = random.Random(seed).getstate()
-        self._numpy = np.random.RandomState(seed % 2**32).get_state(legacy=True)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Have the state in place, and keep what the code inside makes of it."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002 - the one that old code draws from
-        try:
-            yield
-        finally:
-            self._python = random.getstate()
-            self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002

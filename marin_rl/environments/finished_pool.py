@@ -26,7 +26,7 @@ from marin_rl.environments.scoring import fault_of
 from marin_rl.environments.worker import constructed
 from marin_rl.environments.worker_pools import EnvironmentPool, PoolsInUse
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault
-from marin_rl.isolated.calls import CallFault
+from marin_rl.isolated.pool import WorkerFault
 from marin_rl.types import Example
 
 ROLLOUTS_TIMEOUT_S = 3600.0  # of all rollouts of an example, unless the configuration says other
@@ -79,11 +79,11 @@ class _Pool(EnvironmentPool):
         worker = await asyncio.to_thread(self.assign)
         try:
             request = orjson.dumps({"example": example, "policy": policy})
-            answer = orjson.loads(await asyncio.wrap_future(worker.call(request)))
-        except CallFault as fault:
+            answer = await asyncio.wrap_future(worker.call(request))
+        except WorkerFault as fault:
             if fault.limit == "wall":
                 raise TimeoutError from None
-            raise RewardFault(f"the environment ended its process: {fault}") from None
+            raise RewardFault(f"the environment ended its process ({fault})") from None
         finally:
             self.release(worker)
         if "unavailable" in answer:
@@ -124,17 +124,17 @@ def begin(settings: Mapping[str, Any]) -> "_Worker":
 
 
 class _Worker:
-    """The calls of a worker process; see `isolated.interleaved.Handler`."""
+    """The calls of a worker process; see `isolated.worker.Handler`."""
 
     def __init__(self, environment: Environment) -> None:
         assert isinstance(environment, ReturnsRollouts), environment.name
         self._environment = environment
 
     def call(
-        self, request: bytes
+        self, request: Mapping[str, Any]
     ) -> tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]:
         """The call that answers a request."""
-        return self._answer(orjson.loads(request)), nullcontext
+        return self._answer(request), nullcontext
 
     async def _answer(self, record: Mapping[str, Any]) -> bytes:
         example = _EXAMPLE.validate_python(record["example"])

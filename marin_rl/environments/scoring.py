@@ -2,8 +2,8 @@
 
 Scorers hang in C code, catch every exception, exhaust the interpreter lock; nothing in this process
 could stop them. A worker (`worker.py`) is a fresh interpreter that imports the environment and
-never JAX; it is started before it is needed, scores a group per message, is killed at the time
-limit with whatever it started (`marin_rl.isolated`), and started again for the rest. Whatever
+never JAX; it is started before it is needed, scores one completion after another, is killed at the
+time limit with whatever it started (`marin_rl.isolated`), and replaced for the rest. Whatever
 goes wrong with one completion is a RewardFault, returned and not raised, so that it costs one
 rollout. What cannot hang is scored right here.
 """
@@ -31,13 +31,11 @@ from marin_rl.environments.base import (
     checked_components,
     extracts_here,
 )
-from marin_rl.environments.worker_pools import PoolsInUse, worker_setup
+from marin_rl.environments.worker_pools import ANSWER_BYTES_MAX, EnvironmentPool, PoolsInUse
 from marin_rl.errors import Abstained, InputError, RewardFault
-from marin_rl.isolated.pool import STARTUP_TIMEOUT_S, WorkerFault, WorkerPool
+from marin_rl.isolated.pool import STARTUP_TIMEOUT_S, WorkerFault
 from marin_rl.types import Example, Message, RewardComponent
 
-# What a worker is asked to do, in place of an example to score completions for.
-EXTRACT, STYLE = b'"extract"', b'"style"'
 MESSAGE_CHARACTERS_MAX = 500
 
 Score = GroupScore
@@ -130,17 +128,11 @@ class Scorer:
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
         self._environment = environment
         self._timeout_s = config.reward_timeout_s
-        self._pool: WorkerPool | None = None
+        self._pool: EnvironmentPool | None = None
         self._style: tuple[bool, bool] | None = None
         if environment.workers:
-            setup = worker_setup(environment, config, config.reward_timeout_s)
-            self._pool = WorkerPool(
-                "marin_rl.environments.worker",
-                setup.limits,
-                environment.workers,
-                settings=setup.settings,
-                environment=setup.variables,
-                name="reward",
+            self._pool = EnvironmentPool(
+                "marin_rl.environments.worker", environment, config, config.reward_timeout_s
             )
             self._pool.start(environment.workers)
             self._threads = ThreadPoolExecutor(environment.workers, thread_name_prefix="scoring")
@@ -184,8 +176,8 @@ class Scorer:
         """
         if self._pool is None:
             return [answer_in(self._environment, text) for text in completions]
-        items = [text.encode() for text in completions]
-        return [_answer_of(answer) for answer in self._ask(EXTRACT, items, self._timeout_s)]
+        requests = [orjson.dumps({"extract": text}) for text in completions]
+        return list(map(_answer_of, self._pool.ask(requests)))
 
     def close(self) -> None:
         """End the workers, once what they score now is done."""
@@ -207,10 +199,13 @@ class Scorer:
         if by_group and n:
             ids = _lists(ids, n) if wants_ids else []
             calls = [{"completions": completions, "ids": ids, "dialogues": dialogues}]
+        of_example = orjson.Fragment(orjson.dumps(example))
+        requests = [orjson.dumps({"example": of_example, "score": call}) for call in calls]
         where = f"{reward_name(self._environment)}, example {example.example_id}"
         wall_s = self._timeout_s * (n if by_group else 1)
         scores: list[Score] = []
-        for answer in self._ask(orjson.dumps(example), list(map(orjson.dumps, calls)), wall_s):
+        assert self._pool is not None, "others score where they are asked"
+        for answer in self._pool.ask(requests, wall_s):
             if isinstance(answer, WorkerFault) and isinstance(self._environment, ScoresLimits):
                 reason = _explained(answer, wall_s)
                 scores.append(self._environment.score_of_limit(completions[len(scores)], reason))
@@ -218,7 +213,7 @@ class Scorer:
                 fault = RewardFault(f"{where}: {_explained(answer, wall_s)}")
                 scores += [fault] * (n if by_group else 1)
             else:
-                scores += map(_score_of, orjson.loads(answer))
+                scores += map(_score_of, answer)
         return scores
 
     def _call_style(self) -> tuple[bool, bool]:
@@ -227,32 +222,21 @@ class Scorer:
         Only a worker knows: this process does not import the function. Raises InputError.
         """
         if self._style is None:
-            (answer,) = self._ask(STYLE, [b""], STARTUP_TIMEOUT_S)
+            assert self._pool is not None, "others score where they are asked"
+            (answer,) = self._pool.ask([b"{}"], STARTUP_TIMEOUT_S)
             if isinstance(answer, WorkerFault):
-                reason = answer.message.removeprefix("InputError: ")
-                raise InputError(f"the environment cannot score: {reason}")
-            by_group, wants_ids = orjson.loads(answer)
+                raise InputError(f"the environment cannot score: {answer}")
+            by_group, wants_ids = answer
             self._style = by_group, wants_ids
         return self._style
-
-    def _ask(
-        self, common: bytes, items: Sequence[bytes], wall_s: float
-    ) -> list[bytes | WorkerFault]:
-        """Return an answer to each item; after a fault, another worker answers the rest."""
-        assert self._pool is not None, "others score where they are asked"
-        answers: list[bytes | WorkerFault] = []
-        while len(answers) < len(items):
-            answers += self._pool.ask(common, items[len(answers) :], wall_s)
-        return answers
 
 
 def _explained(fault: WorkerFault, wall_s: float) -> str:
     if fault.limit == "wall":
         return f"took longer than {wall_s:g} s; environment.reward_timeout_s sets the limit"
     if fault.limit == "answer":
-        expected = "expected an answer to this group"
-        return f"wrote to the scorer's own pipe: {expected}, found {fault.message}"
-    return f"ended its process ({fault.message})"
+        return f"expected scores of {ANSWER_BYTES_MAX} bytes at most, found {fault}"
+    return f"ended its process ({fault})"
 
 
 def _score_of(answer: dict[str, Any]) -> Score:
@@ -261,10 +245,9 @@ def _score_of(answer: dict[str, Any]) -> Score:
     return tuple(RewardComponent(**component) for component in answer["components"])
 
 
-def _answer_of(answer: bytes | WorkerFault) -> str | None:
-    if isinstance(answer, WorkerFault):
+def _answer_of(extracted: dict[str, Any] | WorkerFault) -> str | None:
+    if isinstance(extracted, WorkerFault):
         return None
-    extracted = orjson.loads(answer)
     if "unfit" in extracted:
         raise InputError(f"the environment cannot extract answers: {extracted['unfit']}")
     return extracted["answer"]

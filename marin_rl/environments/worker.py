@@ -4,7 +4,7 @@
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,13 @@ import orjson
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, ScoresGroups, answer_in
 from marin_rl.environments.registry import construct
-from marin_rl.environments.scoring import EXTRACT, STYLE, score_here
+from marin_rl.environments.scoring import score_here
 from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
 from marin_rl.types import Example, message_of
 from marin_rl.user_code import PRIVATE, offer_packed
 
 
-def begin(settings: Mapping[str, Any]) -> Callable[[bytes, bytes], bytes]:
+def begin(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bytes]:
     """Construct the environment of `settings`; return the function that scores and extracts.
 
     Raises InputError where it cannot be imported.
@@ -48,27 +48,30 @@ def constructed(
     return environment
 
 
-def _answer(environment: Environment, common: bytes, item: bytes) -> bytes:
-    """Score the completions of `item` for the example in `common`; or extract, or say the style."""
-    if common == STYLE:
-        by_group = isinstance(environment, ScoresGroups) and environment.scores_groups
-        wants_ids = isinstance(environment, ScoresGroups) and environment.wants_completion_ids
-        return orjson.dumps([by_group, wants_ids])
-    if common == EXTRACT:
-        return orjson.dumps(_extracted(environment, item.decode()))
-    example, call = orjson.loads(common), orjson.loads(item)
-    messages = tuple(map(message_of, example.pop("messages")))
-    example = Example(messages=messages, **example)
+def _answer(environment: Environment, request: Mapping[str, Any]) -> bytes:
+    """Score completions for an example; or extract an answer, or say how groups are scored."""
+    if "extract" in request:
+        return orjson.dumps(_extracted(environment, request["extract"]))
+    if "score" in request:
+        return orjson.dumps(_scored(environment, request["example"], request["score"]))
+    by_group = isinstance(environment, ScoresGroups) and environment.scores_groups
+    wants_ids = isinstance(environment, ScoresGroups) and environment.wants_completion_ids
+    return orjson.dumps([by_group, wants_ids])
+
+
+def _scored(
+    environment: Environment, values: Mapping[str, Any], call: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]]:
+    messages = tuple(map(message_of, values["messages"]))
+    example = Example(**{**values, "messages": messages})
     dialogues = [tuple(map(message_of, messages)) for messages in call.get("dialogues", ())]
     scores = score_here(environment, example, call["completions"], call["ids"], dialogues)
-    return orjson.dumps(
-        [
-            {"fault": str(score), "abstained": isinstance(score, Abstained)}
-            if isinstance(score, RewardFault)
-            else {"components": score}
-            for score in scores
-        ]
-    )
+    return [
+        {"fault": str(score), "abstained": isinstance(score, Abstained)}
+        if isinstance(score, RewardFault)
+        else {"components": score}
+        for score in scores
+    ]
 
 
 def _extracted(environment: Environment, completion: str) -> dict[str, Any]:

@@ -21,17 +21,17 @@ LIMITS = LLParserLimits(
     max_items_in_row=16_000,
     verbose_errors=False,
 )
-SCHEMA, LARK = b"schema", b"lark"
+SCHEMA, LARK = "schema", "lark"
 
 
-def as_grammar(kind: bytes, text: str) -> str:
+def as_grammar(kind: str, text: str) -> str:
     """Return llguidance's form of a JSON schema or of a grammar in Lark."""
     if kind == LARK:
         return text
     return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
 
 
-def matcher_of(tokenizer: LLTokenizer, kind: bytes, text: str) -> LLMatcher:
+def matcher_of(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     """Compile a form as far as its first mask; the matcher reports errors."""
     matcher = LLMatcher(tokenizer, as_grammar(kind, text), log_level=0, limits=LIMITS)
     if not matcher.is_error():
@@ -58,16 +58,16 @@ def _bytes() -> LLTokenizer:
     return LLTokenizer(wrapper, eos_token=[256])
 
 
-def begin(_settings: object) -> Callable[[bytes, bytes], bytes]:
+def begin(_settings: object) -> Callable[[tuple[str, str]], bytes]:
     """Return the function that tries a form; a worker calls it."""
     return answer
 
 
-def answer(common: bytes, item: bytes) -> bytes:
-    """Try a form in a worker: `common` is its kind, `item` its text.
+def answer(request: tuple[str, str]) -> bytes:
+    """Try a form in a worker: its kind and its text.
 
     An answer says only that the trial came to its end: errors are for the real compilation to
     report, which knows the model's vocabulary.
     """
-    matcher_of(_bytes(), common, item.decode())
-    return b"done"
+    matcher_of(_bytes(), *request)
+    return b"true"

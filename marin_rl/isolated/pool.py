@@ -1,313 +1,453 @@
-"""Pools of workers for code that may hang, crash, forge, or fill memory; each item has limits.
+"""Pools of processes for code that may hang, crash, or fill memory; each call has limits.
 
-CPU time and memory are limited by the kernel in the worker itself (`worker`), the wall clock and
-the size of an answer here. Leaves out what workers do (`templates`, `grammars`,
-`environments.worker`).
+A worker answers calls one after another, or many at once (`worker`). One that has to die, because a
+call blocks it, fills its memory or ends it, fails that call; its others are lost by no fault of
+theirs. All pipes of this process are served by one thread with an event loop of its own, so that a
+worker that hangs, floods or dies holds up no caller but those that wait for it. Leaves out what
+workers do (`templates`, `grammars`, `environments.worker`).
 """
 
+import asyncio
 import atexit
+import itertools
 import json
 import os
-import secrets
 import signal
 import threading
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from marin_rl.errors import InputError
-from marin_rl.isolated.lines import (
-    ANSWERED_KEPT,
-    MEMORY_EXIT_STATUS,
-    UNFIT,
-    answer_number,
-    decoded,
-    encoded,
-)
-from marin_rl.isolated.processes import LineTooLong, PrintedText, WorkerProcess, clean_environment
+import orjson
 
-STARTUP_TIMEOUT_S = 120.0
-SEND_TIMEOUT_S = 60.0  # for a worker to take in a message, which it does at once
-EXIT_PATIENCE_S = 5.0  # between the end of a worker's pipe and its exit status
-_NUMBER_BYTES_MAX = 64  # of a line, in addition to the answer
+from marin_rl.errors import InputError
+from marin_rl.isolated.processes import (
+    EXIT_TIMEOUT_S,
+    PrintedText,
+    WorkerProcess,
+    sealed_environment,
+)
+from marin_rl.isolated.supervisor import STARTUP_TIMEOUT_S
+from marin_rl.isolated.worker import MEMORY_EXIT_STATUS, PIPES_EXIT_STATUS
+
+LOSSES_MAX = 3  # of a call's worker, each by the fault of another call
+_READ_BYTES = 1 << 20
+_ENVELOPE_BYTES_MAX = 256  # of a line, in addition to the answer
+
+Limit = Literal["cpu", "wall", "memory", "answer", "crash", "lost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Limits of one item: CPU time, time by the wall clock, memory, and bytes of its answer.
+    """Limits of one call: CPU time, time by the wall clock, memory, and bytes of its answer.
 
-    `wall_s` is far above `cpu_s`: a worker on a busy machine may wait for its turn. Memory is in
-    addition to what the worker has when its work begins. A `sealed` worker may write no file and
-    start no process.
+    `wall_s` is far above `cpu_s`: a worker on a busy machine may wait for its turn. CPU time is
+    limited in workers that answer one call after another. Memory is in addition to what the worker
+    has when its work begins. A `sealed` worker may write no file and start no process. None is no
+    limit.
     """
 
     cpu_s: float | int | None = None
-    wall_s: float | int
-    memory_bytes: int
+    wall_s: float | int | None
+    memory_bytes: int | None
     answer_bytes: int
     sealed: bool = True
 
-    def hello(self, module: str, settings: Mapping[str, Any] | None, **more: Any) -> bytes:
-        """First message of a worker that runs a module within these limits."""
-        limits = asdict(self) | {"cpu_s": self.cpu_s or 0}  # 0 sets no timer
-        return json.dumps({"module": module, "settings": settings, **limits, **more}).encode()
+
+class WorkerFault(Exception):
+    """A call that was not answered: the limit that it exceeded, or the end of its process.
+
+    The limit is `lost` for a call whose process ended by the fault of another call, or of none.
+    """
+
+    def __init__(self, limit: Limit, message: str) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Work of a process: a module with a function `begin`, which gets `settings`, and limits.
+
+    `environment` is the process's; the default has no secrets, and modules from absolute places
+    alone. `interpreter` is another Python, for which `module` is a file; `name` is for people.
+    """
+
+    module: str
+    limits: WorkerLimits
+    settings: Mapping[str, Any] | None = None
+    environment: Mapping[str, str] | None = None
+    interpreter: str | None = None
+    name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name for people."""
+        return self.name or self.module
+
+    def hello(self) -> bytes:
+        """First message of a worker."""
+        about = {"module": self.module, "settings": self.settings}
+        return json.dumps(about | asdict(self.limits)).encode()
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFault:
-    """An item that its worker did not survive, and the limit that it exceeded."""
-
-    limit: Literal["cpu", "wall", "memory", "answer", "crash"]
-    message: str
-
-
-class _SecondAnswer(Exception):
-    """A line of an item that is answered already: a child that it left behind goes on."""
+class _Pending:
+    answer: "Future[Any]"
+    limit_s: float | int | None
 
 
 class Worker:
-    """A worker process that is started again whenever it had to be ended. One caller at a time.
+    """A worker process and the calls that it has not answered. It is not started again.
 
-    The process starts at once, without waiting until it is ready. `hello` is its first message.
+    Starts at once; `ready` is set once its work has begun, with what the work says of itself.
+    Raises OSError where no process can be started.
     """
 
-    def __init__(
-        self, hello: bytes, limits: WorkerLimits, environment: Mapping[str, str], name: str
-    ) -> None:
-        self._hello, self._limits, self._environment = hello, limits, environment
-        self._name, self._printed = name, PrintedText(name)
-        self._start()
+    def __init__(self, spec: WorkerSpec, printed: PrintedText) -> None:
+        self._spec, self._limits = spec, spec.limits
+        self.load = 0  # what a pool balances
+        self.alive, self._garbled = True, False
+        self.ready: Future[Any] = Future()
+        self._pending = {0: _Pending(self.ready, STARTUP_TIMEOUT_S)}
+        self._numbers = itertools.count(1)
+        self._incoming, self._outgoing = bytearray(), bytearray()
+        environment = sealed_environment() if spec.environment is None else spec.environment
+        self._process = WorkerProcess(environment, printed, spec.interpreter)
+        self._loop = _pipes_loop()
+        self._loop.call_soon_threadsafe(self._begin)
 
     @property
     def process_id(self) -> int:
-        """Process id of the supervisor of the process that works at the moment."""
+        """Process id of the supervisor of the process."""
         return self._process.process_id
 
     @property
-    def is_ready(self) -> bool:
-        """True once the process has begun its work."""
-        return self._ready
+    def is_fit(self) -> bool:
+        """False once the work could not begin."""
+        return not (self.ready.done() and self.ready.exception())
 
-    def ask(
-        self, common: bytes, items: Sequence[bytes], wall_s: float | None = None
-    ) -> list[bytes | WorkerFault]:
-        """Return answers to the first items: to all of them, or up to the first fault.
+    def call(self, request: bytes, limit_s: float | int | None = None) -> "Future[Any]":
+        """Ask for the answer to a request in JSON; `limit_s` replaces the limit of the worker.
 
-        `wall_s` is for these items in place of the limit. After a fault the worker is a new one.
-        Raises InputError where none can be started, or the work cannot begin.
+        The future raises WorkerFault, and InputError where the work could not begin.
         """
-        if not self._process.is_running:  # something else ended it while it was idle
-            self._restart()
-        self._wait_until_ready()
-        answers: list[bytes | WorkerFault] = []
-        limit_s = self._limits.wall_s if wall_s is None else wall_s
-        number = secrets.token_hex(16)
-        try:
-            self._process.send(encoded(number, [common, *items]), SEND_TIMEOUT_S)
-            while len(answers) < len(items):
-                (answer,) = self._receive(number, len(answers), limit_s)
-                self._answered.append(answer_number(number, len(answers)))
-                answers.append(answer)
-        except TimeoutError:
-            answers.append(WorkerFault("wall", f"over {limit_s:g} seconds"))
-        except (EOFError, BrokenPipeError):
-            answers.append(self._fault_of_exit())
-        except ValueError as error:
-            answers.append(WorkerFault("answer", str(error)))
-        except _SecondAnswer:
-            # The item that is asked for has no part in it. A new process has answered nothing yet,
-            # so it answers at least one of the rest.
-            self._restart()
-            return [*answers, *self.ask(common, items[len(answers) :], wall_s)]
-        else:
-            return answers
-        self._restart()
-        return answers
+        answer: Future[Any] = Future()
+        self._loop.call_soon_threadsafe(self._ask, request, limit_s, answer)
+        return answer
 
     def close(self) -> None:
         """Kill the process with all that descends from it."""
-        self._process.end()
+        if not self.alive:
+            return
+        ended = threading.Event()
+        self._loop.call_soon_threadsafe(self._lose, None, ended.set)
+        ended.wait(EXIT_TIMEOUT_S * 2)
 
     def leave(self) -> None:
         """Leave the process to the parent of this fork."""
-        self._process.leave()
+        if self.alive:
+            self._process.leave()
 
-    def _start(self) -> None:
-        self._ready = False
-        self._answered: deque[str] = deque(maxlen=ANSWERED_KEPT)
-        self._process = WorkerProcess(self._environment, self._printed)
-        self._first = secrets.token_hex(16)
-        # A process that has ended already is reported once something waits until it is ready.
-        with suppress(BrokenPipeError):
-            self._process.send(encoded(self._first, [self._hello]), STARTUP_TIMEOUT_S)
+    # what follows runs in the thread of the pipes
 
-    def _restart(self) -> None:
-        self._process.end()
-        self._start()
+    def _begin(self) -> None:
+        self._loop.add_reader(self._process.answers, self._take)
+        self._loop.add_reader(self._process.output, self._forward)
+        self._write(self._spec.hello())
 
-    def _wait_until_ready(self) -> None:
-        """Wait until a new process has begun its work. Raises InputError: close the worker then."""
-        if self._ready:
+    def _ask(self, request: bytes, limit_s: float | int | None, answer: "Future[Any]") -> None:
+        if not self.alive:
+            _fail(answer, self._refusal("before the call"))
             return
+        number = next(self._numbers)
+        self._pending[number] = _Pending(answer, limit_s or self._limits.wall_s)
+        limit = b"null" if limit_s is None else b"%f" % limit_s
+        self._write(b'{"id":%d,"limit_s":%b,"request":%b}' % (number, limit, request))
+
+    def _refusal(self, how: object) -> BaseException:
+        unfit = self.ready.exception() if self.ready.done() else None
+        return unfit or WorkerFault("lost", f"its process ended ({how})")
+
+    def _write(self, line: bytes) -> None:
+        assert b"\n" not in line, "a message is one line"
+        idle = not self._outgoing
+        self._outgoing += line + b"\n"
+        if idle:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what the pipe takes, and go on when it takes more."""
+        requests, outgoing = self._process.requests, self._outgoing
+        with suppress(BrokenPipeError):  # its end is noticed at the other pipe
+            with suppress(BlockingIOError), memoryview(outgoing) as data:
+                taken = os.write(requests, data)
+                data.release()
+                del outgoing[:taken]
+            if outgoing:
+                self._loop.add_writer(requests, self._flush)
+                return
+        self._loop.remove_writer(requests)
+
+    def _forward(self) -> None:
+        if not self._process.forward_output():
+            self._loop.remove_reader(self._process.output)
+
+    def _take(self) -> None:
+        data = os.read(self._process.answers, _READ_BYTES)
+        if not data:
+            self._lose(None)
+            return
+        self._incoming += data
+        *lines, rest = bytes(self._incoming).split(b"\n") if b"\n" in data else [b""]
+        if b"\n" in data:
+            self._incoming = bytearray(rest)
+        for line in filter(None, lines):
+            self._receive(line)
+        if len(self._incoming) > self._limits.answer_bytes + _ENVELOPE_BYTES_MAX:
+            self._incoming.clear()
+            self._refuse()
+
+    def _receive(self, line: bytes) -> None:
         try:
-            verdict, *message = self._receive(self._first, 0, STARTUP_TIMEOUT_S)
-        except TimeoutError:
-            why = f"was not ready in {STARTUP_TIMEOUT_S:g} s"
-        except EOFError:
-            why = f"ended at its start ({self._process.end(patience_s=EXIT_PATIENCE_S)})"
-        except ValueError as error:
-            raise InputError(
-                f"the process for {self._name} wrote to its own pipe at its start: expected that "
-                f"it is ready, found {error}"
-            ) from None
+            record = orjson.loads(line)
+            if "ended" in record:
+                self._lose(record)
+            elif pending := self._pending.pop(record["id"], None):
+                self._resolve(pending, record)
+        except (ValueError, LookupError, TypeError):
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """End a process whose code wrote to its pipe: all of its calls are lost."""
+        self._garbled = True
+        self._process.terminate()
+
+    def _resolve(self, pending: _Pending, record: Mapping[str, Any]) -> None:
+        if "answer" in record:
+            _set(pending.answer, record["answer"])
+        elif "unfit" in record:
+            _fail(pending.answer, InputError(record["unfit"]))
+        elif record["limit"] == "wall":
+            _fail(pending.answer, WorkerFault("wall", f"over {pending.limit_s:g} seconds"))
         else:
-            if verdict == UNFIT:
-                raise InputError(message[0].decode())
-            self._ready = True
+            most = f"an answer over {self._limits.answer_bytes} bytes"
+            _fail(pending.answer, WorkerFault("answer", most))
+
+    def _lose(
+        self, record: Mapping[str, Any] | None, then: Callable[[], None] | None = None
+    ) -> None:
+        """End the process; `record` is the supervisor's, None where it had no time for one."""
+        if not self.alive:
+            if then is not None:
+                then()
             return
-        raise InputError(
-            f"the process for {self._name} {why}: its standard error says more; expected that "
-            "Python processes can be started here"
+        self.alive = False
+        self._loop.remove_reader(self._process.answers)
+        self._loop.remove_reader(self._process.output)
+        self._loop.remove_writer(self._process.requests)
+        # The kernel may take its time to end a process: never in the thread of the pipes.
+        threading.Thread(
+            target=self._end, args=(record, then), name="isolated-end", daemon=True
+        ).start()
+
+    def _end(self, record: Mapping[str, Any] | None, then: Callable[[], None] | None) -> None:
+        code = self._process.end()
+        record = record or {"ended": -1, "code": code, "late": False}
+        self._loop.call_soon_threadsafe(self._fail_pending, record)
+        if then is not None:
+            then()
+
+    def _fail_pending(self, record: Mapping[str, Any]) -> None:
+        """Fail all calls: the one that ended the process with its cause, the others as lost."""
+        pending, self._pending = self._pending, {}
+        guilty = None if self._garbled else record["ended"]
+        how = self._cause(record, pending.get(record["ended"]))
+        if pending.pop(0, None) is not None:
+            _fail(self.ready, InputError(self._of_start(how)))
+        lost = self._refusal(how)
+        for number, call in pending.items():
+            _fail(call.answer, how if number == guilty else lost)
+
+    def _cause(self, record: Mapping[str, Any], call: _Pending | None) -> WorkerFault:
+        code: int = record["code"]
+        if self._garbled:
+            return WorkerFault("answer", "other text on the pipe of its process")
+        if record["late"]:
+            limit_s = self._limits.wall_s if call is None else call.limit_s
+            return WorkerFault("wall", f"over {limit_s or 0:g} seconds")
+        if code == -signal.SIGPROF:
+            return WorkerFault("cpu", f"over {self._limits.cpu_s or 0:g} seconds of CPU time")
+        if code == MEMORY_EXIT_STATUS:
+            mebibytes = (self._limits.memory_bytes or 0) >> 20
+            return WorkerFault("memory", f"over {mebibytes} MiB of memory")
+        if code == PIPES_EXIT_STATUS:
+            return WorkerFault("crash", "it closed or replaced descriptors that its process needs")
+        return WorkerFault("crash", f"signal {-code}" if code < 0 else f"exit status {code}")
+
+    def _of_start(self, how: WorkerFault) -> str:
+        if how.limit == "wall":
+            why = f"was not ready in {STARTUP_TIMEOUT_S:g} s"
+        else:
+            why = f"ended at its start ({how})"
+        return (
+            f"the process for {self._spec.title} {why}: its standard error says more; expected "
+            "that Python processes can be started here"
         )
 
-    def _receive(self, number: str, index: int, timeout_s: float | int) -> list[bytes]:
-        """Return the parts of the next answer.
 
-        Raises TimeoutError, EOFError, _SecondAnswer, ValueError.
-        """
-        bytes_max = -(-self._limits.answer_bytes // 3) * 4  # base64 writes 4 bytes for 3
-        try:
-            line = self._process.receive(timeout_s, bytes_max + _NUMBER_BYTES_MAX)
-        except LineTooLong:
-            raise ValueError(f"an answer over {self._limits.answer_bytes} bytes") from None
-        with suppress(ValueError):
-            found, parts = decoded(line)
-            if found == answer_number(number, index):
-                return parts
-            if found in self._answered:
-                raise _SecondAnswer
-        raise ValueError(f"a line without this message's number, {line[:40]!r}")
+class Pool:
+    """Up to `size` workers of one kind. Thread safe.
 
-    def _fault_of_exit(self) -> WorkerFault:
-        how = self._process.end(patience_s=EXIT_PATIENCE_S)
-        code = self._process.exit_code
-        if code == -signal.SIGPROF:
-            return WorkerFault("cpu", f"over {self._limits.cpu_s:g} seconds of CPU time")
-        if code == MEMORY_EXIT_STATUS:
-            return WorkerFault("memory", f"over {self._limits.memory_bytes >> 20} MiB of memory")
-        return WorkerFault("crash", how)
-
-
-class WorkerPool:
-    """Up to `size` workers that run one module. Thread safe.
-
-    The module's `begin` gets `settings`; `environment` is a worker's, by default one without
-    secrets and with modules from absolute places alone; `name` is for people. Workers are started
-    when they are first needed, or by `start`, and kept. A killed one is replaced at once, without
-    waiting until its successor is ready. A forked child process starts its own.
+    Workers start when they are first needed, or by `start`, and are kept; one that has ended is
+    replaced. A forked child process starts its own.
     """
 
-    def __init__(
-        self,
-        module: str,
-        limits: WorkerLimits,
-        size: int,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        environment: Mapping[str, str] | None = None,
-        name: str | None = None,
-    ) -> None:
-        self._hello, self._limits, self._size = limits.hello(module, settings), limits, size
-        self._environment = environment
-        self._name = name or module
+    def __init__(self, spec: WorkerSpec, size: int) -> None:
+        self._spec, self._size = spec, size
+        self._printed = PrintedText(spec.title)  # one budget for all that it starts
         self._lock = threading.Lock()
         self._reset()
         _pools.add(self)
 
     def start(self, workers: int = 1) -> None:
-        """Start the first workers, without waiting for them."""
-        with ExitStack() as stack:
-            for _ in range(workers):
-                stack.enter_context(self._worker())
-
-    def ask(
-        self, common: bytes, items: Sequence[bytes], wall_s: float | None = None
-    ) -> list[bytes | WorkerFault]:
-        """Return answers to the items in order, to all of them or up to the first fault.
-
-        `common` is sent once for all of them, and `wall_s` replaces the limit of each. Waits where
-        all workers are busy. Raises InputError where no worker can be started.
-        """
-        with self._worker() as worker:
-            return worker.ask(common, items, wall_s)
-
-    def close(self) -> None:
-        """End the workers that are idle, in a fork none: they are its parent's."""
+        """Start the first workers, without waiting for them. Raises OSError."""
         with self._lock:
             self._leave_parents()
-            idle, self._idle = self._idle, []
-        for worker in idle:
+            while len(self._workers) < workers:
+                self._workers.append(self._new())
+
+    def assign(self) -> Worker:
+        """The worker with the least load, which is one more now; see `release`. Raises OSError."""
+        with self._lock:
+            self._leave_parents()
+            self._workers = [worker for worker in self._workers if worker.alive]
+            least = min(self._workers, key=lambda worker: worker.load, default=None)
+            if least is None or (least.load and len(self._workers) < self._size):
+                least = self._new()
+                self._workers.append(least)
+            least.load += 1
+            return least
+
+    def release(self, worker: Worker) -> None:
+        """Take back what `assign` gave. Replaces a worker that has ended, before it is needed."""
+        with self._lock:
+            worker.load -= 1
+            if not worker.alive and worker in self._workers:
+                self._workers.remove(worker)
+                if worker.is_fit:
+                    self._workers.append(self._new())
+
+    def ask(
+        self, requests: Sequence[bytes], limit_s: float | int | None = None
+    ) -> "list[Any | WorkerFault]":
+        """Return the answer to each request, by a worker that has no others. Waits for one.
+
+        What is lost is asked for again. Raises InputError where the work cannot begin.
+        """
+        answers: list[Any | WorkerFault] = []
+        losses = 0  # one after another
+        with self._place():
+            while len(answers) < len(requests):
+                before = len(answers)
+                last_try = losses == LOSSES_MAX
+                answers += self._answers(requests[before:], limit_s, last_try=last_try)
+                losses = losses + 1 if len(answers) == before else 0
+        return answers
+
+    def _answers(
+        self, requests: Sequence[bytes], limit_s: float | int | None, *, last_try: bool
+    ) -> "Iterator[Any | WorkerFault]":
+        """Answers of one worker, up to the first that is lost."""
+        worker = self.assign()
+        try:
+            for call in [worker.call(request, limit_s) for request in requests]:
+                try:
+                    yield call.result()
+                except WorkerFault as fault:
+                    if fault.limit != "lost" or last_try:
+                        yield fault
+                    if fault.limit == "lost":
+                        return
+        finally:
+            self.release(worker)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids of the supervisors of the workers that live."""
+        with self._lock:
+            return [worker.process_id for worker in self._workers if worker.alive]
+
+    def close(self) -> None:
+        """End all workers, in a fork none: they are its parent's."""
+        with self._lock:
+            self._leave_parents()
+            workers, self._workers = self._workers, []
+        for worker in workers:
             worker.close()
 
+    def _new(self) -> Worker:
+        return Worker(self._spec, self._printed)
+
     @contextmanager
-    def _worker(self) -> Iterator[Worker]:
+    def _place(self) -> Iterator[None]:
         with self._lock:
             self._leave_parents()
             places = self._places
         with places:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-            worker = worker or self._new_worker()
-            usable = False
-            try:
-                yield worker
-                usable = True
-            finally:
-                if usable:
-                    with self._lock:
-                        # One that was just started again is taken last.
-                        self._idle.insert(len(self._idle) if worker.is_ready else 0, worker)
-                else:
-                    worker.close()
-
-    def _new_worker(self) -> Worker:
-        environment = _sealed_environment() if self._environment is None else self._environment
-        return Worker(self._hello, self._limits, environment, self._name)
+            yield
 
     def _leave_parents(self) -> None:
         """Leave workers that a parent of this fork has started to it."""
         if self._owner != os.getpid():
-            for worker in self._idle:
+            for worker in self._workers:
                 worker.leave()
             self._reset()
 
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._places = threading.Semaphore(self._size)
-        self._idle: list[Worker] = []
+        self._workers: list[Worker] = []
 
 
-def _sealed_environment() -> dict[str, str]:
-    """Environment of a worker: no secret, and modules from absolute places alone.
-
-    A module in the working directory is not this program's.
-    """
-    clean = clean_environment()
-    here = str(Path(__file__).resolve().parents[2])
-    paths = [path for path in clean["PYTHONPATH"].split(os.pathsep) if Path(path).is_absolute()]
-    search = os.pathsep.join(dict.fromkeys([here, *paths]))
-    return clean | {"PYTHONPATH": search, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def _set(future: "Future[Any]", value: Any) -> None:
+    with suppress(Exception):  # its caller may have been cancelled
+        future.set_result(value)
 
 
-_pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
+def _fail(future: "Future[Any]", error: BaseException) -> None:
+    with suppress(Exception):  # as above
+        future.set_exception(error)
+
+
+_pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+_lock = threading.Lock()
+# By process: a fork has no thread of its parent.
+_loops: dict[int, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
+
+
+def _pipes_loop() -> asyncio.AbstractEventLoop:
+    """The event loop that serves the pipes of this process, started at its first use."""
+    with _lock:
+        if os.getpid() not in _loops:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="isolated-pipes", daemon=True)
+            thread.start()
+            _loops[os.getpid()] = loop, thread
+        return _loops[os.getpid()][0]
 
 
 @atexit.register
 def close_pools() -> None:
-    """End the idle workers of all pools; a pool that is used again starts others."""
+    """End the workers of all pools, and the thread of their pipes; both start again when used."""
     for pool in list(_pools):
         pool.close()
+    with _lock:
+        loop, thread = _loops.pop(os.getpid(), (None, None))
+    if loop is not None and thread is not None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

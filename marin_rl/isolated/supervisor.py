@@ -1,71 +1,90 @@
-"""The child's end of a worker process: a supervisor, and its fork that runs the code.
+"""The supervisor of a worker process: a parent between them that runs no code of others.
 
-The supervisor runs no code of others. It adopts whatever descends from the worker (Linux), also
-what began a session of its own, and kills all of it when the worker ends, when the parent lets go,
-and when the parent dies, by `kill -9` too. The pipes are hidden from the worker's own children.
+It adopts whatever descends from the worker (Linux), also what began a session of its own, and kills
+all of it when the worker ends or blocks, when the parent asks for it or lets go, and when the
+parent dies, by `kill -9` too. Its last line on the worker's pipe says which call's code ran then.
 """
 
 import contextlib
-import fcntl
 import os
-import random
 import resource
 import select
 import signal
 import sys
+import tempfile
+import time
 
+from marin_rl.isolated import worker
 from marin_rl.isolated.descendants import (
     LINUX,
     adopt_orphans,
     end_with,
-    exit_like,
     kill_descendants,
     reaped,
 )
-from marin_rl.isolated.worker import work
 
-DESCRIPTORS_MAX = 4096
+STARTUP_TIMEOUT_S = 120.0
+_POLL_S_MAX = 3600.0
+_STARTING_POLL_S = 0.25  # while the limit of the worker's calls is not known
 _READ_BYTES = 1 << 16
 
 
 def supervise() -> None:
     """Run the worker of `sys.argv`, and end all its processes afterwards.
 
-    Ends as the worker did; with 0 when the parent has let go or died.
+    Its requests are standard input. The arguments are the descriptor of its answers, the parent's
+    process id and, if it is another, the interpreter.
     """
-    answers, lifeline, parent = map(int, sys.argv[1:])
+    answers, parent, *interpreter = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     adopt_orphans()
-    supervisor = os.getpid()
-    worker = os.fork()
-    if worker == 0:
-        os.close(lifeline)
+    shared = _shared_memory()
+    state = worker.SharedState(shared)
+    state.write(0, time.monotonic() + STARTUP_TIMEOUT_S, _STARTING_POLL_S)
+    supervisor, wake = os.getpid(), _wake_by_signals()
+    process = os.fork()
+    if process == 0:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         end_with(supervisor)
-        _work(answers)
+        requests = os.dup(0)
+        _silence(0)
+        _work(requests, answers, shared, interpreter)
         return
-    os.close(answers)
-    _silence(0, 1, 2)
-    status = _watch(worker, lifeline, parent)
-    kill_descendants(worker)
-    if status is not None:
-        exit_like(status)
+    _silence(1, 2)
+    code, late = _watch(process, state, parent, wake)
+    kill_descendants(process)
+    number, *_ = state.read()
+    if late and number < 0:
+        number = ~number
+    with contextlib.suppress(OSError):  # the parent may be gone
+        late_or_not = "true" if late else "false"
+        os.write(answers, b'\n{"ended":%d,"code":%d,"late":%b}\n'
+                 % (number, code, late_or_not.encode()))  # fmt: skip
     os._exit(0)
 
 
-def _work(answers: int) -> None:
-    """Run the worker on the pipes, which its children do not inherit; its input is empty."""
-    questions, replies = os.fdopen(_hidden(0), "rb"), os.fdopen(_hidden(answers), "wb", buffering=0)
-    _silence(0)
-    os.close(answers)
-    work(questions, replies)
+def _work(requests: int, answers: int, shared: int, interpreter: list[str]) -> None:
+    """Be the worker, here or in another interpreter, which need not have this package."""
+    if not interpreter:
+        worker.main(requests, answers, shared)
+        return
+    descriptors = (requests, answers, shared)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, True)
+    os.environ.pop("PYTHONPATH")  # the packages of this interpreter are not for that one
+    os.execv(interpreter[0], [*interpreter, "-I", worker.__file__, *map(str, descriptors)])
 
 
-def _hidden(descriptor: int) -> int:
-    """A copy of a descriptor that children do not inherit, with a number not easily hit upon."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    top = DESCRIPTORS_MAX if soft < 0 else min(soft, DESCRIPTORS_MAX)
-    lowest = random.SystemRandom().randrange(top // 2, max(top - 8, top // 2 + 1))
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest)
+def _shared_memory() -> int:
+    if LINUX:
+        shared = os.memfd_create("worker")
+    else:
+        with tempfile.TemporaryFile() as file:
+            shared = os.dup(file.fileno())
+    os.truncate(shared, worker.SharedState.FORM.size)
+    return shared
 
 
 def _silence(*descriptors: int) -> None:
@@ -75,27 +94,42 @@ def _silence(*descriptors: int) -> None:
     os.close(nowhere)
 
 
-def _watch(worker: int, lifeline: int, parent: int) -> int | None:
-    """Return the worker's status when it ends, None when the parent lets go or dies."""
+def _wake_by_signals() -> int:
+    """A pipe that becomes readable when a child ends, or the parent asks for the end."""
     wake, waking = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(waking, False)
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    return wake
+
+
+def _watch(process: int, state: worker.SharedState, parent: int, wake: int) -> tuple[int, bool]:
+    """Return the worker's exit code, and True if it blocks; 0 if the parent lets go or dies."""
     poll = select.poll()
     poll.register(wake, select.POLLIN)
-    poll.register(lifeline, select.POLLIN)
+    poll.register(0, 0)  # tells the end of the pipe alone: requests are the worker's to read
     if LINUX:
-        # A fork of the parent may hold the lifeline too; this is about the parent alone.
+        # A fork of the parent may hold the pipe too; this is about the parent alone.
         with contextlib.suppress(OSError):
             poll.register(os.pidfd_open(parent), select.POLLIN)
         if os.getppid() != parent:
-            return None
-    while True:
-        for process, status in reaped():
-            if process == worker:
-                return status
-        if any(descriptor != wake for descriptor, _ in poll.poll()):
-            return None
-        with contextlib.suppress(BlockingIOError):
-            os.read(wake, _READ_BYTES)
+            return 0, False
+    while (status := dict(reaped()).get(process)) is None:
+        _, deadline, limit_s = state.read()
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return -signal.SIGKILL, True
+        # No call that begins meanwhile is late before its limit.
+        ready = poll.poll(min(left_s, limit_s, _POLL_S_MAX) * 1000)
+        if any(descriptor != wake or _asked_to_end(wake) for descriptor, _ in ready):
+            return 0, False
+    return os.waitstatus_to_exitcode(status), False
+
+
+def _asked_to_end(wake: int) -> bool:
+    """Take the signals that have come; True with SIGTERM among them."""
+    with contextlib.suppress(BlockingIOError):
+        return signal.SIGTERM in os.read(wake, _READ_BYTES)
+    return False

@@ -162,24 +162,26 @@ def failure_of(error: Exception) -> dict[str, str]:
             return {"kind": "refusal", "message": f"it cannot work with them ({name})"}
 
 
-def begin(_settings: object) -> Callable[[bytes, bytes], bytes]:
+def begin(_settings: object) -> Callable[[Mapping[str, Any]], bytes]:
     """Return the function that renders; a worker calls it."""
     return answer
 
 
-def answer(common: bytes, item: bytes) -> bytes:
-    """Render a conversation in a worker: `common` is the template, `item` its variables as JSON.
+def answer(request: Mapping[str, Any]) -> bytes:
+    """Render a conversation in a worker, by its `template`, `variables` and `characters_max`.
 
     Without variables, returns the names of those that the template reads.
     Returns JSON: `text` and `spans`, `names`, or what `failure_of` returns. Raises MemoryError.
     """
-    most = CHARACTERS_MAX + CHARACTERS_PER_BYTE_MAX * len(item)
     try:
-        request = json.loads(item)  # integers of any size, unlike other readers
+        source = request["template"]
         if "variables" not in request:
-            return json.dumps({"names": variables_in(common.decode())}).encode()
+            return json.dumps({"names": variables_in(source)}).encode()
         text, spans = render(
-            common.decode(), request["variables"], spans=request["spans"], characters_max=most
+            source,
+            request["variables"],
+            spans=request["spans"],
+            characters_max=request["characters_max"],
         )
         return json.dumps({"text": text, "spans": spans}, ensure_ascii=False).encode()
     except MemoryError:

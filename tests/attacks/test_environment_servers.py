@@ -23,7 +23,7 @@ from marin_rl.environments.external.openenv_session import server_facts
 from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask_once, ask_sync
 from marin_rl.environments.registry import construct
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, InputError, RewardFault
-from marin_rl.isolated.interleaved import charged, uncharged
+from marin_rl.isolated.worker import charged, uncharged
 from marin_rl.types import ToolCall, Turn
 
 LIMIT_S = 0.5

@@ -1,4 +1,4 @@
-"""Reward functions that leave processes behind, look for secrets, forge, flood and fill memory."""
+"""Reward functions that leave processes behind, look for secrets, flood and fill memory."""
 
 import asyncio
 import subprocess
@@ -21,16 +21,7 @@ REWARDS = r"""
 import os, subprocess, sys, time
 from pathlib import Path
 
-FORGED = b'{"components":[{"name":"reward","value":99.0,"weight":1.0}]}\n'
 DAEMON = "setsid sleep 600 >/dev/null 2>&1 </dev/null & echo $!"
-
-def write_everywhere(data, times=1):
-    for number in range(3, 4200):
-        for _ in range(times):
-            try:
-                os.write(number, data)
-            except OSError:
-                break
 
 def start_family(file):
     child = subprocess.Popen(["sleep", "600"]).pid
@@ -51,9 +42,6 @@ def reward(example, completion):
                 time.sleep(600)
         case "secret": return float(argument in os.environ or argument in subprocess.run(
             ["env"], capture_output=True, text=True).stdout)
-        case "forge": write_everywhere(FORGED)
-        case "garbage": write_everywhere(b"[{]}\n")
-        case "endless": write_everywhere(b"x" * 65536, times=10**9)
         case "memory": return len([0] * int(argument))
         case "flood":
             for _ in range(200):
@@ -150,16 +138,6 @@ def test_a_reward_sees_no_secret_but_those_named(scorer: Scorer, example: Exampl
     assert found == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("attack", ["forge", "garbage", "endless"])
-def test_a_reward_that_writes_to_every_descriptor_forges_nothing(
-    scorer: Scorer, example: Example, attack: str
-) -> None:
-    before, attacked, after = rewards(scorer, example, "a", attack, "abc")
-    assert (before, after) == (1.0, 3.0)
-    assert isinstance(attacked, str)
-    assert "wrote to the scorer's own pipe: expected" in attacked
-
-
 def test_memory_beyond_the_limit_costs_one_rollout(scorer: Scorer, example: Example) -> None:
     found = rewards(scorer, example, "memory:1000", f"memory:{50 * 10**9 // 8}", "abc")
     assert found[0::2] == [1000.0, 3.0]
@@ -187,8 +165,7 @@ def test_a_supervisor_that_is_killed_takes_its_worker_along(
     scorer = Scorer(make_environment(config), config)
     rewards(scorer, example, "abc")
     assert scorer._pool is not None
-    with scorer._pool._worker() as worker:
-        supervisor = worker.process_id
+    (supervisor,) = scorer._pool.process_ids
     path = Path(f"/proc/{supervisor}/task/{supervisor}/children")
     children = [int(word) for word in path.read_text().split()]
     assert children

@@ -28,7 +28,7 @@ from support.templates import CHATML, DOUBLED, ESCAPES, LOOPS, ONE_CALL, TALK
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
-from marin_rl.isolated.pool import WorkerLimits, WorkerPool
+from marin_rl.isolated.pool import Pool, WorkerLimits, WorkerSpec
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import build_model, save_hf
@@ -40,21 +40,21 @@ TALKING = Conversation(messages=TALK, opening=True)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
+def pool() -> Iterator[Pool]:
     """One worker with a shorter limit than users have, so that each attack ends sooner."""
     limits = WorkerLimits(
         cpu_s=0.3, wall_s=HANGS_S, memory_bytes=MEMORY_BYTES, answer_bytes=64 * 2**20
     )
-    pool = WorkerPool("marin_rl.isolated.templates", limits, 1)
+    pool = Pool(WorkerSpec(module="marin_rl.isolated.templates", limits=limits), 1)
     yield pool
     pool.close()
 
 
-def rendered(pool: WorkerPool, source: str) -> str:
+def rendered(pool: Pool, source: str) -> str:
     return ChatTemplate(source, {}, pool).render(TALKING).text
 
 
-def check_alive(pool: WorkerPool) -> None:
+def check_alive(pool: Pool) -> None:
     """An honest template is rendered next, by the worker that was started again."""
     assert rendered(pool, CHATML).endswith("And now?<|im_end|>\n<|im_start|>assistant\n")
 
@@ -96,13 +96,11 @@ def test_a_worker_inherits_no_secret_and_may_not_touch_files_or_start_processes(
     """Surroundings that an escape from the sandbox would meet."""
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "secret")
     limits = WorkerLimits(cpu_s=5, wall_s=HANGS_S, memory_bytes=MEMORY_BYTES, answer_bytes=2**16)
-    pool = WorkerPool("support.processes", limits, 1)
+    pool = Pool(WorkerSpec(module="support.processes", limits=limits), 1)
     try:
-        (answer,) = pool.ask(b"", [b""])
+        (facts,) = pool.ask([b"null"])
     finally:
         pool.close()
-    assert isinstance(answer, bytes), answer
-    facts = json.loads(answer)
     assert "secret" not in json.dumps(facts["environment"])
     assert facts["session"] != os.getsid(0)
     assert facts["written_bytes"] == 0
@@ -112,7 +110,7 @@ def test_a_worker_inherits_no_secret_and_may_not_touch_files_or_start_processes(
 
 def test_an_answer_without_measure_is_cut(pool):
     limits = WorkerLimits(cpu_s=9, wall_s=HANGS_S, memory_bytes=MEMORY_BYTES, answer_bytes=1000)
-    short = WorkerPool("marin_rl.isolated.templates", limits, 1)
+    short = Pool(WorkerSpec(module="marin_rl.isolated.templates", limits=limits), 1)
     try:
         with pytest.raises(TemplateFault, match="an answer over 1000 bytes"):
             rendered(short, "{{ 'x' * 2000 }}")
@@ -123,10 +121,8 @@ def test_an_answer_without_measure_is_cut(pool):
 
 def test_a_worker_that_was_killed_by_others_is_replaced(pool):
     check_alive(pool)
-    with pool._worker() as worker:
-        os.kill(worker.process_id, signal.SIGKILL)
-        while worker._process.is_running:
-            time.sleep(0.01)
+    (supervisor,) = pool.process_ids
+    os.kill(supervisor, signal.SIGKILL)
     check_alive(pool)
 
 

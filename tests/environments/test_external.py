@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from marin_rl.environments.external.interpreter import (
 from marin_rl.environments.external.replayed_groups import scored_together
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.isolated.pool import WorkerFault
 from marin_rl.types import Example, Message, RewardComponent, Split, Turn
 
 ADAPTER = str(Path(__file__).with_name("counting_host.py"))
@@ -40,7 +42,7 @@ def started(**options: Any) -> Interpreter:
 
 def ask(interpreter: Interpreter, call: str, **arguments: Any) -> Any:
     """The answer to a call."""
-    return interpreter.ask(call, **arguments).result(PATIENCE_S)
+    return interpreter.ask(call, **arguments)
 
 
 def step(interpreter: Interpreter, episode: int, do: str) -> Any:
@@ -90,10 +92,11 @@ def test_episodes_draw_from_random_numbers_of_their_own(shared: Interpreter):
 
 def test_random_numbers_are_an_episodes_own_while_others_go_on(shared: Interpreter):
     numbers = begun(shared, *range(20, 28))
-    calls = [shared.ask("step", episode=number, turn={"do": "draw later"}) for number in numbers]
-    for seed, call in zip(range(20, 28), calls, strict=True):
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(lambda number: step(shared, number, "draw later"), numbers))
+    for seed, answer in zip(range(20, 28), answers, strict=True):
         drawn = random.Random(seed)
-        assert call.result(PATIENCE_S) == [drawn.random(), drawn.random()]
+        assert answer == [drawn.random(), drawn.random()]
 
 
 def test_prints_are_no_answers(shared: Interpreter):
@@ -142,23 +145,21 @@ def test_a_fault_costs_its_call_alone(shared: Interpreter, do: str, expected: st
 
 def test_the_end_of_the_process_fails_every_call(interpreter: Interpreter):
     first, second = begun(interpreter, 1, 2)
-    waiting = interpreter.ask("step", episode=first, turn={"do": "wait"})
-    with pytest.raises(InterpreterEnded, match="ended with status 7"):
-        step(interpreter, second, "end")
-    with pytest.raises(InterpreterEnded, match="ended with status 7"):
-        waiting.result(PATIENCE_S)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(step, interpreter, first, "wait")
+        with pytest.raises(InterpreterEnded, match="exit status 7"):
+            step(interpreter, second, "end")
+        with pytest.raises(InterpreterEnded, match="exit status 7"):
+            waiting.result(PATIENCE_S)
     with pytest.raises(InterpreterEnded):
         step(interpreter, first, "draw")
 
 
 def test_a_blocked_process_ends_when_its_parent_lets_go(interpreter: Interpreter):
     (number,) = begun(interpreter, 1)
-    blocked = interpreter.ask("step", episode=number, turn={"do": "block"})
-    process = interpreter._process
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(PATIENCE_S) == 0
-    with pytest.raises(InterpreterEnded):
+    blocked = interpreter._begin("step", {"episode": number, "turn": {"do": "block"}})
+    interpreter.close()
+    with pytest.raises(WorkerFault, match="its process ended"):
         blocked.result(PATIENCE_S)
 
 

@@ -1,6 +1,7 @@
 """Scorers that hang, die and lie: each costs one rollout, and at most the time limit."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from marin_rl.environments.checks import make_environment
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.isolated.pool import WorkerLimits, WorkerPool
+from marin_rl.isolated.pool import Pool, WorkerLimits, WorkerSpec
 from marin_rl.types import Example
 
 LIMIT = "environment.reward_timeout_s sets the limit"
@@ -261,9 +262,7 @@ environment = make_environment(config)
 scorer = Scorer(environment, config)
 example = environment.example(0, 0, "train")
 scores = asyncio.run(scorer.score(example, ["pid", "child", "child of a session"]))
-with scorer._pool._worker() as worker:
-    process = worker.process_id
-print(process, *(int(components[0].value) for components in scores), flush=True)
+print(*scorer._pool.process_ids, *(int(components[0].value) for components in scores), flush=True)
 if sys.argv[2] == "busy":
     asyncio.run(scorer.score(example, ["say and hang in C"]))
 time.sleep(100)
@@ -301,52 +300,59 @@ def test_starting_a_worker_does_not_wait_for_it(
     (tmp_path / "imports_for_an_hour.py").write_text("import time\ntime.sleep(3600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     limits = WorkerLimits(wall_s=1.0, memory_bytes=2**30, answer_bytes=2**10)
-    pool = WorkerPool("imports_for_an_hour", limits, 1)
+    pool = Pool(WorkerSpec(module="imports_for_an_hour", limits=limits), 1)
     pool.start()  # the test's own time limit is far below an hour
-    with pool._worker() as worker:
-        assert Path(f"/proc/{worker.process_id}").exists()
-        assert not worker.is_ready
+    worker = pool.assign()
+    assert Path(f"/proc/{worker.process_id}").exists()
+    assert not worker.ready.done()
     pool.close()
 
 
-CHILD_THAT_GOES_ON = """
+CHILDREN = """
 import os, time
-pipe = os.pipe()
 
 def begin(settings):
     return answer
 
-def answer(common, item):
-    if item == b"child" and os.fork() == 0:
-        os.read(pipe[0], 1)  # and the child answers too, once another item says "go"
-    if item == b"go":
-        os.write(pipe[1], b"x")
-        time.sleep(0.5)
-    return item
+def answer(request):
+    if request == "interrupt":
+        raise KeyboardInterrupt
+    if request == "close":
+        os.closerange(3, 4096)
+    if request == "garbage":
+        for number in range(3, 100):
+            try: os.write(number, b"[1]\\n")
+            except OSError: pass
+        time.sleep(3600)
+    if request == "child":
+        os.fork()  # and the child goes on as if it were the process
+    return b"1"
 """
 
 
-def test_a_child_that_answers_late_costs_no_other_item(
+def test_what_ends_or_doubles_a_process_costs_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer comes while another item is scored, which a new process scores again."""
-    (tmp_path / "child_that_goes_on.py").write_text(CHILD_THAT_GOES_ON)
+    (tmp_path / "children_of_calls.py").write_text(CHILDREN)
     monkeypatch.syspath_prepend(str(tmp_path))
     limits = WorkerLimits(wall_s=300.0, memory_bytes=2**30, answer_bytes=2**10, sealed=False)
-    pool = WorkerPool("child_that_goes_on", limits, 1)
-    items = [b"child", b"go", b"more"]
-    assert pool.ask(b"", items) == items
-    assert [pool.ask(b"", [item]) for item in items] == [[item] for item in items]
+    pool = Pool(WorkerSpec(module="children_of_calls", limits=limits), 1)
+    calls = ["child", "interrupt", "1", "close", "child", "garbage", "1"]
+    told = pool.ask([json.dumps(call).encode() for call in calls])
+    closed = "it closed or replaced descriptors that its process needs"
+    garbled = "its process ended (other text on the pipe of its process)"
+    expected = [1, "signal 2", 1, closed, 1, garbled, 1]
+    assert [str(each) for each in told] == [str(each) for each in expected]
     pool.close()
 
 
 FORK_THAT_CLOSES = """
 import os
-from marin_rl.isolated.pool import WorkerLimits, WorkerPool
+from marin_rl.isolated.pool import Pool, WorkerLimits, WorkerSpec
 limits = WorkerLimits(wall_s=1.0, memory_bytes=2**30, answer_bytes=2**10)
-pool = WorkerPool("imports_for_an_hour", limits, 1)
-with pool._worker() as worker:
-    pass
+pool = Pool(WorkerSpec(module="imports_for_an_hour", limits=limits), 1)
+worker = pool.assign()
+pool.release(worker)
 fork = os.fork()
 if fork == 0:
     pool.close()
@@ -354,15 +360,14 @@ if fork == 0:
 assert os.waitpid(fork, 0)[1] == 0
 fork = os.fork()
 if fork == 0:
-    with pool._worker() as own:
-        assert own is not worker
+    own = pool.assign()
+    assert own is not worker
     del worker
     pool.close()
     os._exit(0)
 assert os.waitpid(fork, 0)[1] == 0
 assert os.path.exists(f"/proc/{worker.process_id}")
-with pool._worker() as again:
-    assert again is worker
+assert pool.assign() is worker
 pool.close()
 assert not os.path.exists(f"/proc/{worker.process_id}")
 """

@@ -29,12 +29,12 @@ def wait_until_gone(process_ids: Iterable[int]) -> None:
         time.sleep(0.02)
 
 
-def begin(_settings: object) -> Callable[[bytes, bytes], bytes]:
+def begin(_settings: object) -> Callable[[object], bytes]:
     """Return the work of a worker."""
     return answer
 
 
-def answer(common: bytes, item: bytes) -> bytes:
+def answer(_request: object) -> bytes:
     """Return as JSON what this process has and may do."""
     written = 0
     try:

@@ -131,7 +131,7 @@ class RowsEnvironment(ExternalEnvironment):
         return self.interpreter.ready["sizes"][split]
 
     def _read_row(self, split: Split, number: int) -> dict[str, Any]:
-        return self.interpreter.ask("row", split=split, index=number).result()
+        return self.interpreter.ask("row", split=split, index=number)
 
 
 _numbers = itertools.count()

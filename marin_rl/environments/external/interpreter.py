@@ -1,18 +1,17 @@
 """Our end of an interpreter that plays episodes of another library: start it, ask, end it.
 
-The other end is `hosts/host.py`, which says what is written between them. Leaves out what the
-answers mean (`environment`) and limits on time and memory (`episode_pool`).
+The process is a worker of `marin_rl.isolated`; its work is `hosts/host.py`, which says what is
+asked. Leaves out what the answers mean (`environment`) and limits on time and memory
+(`episode_pool`).
 """
 
 import asyncio
-import itertools
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -21,10 +20,10 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.isolated.pool import STARTUP_TIMEOUT_S
-from marin_rl.isolated.processes import clean_environment
+from marin_rl.isolated.pool import Worker, WorkerFault, WorkerLimits, WorkerSpec
+from marin_rl.isolated.processes import PrintedText, clean_environment
 
-LINE_BYTES_MAX = 64 << 20
+ANSWER_BYTES_MAX = 64 << 20
 VERSION_TIMEOUT_S = 60.0
 HOSTS = Path(__file__).parent / "hosts"
 
@@ -96,101 +95,55 @@ class Interpreter:
         self._python = python or sys.executable
         # Data sets that a library maps would draw bars into the output of a command.
         variables = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", **clean_environment(passed)}
-        del variables["PYTHONPATH"]  # the packages of this interpreter are not for that one
-        self._process = subprocess.Popen(
-            [self._python, "-I", str(HOSTS / "host.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=variables,
+        spec = WorkerSpec(
+            module=str(HOSTS / "host.py"),
+            limits=WorkerLimits(  # those of the process that plays the episodes hold here too
+                wall_s=None, memory_bytes=None, answer_bytes=ANSWER_BYTES_MAX, sealed=False
+            ),
+            settings={"adapter": str(HOSTS / adapter), "options": dict(options)},
+            environment=variables,
+            interpreter=self._python,
+            name=f"the library of {self._python}",
         )
-        self._numbers = itertools.count()
-        self._waiting: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._ended = False
-        self._greeting: Future[dict[str, Any]] = Future()
-        self._write({"adapter": str(HOSTS / adapter), "options": dict(options)})
-        threading.Thread(target=self._read, name="external-answers", daemon=True).start()
-        self.ready = self._greeted()
+        self._worker = Worker(spec, PrintedText("library"))
+        try:
+            self.ready: dict[str, Any] = self._worker.ready.result()
+        except InputError as error:
+            raise InputError(f"environment.options: {error}") from None
 
     @property
     def ended(self) -> bool:
         """True once the process has ended and cannot answer."""
-        return self._ended
+        return not self._worker.alive
 
-    def ask(self, call: str, **arguments: Any) -> "Future[Any]":
-        """Ask for an answer; the future raises RewardFault with the library's error."""
-        number, answer = next(self._numbers), Future[Any]()
-        with self._lock:
-            if self._ended:
-                answer.set_exception(InterpreterEnded(self._how()))
-                return answer
-            self._waiting[number] = answer
-        self._write({"id": number, "call": call, **arguments})
-        return answer
+    def ask(self, call: str, **arguments: Any) -> Any:
+        """Ask, and block until the answer. Raises as `answer` does."""
+        with self._faults():
+            return _taken(self._begin(call, arguments).result())
 
     async def answer(self, call: str, **arguments: Any) -> Any:
         """Ask, and wait for the answer. Raises RewardFault with the library's error."""
-        return await asyncio.wrap_future(self.ask(call, **arguments))
+        with self._faults():
+            return _taken(await asyncio.wrap_future(self._begin(call, arguments)))
 
     def close(self) -> None:
         """End the process."""
-        with suppress(OSError):
-            self._process.kill()
-        self._process.wait()
+        self._worker.close()
 
-    def _greeted(self) -> dict[str, Any]:
+    def _begin(self, call: str, arguments: Mapping[str, Any]) -> "Future[Any]":
+        return self._worker.call(json.dumps({"call": call, **arguments}, allow_nan=False).encode())
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
         try:
-            greeting = self._greeting.result(STARTUP_TIMEOUT_S)
-        except TimeoutError:
-            self.close()
-            raise InputError(
-                f"environment: {self._python} did not load its library in {STARTUP_TIMEOUT_S:g} s"
-            ) from None
-        except InterpreterEnded as error:
-            raise InputError(f"environment: {error}") from None
-        if "unfit" in greeting:
-            self.close()
-            raise InputError(f"environment.options: {greeting['unfit']}")
-        return greeting["ready"]
+            yield
+        except WorkerFault as fault:
+            ended = f"the interpreter of the library ({self._python}) ended: {fault}"
+            raise InterpreterEnded(ended) from None
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        with suppress(OSError, ValueError), self._lock:  # the thread that reads notices its end
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
 
-    def _read(self) -> None:
-        """Take in answers until there are no more."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        # A line that is no answer: nothing can be read any more.
-        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            while line := self._process.stdout.readline(LINE_BYTES_MAX):
-                self._receive(json.loads(line))
-        self.close()
-        self._process.stdout.close()
-        with self._lock:
-            self._ended = True
-            with suppress(OSError):
-                self._process.stdin.close()
-            waiting, self._waiting = [*self._waiting.values(), self._greeting], {}
-        for answer in waiting:
-            with suppress(Exception):  # answered, or its caller was cancelled
-                answer.set_exception(InterpreterEnded(self._how()))
-
-    def _receive(self, record: dict[str, Any]) -> None:
-        if not self._greeting.done():
-            self._greeting.set_result(record)
-            return
-        with self._lock:
-            answer = self._waiting.pop(record["id"])
-        with suppress(Exception):  # its caller may have been cancelled
-            if "error" in record:
-                answer.set_exception(RewardFault(record["error"]))
-            else:
-                answer.set_result(record["answer"])
-
-    def _how(self) -> str:
-        status = self._process.poll()
-        return f"the interpreter of the library ({self._python}) ended with status {status}"
+def _taken(record: Mapping[str, Any]) -> Any:
+    """Return the answer of a library. Raises RewardFault with its error."""
+    if "error" in record:
+        raise RewardFault(record["error"])
+    return record["answer"]

@@ -28,7 +28,7 @@ from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.finite import reward_number
-from marin_rl.isolated.interleaved import uncharged
+from marin_rl.isolated.worker import uncharged
 from marin_rl.types import Example, Message, Split, ToolCall, Turn
 from marin_rl.user_code import SPEC_PATTERN, load
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.isolated.grammars import LARK, SCHEMA, matcher_of
-from marin_rl.isolated.pool import WorkerFault, WorkerLimits, WorkerPool
+from marin_rl.isolated.pool import Pool, WorkerFault, WorkerLimits, WorkerSpec
 from marin_rl.serving.http.errors import ApiError
 
 SCHEMA_BYTES_MAX = 64 * 2**10
@@ -30,7 +30,10 @@ GRAMMAR_CHARACTERS_MAX = 4 * SCHEMA_BYTES_MAX
 GRAMMARS_KEPT_MAX = 64
 ERROR_CHARACTERS_MAX = 300
 
-LIMITS = WorkerLimits(cpu_s=1.0, wall_s=20.0, memory_bytes=512 * 2**20, answer_bytes=2**10)
+CPU_S_MAX, MEMORY_BYTES_MAX = 1.0, 512 * 2**20
+LIMITS = WorkerLimits(
+    cpu_s=CPU_S_MAX, wall_s=20.0, memory_bytes=MEMORY_BYTES_MAX, answer_bytes=2**10
+)
 TRIALS_MAX = 2
 # A short schema without these takes some milliseconds, less than a trial in another process.
 SHORT_CHARACTERS = 2048
@@ -39,7 +42,7 @@ _HARD_WORDS = (
     "x-guidance", "%regex",
 )  # fmt: skip
 
-_trials = WorkerPool("marin_rl.isolated.grammars", LIMITS, TRIALS_MAX)
+_trials = Pool(WorkerSpec(module="marin_rl.isolated.grammars", limits=LIMITS), TRIALS_MAX)
 
 
 class Walker:
@@ -94,7 +97,7 @@ class Constraints:
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._taken_in: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[bytes, str], Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
 
     def response_format(self, form: Mapping[str, Any] | None) -> MakeWalker | None:
         """Constraint for OpenAI's `response_format`; None where any text is allowed.
@@ -124,7 +127,7 @@ class Constraints:
             )
         return self._maker(LARK, grammar, param)
 
-    def _maker(self, kind: bytes, text: str, param: str) -> MakeWalker:
+    def _maker(self, kind: str, text: str, param: str) -> MakeWalker:
         words = -(-self._vocabulary // 32)
         try:
             matcher = self._matcher(kind, text)
@@ -132,7 +135,7 @@ class Constraints:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         return lambda: Walker(matcher.deep_copy(), words)
 
-    def _matcher(self, kind: bytes, text: str) -> LLMatcher:
+    def _matcher(self, kind: str, text: str) -> LLMatcher:
         """The compiled form, kept or made now; who asks for the same meanwhile waits for it.
 
         A refusal is kept as well. Raises InputError.
@@ -155,7 +158,7 @@ class Constraints:
                 compiled.set_exception(error)
         return compiled.result()
 
-    def _compile(self, kind: bytes, text: str) -> LLMatcher:
+    def _compile(self, kind: str, text: str) -> LLMatcher:
         _try(kind, text)
         with self._vocabulary_lock:
             if self._taken_in is None:
@@ -168,15 +171,15 @@ class Constraints:
         return matcher
 
 
-def _try(kind: bytes, text: str) -> None:
+def _try(kind: str, text: str) -> None:
     """Raise InputError for a form whose compilation exceeds a limit in a process of its own."""
     if len(text) <= SHORT_CHARACTERS and not any(word in text for word in _HARD_WORDS):
         return
-    (answer,) = _trials.ask(kind, [text.encode()])
+    (answer,) = _trials.ask([json.dumps((kind, text)).encode()])
     if isinstance(answer, WorkerFault):
         raise InputError(
-            f"expected a form that is compiled within {LIMITS.cpu_s:g} s and "
-            f"{LIMITS.memory_bytes >> 20} MiB, found one that takes {answer.message}: lower its "
+            f"expected a form that is compiled within {CPU_S_MAX:g} s and "
+            f"{MEMORY_BYTES_MAX >> 20} MiB, found one that takes {answer}: lower its "
             "counts, lengths and multiples, or ask for a simpler pattern"
         )
 
