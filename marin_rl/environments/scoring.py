@@ -33,7 +33,7 @@ from marin_rl.environments.base import (
 )
 from marin_rl.environments.worker_pools import ANSWER_BYTES_MAX, EnvironmentPool, PoolsInUse
 from marin_rl.errors import Abstained, InputError, RewardFault
-from marin_rl.isolated.pool import STARTUP_TIMEOUT_S, WorkerFault
+from marin_rl.isolated.pool import WorkerFault
 from marin_rl.types import Example, Message, RewardComponent
 
 MESSAGE_CHARACTERS_MAX = 500
@@ -223,10 +223,7 @@ class Scorer:
         """
         if self._style is None:
             assert self._pool is not None, "others score where they are asked"
-            (answer,) = self._pool.ask([b"{}"], STARTUP_TIMEOUT_S)
-            if isinstance(answer, WorkerFault):
-                raise InputError(f"the environment cannot score: {answer}")
-            by_group, wants_ids = answer
+            by_group, wants_ids = self._pool.ready()
             self._style = by_group, wants_ids
         return self._style
 

@@ -22,9 +22,15 @@ from marin_rl.user_code import PRIVATE, offer_packed
 def begin(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bytes]:
     """Construct the environment of `settings`; return the function that scores and extracts.
 
+    Its `ready` says whether groups are scored in one call, and whether that reads token ids.
     Raises InputError where it cannot be imported.
     """
-    return partial(_answer, constructed(settings, "score"))
+    environment = constructed(settings, "score")
+    by_group = isinstance(environment, ScoresGroups) and environment.scores_groups
+    wants_ids = isinstance(environment, ScoresGroups) and environment.wants_completion_ids
+    answer = partial(_answer, environment)
+    answer.ready = [by_group, wants_ids]  # pyright: ignore[reportAttributeAccessIssue]
+    return answer
 
 
 def constructed(
@@ -49,14 +55,10 @@ def constructed(
 
 
 def _answer(environment: Environment, request: Mapping[str, Any]) -> bytes:
-    """Score completions for an example; or extract an answer, or say how groups are scored."""
+    """Score completions for an example, or extract an answer."""
     if "extract" in request:
         return orjson.dumps(_extracted(environment, request["extract"]))
-    if "score" in request:
-        return orjson.dumps(_scored(environment, request["example"], request["score"]))
-    by_group = isinstance(environment, ScoresGroups) and environment.scores_groups
-    wants_ids = isinstance(environment, ScoresGroups) and environment.wants_completion_ids
-    return orjson.dumps([by_group, wants_ids])
+    return orjson.dumps(_scored(environment, request["example"], request["score"]))
 
 
 def _scored(

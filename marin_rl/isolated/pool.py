@@ -320,6 +320,14 @@ class Pool:
             while len(self._workers) < workers:
                 self._workers.append(self._new())
 
+    def ready(self) -> Any:
+        """What the work says of itself once it has begun. Raises InputError where it cannot."""
+        worker = self.assign()
+        try:
+            return worker.ready.result()
+        finally:
+            self.release(worker)
+
     def assign(self) -> Worker:
         """The worker with the least load, which is one more now; see `release`. Raises OSError."""
         with self._lock:

@@ -26,6 +26,7 @@ import signal
 import struct
 import sys
 import time
+import types
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -434,18 +435,32 @@ class _Interleaved:
         return asyncio.Task(coroutine, loop=loop, **options)
 
     async def _sliced(self, coroutine: Any, call: _Call) -> Any:
-        return await _Slices(self, coroutine, call)
+        return await self._slices(coroutine, call)
 
-    def slice(self, call: _Call, run: Callable[[], Any]) -> Any:
-        """Run one slice of a call: what it waits for, or `_Ended`. Raises what it raises."""
+    @types.coroutine
+    def _slices(self, coroutine: Any, call: _Call) -> "Generator[Any, Any, Any]":
+        """Run a coroutine slice by slice."""
+        run: Callable[[], Any] = lambda: coroutine.send(None)
+        while True:
+            ended, value = self._slice(call, run)
+            if ended:
+                return value
+            try:
+                yield value
+                run = lambda: coroutine.send(None)
+            except BaseException as error:  # noqa: BLE001 - thrown in by the event loop
+                run = lambda error=error: coroutine.throw(error)
+
+    def _slice(self, call: _Call, run: Callable[[], Any]) -> "tuple[bool, Any]":
+        """Run one slice; return True and the end's value, or what is waited for."""
         self._last = call.number
         began = time.monotonic()
         try:
             with self._worker.slice(call.number, self._limit_s), call.around():
                 try:
-                    return run()
+                    return False, run()
                 except StopIteration as end:
-                    return _Ended(end.value)
+                    return True, end.value
                 except (KeyboardInterrupt, SystemExit) as error:
                     # asyncio would end the loop of all calls
                     raise RuntimeError(f"{type(error).__name__} in a task") from error
@@ -458,32 +473,6 @@ class _Interleaved:
     def _rest(self) -> None:
         """Note that only the event loop runs, which has a timer for each call."""
         self._worker.note(~self._last, self._limit_s + GRACE_S if self._calls else math.inf)
-
-
-class _Slices:
-    """A coroutine as an awaitable, which runs slice by slice."""
-
-    def __init__(self, server: _Interleaved, coroutine: Any, call: _Call) -> None:
-        self._server, self._coroutine, self._call = server, coroutine, call
-
-    def __await__(self) -> "Generator[Any, Any, Any]":
-        run: Callable[[], Any] = lambda: self._coroutine.send(None)
-        while True:
-            result = self._server.slice(self._call, run)
-            if isinstance(result, _Ended):
-                return result.value
-            try:
-                yield result
-                run = lambda: self._coroutine.send(None)
-            except BaseException as error:  # noqa: BLE001 - thrown in by the event loop
-                run = lambda error=error: self._coroutine.throw(error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The value of a coroutine that has ended."""
-
-    value: Any
 
 
 if __name__ == "__main__":
