@@ -135,9 +135,15 @@ class Worker:
 
         The future raises WorkerFault, and InputError where the work could not begin.
         """
-        answer: Future[Any] = Future()
-        self._loop.call_soon_threadsafe(self._ask, request, limit_s, answer)
-        return answer
+        return self.call_all([request], limit_s)[0]
+
+    def call_all(
+        self, requests: Sequence[bytes], limit_s: float | int | None = None
+    ) -> "list[Future[Any]]":
+        """Ask for the answers to requests, as `call` does."""
+        answers: list[Future[Any]] = [Future() for _ in requests]
+        self._loop.call_soon_threadsafe(self._ask, requests, limit_s, answers)
+        return answers
 
     def close(self) -> None:
         """Kill the process with all that descends from it."""
@@ -157,25 +163,33 @@ class Worker:
     def _begin(self) -> None:
         self._loop.add_reader(self._process.answers, self._take)
         self._loop.add_reader(self._process.output, self._forward)
-        self._write(self._spec.hello())
+        self._write([self._spec.hello()])
 
-    def _ask(self, request: bytes, limit_s: float | int | None, answer: "Future[Any]") -> None:
+    def _ask(
+        self,
+        requests: Sequence[bytes],
+        limit_s: float | int | None,
+        answers: "Sequence[Future[Any]]",
+    ) -> None:
         if not self.alive:
-            _fail(answer, self._refusal("before the call"))
+            for answer in answers:
+                _fail(answer, self._refusal("before the call"))
             return
-        number = next(self._numbers)
-        self._pending[number] = _Pending(answer, limit_s or self._limits.wall_s)
-        limit = b"null" if limit_s is None else b"%f" % limit_s
-        self._write(b'{"id":%d,"limit_s":%b,"request":%b}' % (number, limit, request))
+        limit, lines = b"null" if limit_s is None else b"%f" % limit_s, list[bytes]()
+        for request, answer in zip(requests, answers, strict=True):
+            number = next(self._numbers)
+            self._pending[number] = _Pending(answer, limit_s or self._limits.wall_s)
+            lines.append(b'{"id":%d,"limit_s":%b,"request":%b}' % (number, limit, request))
+        self._write(lines)
 
     def _refusal(self, how: object) -> BaseException:
         unfit = self.ready.exception() if self.ready.done() else None
         return unfit or WorkerFault("lost", f"its process ended ({how})")
 
-    def _write(self, line: bytes) -> None:
-        assert b"\n" not in line, "a message is one line"
+    def _write(self, lines: Sequence[bytes]) -> None:
+        assert not any(b"\n" in line for line in lines), "a message is one line"
         idle = not self._outgoing
-        self._outgoing += line + b"\n"
+        self._outgoing += b"\n".join([*lines, b""])
         if idle:
             self._flush()
 
@@ -372,7 +386,7 @@ class Pool:
         """Answers of one worker, up to the first that is lost."""
         worker = self.assign()
         try:
-            for call in [worker.call(request, limit_s) for request in requests]:
+            for call in worker.call_all(requests, limit_s):
                 try:
                     yield call.result()
                 except WorkerFault as fault:
