@@ -271,7 +271,8 @@ class Worker:
     def _end(self, record: Mapping[str, Any] | None, then: Callable[[], None] | None) -> None:
         code = self._process.end()
         record = record or {"ended": -1, "code": code, "late": False}
-        self._loop.call_soon_threadsafe(self._fail_pending, record)
+        with suppress(RuntimeError):  # the loop is closed: this process ends
+            self._loop.call_soon_threadsafe(self._fail_pending, record)
         if then is not None:
             then()
 
@@ -335,7 +336,7 @@ class Pool:
                 self._workers.append(self._new())
 
     def ready(self) -> Any:
-        """What the work says of itself once it has begun. Raises InputError where it cannot."""
+        """Return the `ready` value of the work, once it has begun. Raises InputError."""
         worker = self.assign()
         try:
             return worker.ready.result()

@@ -107,17 +107,17 @@ def main(requests: int, answers: int, state: int) -> None:
     module = _module(hello["module"])
     _limit(hello)
     try:
-        work = module.begin(hello["settings"])
+        work: Any = module.begin(hello["settings"])
     except ValueError as error:  # such as InputError
         worker.send(0, unfit=str(error))
         return
     worker.needed = {each: _identity(each) for each in (requests, answers)}
     worker.note(~0)
     worker.send(0, answer=getattr(work, "ready", None))
-    if callable(work):
-        worker.answer_singly(lines, work, hello["cpu_s"])
-    else:
+    if isinstance(work, Handler):
         _Interleaved(worker, work).serve(lines)
+    else:
+        worker.answer_singly(lines, work, hello["cpu_s"])
 
 
 def _module(name: str) -> Any:

@@ -330,7 +330,7 @@ def answer(request):
 """
 
 
-def test_what_ends_or_doubles_a_process_costs_one_call(
+def test_a_call_that_ends_or_doubles_its_process_costs_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "children_of_calls.py").write_text(CHILDREN)
