@@ -50,7 +50,7 @@ async def finished_rollouts(
     size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
     try:
         if environment.workers:
-            rollouts = await pools.of(environment, config).ask(example, policy)
+            rollouts = await pools.of(environment, config).rollouts(example, policy)
         else:
             async with asyncio.timeout(limit_s):
                 rollouts = await environment.rollouts(example, policy)
@@ -74,7 +74,7 @@ class _Pool(EnvironmentPool):
         limit_s = config.step_timeout_s or ROLLOUTS_TIMEOUT_S
         super().__init__("marin_rl.environments.finished_pool", environment, config, limit_s)
 
-    async def ask(self, example: Example, policy: PolicyAddress) -> Rollouts:
+    async def rollouts(self, example: Example, policy: PolicyAddress) -> Rollouts:
         """Rollouts of a worker. Raises RewardFault, EndpointUnavailable, InputError."""
         worker = await asyncio.to_thread(self.assign)
         try:
