@@ -8,6 +8,7 @@ run's own environment, committed with it, are `rollouts.evaluate` and the flow "
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from marin_rl.environments.base import Environment, FixedSet
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Judge
 from marin_rl.errors import ConfigError
+from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.text_client import TextClient
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.evaluate import HeldOut, evaluation_metrics, judges_of, requests_of
-from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.generate import Connect, refuse_if_mostly_errors, sample_groups
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_records import RUN_KEY, seed_from
@@ -42,7 +43,7 @@ NEW_TOKENS_MAX = 512
 TABLES = (".jsonl", ".parquet")
 MODEL_KEY = "config.json"  # of a Hugging Face folder
 
-Served = tuple[ServedPolicy, type[PolicyClient]]
+Served = tuple[ServedPolicy, Connect]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +258,7 @@ def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult
         checkpoint=SlotRef(slot=endpoint, sha256=""),
     )
     chosen = config.model_copy(update={"inference": inference})
-    return _evaluate((policy, TextClient), chosen, environment)
+    return _evaluate((policy, partial(PolicyClient, dialect=TextDialect())), chosen, environment)
 
 
 def _evaluate(served: Served, config: Config, environment: Environment) -> EvaluationResult:

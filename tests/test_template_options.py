@@ -16,8 +16,8 @@ from marin_rl.chat_templates import ChatTemplate, Conversation, with_options
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, load_config, value_at
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.inference.client.protocol import ChatRequest, PlainRequest, TurnsRequest
-from marin_rl.inference.client.sglang_client import sglang_body
-from marin_rl.inference.client.vllm_protocol import generate_body
+from marin_rl.inference.client.sglang import SGLangDialect
+from marin_rl.inference.client.vllm import VllmDialect
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.policy_tokenizer import template_options, unlisted_end_ids
 from marin_rl.rollouts.recorded_defaults import as_begun
@@ -98,6 +98,7 @@ def test_options_of_an_environment_win_over_the_policys(tmp_path: Path) -> None:
 
 
 IDS = np.array([1, 2], np.int32)
+ASKED = ChatRequest(model="m", messages=(), n=1, sampling=Sampling(), stop_token_ids=(2,))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +111,8 @@ IDS = np.array([1, 2], np.int32)
             ).body(),
             (),
         ),
-        (sglang_body(IDS, Sampling(), (2,)), ("sampling_params",)),
-        (generate_body("m", IDS, Sampling(), (2,)), ("sampling_params",)),
+        (SGLangDialect(TemplateBridge(PolicyConfig())).body(ASKED, IDS), ("sampling_params",)),
+        (VllmDialect(TemplateBridge(PolicyConfig())).body(ASKED, IDS), ("sampling_params",)),
     ],
 )
 def test_endpoints_are_asked_to_end_at_the_templates_token(body: Any, where: Any) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import ConfigError, EndpointUnavailable, FleetEmpty, InputError, StalePolicy
 from marin_rl.inference.client.adapters import NewAdapter, load_adapter, unload_adapters
-from marin_rl.inference.client.fleet_client import ready_endpoints
+from marin_rl.inference.client.fleet import FleetOptions
 from marin_rl.inference.client.fleet_sources import EndpointSource, board_of
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import is_version_of, served_model_id
@@ -105,8 +105,20 @@ def _pulled(run: Run, version: int, digest: str, source: EndpointSource, session
         )
     )
     model = served_model_id(inference.model, version, digest)
-    endpoints = asyncio.run(ready_endpoints(inference, source, model))
+    endpoints = asyncio.run(_ready(inference, source, model))
     return Published(endpoints=endpoints, model=model)
+
+
+async def _ready(inference: InferenceConfig, source: EndpointSource, model: str) -> tuple[str, ...]:
+    """URLs of the endpoints that serve a model, once there are some. Raises FleetEmpty."""
+    async with PolicyClient(
+        source=source,
+        fleet=FleetOptions(timeout_s=inference.fleet_timeout_s),
+        model=model,
+        api_key=os.environ.get(inference.api_key_variable),
+        timeout_s=inference.request_timeout_s,
+    ) as client:
+        return tuple(await client.wait_until_ready())
 
 
 def _named(source: EndpointSource, timeout_s: float) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from marin_rl.config import Config, fingerprint_fields
@@ -31,10 +30,10 @@ from marin_rl.errors import (
     ToolFault,
 )
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.proofs import PolicyProof
 from marin_rl.inference.client.publishing import Publisher
-from marin_rl.inference.client.routes import client_of, fleet_client_of
+from marin_rl.inference.client.routes import client_of
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.concurrent import all_of
@@ -42,6 +41,7 @@ from marin_rl.rollouts.curriculum import Curriculum, chosen_examples, decide
 from marin_rl.rollouts.early_end import first_done
 from marin_rl.rollouts.episode import Bridge, EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
+from marin_rl.rollouts.in_flight import fleet_options
 from marin_rl.rollouts.interruption import Interrupted, InterruptibleClient, Interruption
 from marin_rl.rollouts.partial import PartialSampling
 from marin_rl.rollouts.policy_tokenizer import template_options, unlisted_end_ids
@@ -295,10 +295,16 @@ def _connected(
 ) -> AbstractAsyncContextManager[ChatClient]:
     """The client of a policy's endpoints, by `connect` or as the configuration says."""
     inference = config.inference
+    options: dict[str, Any] = {}
     if connect is None:
+        connect = client_of(inference, template)
         # A policy with a canary is served by a fleet, which the client proves as it joins.
-        fleet = policy.canary is not None
-        connect = _fleet_of(config, policy, template) if fleet else client_of(inference, template)
+        if policy.canary is not None:
+            options = fleet_options(config, policy)
+            options["proof"] = PolicyProof(
+                canary=policy.canary, weights=_sent_weights(config, policy)
+            )
+            options["admin_key"] = os.environ.get(inference.server.admin_key_variable)
     return connect(
         endpoints=policy.endpoints,
         model=policy.model,
@@ -307,6 +313,7 @@ def _connected(
         attempts_max=inference.request_attempts_max,
         in_flight_max=inference.requests_in_flight_max,
         turns_per_request=inference.turns_per_request or 1,
+        **options,
     )
 
 
@@ -360,20 +367,6 @@ async def _unless_interrupted(
         return await sampling
     except Interrupted:
         return None
-
-
-def _fleet_of(config: Config, policy: ServedPolicy, template: TemplateBridge) -> Connect:
-    """A client of the endpoints that are there at the moment, for those that serve `policy`."""
-    names = policy.tokenizer_digest, policy.chat_template_digest
-    return partial(
-        fleet_client_of(config.inference, template),
-        source=EndpointSource.of(config, *names, policy.weight_version),
-        canary=policy.canary,
-        weights=_sent_weights(config, policy),
-        admin_key=os.environ.get(config.inference.server.admin_key_variable),
-        zone=config.inference.zone,
-        fleet_timeout_s=config.inference.fleet_timeout_s,
-    )
 
 
 def _sent_weights(config: Config, policy: ServedPolicy) -> Publisher | None:

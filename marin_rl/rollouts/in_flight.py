@@ -9,14 +9,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
+from marin_rl.config import Config
 from marin_rl.errors import EndpointUnavailable, ObjectMissing, StalePolicy, StorageError
+from marin_rl.inference.client.fleet import FleetOptions
 from marin_rl.inference.client.fleet_sources import EndpointSource, canary_board
-from marin_rl.inference.client.in_flight_client import InFlightClient
-from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.vllm_client import VllmInFlightClient
+from marin_rl.inference.client.proofs import VersionsProof
+from marin_rl.inference.client.routes import client_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.fleet import run_sha256
@@ -27,33 +28,37 @@ _log = logging.getLogger(__name__)
 
 
 def in_flight_client(run: Run, policy: ServedPolicy) -> Callable[..., PolicyClient] | None:
-    """The class of client that takes tokens of `policy` and of later checkpoints.
+    """The client that takes tokens of `policy` and of later checkpoints.
 
     None where completions are of one policy.
     """
+    inference, version = run.config.inference, policy.weight_version
     if not run.config.in_flight_updates:
         return None
-    versions = _Versions(run, {policy.weight_version: policy.parameters_digest})
-    name, version = run.config.inference.model, policy.weight_version
-    if not run.config.inference.has_fleet:
-        return partial(InFlightClient, name=name, version=version, digest_of=versions.digest_of)
+    versions, fleet = _Versions(run, {version: policy.parameters_digest}), inference.has_fleet
     if policy.canary is not None:
         versions.canaries[version] = policy.canary
+    options: dict[str, Any] = {
+        "model": inference.model,  # and no version of it
+        "proof": VersionsProof(
+            version=version,
+            digest_of=versions.digest_in_time if fleet else versions.digest_of,
+            canary_of=versions.canary_of if fleet else None,
+        ),
+        **(fleet_options(run.config, policy) if fleet else {}),
+    }
+    connect = client_of(inference, TemplateBridge(run.config.policy))
+    return lambda **given: connect(**given | options)
+
+
+def fleet_options(config: Config, policy: ServedPolicy) -> dict[str, Any]:
+    """Options of a client of the endpoints that are there at the moment."""
     names = policy.tokenizer_digest, policy.chat_template_digest
-    fleet: Callable[..., InFlightFleetClient] = InFlightFleetClient
-    if run.config.inference.route == "vllm_generate":
-        template = TemplateBridge(run.config.policy)
-        fleet = partial(VllmInFlightClient, render=template.prompt, text_of=template.text)
-    return partial(
-        fleet,
-        name=name,
-        version=version,
-        digest_of=versions.digest_in_time,
-        canary_of=versions.canary_of,
-        source=EndpointSource.of(run.config, *names, version),
-        zone=run.config.inference.zone,
-        fleet_timeout_s=run.config.inference.fleet_timeout_s,
-    )
+    inference = config.inference
+    return {
+        "source": EndpointSource.of(config, *names, policy.weight_version),
+        "fleet": FleetOptions(zone=inference.zone, timeout_s=inference.fleet_timeout_s),
+    }
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
-from marin_rl.inference.client.text_client import TextClient
+from marin_rl.inference.client.dialects import TextDialect
+from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.types import Example, Message, Sampling, ToolCall, Turn
 
 # The model's turn, after the messages so far and with the tools on offer.
@@ -77,7 +78,9 @@ async def endpoint_policy(
     url: str, model: str, api_key: str | None, tokens_max: int
 ) -> AsyncIterator[Policy]:
     """The policy that an OpenAI endpoint serves; texts and calls of tools alone."""
-    async with TextClient(endpoints=(url,), model=model, api_key=api_key) as client:
+    async with PolicyClient(
+        endpoints=(url,), model=model, dialect=TextDialect(), api_key=api_key
+    ) as client:
 
         async def policy(dialogue: Sequence[Message], tools: Sequence[Tool]) -> Turn:
             sampling = Sampling(max_tokens=tokens_max)

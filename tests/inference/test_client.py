@@ -24,6 +24,7 @@ from marin_rl.errors import (
     StalePolicy,
 )
 from marin_rl.inference.client.answers import decode_answer
+from marin_rl.inference.client.http_client import HttpClient
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatRequest, parse_served_model_id, served_model_id
 from marin_rl.inference.client.publishing import Publisher
@@ -156,7 +157,7 @@ async def update(client: PolicyClient) -> None:
     weights = Publisher(
         kind="update_weights_from_disk", folder="/shared/round-00003", version=3, digest="ab" * 32
     )
-    await asyncio.gather(*(client.publish(weights, url) for url in client._endpoints))
+    await asyncio.gather(*(client.publish(weights, url) for url in client._watch.fleet.members))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_requests_go_around_the_endpoints_and_past_dead_ones(server: FakePolicyS
 
     with FakePolicyServer(MODEL) as other:
         ask([server.url, other.url, "http://127.0.0.1:9/v1"], use)
-        assert (len(server.requests), len(other.requests)) == (4, 2)
+        assert (len(server.requests), len(other.requests)) == (3, 3)
 
 
 def test_requests_in_flight_are_bounded(server: FakePolicyServer) -> None:
@@ -385,10 +386,10 @@ def test_a_server_that_ignores_a_seed_per_prompt_is_named(monkeypatch: pytest.Mo
         "finish_reason": "stop",
     }
 
-    async def send(_: PolicyClient, *_request: Any) -> bytes:
+    async def send(_: HttpClient, *_request: Any, **_options: Any) -> bytes:
         return orjson.dumps({"id": "cmpl-1", "model": MODEL, "choices": [choice]})
 
-    monkeypatch.setattr(PolicyClient, "_send", send)
+    monkeypatch.setattr(HttpClient, "request", send)
     turn = Sampling(max_tokens=2, seed=1)
 
     async def go_on(client: PolicyClient) -> None:

@@ -14,11 +14,12 @@ import pytest
 from support.fakes import END, FakePolicyServer, logprob_of
 
 from marin_rl.errors import EndpointUnavailable, FleetEmpty, StalePolicy
-from marin_rl.inference.client import fleet_client
+from marin_rl.inference.client import fleet_watch, policy_client
 from marin_rl.inference.client.answers import Completion
-from marin_rl.inference.client.fleet import Member
-from marin_rl.inference.client.fleet_client import FleetClient, compare
+from marin_rl.inference.client.fleet import FleetOptions, Member
 from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.proofs import EndpointAccess, PolicyProof, compare
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.types import Canary, Message, Sampling
 
@@ -27,13 +28,23 @@ MESSAGES = (Message(role="user", content="repeat abc"),)
 SAMPLING = Sampling(max_tokens=8, seed=1)
 CANARY = Canary(temperature=1.0, token_ids=(97,), logprobs=(logprob_of(97, 0),), tolerance=1e-3)
 
-Use = Callable[[FleetClient], Awaitable[Any]]
+Use = Callable[[PolicyClient], Awaitable[Any]]
 
 
-def ask(source: EndpointSource, use: Use, **options: Any) -> Any:
+def ask(
+    source: EndpointSource,
+    use: Use,
+    *,
+    fleet_timeout_s: float = 30.0,
+    canary: Canary | None = None,
+    **options: Any,
+) -> Any:
     async def run() -> Any:
-        quick = {"probe_s": 0.02, "fleet_timeout_s": 30.0, "model": MODEL}
-        async with FleetClient(source=source, **(quick | options)) as client:
+        fleet = FleetOptions(probe_s=0.02, timeout_s=fleet_timeout_s)
+        proof: dict[str, Any] = {"proof": PolicyProof(canary=canary)}
+        async with PolicyClient(
+            source=source, fleet=fleet, model=MODEL, **(proof | options)
+        ) as client:
             return await use(client)
 
     return asyncio.run(run())
@@ -50,7 +61,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-async def one(client: FleetClient) -> np.ndarray:
+async def one(client: PolicyClient) -> np.ndarray:
     return (await client.chat(MESSAGES, 1, SAMPLING)).completions[0].token_ids
 
 
@@ -69,7 +80,7 @@ def test_an_endpoint_that_ends_and_one_that_begins_cost_nothing(
         ended.wait()
         return "drop"
 
-    async def use(client: FleetClient) -> int:
+    async def use(client: PolicyClient) -> int:
         first.fault = fault
         calls = [asyncio.create_task(one(client)) for _ in range(30)]
         await asyncio.to_thread(busy.wait)
@@ -94,7 +105,7 @@ def test_waiting_requests_go_to_an_endpoint_that_comes_later(tmp_path: Path) -> 
     listed = tmp_path / "fleet.txt"
     listed.write_text("")
 
-    async def use(client: FleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         call = asyncio.create_task(one(client))
         await asyncio.sleep(0.1)
         assert not call.done()
@@ -126,7 +137,7 @@ def test_an_empty_fleet_is_one_error_that_says_why() -> None:
 
 @pytest.mark.parametrize("lie", ["tokens", "logprobs"])
 def test_an_endpoint_that_joins_answers_the_canary_first(lie: str) -> None:
-    async def use(client: FleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         await asyncio.gather(*[one(client) for _ in range(8)])
 
     def other(_text: str, _seed: int) -> str:
@@ -176,7 +187,7 @@ def test_an_answer_to_the_canary_is_compared_by_its_mean(first, second, error) -
 
 
 def test_an_honest_endpoint_joins(tmp_path: Path) -> None:
-    async def use(client: FleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         await client.wait_until_ready()
         await asyncio.gather(*[one(client) for _ in range(8)])
 
@@ -189,30 +200,31 @@ def test_first_requests_are_spread_over_all_that_were_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second joins once the first has."""
-    monkeypatch.setattr(fleet_client, "SPREAD_S", 60.0)
+    monkeypatch.setattr(fleet_watch, "SPREAD_S", 60.0)
 
-    class JoinsInTurn(FleetClient):
-        async def _admit(self, member: Member) -> None:
+    joined = threading.Event()
+
+    class JoinsInTurn(PolicyProof):
+        async def admit(self, client: EndpointAccess, member: Member, *, first: bool) -> None:
             if member.url == second.url:
-                await asyncio.to_thread(wait_until, lambda: bool(self._fleet.ready))
-            await super()._admit(member)
+                await asyncio.to_thread(joined.wait)
 
-    async def run() -> None:
-        both = (first.url, second.url)
-        async with JoinsInTurn(
-            source=EndpointSource(both), endpoints=both, model=MODEL, probe_s=0.02
-        ) as client:
-            await asyncio.gather(*[one(client) for _ in range(8)])
+        async def check_ready(self, client: EndpointAccess, member: Member) -> None:
+            joined.set()  # the first is looked at again, and is ready
+
+    async def use(client: PolicyClient) -> None:
+        await asyncio.gather(*[one(client) for _ in range(8)])
 
     with FakePolicyServer(MODEL) as first, FakePolicyServer(MODEL) as second:
-        asyncio.run(run())
+        both = (first.url, second.url)
+        ask(EndpointSource(both), use, endpoints=both, proof=JoinsInTurn())
         assert (len(first.requests), len(second.requests)) == (4, 4)
 
 
 def test_first_requests_wait_for_no_endpoint_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet_client, "SPREAD_S", 0.05)
+    monkeypatch.setattr(fleet_watch, "SPREAD_S", 0.05)
     with FakePolicyServer(MODEL) as server:
         proven = (server.url, "http://127.0.0.1:9/v1", "http://not-in-the-source/v1")
         ask(EndpointSource([server.url, proven[1]]), one, endpoints=proven)
@@ -220,7 +232,7 @@ def test_first_requests_wait_for_no_endpoint_that_is_not_there(
 
 
 def test_requests_of_a_session_go_to_one_endpoint() -> None:
-    async def use(client: FleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         await client.wait_until_ready()
         for _ in range(4):
             await asyncio.gather(
@@ -233,7 +245,7 @@ def test_requests_of_a_session_go_to_one_endpoint() -> None:
 
 
 def test_an_endpoint_that_goes_on_to_other_weights_gets_no_more() -> None:
-    async def use(client: FleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         await client.wait_until_ready()
         first.model = served_model_id("policy", 4, "f" * 16)
         for _ in range(4):
@@ -248,7 +260,7 @@ def test_an_endpoint_that_goes_on_to_other_weights_gets_no_more() -> None:
 def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet_client, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(policy_client, "PROBE_TIMEOUT_S", 0.05)
     with FakePolicyServer(MODEL, says_a, delay_s=0.3) as slow:
         assert ask(EndpointSource([slow.url]), one, canary=CANARY).tolist() == [97, END]
     with FakePolicyServer(MODEL, says_a, delay_s=0.3) as slow, pytest.raises(FleetEmpty) as caught:
@@ -259,23 +271,23 @@ def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(
 def test_an_endpoint_is_lost_after_several_looks_without_an_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fleet_client, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(policy_client, "PROBE_TIMEOUT_S", 0.05)
 
-    async def use(client: FleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         await client.wait_until_ready()
         await asyncio.to_thread(wait_until, lambda: "is lost" in caplog.text)
 
     with FakePolicyServer(MODEL) as busy, caplog.at_level(logging.WARNING):
         busy.metrics_delay_s = 0.3
         ask(EndpointSource([busy.url]), use)
-        assert busy.looks >= fleet_client.MISSES_MAX
+        assert busy.looks >= fleet_watch.MISSES_MAX
     assert "no answer in 0.05 s" in caplog.text
 
 
 def test_an_endpoint_that_comes_back_may_leave_as_many_looks_unanswered_as_before() -> None:
-    client = FleetClient(source=EndpointSource(["http://127.0.0.1:9/v1"]), model=MODEL)
-    member = Member(endpoint=Endpoint(url="http://127.0.0.1:9/v1"), missed=fleet_client.MISSES_MAX)
-    client._joined(member)
+    client = PolicyClient(source=EndpointSource(["http://127.0.0.1:9/v1"]), model=MODEL)
+    member = Member(endpoint=Endpoint(url="http://127.0.0.1:9/v1"), missed=fleet_watch.MISSES_MAX)
+    client._watch._joined(member)
     assert (member.state, member.missed) == ("ready", 0)
 
 
@@ -284,12 +296,13 @@ def test_a_client_is_closed_at_the_moment_at_which_it_wakes_to_look() -> None:
 
     async def run() -> None:
         with FakePolicyServer(MODEL) as server:
-            client = FleetClient(source=EndpointSource([server.url]), model=MODEL, probe_s=60.0)
+            source, slowly = EndpointSource([server.url]), FleetOptions(probe_s=60.0)
+            client = PolicyClient(source=source, model=MODEL, fleet=slowly)
             async with client:
                 await client.wait_until_ready()
-                await asyncio.gather(*client._looks.values())
-                client._hurry.set()
-                watcher = client._watcher
+                await asyncio.gather(*client._watch._looks.values())
+                client._watch._hurry.set()
+                watcher = client._watch._watcher
             assert watcher is not None
             assert watcher.cancelled()
 
@@ -305,7 +318,7 @@ def test_faults_of_an_endpoint_that_lives_are_counted() -> None:
 
 
 def test_queues_of_other_clients_are_heeded() -> None:
-    async def use(client: FleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         await client.wait_until_ready()
         for _ in range(6):
             await one(client)

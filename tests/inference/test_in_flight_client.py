@@ -8,8 +8,8 @@ from support.fakes import FakePolicyServer
 
 from marin_rl.errors import InputError, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer
-from marin_rl.inference.client.in_flight_client import InFlightClient
-from marin_rl.inference.client.protocol import served_model_id
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.proofs import VersionsProof
 from marin_rl.types import Message, Sampling
 
 DIGESTS = {version: f"{version}" * 64 for version in range(1, 4)}
@@ -28,12 +28,10 @@ def asked(version: int | None, *, digest: str | None = None, first: int = 2) -> 
         server.extra = {} if version is None else named
 
         async def ask() -> ChatAnswer:
-            client = InFlightClient(
-                name="policy",
-                version=first,
-                digest_of=digest_of,
-                model=served_model_id("policy", first, DIGESTS[first]),
+            client = PolicyClient(
+                model="policy",
                 endpoints=[server.url],
+                proof=VersionsProof(version=first, digest_of=digest_of),
             )
             async with client:
                 messages = [Message(role="user", content="ab")]

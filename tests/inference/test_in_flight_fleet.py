@@ -12,8 +12,10 @@ from support.fakes import FakePolicyServer, logprob_of
 
 from marin_rl.errors import FleetEmpty, InputError, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, Completion
+from marin_rl.inference.client.fleet import FleetOptions
 from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
-from marin_rl.inference.client.in_flight_fleet import InFlightFleetClient
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.proofs import CanaryOf, VersionsProof
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.types import Canary, Message, Sampling
 
@@ -24,7 +26,7 @@ WRONG = Canary(temperature=1.0, token_ids=(97,), logprobs=(-9.0,), tolerance=1e-
 MESSAGES = (Message(role="user", content="ab"),)
 SAMPLING = Sampling(max_tokens=8, seed=1)
 
-Use = Callable[[InFlightFleetClient], Awaitable[Any]]
+Use = Callable[[PolicyClient], Awaitable[Any]]
 
 
 async def digest_of(version: int) -> str:
@@ -85,22 +87,28 @@ def is_canary(body: Mapping[str, Any]) -> bool:
     return body["model"] != "policy"
 
 
-def ask(servers: Sequence[Changing], use: Use, **options: Any) -> Any:
+async def proven(_version: int) -> Canary | None:
+    return CANARY
+
+
+def ask(
+    servers: Sequence[Changing],
+    use: Use,
+    *,
+    canary_of: CanaryOf = proven,
+    fleet_timeout_s: float = 30.0,
+    probe_s: float = 0.02,
+    **options: Any,
+) -> Any:
     """Result of `use` for a client of some servers, which the trainer proved with version 2."""
 
-    async def canary_of(_version: int) -> Canary | None:
-        return CANARY
-
     async def run() -> Any:
-        quick: dict[str, Any] = {
-            "probe_s": 0.02, "fleet_timeout_s": 30.0, "canary_of": canary_of,
-            "digest_of": digest_of, "source": EndpointSource([server.url for server in servers]),
-        }  # fmt: skip
-        client = InFlightFleetClient(
-            name="policy",
-            version=FIRST,
-            model=served_model_id("policy", FIRST, DIGESTS[FIRST]),
-            **(quick | options),
+        source: dict[str, Any] = {"source": EndpointSource([server.url for server in servers])}
+        client = PolicyClient(
+            model="policy",
+            fleet=FleetOptions(probe_s=probe_s, timeout_s=fleet_timeout_s),
+            proof=VersionsProof(version=FIRST, digest_of=digest_of, canary_of=canary_of),
+            **(source | options),
         )
         async with client:
             return await use(client)
@@ -111,7 +119,7 @@ def ask(servers: Sequence[Changing], use: Use, **options: Any) -> Any:
         return asyncio.run(run())
 
 
-async def one(client: InFlightFleetClient) -> Completion:
+async def one(client: PolicyClient) -> Completion:
     answer: ChatAnswer = await client.chat(MESSAGES, 1, SAMPLING)
     assert (answer.weight_version, answer.parameters_digest) == (None, None)
     return answer.completions[0]
@@ -129,7 +137,7 @@ def canary_for(wrong: int) -> Callable[[int], Awaitable[Canary | None]]:
 def test_tokens_of_versions_that_are_proven_are_taken_with_their_versions() -> None:
     server = Changing()
 
-    async def use(client: InFlightFleetClient) -> list[Completion]:
+    async def use(client: PolicyClient) -> list[Completion]:
         first = await one(client)
         server.after = lambda: server.serve(3)  # in the middle of the next answer
         server.mixes.append([2, 2, 2, 2])
@@ -150,7 +158,7 @@ def test_tokens_of_versions_that_are_proven_are_taken_with_their_versions() -> N
 def test_a_version_that_the_trainer_has_just_proven_is_not_proven_again() -> None:
     server = Changing()
 
-    async def use(client: InFlightFleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         await one(client)
         server.serve(3)
         await one(client)
@@ -162,7 +170,7 @@ def test_a_version_that_the_trainer_has_just_proven_is_not_proven_again() -> Non
 def test_wrong_weights_under_the_right_name_lose_the_endpoint_and_nothing_else() -> None:
     wrong, right = Changing(), Changing(3)
 
-    async def use(client: InFlightFleetClient) -> list[Completion]:
+    async def use(client: PolicyClient) -> list[Completion]:
         await client.wait_until_ready()
         wrong.serve(3)
         wrong.mixes.extend([[2, 3, 3, 3]] * 8)
@@ -196,7 +204,7 @@ def test_an_answer_of_weights_that_are_none_of_the_run_loses_its_endpoint(
     """The request is answered by another endpoint."""
     other, honest = Changing(), Changing()
 
-    async def use(client: InFlightFleetClient) -> list[Completion]:
+    async def use(client: PolicyClient) -> list[Completion]:
         await client.wait_until_ready()
         named = {"weight_version": version, "parameters_digest": digest or DIGESTS.get(version, "")}
         other.extra = named
@@ -211,12 +219,12 @@ def test_an_answer_of_weights_that_are_none_of_the_run_loses_its_endpoint(
 def test_an_endpoint_that_lags_behind_is_left_out_until_it_has_the_version() -> None:
     slow, quick = Changing(1), Changing()
 
-    async def use(client: InFlightFleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         for _ in range(4):
             await one(client)
         assert slow.requests == []
         slow.serve(FIRST)
-        await asyncio.to_thread(wait_until, lambda: len(client._fleet.ready) == 2)
+        await asyncio.to_thread(wait_until, lambda: len(client._watch.fleet.ready) == 2)
 
     ask([slow, quick], use)
     assert slow.canaries == ["policy@00002"]
@@ -229,7 +237,7 @@ def test_an_answer_waits_until_the_trainer_has_proven_its_version() -> None:
         asked_for.append(version)
         return proven.get(version)
 
-    async def use(client: InFlightFleetClient) -> Completion:
+    async def use(client: PolicyClient) -> Completion:
         await one(client)
         server.serve(3)
         server.mixes.append([2, 3, 3, 3])
@@ -254,7 +262,7 @@ def test_a_version_that_the_trainer_does_not_prove_is_waited_for_within_bounds(
     async def canary_of(version: int) -> Canary | None:
         return CANARY if version == FIRST else None
 
-    async def use(client: InFlightFleetClient) -> Completion:
+    async def use(client: PolicyClient) -> Completion:
         await one(client)
         server.serve(3)
         return await one(client)
@@ -269,7 +277,7 @@ def test_a_version_that_the_trainer_does_not_prove_is_waited_for_within_bounds(
 def test_tokens_of_a_version_that_was_gone_before_its_proof_are_sampled_again() -> None:
     server = Changing()
 
-    async def use(client: InFlightFleetClient) -> Completion:
+    async def use(client: PolicyClient) -> Completion:
         await one(client)
         server.serve(4)  # and version 3 came and went between two looks
         server.mixes.append([2, 3, 4, 4])
@@ -300,10 +308,10 @@ def test_a_restarted_endpoint_is_proven_again() -> None:
         def resolve(self) -> list[Endpoint]:
             return [Endpoint(url=server.url)] if state["there"] else []
 
-    async def use(client: InFlightFleetClient) -> None:
+    async def use(client: PolicyClient) -> None:
         await one(client)
         state["there"] = False
-        await asyncio.to_thread(wait_until, lambda: not client._fleet.members)
+        await asyncio.to_thread(wait_until, lambda: not client._watch.fleet.members)
         state["there"] = True
         await one(client)
 

@@ -18,17 +18,13 @@ from marin_rl.config import InferenceConfig
 from marin_rl.errors import BadResponse, FleetEmpty, RequestRejected, StalePolicy
 from marin_rl.inference.canary_prompt import CANARY, CANARY_PROMPT, CANARY_SEED
 from marin_rl.inference.client.answers import ChatAnswer
+from marin_rl.inference.client.fleet import FleetOptions
 from marin_rl.inference.client.fleet_sources import EndpointSource
-from marin_rl.inference.client.protocol import served_model_id
+from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.proofs import VersionsProof
+from marin_rl.inference.client.protocol import ChatRequest, label_of, parse_label
 from marin_rl.inference.client.routes import client_of
-from marin_rl.inference.client.vllm_client import VllmInFlightClient
-from marin_rl.inference.client.vllm_protocol import (
-    decode_generated,
-    generate_body,
-    label_of,
-    parse_label,
-    spans_of,
-)
+from marin_rl.inference.client.vllm import VllmDialect, spans_of
 from marin_rl.serving.server import PolicyServer
 from marin_rl.types import Canary, Message, Sampling
 
@@ -126,7 +122,7 @@ async def digest_of(version: int) -> str:
     return DIGESTS[version]
 
 
-def in_flight(vllm: VllmStandIn, **options: Any) -> VllmInFlightClient:
+def in_flight(vllm: VllmStandIn, fleet_timeout_s: float) -> PolicyClient:
     """A client that takes tokens of version 2 and later, proven by the canary of its weights."""
     sampling = Sampling(max_tokens=CANARY.tokens, seed=CANARY_SEED)
 
@@ -138,17 +134,11 @@ def in_flight(vllm: VllmStandIn, **options: Any) -> VllmInFlightClient:
             temperature=1.0, token_ids=tuple(tokens), logprobs=tuple(logprobs), tolerance=1e-4
         )
 
-    return VllmInFlightClient(
-        name="policy",
-        version=FIRST,
-        model=served_model_id("policy", FIRST, DIGESTS[FIRST]),
-        digest_of=digest_of,
-        canary_of=canary_of,
+    return client_of(ROUTE, BRIDGE)(
+        model="policy",
         source=EndpointSource([vllm.url]),
-        render=BRIDGE.prompt,
-        text_of=BRIDGE.text,
-        probe_s=0.02,
-        **options,
+        fleet=FleetOptions(probe_s=0.02, timeout_s=fleet_timeout_s),
+        proof=VersionsProof(version=FIRST, digest_of=digest_of, canary_of=canary_of),
     )
 
 
@@ -250,6 +240,10 @@ def test_spans_that_do_not_cover_all_tokens_exactly_are_refused(
         spans_of({"weight_versions": spans}, 3)
 
 
+def request(sampling: Sampling = SAMPLING) -> ChatRequest:
+    return ChatRequest(model="policy", messages=MESSAGES, n=1, sampling=sampling)
+
+
 def spoiled(change: Callable[[dict[str, Any]], object]) -> bytes:
     """An answer of three tokens that has been changed."""
     content = [{"token_id": token, "logprob": -1.0} for token in (5, 6, 7)]
@@ -287,15 +281,15 @@ def choice_in(answer: dict[str, Any]) -> dict[str, Any]:
 def test_answers_that_are_not_whole_are_refused(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    prompt = np.array([1, 2], np.int32)
-    decode_generated(spoiled(lambda _: None), "policy", prompt, str)
+    prompt, asked = np.array([1, 2], np.int32), request()
+    VllmDialect(BRIDGE).read(spoiled(lambda _: None), asked, prompt)
     with pytest.raises(BadResponse, match=message):
-        decode_generated(spoiled(change), "policy", prompt, str)
+        VllmDialect(BRIDGE).read(spoiled(change), asked, prompt)
 
 
 def test_a_body_has_what_vllm_reads() -> None:
     sampling = Sampling(max_tokens=8, temperature=0.5, top_p=0.9, top_k=3, seed=7, stop=("x",))
-    assert generate_body("policy", np.array([1, 2], np.int32), sampling) == {
+    assert VllmDialect(BRIDGE).body(request(sampling), np.array([1, 2], np.int32)) == {
         "model": "policy",
         "token_ids": [1, 2],
         "sampling_params": {

@@ -2,7 +2,8 @@
 
 import ast
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from marin_rl.config import Config, EnvironmentConfig, load_config
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
 from marin_rl.errors import BridgeFault, InputError
+from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import served_model_id
-from marin_rl.inference.client.text_client import TextClient
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.episode import Bridge
 from marin_rl.rollouts.generate import sample_groups
@@ -152,7 +153,7 @@ def play(
     max_tokens: int = 16,
     joined: Bridge = bridge,
     overrides: Sequence[str] = (),
-    connect: type[PolicyClient] = PolicyClient,
+    connect: Callable[..., PolicyClient] = PolicyClient,
 ) -> RolloutGroup:
     """One sampled and scored group."""
     request = GroupRequest(
@@ -386,7 +387,9 @@ def test_tools_that_a_template_cannot_carry_are_refused_before_sampling(
 
 
 def test_an_endpoint_of_texts_is_asked_with_messages(server: FakePolicyServer) -> None:
-    group = play(server, Dialogue(TwoTurns), connect=TextClient, size=2)
+    group = play(
+        server, Dialogue(TwoTurns), connect=partial(PolicyClient, dialect=TextDialect()), size=2
+    )
     for rollout in group.rollouts:
         assert [turn.role for turn in rollout.turns] == ["user", "assistant"] * 2
         assert len(rollout.token_ids) == 0

@@ -17,6 +17,15 @@ from marin_rl.finite import LOGPROB_MIN, fit_logprobs
 from marin_rl.types import ToolCall
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Tokens `[start, end)` of a completion, and the label of the weights that sampled them."""
+
+    label: str
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Completion: its text without the stop token, its ids with it, one logprob (nats) per id.
@@ -25,7 +34,8 @@ class Completion:
     were swapped while this sample was drawn, or others began it; `parameters_digest` then names
     those of its last token. `tool_calls` are those that an endpoint of texts read; where there are
     ids, calls are read from them (`rollouts.tool_turns`), `malformed` is what was
-    meant as a call and is none, and `sampled_text` has the calls in it.
+    meant as a call and is none, and `sampled_text` has the calls in it. `weights` cover all of the
+    tokens where the endpoint is a vLLM that labels them, as long as it is not known what they mean.
     """
 
     text: str
@@ -37,6 +47,7 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: str | None = None
     sampled_text: str | None = None
+    weights: tuple[WeightSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,22 +119,12 @@ def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]
     return body, sorted((expect_object(c, "a choice") for c in choices), key=_index)
 
 
-def named_versions(data: bytes) -> tuple[int | None, str | None, frozenset[int]]:
-    """The version and digest that an answer names, and the versions of its tokens.
-
-    Raises BadResponse.
-    """
-    body, choices = read_choices(data)
-    version = _weight_version(body.get("weight_version"))
-    digest = _optional(body.get("parameters_digest"), str, "parameters_digest")
-    versions = set[int]()
-    for choice in choices:
-        own = choice.get("policy_versions")
-        if own is not None:
-            versions.update(_token_ids(own, "policy_versions").tolist())
-        elif version is not None:
-            versions.add(version)
-    return version, digest, frozenset(versions)
+def model_ids(data: bytes) -> set[str]:
+    """Ids in the answer of `/v1/models`. Raises BadResponse."""
+    try:
+        return {item["id"] for item in orjson.loads(data)["data"]}
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise BadResponse(f"expected a list of models, found {data[:80]!r}") from error
 
 
 def read_tool_calls(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:

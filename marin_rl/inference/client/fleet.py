@@ -1,13 +1,13 @@
 """The endpoints of a fleet as one client sees them: who is ready, how full, and whom to ask next.
 
-Pure bookkeeping: what is looked up, sent and proven is in `fleet_client`. Nothing here reads the
+Pure bookkeeping: what is looked up, sent and proven is in `fleet_watch`. Nothing here reads the
 time of another machine. A request goes to the nearest endpoint that is not full, the least loaded
 first; requests of one session go where the first of them went.
 """
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +25,19 @@ _SLOTS = ("marin_rl_slots",)
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([0-9.eE+-]+)(?: \d+)?$", re.MULTILINE)
 
 State = Literal["new", "ready", "lost", "refused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Options of a fleet that is watched.
+
+    `zone` is the label of near endpoints; `timeout_s` bounds how long none is ready, and `probe_s`
+    is the time between two looks at one.
+    """
+
+    zone: str | None = None
+    timeout_s: float = 300.0
+    probe_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +110,24 @@ class Member:
 
 @dataclass(slots=True)
 class Fleet:
-    """Members by URL, and the sessions that have a place. `zone` is the label of near ones."""
+    """Members by URL, and the sessions that have a place. `zone` is the label of near ones.
+
+    Members of a fleet that is not `watched`, a plain list of endpoints, are ready for good, report
+    no load and are asked in turn.
+    """
 
     zone: str | None = None
+    watched: bool = True
     members: dict[str, Member] = field(default_factory=dict[str, Member])
     _places: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
+
+    @classmethod
+    def of(cls, urls: Iterable[str]) -> "Fleet":
+        """A fleet of a plain list, which never changes."""
+        members = {
+            url: Member(endpoint=Endpoint(url=url), state="ready", reason="") for url in urls
+        }
+        return cls(watched=False, members=members)
 
     def update(self, endpoints: Iterable[Endpoint]) -> list[Member]:
         """Take the endpoints of now; return members that are not refused, to be looked at."""
@@ -128,13 +154,19 @@ class Fleet:
         """Members that may be asked."""
         return [member for member in self.members.values() if member.state == "ready"]
 
-    def choose(self, session: str, now: float) -> Member | None:
-        """The member to ask next; None while there is none. `now` is monotonic, in seconds."""
+    def choose(self, session: str, now: float, tried: Container[str] = ()) -> Member | None:
+        """The member to ask next; None while there is none. `now` is monotonic, in seconds.
+
+        Those whose URLs a request has `tried` are asked again once no others are left.
+        """
         ready = self.ready
         if not ready:
             return None
-        # Where all asked to be left alone, one is chosen all the same: the request waits there.
+        # Where all asked to be left alone, one is chosen all the same: the request waits for it.
         willing = [member for member in ready if member.not_before <= now] or ready
+        willing = [member for member in willing if member.url not in tried] or willing
+        if not self.watched:
+            return min(willing, key=lambda member: (max(member.not_before, now), member.asked))
         place = self._places.get(session) if session else None
         chosen = next((member for member in willing if member.url == place), None)
         chosen = chosen or self._least_loaded(willing)

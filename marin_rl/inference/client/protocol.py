@@ -38,7 +38,8 @@ SGLANG_LOAD_ADAPTER_ROUTE = "/load_lora_adapter"
 SGLANG_UNLOAD_ADAPTER_ROUTE = "/unload_lora_adapter"
 
 
-_SERVED = re.compile(r"(?P<name>.+)@(?P<version>\d{5,})-(?P<digest>[0-9a-f]{8})")
+DIGEST_DIGITS = 8  # of a digest, in a served model's id
+_SERVED = re.compile(rf"(?P<name>.+)@(?P<version>\d{{5,}})-(?P<digest>[0-9a-f]{{{DIGEST_DIGITS}}})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def served_model_id(name: str, weight_version: int, digest: str) -> str:
 
     Two sets of parameters never share an id, so asking for the wrong ones is a 404, not a mystery.
     """
-    return f"{name}@{weight_version:05d}-{digest[:8]}"
+    return f"{name}@{weight_version:05d}-{digest[:DIGEST_DIGITS]}"
 
 
 def parse_served_model_id(model: str) -> ServedModel | None:
@@ -72,6 +73,23 @@ def is_version_of(model_id: str, name: str) -> bool:
     """True for an id that `served_model_id` made of this name."""
     parsed = parse_served_model_id(model_id)
     return parsed is not None and parsed.name == name
+
+
+def label_of(version: int, digest: str) -> str:
+    """The label of weights at vLLM (`vllm_reload`): round and digest, as in a served model's id."""
+    return served_model_id("", version, digest).removeprefix("@")
+
+
+def parse_label(label: str) -> ServedModel | None:
+    """Version and digest in a label; without a digest in one of our own servers' numbers.
+
+    None for a label of another make, such as the one that vLLM begins with.
+    """
+    if label.isdecimal() and label.isascii():
+        return ServedModel(name="_", weight_version=int(label), digest="")
+    model = parse_served_model_id(f"_@{label}")
+    # Another name where the label has an `@` of its own.
+    return model if model is not None and model.name == "_" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from marin_rl.errors import EndpointUnavailable, InputError, RequestRejected, StalePolicy
-from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE
-from marin_rl.inference.client.vllm_protocol import label_of
+from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE, label_of
 from schemas.strict_json import parse_json
 
 SAFETENSORS_HEADER_MAX = 100 * 2**20

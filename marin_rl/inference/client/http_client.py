@@ -1,0 +1,275 @@
+"""HTTP requests to endpoints of a policy: one attempt each, with errors of our own tree.
+
+Requests go through the `openai` package's transport but past its typed models, whose per-token
+objects would cost more than the sampling of a small policy. Leaves out what is sent, to whom, and
+how often (`policy_client`).
+"""
+
+import asyncio
+import random
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from marin_rl.errors import (
+    EndpointUnavailable,
+    MarinRLError,
+    NoSuchRoute,
+    OutOfMemory,
+    RequestRejected,
+    StalePolicy,
+)
+from marin_rl.inference.client.protocol import GENERATE_ROUTE
+from marin_rl.memory import OUT_OF_MEMORY
+
+if TYPE_CHECKING:
+    import openai
+
+POOL_CONNECTIONS = 16
+PAUSE_FIRST_S = 0.5
+MESSAGE_CHARACTERS_MAX = 500
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_PASSING = (408, 409, 425, 429)
+_ASKS_TO_WAIT = (429, 503)
+_OTHER_WEIGHTS = ("digest_mismatch", "canary_mismatch")
+
+
+class Root(str):
+    """A path next to `/v1`; other paths are below the base URL of an endpoint."""
+
+    __slots__ = ()
+
+
+class HttpClient:
+    """Sends requests to endpoints, with at most `in_flight_max` in flight.
+
+    An endpoint that answers 429 or 503 with Retry-After is left alone for so long (`timeout_s` at
+    most), by every request. `admin_key` is sent in place of `api_key` where weights are updated;
+    `on_broken` is called with the URL of an endpoint that refuses or breaks a connection.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        timeout_s: float = 600.0,
+        in_flight_max: int = 64,
+        on_broken: Callable[[str], None],
+    ) -> None:
+        self._model, self._on_broken = model, on_broken
+        self._api_key, self._admin_key = api_key, admin_key
+        self.timeout_s = timeout_s
+        self.in_flight = asyncio.Semaphore(in_flight_max)
+        self.not_before: dict[str, float] = {}
+        self._connections: dict[str, Connections] = {}
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for connections in self._connections.values():
+            await connections.close()
+
+    async def request(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        admin: bool = False,
+        gate: AbstractAsyncContextManager[Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """Send a request once. The time limit is on the complete answer, not between bytes.
+
+        `gate` takes the place of the bound on requests in flight, `timeout_s` that of the client's.
+        Raises as `ChatClient.chat` does, and NoSuchRoute.
+        """
+        import openai
+
+        # Before the semaphore: a request that waits for its server holds no place of others.
+        if wait_s := self.left_alone_s(url):
+            await asyncio.sleep(wait_s)
+        timeout_s = timeout_s or self.timeout_s
+        try:
+            # In this order: the time of an answer begins once the request has its place.
+            async with gate or self.in_flight, asyncio.timeout(timeout_s):
+                return await self._answer(url, method, path, body, admin=admin)
+        except TimeoutError:
+            raise EndpointUnavailable(f"{url}: no answer in {timeout_s:g} s") from None
+        except openai.APIConnectionError as error:
+            self._on_broken(url)
+            raise EndpointUnavailable(self._message(url, error.__cause__ or error)) from None
+        except openai.APIStatusError as error:
+            # Bounded by our own time limit: a server may ask for days.
+            if error.status_code in _ASKS_TO_WAIT:
+                wait_s = min(_retry_after_s(error.response.headers), self.timeout_s)
+                self.not_before[url] = time.monotonic() + wait_s
+            raise self._refusal(url, error) from None
+
+    async def _answer(
+        self, url: str, method: str, path: str, body: dict[str, Any] | None, *, admin: bool
+    ) -> bytes:
+        import httpx2
+
+        if isinstance(path, Root):
+            path = url.removesuffix("/v1") + path
+        if url not in self._connections:
+            self._connections[url] = Connections(url, self._api_key, self.timeout_s)
+        with self._connections[url].lend() as client:
+            if admin and self._admin_key is not None:
+                # over the same connections
+                client = client.with_options(api_key=self._admin_key)
+            if method == "POST":
+                response = await client.post(path, cast_to=httpx2.Response, body=body)
+            else:
+                response = await client.get(path, cast_to=httpx2.Response)
+            return response.content
+
+    def left_alone_s(self, url: str) -> float:
+        """Seconds for which an endpoint asked to be left alone, and jitter to spread retries."""
+        left_s = self.not_before.get(url, 0.0) - time.monotonic()
+        return 0.0 if left_s <= 0 else left_s + random.uniform(0, min(left_s, PAUSE_FIRST_S))
+
+    def _refusal(self, url: str, error: "openai.APIStatusError") -> MarinRLError:
+        """Error for a status other than 2xx."""
+        # openai's own prefix repeats the status that is said here.
+        words = error.message.removeprefix(f"Error code: {error.status_code} - ")
+        message = self._message(url, f"status {error.status_code}: {words}")
+        if isinstance(error.body, dict) and error.body.get("code") in _OTHER_WEIGHTS:
+            return StalePolicy(message)
+        # The same request again would need the same memory.
+        if isinstance(error.body, dict) and error.body.get("code") == OUT_OF_MEMORY:
+            return OutOfMemory(message)
+        if error.status_code in _PASSING or error.status_code >= 500:
+            return EndpointUnavailable(message)
+        if error.status_code == 404 and _is_about_the_model(error.body):
+            return StalePolicy(f"{message} (asked for {self._model!r})")
+        if error.status_code == 404:
+            return NoSuchRoute(f"{message}: no such route; does the base URL end in /v1?")
+        if error.status_code in (401, 403):
+            return RequestRejected(
+                f"{message}: {_advice(error.status_code, error.request.url.path)}"
+            )
+        return RequestRejected(message)
+
+    def _message(self, url: str, message: object) -> str:
+        """The endpoint's own words, short, and never with our key in them."""
+        text = f"{url}: {str(message) or type(message).__name__}"
+        # Some servers quote the request, headers included.
+        for key in filter(None, (self._api_key, self._admin_key)):
+            text = text.replace(key, "***")
+        return text[:MESSAGE_CHARACTERS_MAX]
+
+
+def _advice(status: int, route: str) -> str:
+    """Return what to do about a 401 or a 403 of a route."""
+    if status == 403 and route.endswith(GENERATE_ROUTE):
+        return (
+            f"inference.route vllm_generate needs {GENERATE_ROUTE}, which vLLM 0.32 serves "
+            "where it is started with --enable-scale-out"
+        )
+    return (
+        "set the variable that inference.api_key_variable names, for new weights the one of "
+        "inference.server.admin_key_variable"
+    )
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Seconds that a Retry-After header asks for, as a number or a date; 0 without a valid one."""
+    value = headers.get("retry-after", "").strip()
+    if value.replace(".", "", 1).isdecimal():
+        return float(value)
+    try:
+        at = parsedate_to_datetime(value)
+    except ValueError:
+        return 0.0
+    # A date in -0000 is parsed without a zone, and is UTC.
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return max(0.0, (at - datetime.now(UTC)).total_seconds())
+
+
+def _is_about_the_model(body: object) -> bool:
+    if not isinstance(body, dict):
+        return False
+    named = body.get("param") == "model" or body.get("code") == "model_not_found"
+    return named or "model" in str(body.get("message", "")).lower()
+
+
+class Connections:
+    """Connections to one endpoint, in pools of a few.
+
+    The HTTP library looks at every connection of a pool for each request: with 512 in one pool a
+    request costs 6.5 ms of CPU, in pools of 16 it costs 2 ms.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        self._connect = partial(_connect, url, api_key, timeout_s, POOL_CONNECTIONS)
+        self._all: list[openai.AsyncOpenAI] = []
+        self._unused: list[openai.AsyncOpenAI] = []  # one entry per connection
+
+    @contextmanager
+    def lend(self) -> "Iterator[openai.AsyncOpenAI]":
+        """Lend the client of a pool with a connection that no request uses."""
+        if not self._unused:
+            client = self._connect()
+            self._all.append(client)
+            self._unused += [client] * POOL_CONNECTIONS
+        # the one that was returned last: its connection is the likeliest to be open still
+        client = self._unused.pop()
+        try:
+            yield client
+        finally:
+            self._unused.append(client)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self._all:
+            await client.close()
+
+
+def _connect(
+    url: str, api_key: str | None, timeout_s: float, connections: int
+) -> "openai.AsyncOpenAI":
+    """A client without retries of its own.
+
+    Imported here, because `openai` takes most of a second to import and only rollouts need it.
+    Its own default would send OPENAI_API_KEY to any endpoint that is configured: a key is always
+    given. Proxies of the environment are not asked for what runs on this machine.
+    """
+    import httpx2
+    import openai
+
+    parts = urlsplit(url)
+    transport = openai.DefaultAsyncHttpxClient(
+        follow_redirects=False,  # an endpoint does not choose who gets prompts and token
+        verify=_trusted() if parts.scheme == "https" else _distrusting(),
+        trust_env=parts.hostname not in _LOOPBACK,
+        limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
+    )
+    return openai.AsyncOpenAI(
+        api_key=api_key or "EMPTY",
+        base_url=url,
+        timeout=timeout_s,
+        max_retries=0,
+        http_client=transport,
+    )
+
+
+@lru_cache(maxsize=1)
+def _trusted() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+@lru_cache(maxsize=1)
+def _distrusting() -> ssl.SSLContext:
+    """For plain http, where none is used: loading the certificates of the system takes 20 ms."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
