@@ -11,8 +11,9 @@ from support.fakes import END, FakePolicyServer
 from support.policy_runs import small_run
 
 from marin_rl.errors import FleetEmpty
-from marin_rl.inference.client.fleet_client import FleetClient
+from marin_rl.inference.client.fleet import FleetOptions
 from marin_rl.inference.client.fleet_sources import EndpointSource
+from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.storage.fleet import FLEET, TARGET_KEY, FleetBoard, Heartbeat, Identity, Target
 from marin_rl.types import Message, Sampling
@@ -54,8 +55,8 @@ def beat(name: str, url: str, answers: Target) -> Heartbeat:
 def sample(board: FleetBoard, samples: int, within_s: float = 60.0) -> list[np.ndarray]:
     async def use() -> list[np.ndarray]:
         source = EndpointSource(["registered"], board, IDENTITY, version=3)
-        options = {"probe_s": 0.02, "fleet_timeout_s": within_s, "model": MODEL, "api_key": "token"}
-        async with FleetClient(source=source, **options) as client:
+        fleet = FleetOptions(probe_s=0.02, timeout_s=within_s)
+        async with PolicyClient(source=source, fleet=fleet, model=MODEL, api_key="token") as client:
             seeds = (Sampling(max_tokens=8, seed=seed) for seed in range(samples))
             answers = [await client.chat(MESSAGES, 1, sampling) for sampling in seeds]
         return [answer.completions[0].token_ids for answer in answers]
