@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from marin_rl.chat_templates import ChatTemplate, Conversation, with_options
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, load_config, value_at
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.inference.client.protocol import ChatRequest, PlainRequest, TurnsRequest
+from marin_rl.inference.client.protocol import ChatRequest, TurnsRequest
 from marin_rl.inference.client.sglang import SGLangDialect
 from marin_rl.inference.client.vllm import VllmDialect
 from marin_rl.rollouts.bridge import TemplateBridge
@@ -104,7 +104,10 @@ ASKED = ChatRequest(model="m", messages=(), n=1, sampling=Sampling(), stop_token
 @pytest.mark.parametrize(
     ("body", "where"),
     [
-        (PlainRequest(model="m", prompt=IDS, sampling=Sampling(), stop_token_ids=(2,)).body(), ()),
+        (
+            TurnsRequest(model="m", prompts=[IDS], sampling=Sampling(), stop_token_ids=(2,)).body(),
+            (),
+        ),
         (
             TurnsRequest(
                 model="m", prompts=[IDS], seeds=[1], sampling=Sampling(), stop_token_ids=(2,)

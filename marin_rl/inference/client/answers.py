@@ -79,35 +79,34 @@ class ChatAnswer:
 def decode_answer(data: bytes) -> ChatAnswer:
     """Read a chat completion, ours or vLLM's; BadResponse names what is missing or absurd."""
     body, choices = read_choices(data)
-    return ChatAnswer(
-        model=str(body.get("model", "")),
-        prompt_token_ids=_token_ids(body.get("prompt_token_ids"), "prompt_token_ids"),
-        completions=tuple(_decode_choice(choice) for choice in choices),
-        request_id=str(body.get("id") or ""),
-        weight_version=_weight_version(body.get("weight_version")),
-        parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
-        timings=_timings(expect_object(body.get("timings") or {}, "timings")),
-    )
+    return _answer(body, body, tuple(_decode_choice(choice) for choice in choices))
 
 
 def decode_turns(data: bytes) -> list[ChatAnswer]:
-    """Read the answer to a `TurnsRequest` or a `PlainRequest`: one completion per prompt, in order.
+    """Read the answer to a `TurnsRequest`: one completion per prompt, in order.
 
     Raises BadResponse.
     """
     body, choices = read_choices(data)
     return [
-        ChatAnswer(
-            model=str(body.get("model", "")),
-            prompt_token_ids=_token_ids(choice.get("prompt_token_ids"), "prompt_token_ids"),
-            completions=(decode_completion(choice, choice.get("text")),),
-            request_id=str(body.get("id") or ""),
-            weight_version=_weight_version(body.get("weight_version")),
-            parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
-            timings=_timings(expect_object(choice.get("timings") or {}, "a choice's timings")),
-        )
+        _answer(body, choice, (decode_completion(choice, choice.get("text")),))
         for choice in choices
     ]
+
+
+def _answer(
+    body: Mapping[str, Any], prompt: Mapping[str, Any], completions: tuple[Completion, ...]
+) -> ChatAnswer:
+    """An answer whose prompt's ids and timings are in `prompt`, and all else in `body`."""
+    return ChatAnswer(
+        model=str(body.get("model", "")),
+        prompt_token_ids=_token_ids(prompt.get("prompt_token_ids"), "prompt_token_ids"),
+        completions=completions,
+        request_id=str(body.get("id") or ""),
+        weight_version=_weight_version(body.get("weight_version")),
+        parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
+        timings=_timings(expect_object(prompt.get("timings") or {}, "timings")),
+    )
 
 
 def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:

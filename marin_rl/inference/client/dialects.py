@@ -30,7 +30,6 @@ from marin_rl.inference.client.http_client import Root
 from marin_rl.inference.client.protocol import (
     CHAT_PATH,
     ChatRequest,
-    PlainRequest,
     ServedModel,
     TurnsRequest,
     parse_served_model_id,
@@ -106,9 +105,9 @@ class ChatDialect(Dialect):
                 # For good: later requests spare the 404.
                 self._has_chat_tokens = False
         assert request.prompt_ids is not None, "see `exact`"
-        plain = PlainRequest(
+        plain = TurnsRequest(
             model=request.model,
-            prompt=request.prompt_ids,
+            prompts=[request.prompt_ids],
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
         )

@@ -220,7 +220,10 @@ class PolicyClient(ChatClient):
             wait=lambda state: _pause_s(state.attempt_number, 1),
             reraise=True,
         )
-        return await retrying(send)
+        async for attempt in retrying:
+            with attempt:
+                return await send()
+        raise AssertionError("tenacity returns a value or raises")
 
 
 def _pause_s(failures: int, endpoints: int) -> float:

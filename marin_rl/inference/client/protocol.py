@@ -167,52 +167,31 @@ class TurnsRequest:
     """A sample of each of several prompts of ids from one served model, each with its own seed.
 
     `sampling` holds for all of them, and has no seed. The list `seeds` of the body is ours: other
-    servers of plain completions have one seed for all prompts.
+    servers of plain completions have one seed for all prompts. Without `seeds` it is one prompt,
+    for endpoints without the chat route for ids, as vLLM's own server.
     """
 
     path: ClassVar[str] = COMPLETIONS_PATH
     model: str
     prompts: Sequence[Int32[np.ndarray, " _P"]]
-    seeds: Sequence[int]
+    seeds: Sequence[int] = ()
     sampling: Sampling
     session: str = ""
     stop_token_ids: tuple[int, ...] = ()
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
-        return {
+        prompts = [prompt.tolist() for prompt in self.prompts]
+        body: dict[str, Any] = {
             "model": self.model,
-            "prompt": [prompt.tolist() for prompt in self.prompts],
-            "seeds": list(self.seeds),
             **sampling_fields(self.sampling, self.stop_token_ids),
             "return_token_ids": True,
             "compact_logprobs": True,
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainRequest:
-    """A sample that goes on from exact ids, by the route of plain completions.
-
-    For endpoints without the chat route for ids, as vLLM's own server.
-    """
-
-    path: ClassVar[str] = COMPLETIONS_PATH
-    model: str
-    prompt: Int32[np.ndarray, " P"]
-    sampling: Sampling
-    stop_token_ids: tuple[int, ...] = ()
-
-    def body(self) -> dict[str, Any]:
-        """The JSON body; `logprobs: 0` asks for those of the sampled tokens."""
-        return {
-            "model": self.model,
-            "prompt": self.prompt.tolist(),
-            **sampling_fields(self.sampling, self.stop_token_ids),
-            "logprobs": 0,
-            "return_token_ids": True,
-            "compact_logprobs": True,
-        }
+        if self.seeds:
+            return body | {"prompt": prompts, "seeds": list(self.seeds)}
+        (prompt,) = prompts
+        return body | {"prompt": prompt, "logprobs": 0}  # of the sampled tokens
 
 
 def sampling_fields(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> dict[str, Any]:

@@ -8,7 +8,7 @@ sent, retried and checked (`policy_client`).
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from marin_rl.errors import BadResponse
 from marin_rl.inference.client.answers import ChatAnswer
@@ -19,24 +19,7 @@ from marin_rl.types import Sampling
 IN_FLIGHT = 2
 
 Ask = Callable[[TurnsRequest], Awaitable[list[ChatAnswer]]]
-
-
-def _anywhere(session: str) -> str:
-    """The place of all sessions where there is but one."""
-    return ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Turn:
-    """A turn that waits for its answer."""
-
-    request: ChatRequest
-    answer: "asyncio.Future[ChatAnswer]"
-
-    @property
-    def shared(self) -> Sampling:
-        """Sampling that the turns of one request have in common."""
-        return replace(self.request.sampling, seed=None)
+Turns = dict[asyncio.Future[ChatAnswer], ChatRequest]  # each with its answer, in order
 
 
 class TurnBatches:
@@ -45,9 +28,11 @@ class TurnBatches:
     `place` says where a session's cache is: turns of one request have it at one endpoint.
     """
 
-    def __init__(self, ask: Ask, limit: int, place: Callable[[str], str] = _anywhere) -> None:
+    def __init__(
+        self, ask: Ask, limit: int, place: Callable[[str], str] = lambda _session: ""
+    ) -> None:
         self._ask, self._limit, self._place = ask, limit, place
-        self._waiting: list[_Turn] = []
+        self._waiting: Turns = {}
         self._senders: set[asyncio.Task[None]] = set()
 
     def takes(self, request: ChatRequest) -> bool:
@@ -60,21 +45,20 @@ class TurnBatches:
 
     async def ask(self, request: ChatRequest) -> ChatAnswer:
         """The answer to one turn. Raises what its request raises."""
-        turn = _Turn(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(turn)
+        answer: asyncio.Future[ChatAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = request
         if len(self._senders) < IN_FLIGHT:
             sender = asyncio.create_task(self._send_waiting())
             self._senders.add(sender)
             sender.add_done_callback(self._senders.discard)
-        return await turn.answer
+        return await answer
 
     async def close(self) -> None:
         """Cancel what is under way."""
         senders = list(self._senders)
-        for sender in senders:
-            sender.cancel()
+        for task in (*senders, *self._waiting):
+            task.cancel()
         await asyncio.gather(*senders, return_exceptions=True)
-        _cancel(self._waiting)
 
     async def _send_waiting(self) -> None:
         """Send requests until no turn waits."""
@@ -82,61 +66,40 @@ class TurnBatches:
         await asyncio.sleep(0)
         while turns := self._take():
             try:
-                answers = await self._ask(_joined(turns))
+                answers = await self._ask(_joined(list(turns.values())))
                 if len(answers) != len(turns):
                     raise BadResponse(f"expected {len(turns)} completions, found {len(answers)}")
+                for turn, answer in zip(turns, answers, strict=True):
+                    if not turn.done():  # else its caller was cancelled
+                        turn.set_result(answer)
             except Exception as error:  # noqa: BLE001 - raised where each turn is awaited
-                _fail(turns, error)
-            else:
-                _resolve(turns, answers)
+                for turn in [turn for turn in turns if not turn.done()]:
+                    turn.set_exception(error)
             finally:  # changes nothing but where this task is cancelled
-                _cancel(turns)
+                for turn in turns:
+                    turn.cancel()
             # the members that were answered ask for their next turns before the next request
             await asyncio.sleep(0)
 
-    def _take(self) -> list[_Turn]:
+    def _take(self) -> Turns:
         """Remove the turns of the next request: of one sampling, the longest waiting first."""
-        self._waiting = [turn for turn in self._waiting if not turn.answer.done()]
-        if not self._waiting:
-            return []
-        first = self._waiting[0]
-        shared, place = first.shared, self._place(first.request.session)
-        taken = [
-            turn
-            for turn in self._waiting
-            if turn.shared == shared and self._place(turn.request.session) == place
-        ][: self._limit]
-        chosen = set(taken)
-        self._waiting = [turn for turn in self._waiting if turn not in chosen]
-        return taken
+        self._waiting = {turn: asked for turn, asked in self._waiting.items() if not turn.done()}
+        shared = [(turn, self._shared(asked)) for turn, asked in self._waiting.items()]
+        taken = [turn for turn, each in shared if each == shared[0][1]][: self._limit]
+        return {turn: self._waiting.pop(turn) for turn in taken}
+
+    def _shared(self, request: ChatRequest) -> tuple[Sampling, str]:
+        """Sampling and place that the turns of one request have in common."""
+        return replace(request.sampling, seed=None), self._place(request.session)
 
 
-def _joined(turns: list[_Turn]) -> TurnsRequest:
+def _joined(turns: list[ChatRequest]) -> TurnsRequest:
     first = turns[0]
-    prompts = [turn.request.prompt_ids for turn in turns]
-    seeds = [turn.request.sampling.seed for turn in turns]
     return TurnsRequest(
-        model=first.request.model,
-        prompts=[prompt for prompt in prompts if prompt is not None],
-        seeds=[seed for seed in seeds if seed is not None],
-        sampling=first.shared,
-        session=first.request.session,
-        stop_token_ids=first.request.stop_token_ids,
+        model=first.model,
+        prompts=[turn.prompt_ids for turn in turns if turn.prompt_ids is not None],
+        seeds=[turn.sampling.seed for turn in turns if turn.sampling.seed is not None],
+        sampling=replace(first.sampling, seed=None),
+        session=first.session,
+        stop_token_ids=first.stop_token_ids,
     )
-
-
-def _resolve(turns: list[_Turn], answers: list[ChatAnswer]) -> None:
-    for turn, answer in zip(turns, answers, strict=True):
-        if not turn.answer.done():  # else its caller was cancelled
-            turn.answer.set_result(answer)
-
-
-def _fail(turns: list[_Turn], error: Exception) -> None:
-    for turn in turns:
-        if not turn.answer.done():
-            turn.answer.set_exception(error)
-
-
-def _cancel(turns: list[_Turn]) -> None:
-    for turn in turns:
-        turn.answer.cancel()
