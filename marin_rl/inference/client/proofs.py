@@ -144,10 +144,6 @@ async def _send_weights(send: Send, weights: Publisher, url: str, *, first: bool
     await weights.publish(send)
 
 
-class Unproven(EndpointUnavailable):
-    """An endpoint went on to later weights before it was proven to have the right earlier ones."""
-
-
 class VersionsProof(Proof):
     """Proof of `version` and of every later one, each by the digest of its checkpoint.
 
@@ -258,7 +254,8 @@ class VersionsProof(Proof):
     async def _prove(self, client: EndpointAccess, member: Member, version: int) -> None:
         """Have an endpoint sample the canary by a version, once.
 
-        Raises Unproven where it has gone on to another one, StalePolicy for other weights.
+        Raises EndpointUnavailable where it has gone on to another one, StalePolicy for other
+        weights.
         """
         if self._canary_of is None:
             return
@@ -305,8 +302,8 @@ class VersionsProof(Proof):
     ) -> Canary:
         """The canary of a version, once the trainer has proven that.
 
-        Raises Unproven where the endpoint goes on meanwhile, StalePolicy where the trainer proves
-        nothing for `inference.fleet_timeout_s`.
+        Raises EndpointUnavailable where the endpoint goes on meanwhile, StalePolicy where the
+        trainer proves nothing for `inference.fleet_timeout_s`.
         """
         options = client.options
         deadline = time.monotonic() + options.timeout_s
@@ -331,9 +328,9 @@ def _versions_of(completion: Completion, version: int) -> Int32[np.ndarray, " T"
     return np.full(len(completion.token_ids), version, np.int32)
 
 
-def _unproven(member: Member, version: int) -> Unproven:
+def _unproven(member: Member, version: int) -> EndpointUnavailable:
     _log.info("endpoint %s went on before version %d was proven there", member.url, version)
-    return Unproven(
+    return EndpointUnavailable(
         f"{member.url}: went on to other weights before version {version} was proven there"
     )
 
