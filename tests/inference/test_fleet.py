@@ -53,6 +53,18 @@ def test_reported_load_counts_with_requests_sent_since() -> None:
     assert made.members[A].slots == 64
 
 
+def test_a_plain_list_is_asked_in_turn_and_what_was_tried_last() -> None:
+    made = Fleet.of([A, B, C])
+    assert asked(made, 4, "a session of its own") == [A, B, C, A]
+    for tried, then in (([], B), ([B], C), ([B, C], A), ([A, B, C], B)):
+        member = made.choose("", 0.0, tried)
+        assert member is not None
+        assert member.url == then
+    for url, until in ((A, 3.0), (B, 1.0), (C, 2.0)):
+        made.members[url].not_before = until
+    assert asked(made, 2) == [B, B], "all asked to be left alone: the first whose time ends"
+
+
 def test_larger_endpoints_get_more() -> None:
     made = fleet(Endpoint(url=A, slots=2), Endpoint(url=B, slots=6))
     assert sorted(asked(made, 8)) == [A] * 2 + [B] * 6
