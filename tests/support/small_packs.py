@@ -76,8 +76,6 @@ def samples_packs(player: Any, chunk: int, left: Sequence[int], version: int) ->
     world.read_packs(chain)
     left = [number for number in left if number not in chain.finished]
     for first in range(0, len(left), world.packs):
-        if not player.goes_on():
-            return
         ended = left[first : first + world.packs]
         chain.versions |= {n: sampled_in_pieces(player, n, version) for n in ended}
         chain.append([group_of(group_id_of(number), ()) for number in ended])
