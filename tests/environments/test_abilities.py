@@ -108,7 +108,7 @@ from marin_rl.environments.episode_pool import pools as others
 with run("configs/debug.yaml", {{"root": {str(tmp_path)!r}, "rounds": 1}}) as training:
     (committed,) = training
 assert not pools and not others
-others = [c for c in commands if sys.executable in c.rpartition("supervise()")[2]]
+others = [c for c in commands if sys.executable in c.partition("supervise()")[2]]
 print(committed.number, len(commands), others)
 print([name for name in sys.modules if name.startswith({foreign!r})])
 """
