@@ -233,7 +233,7 @@ def _explained(fault: WorkerFault, wall_s: float) -> str:
         return f"took longer than {wall_s:g} s; environment.reward_timeout_s sets the limit"
     if fault.limit == "answer":
         return f"expected scores of {ANSWER_BYTES_MAX} bytes at most, found {fault}"
-    return f"ended its process ({fault})"
+    return str(fault) if fault.limit == "lost" else f"ended its process ({fault})"
 
 
 def _score_of(answer: dict[str, Any]) -> Score:
