@@ -233,6 +233,10 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             {"asynchrony": {"curriculum": "weights", "curriculum_weights": {0: {"echo": 1}}}},
             "asynchrony.curriculum_weights: was withdrawn; give the entries of environment",
         ),
+        (
+            {"inference": {"server": {"header_timeout_s": 5.0}}},
+            "inference.server.header_timeout_s: was withdrawn; a reverse proxy bounds heads",
+        ),
         ({"learning_rate": 1}, "did you mean training.learning_rate?"),
         ({"training": {"learning_rate": "fast"}}, "training.learning_rate"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate"),

@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from typer import Typer
 from typer.main import get_command
 
 from flows.stack import POOL
 from marin_rl.commands.serve import serve
-from marin_rl.config import load_config
+from marin_rl.config import ServerConfig, load_config
 
 TOP = Path(__file__).parents[1]
 DEPLOY = TOP / "deploy"
@@ -198,3 +199,21 @@ def test_the_demo_is_run_on_a_pool_and_with_settings_that_there_are() -> None:
         assert config.root == "/runs"
     workers = (COMPOSE["services"]["worker"]["entrypoint"], pods()["worker"]["containers"][0])
     assert workers[0] == workers[1]["command"] == ["prefect", "worker", "start", "--pool", POOL]
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("nginx.conf", ("client_max_body_size {mib}m;", "proxy_read_timeout {answer_s}s;")),
+        ("Caddyfile", ("max_size {mib}MiB ", "write {answer_s}s ")),
+    ],
+)
+def test_a_proxy_has_the_limits_of_the_server_behind_it(name: str, limits: tuple[str, ...]) -> None:
+    text = (DEPLOY / name).read_text()
+    usual = ServerConfig()
+    for limit in limits:
+        assert limit.format(mib=usual.body_bytes_max >> 20, answer_s=3600) in text
+    assert usual.request_timeout_s == 3600
+    (chosen,) = re.findall(r"--set '(.+)'", text)
+    config = load_config(TOP / "configs/demo.yaml", [chosen])
+    assert config.inference.server.hosts_allowed == ("policy.example.org",)

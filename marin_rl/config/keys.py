@@ -28,6 +28,11 @@ WITHDRAWN = {
         f"inference.{name}": "servers read checkpoints from the root, which is faster: remove it"
         for name in ("flight", "flight_certificate", "flight_key", "flight_ca")
     },
+    **{
+        f"inference.server.{name}": "a reverse proxy bounds heads of requests and slow clients, "
+        "see docs/serving.md: remove it"
+        for name in ("header_bytes_max", "header_timeout_s", "body_timeout_s")
+    },
     "flow.runner=root": "use work_pool or ray, and have servers of other machines join the run's "
     "fleet (inference.endpoints: registered, marin-rl serve RUN --register)",
     **WITHDRAWN_CONTENT,

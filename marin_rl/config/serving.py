@@ -140,12 +140,6 @@ class ServerConfig(Section):
         description="bytes of all bodies that are read or wait to be parsed, 64 KiB of each not "
         "counted; at least body_bytes_max; beyond: 503",
     )
-    header_bytes_max: int = runtime_field(
-        default=65536,
-        ge=1024,
-        le=2**20,
-        description="bytes of a request's line and headers; beyond: 431",
-    )
     prompt_tokens_max: int | None = runtime_field(
         default=None,
         ge=1,
@@ -166,7 +160,7 @@ class ServerConfig(Section):
     connections_max: Count = runtime_field(
         default=2048,
         le=65536,
-        description="open connections; beyond: the one idle for longest is closed, else 503",
+        description="open connections; requests on further ones: 503",
     )
     requests_per_second: float | None = runtime_field(
         default=None,
@@ -181,13 +175,6 @@ class ServerConfig(Section):
         le=1_000_000,
         description="requests that one bearer token may send at once after a pause; null: "
         "those of one second, at least 1",
-    )
-    header_timeout_s: Seconds = runtime_field(
-        default=10.0,
-        description="seconds until a connection's next request head is there; beyond: closed",
-    )
-    body_timeout_s: Seconds = runtime_field(
-        default=60.0, description="seconds for a body; beyond: 408"
     )
     queue_timeout_s: Seconds = runtime_field(
         default=600.0, description="seconds until a request's first slot; beyond: 503"

@@ -25,6 +25,7 @@ from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import live_html, page_json, policy, scripts
 from marin_rl.serving.http.addresses import Origins, is_loopback, listen
+from marin_rl.serving.http.errors import ApiError
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +135,9 @@ class _OurPagesOnly:
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value)
         answer: Callable[[Scope, Receive, Send], Awaitable[None]] = self._app
-        if self._origins.refusal(headers) is not None:
+        try:
+            self._origins.check(headers)
+        except ApiError:
             answer = PlainTextResponse("this page is for this machine only", 403)
         await answer(scope, receive, send)
 

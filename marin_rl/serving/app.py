@@ -1,15 +1,13 @@
-"""The ASGI application: middlewares, routes, and the API description.
+"""The ASGI application: routes behind their guard, and the API description.
 
-Owns the order of the middlewares (request log, guard, routes), which route a request goes to, and
-the routes about the server itself: health, models, metrics, `/openapi.json`. Leaves out what each
-middleware does (`access_log`, `auth`) and the routes of the API (`api`).
+Owns which route a request goes to, and the routes about the server itself: health, models, metrics,
+`/openapi.json`. Leaves out what is checked before (`guard`) and the routes of the API (`api`).
 """
 
 import asyncio
 from functools import cached_property
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Router
@@ -25,15 +23,15 @@ from marin_rl.serving.api.openapi import API_ROUTE, ERROR, ApiRoute, Model, Mode
 from marin_rl.serving.api.service import Service, json_response
 from marin_rl.serving.api.sglang import sglang_routes
 from marin_rl.serving.api.token_routes import tokens_routes
-from marin_rl.serving.http.access_log import AccessLog, RequestLog, RequestRecord, record_of
+from marin_rl.serving.http.access_log import AccessLog, RequestRecord
 from marin_rl.serving.http.addresses import Origins
-from marin_rl.serving.http.auth import Guard, Keys, Refusal
-from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.http.auth import Keys
+from marin_rl.serving.http.guard import Guard
 from marin_rl.serving.http.prometheus import CONTENT_TYPE, METRICS_ROUTE, Telemetry
 
 
 class Application:
-    """The routes of one server behind its middlewares.
+    """The routes of one server; `guarded` is the ASGI application.
 
     `origins` follows the address that the server binds; `log` is None until requests are logged.
     """
@@ -63,33 +61,25 @@ class Application:
         )
         self._exact = {route.path: route for route in self.routes if not route.param_convertors}
         self._router = Router(list(self.routes))
-        guard = Guard(self._dispatch, config=config, keys=keys, origins=lambda: self.origins)
-        self._entry = RequestLog(  # outermost: it sees what the guard refuses too
-            guard,
+        self.guarded = Guard(
+            self._dispatch,
+            config=config,
+            keys=keys,
+            origins=lambda: self.origins,
             on_start=telemetry.request_started,
             on_end=self._on_end,
-            bodies=config.log_prompts,
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        await self._entry(scope, receive, send)
-
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the route of a request; refusals get the shape of all errors."""
-        try:
-            # a dictionary first: Starlette would match every route's regular expression in turn
-            route = self._exact.get(scope["path"])
-            if route is not None and scope["method"] in (route.methods or ()):
-                scope["route"], scope["path_params"] = route, {}
-                await route.app(scope, receive, send)
-            else:
-                scope["app"] = self  # which makes Starlette raise its refusals
-                await self._router(scope, receive, send)
-        except (ApiError, HTTPException) as error:
-            if record_of(scope).status:  # too late to answer otherwise
-                raise
-            await Refusal(_as_api_error(error, scope))(scope, receive, send)
+        """Call the route of a request."""
+        # a dictionary first: Starlette would match every route's regular expression in turn
+        route = self._exact.get(scope["path"])
+        if route is not None and scope["method"] in (route.methods or ()):
+            scope["route"], scope["path_params"] = route, {}
+            await route.app(scope, receive, send)
+        else:
+            scope["app"] = self  # which makes Starlette raise its refusals
+            await self._router(scope, receive, send)
 
     async def _metrics(self, request: Request) -> Response:
         """Return the server's metrics in the Prometheus text format."""
@@ -108,14 +98,6 @@ class Application:
         self._telemetry.request_ended(record)
         if self.log is not None:
             self.log.add(record)
-
-
-def _as_api_error(error: ApiError | HTTPException, scope: Scope) -> ApiError:
-    """Unknown routes and methods as our own errors; the path is the client's own."""
-    if isinstance(error, ApiError):
-        return error
-    message = f"{scope['method'][:16]} {scope['path'][:200]}: {error.detail}"
-    return ApiError(error.status_code, message, headers=dict(error.headers or {}))
 
 
 def server_routes(service: Service) -> list[ApiRoute]:

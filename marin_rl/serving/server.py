@@ -8,6 +8,7 @@ call them (`auth`) and the address (`addresses`).
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -15,8 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from io import TextIOBase
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import jax.numpy as jnp
 import uvicorn
@@ -31,10 +34,9 @@ from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import STOP_TOKENS_MAX
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.app import Application
-from marin_rl.serving.http.access_log import AccessLog, Stream
-from marin_rl.serving.http.addresses import Origins, listen
+from marin_rl.serving.http.access_log import AccessLog
+from marin_rl.serving.http.addresses import Origins, http_server, listen
 from marin_rl.serving.http.auth import Keys, check_reach
-from marin_rl.serving.http.connections import Connections, raise_files_limit
 from marin_rl.serving.http.prometheus import Snapshot, Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.weights.adapters import ServedAdapters
@@ -94,8 +96,8 @@ class PolicyServer:
             self.engine,
             parameter_shapes(model),
             reserved=lambda: [*self._service.names, self._service.base_id],
-            on_load=self.telemetry.adapter_loaded,
-            on_failure=self.telemetry.adapter_failed,
+            on_load=partial(self.telemetry.count, "adapter_load_seconds_total"),
+            on_failure=partial(self.telemetry.count, "adapter_load_failures_total"),
         )
         self._service = Service(
             self.engine,
@@ -148,7 +150,7 @@ class PolicyServer:
         listener = listen(host, port)
         if warm_up:
             self.engine.warm_up(announce)
-        self._uvicorn = self._http()
+        self._uvicorn = http_server(self._app.guarded, self._config, host)
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([listener],), name="server", daemon=True
         )
@@ -169,7 +171,7 @@ class PolicyServer:
         if name not in self._service.known:
             self._service.aliases += (name,)
 
-    def log_requests(self, stream: Stream) -> None:
+    def log_requests(self, stream: TextIO | TextIOBase) -> None:
         """Write one JSON line for each request to `stream` from now on."""
         self._close_log()
         self._app.log = AccessLog(stream)
@@ -191,20 +193,13 @@ class PolicyServer:
             )
         )
 
-    def _http(self) -> uvicorn.Server:
-        connections = Connections(
-            config=self._config,
-            on_refused=self.telemetry.connection_refused,
-            on_count=self.telemetry.connections_open,
-        )
-        return connections.server_of(self._app)
-
     def _origins(self, host: str) -> Origins:
         return Origins(self._config, host, has_token=self._keys.api is not None)
 
     def _snapshot(self) -> Snapshot:
-        engine, policy = self.engine, self.engine.policy
+        engine, policy, http = self.engine, self.engine.policy, self._uvicorn
         return Snapshot(
+            connections=0 if http is None else len(http.server_state.connections),
             model_id=self._service.id_of(policy),
             adapters=[one.name for one in engine.adapters.loaded],
             adapters_max=engine.adapters.sizes.adapters,
@@ -224,7 +219,7 @@ class PolicyServer:
     def _count_update(self, update: Update) -> None:
         source = update.source
         if update.refused:
-            self.telemetry.weights_failed(source=source)
+            self.telemetry.count("weight_update_failures_total", 1, source)
         else:
             self.telemetry.weights_updated(
                 source=source, bytes=update.bytes, seconds=update.seconds
@@ -311,7 +306,8 @@ def serve_forever(
     if warm_up:
         announce(f"compiling {programs} programs, or reading them from the cache")
     try:
-        raise_files_limit()
+        _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # one a connection
         if server.settings.access_log:
             server.log_requests(sys.stderr)
         server.start(host, port, warm_up=warm_up, announce=announce)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from marin_rl.config import WITHDRAWN
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import Run
 
@@ -75,7 +76,12 @@ def remembered(run: Run) -> tuple[str, ...] | None:
     # decides.
     except (OSError, ValidationError):
         return None
-    return own.free
+    return tuple(item for item in own.free if not _names_of(item) & WITHDRAWN.keys())
+
+
+def _names_of(item: str) -> set[str]:
+    """Return a setting's key, and key and value, as `WITHDRAWN` has them."""
+    return {item.partition("=")[0], item.replace('"', "")}
 
 
 def _path_of(run: Run) -> Path:

@@ -193,7 +193,7 @@ def test_an_admins_body_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_budget_is_shared_and_given_back() -> None:
     trimmed = threading.Event()
     budget = BodyBudget(TRIM_BYTES + 10, give_back=trimmed.set)
-    first, second, third = budget.share(), budget.share(), budget.share()
+    first, second, third = (BodyShare(budget, 2 * TRIM_BYTES) for _ in range(3))
     first.grow_to(FREE_BYTES)
     assert budget.bytes_in_use == 0  # small bodies are none of its business
     first.grow_to(FREE_BYTES + TRIM_BYTES)
@@ -205,9 +205,11 @@ def test_a_budget_is_shared_and_given_back() -> None:
     third.grow_to(FREE_BYTES)
     first.release()
     first.release()
-    first.grow_to(10 * FREE_BYTES)  # too late to count
     assert budget.bytes_in_use == 10
     third.grow_to(FREE_BYTES + 1)
+    with pytest.raises(ApiError, match=f"at most {2 * TRIM_BYTES} bytes") as caught:
+        third.grow_to(2 * TRIM_BYTES + 1)
+    assert caught.value.status == 413
     for share in (second, third):
         share.release()
     assert budget.bytes_in_use == 0
@@ -231,10 +233,11 @@ def becomes(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     return True
 
 
-def test_bodies_that_do_not_end_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    budgets: list[BodyBudget] = []
-    share = BodyBudget.share
-    monkeypatch.setattr(BodyBudget, "share", lambda own: budgets.append(own) or share(own))
+def bytes_counted(server: PolicyServer) -> int:
+    return server._app.guarded._budget.bytes_in_use
+
+
+def test_bodies_that_do_not_end_share_one_budget() -> None:
     limits = ServerConfig(body_bytes_max=MEGABYTE, bodies_bytes_max=4 * MEGABYTE)
     large = {"prompt": "a" * (MEGABYTE // 2)}
     with serving(limits) as running, ExitStack() as open_ones:
@@ -242,7 +245,7 @@ def test_bodies_that_do_not_end_share_one_budget(monkeypatch: pytest.MonkeyPatch
             open_ones.enter_context(unfinished(running, MEGABYTE, MEGABYTE - 10))
         # a large body that came before they were read would take the place of one of them
         read = 4 * (MEGABYTE - 10 - FREE_BYTES)
-        assert becomes(lambda: bool(budgets) and budgets[0].bytes_in_use == read)
+        assert becomes(lambda: bytes_counted(running) == read)
         status, headers, answer = talk(running, "POST", "/tokenize", large)
         assert (status, answer["error"]["code"]) == (503, "overloaded")
         assert headers["retry-after"] == "1"
@@ -251,14 +254,7 @@ def test_bodies_that_do_not_end_share_one_budget(monkeypatch: pytest.MonkeyPatch
         assert becomes(lambda: talk(running, "POST", "/tokenize", large)[0] == 400)
 
 
-def test_a_body_is_freed_before_its_answer_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shares: list[BodyShare] = []
-    share = BodyBudget.share
-    monkeypatch.setattr(
-        BodyBudget, "share", lambda budget: shares.append(share(budget)) or shares[-1]
-    )
+def test_a_body_is_freed_before_its_answer_is_made() -> None:
     limits = ServerConfig(body_bytes_max=MEGABYTE, bodies_bytes_max=MEGABYTE)
     with serving(limits) as running:
         running.engine.pause()
@@ -270,7 +266,7 @@ def test_a_body_is_freed_before_its_answer_is_made(
         )
         asking.start()
         assert becomes(lambda: running.engine.queued > 0)
-        assert becomes(lambda: [share._released for share in shares] == [True])
+        assert becomes(lambda: bytes_counted(running) == 0)
         assert answers == []
         running.engine.resume()
         asking.join(60)

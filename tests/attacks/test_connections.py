@@ -1,40 +1,138 @@
-"""Requests whose framing is made to be read in two ways."""
+"""Hostile bytes on a connection: after each attack an ordinary request is answered as before."""
+
+import socket
+import time
+from contextlib import suppress
 
 import pytest
-from support.servers import asks_well, raw, read_all, status_of
+from support.servers import CHAT, asks_well, chat_body, raw, read_all, serving, status_of, talk
 
+from marin_rl.config import ServerConfig
 from marin_rl.serving.server import PolicyServer
 
 # The speed of the model does not matter here.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-BODY = b'd\r\n{"prompt":"a"\r\n1\r\n}\r\n0\r\n\r\n'
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+MEGABYTE = 2**20
 
 
 @pytest.mark.parametrize(
-    ("coding", "status"),
+    "sent",
     [
-        (b"chunked", 200),
-        (b"Chunked", 200),
-        (b"gzip, chunked", 501),
-        (b"gzip,chunked", 501),
-        (b"identity, chunked", 501),
-        (b"deflate\r\nTransfer-Encoding: chunked", 501),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\nHost: a\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"BREW /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nConnection: close\r\nHost: a\r\nHost: b\r\n\r\n",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        HEAD + b"Transfer-Encoding: gzip\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"X: \x00\r\n\r\n",
     ],
+    ids=lambda sent: repr(sent[:40]),
 )
-@pytest.mark.parametrize("path", [b"/tokenize", b"/healthz"])
-def test_only_chunked_bodies_are_taken(
-    server: PolicyServer, path: bytes, coding: bytes, status: int
+def test_bytes_that_are_not_http_get_a_4xx_and_nothing_else(
+    server: PolicyServer, sent: bytes
 ) -> None:
-    """A proxy in front may have decoded what we would take as it is (RFC 9112, 6.1)."""
-    method = b"GET" if path == b"/healthz" else b"POST"
-    head = (
-        b"%s %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: %s\r\n\r\n"
-    )
     with raw(server) as connection:
-        connection.sendall(head % (method, path, coding) + BODY)
+        connection.sendall(sent)
         answer = read_all(connection)
-    assert status_of(answer) == status, answer
-    if status == 501:
-        assert b"unknown_transfer_coding" in answer
+    assert 400 <= status_of(answer) < 500, answer
+    assert b"Traceback" not in answer
+    assert b"site-packages" not in answer
+    assert asks_well(server)
+
+
+def test_a_connection_beyond_the_limit_is_a_503_until_another_ends() -> None:
+    with serving(ServerConfig(connections_max=3)) as server:
+        assert asks_well(server)
+        busy = [raw(server) for _ in range(3)]
+        for connection in busy:
+            connection.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: 10\r\n\r\n")
+            assert status_of(connection.recv(65536)) == 100
+        assert talk(server, "GET", "/v1/models")[0] == 503
+        for connection in busy:
+            connection.close()
+        deadline = time.monotonic() + 60
+        while talk(server, "GET", "/v1/models")[0] == 503:
+            assert time.monotonic() < deadline
+        assert asks_well(server)
+
+
+def test_a_body_declared_too_large_is_a_413_before_it_is_sent(server: PolicyServer) -> None:
+    with raw(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (200 * MEGABYTE))
+        answer = connection.recv(65536)
+    assert status_of(answer) == 413
+    assert b"at most 16777216 bytes" in answer
+    assert asks_well(server)
+
+
+def test_a_body_in_chunks_is_cut_off_at_the_limit(server: PolicyServer) -> None:
+    piece = b"100000\r\n%s\r\n" % (b"x" * MEGABYTE)
+    with raw(server) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        with suppress(OSError):  # the server may have closed the connection
+            for _ in range(17):
+                connection.sendall(piece)
+        answer = connection.recv(65536)
+    assert status_of(answer) == 413
+    assert asks_well(server)
+
+
+def test_10_000_stop_strings_are_a_400(server: PolicyServer) -> None:
+    status, _, answer = talk(server, "POST", CHAT, chat_body(stop=["x"] * 10_000))
+    assert (status, answer["error"]["param"]) == (400, "stop")
+    assert asks_well(server)
+
+
+def test_a_thousand_requests_down_one_connection_are_answered_in_order(
+    server: PolicyServer,
+) -> None:
+    with raw(server) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 999)
+        connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 200 OK") == 1000
+    assert answers.rstrip().endswith(b'{"status":"ready"}')
+
+
+def running(server: PolicyServer, connection: socket.socket) -> None:
+    """Send a request for many samples, and wait until it samples."""
+    body = b'{"model":"policy","messages":[{"role":"user","content":""}],"n":64,"max_tokens":90}'
+    connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    deadline = time.monotonic() + 120
+    while not server.engine.active:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("ending", [b"\x00\xff garbage\r\n\r\n" * 100, b""], ids=["garbage", "end"])
+def test_a_client_that_stops_speaking_http_or_leaves_frees_its_slots(
+    server: PolicyServer, ending: bytes
+) -> None:
+    with raw(server) as connection:
+        running(server, connection)
+        if ending:
+            connection.sendall(ending)
+            read_all(connection)
+    deadline = time.monotonic() + 120
+    while server.engine.active or server.engine.queued:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert asks_well(server)
+
+
+def test_a_websocket_is_not_spoken_here(server: PolicyServer) -> None:
+    with raw(server) as connection:
+        connection.sendall(
+            b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nConnection: Upgrade\r\n"
+            b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        )
+        assert status_of(connection.recv(65536)) == 403
     assert asks_well(server)

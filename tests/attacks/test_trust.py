@@ -23,7 +23,7 @@ from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import scorers
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.evaluate import judges_of
-from marin_rl.storage.own_runs import remember, remembered
+from marin_rl.storage.own_runs import remember, remembered, state_folder
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import Run
 from marin_rl.trust import Consent, check_named, settings_of
@@ -273,6 +273,19 @@ def test_code_of_the_package_needs_no_trust(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"imports marin_rl\.storage\.upkeep\.gc:collect"):
         check_named(run, run.config, Consent())
+
+
+def test_settings_that_were_withdrawn_since_are_dropped_from_ones_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = Run.create_or_open(configuration(str(tmp_path), rounds=7))
+    remember(run)
+    (record,) = state_folder().iterdir()
+    withdrawn = ("inference.server.header_timeout_s=5.0", 'flow.runner="root"')
+    free = ["rounds=7", *withdrawn]
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"free": free}))
+    assert settings_of(run, Consent()).rounds == 7
 
 
 @pytest.mark.slow

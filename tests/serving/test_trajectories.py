@@ -19,7 +19,7 @@ from marin_rl.progress import ProgressEvent, listening
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.rollouts.scored_data import DIGEST, ENVIRONMENT, ORIGIN
 from marin_rl.serving.trajectories import receiver as receiver_module
-from marin_rl.serving.trajectories.app import http_server
+from marin_rl.serving.trajectories.app import trajectory_server
 from marin_rl.serving.trajectories.receiver import Receiver
 from marin_rl.storage.runs import Run, committed_checkpoint, shard_key
 from marin_rl.storage.tables.group_queue import GroupQueue, place_of
@@ -252,7 +252,7 @@ def test_a_body_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path) -
 
 def test_a_token_opens_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is open to others"):
-        http_server(Receiver(run), "0.0.0.0")
+        trajectory_server(Receiver(run), "0.0.0.0")
     monkeypatch.setenv("MARIN_RL_API_KEY", "a-token")
     with receiving(run) as client:
         assert client.get("/status").status_code == 401

@@ -13,7 +13,7 @@ from support.run_factories import configuration
 
 from marin_rl.config import Config
 from marin_rl.serving.http.addresses import listen
-from marin_rl.serving.trajectories.app import http_server
+from marin_rl.serving.trajectories.app import trajectory_server
 from marin_rl.serving.trajectories.receiver import Receiver
 from marin_rl.storage.runs import Run
 
@@ -59,7 +59,7 @@ def zipped(body: Any) -> dict[str, Any]:
 @contextmanager
 def receiving(run: Run) -> Iterator[httpx.Client]:
     """A client of a server of the run, which ends with the block and keeps nothing in memory."""
-    server, listener = http_server(Receiver(run), "127.0.0.1"), listen("127.0.0.1", 0)
+    server, listener = trajectory_server(Receiver(run), "127.0.0.1"), listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     deadline = time.monotonic() + START_S

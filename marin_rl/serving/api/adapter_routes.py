@@ -21,11 +21,10 @@ from marin_rl.inference.client.protocol import (
     SGLANG_UNLOAD_ADAPTER_ROUTE,
     UNLOAD_ADAPTER_ROUTE,
 )
-from marin_rl.serving.api.admin import BODY_BYTES_MAX, Place, admin_post
+from marin_rl.serving.api.admin import Place, admin_body, admin_post
 from marin_rl.serving.api.openapi import ERROR, ApiRoute, SGLangAdapters
 from marin_rl.serving.api.service import Service, json_response
-from marin_rl.serving.http.auth import read_body
-from marin_rl.serving.http.errors import ApiError, Body, Version, VersionText, parse
+from marin_rl.serving.http.errors import ApiError, Body, Version, VersionText
 from marin_rl.serving.weights.checkpoint_loader import Places, without_paths
 from marin_rl.serving.weights.weight_updates import UpdateRunning
 
@@ -82,25 +81,25 @@ def adapter_routes(service: Service) -> list[ApiRoute]:
 
     async def load(request: Request) -> Response:
         """Load an adapter from a PEFT folder under a name (vLLM)."""
-        body = parse(LoadAdapterBody, await read_body(request.receive, BODY_BYTES_MAX))
+        body = await admin_body(LoadAdapterBody, request)
         await asyncio.to_thread(_load, service, body, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(request: Request) -> Response:
         """Unload an adapter; requests that were sent before end on it (vLLM)."""
-        body = parse(UnloadAdapterBody, await read_body(request.receive, BODY_BYTES_MAX))
+        body = await admin_body(UnloadAdapterBody, request)
         await asyncio.to_thread(_unload, service, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def sglang_load(request: Request) -> Response:
         """Load an adapter from a PEFT folder under a name (SGLang)."""
-        body = parse(SGLangLoadAdapterBody, await read_body(request.receive, BODY_BYTES_MAX))
+        body = await admin_body(SGLangLoadAdapterBody, request)
         await asyncio.to_thread(_load, service, body, in_place=False)
         return _loaded(service)
 
     async def sglang_unload(request: Request) -> Response:
         """Unload an adapter; requests that were sent before end on it (SGLang)."""
-        body = parse(SGLangUnloadAdapterBody, await read_body(request.receive, BODY_BYTES_MAX))
+        body = await admin_body(SGLangUnloadAdapterBody, request)
         await asyncio.to_thread(_unload, service, body.lora_name)
         return _loaded(service)
 

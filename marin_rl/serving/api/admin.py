@@ -19,8 +19,9 @@ from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE
 from marin_rl.inference.engine import VersionInUse
 from marin_rl.serving.api.openapi import ApiRoute
 from marin_rl.serving.api.service import Service, json_response
-from marin_rl.serving.http.auth import Endpoint, for_admin, read_body
-from marin_rl.serving.http.errors import ApiError, Body, Version, VersionText, parse
+from marin_rl.serving.http.auth import Endpoint, for_admin
+from marin_rl.serving.http.errors import ApiError, B, Body, Version, VersionText, parse
+from marin_rl.serving.http.guard import read_body
 from marin_rl.serving.weights.checkpoint_loader import Places, Source, checkpoint, folder
 from marin_rl.serving.weights.weight_updates import Update, UpdateRunning
 
@@ -91,7 +92,7 @@ def admin_routes(service: Service) -> list[ApiRoute]:
 
     async def update_weights(request: Request) -> Response:
         """New weights from disk: read, proven, switched to."""
-        body = parse(UpdateWeightsBody, await read_body(request.receive, BODY_BYTES_MAX))
+        body = await admin_body(UpdateWeightsBody, request)
         await asyncio.to_thread(_update, service, body)
         done = {"success": True, "message": f"now serving {service.model_id}"}
         return json_response(done | {"model": service.model_id} | status(service))
@@ -111,7 +112,7 @@ def admin_routes(service: Service) -> list[ApiRoute]:
 
     async def drain(request: Request) -> Response:
         """Take no new requests, and wait for the running ones."""
-        body = parse(DrainBody, await read_body(request.receive, BODY_BYTES_MAX) or b"{}")
+        body = await admin_body(DrainBody, request)
         drained = await _drain(service, body.timeout_s)
         return json_response({"drained": drained} | status(service))
 
@@ -136,6 +137,12 @@ def admin_post(
 ) -> ApiRoute:
     """A POST route for the admin alone; `details` are those of `ApiRoute`."""
     return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
+
+
+async def admin_body(kind: type[B], request: Request) -> B:
+    """Read a short body; none stands for an empty object. Raises ApiError as `parse` does."""
+    data = await read_body(request.scope, request.receive, BODY_BYTES_MAX)
+    return parse(kind, data or b"{}")
 
 
 def _check_goes_on(service: Service) -> None:

@@ -20,11 +20,12 @@ In order, with the thread that does each step:
    the request's record what it cost.
 
 An error of any step enters the same queue. Deadlines (`_on_timer`) and a client that leaves
-(`_on_client_left`) cancel the futures of step 4 and enter their error there.
+(`_watch_client`) cancel the futures of step 4 and enter their error there.
 
 Leaves out how a body is read and what a response holds (`chat`, `completions`, `token_routes`).
 """
 
+import asyncio
 import logging
 import math
 import time
@@ -43,11 +44,15 @@ from marin_rl.memory import OUT_OF_MEMORY
 from marin_rl.serving.api.responses import DONE, event, tokens_of
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue
-from marin_rl.serving.http.access_log import RequestRecord, internal_error, record_of
-from marin_rl.serving.http.auth import CLIENT_LEFT, body_parsed, client_left, read_body
-from marin_rl.serving.http.connections import client_of
+from marin_rl.serving.http.access_log import RequestRecord, record_of
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.limits import deadline_of, draining_error, queue_timeout, request_timeout
+from marin_rl.serving.http.guard import CLIENT_LEFT, client_left, internal_error, read_body
+from marin_rl.serving.http.limits import (
+    BodyShare,
+    draining_error,
+    queue_timeout,
+    request_timeout,
+)
 
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -92,10 +97,11 @@ class SamplingEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises ApiError for what fails before the response begins."""
-        data = await read_body(receive)
+        arrived_at = asyncio.get_running_loop().time()
+        data = await read_body(scope, receive)
         if self._service.draining or self._service.stopping:
             raise draining_error()
-        handler = RequestHandler(self._service, scope)
+        handler = RequestHandler(self._service, scope, receive, arrived_at)
         try:
             handler.begin(self._prepare, data)
             del data  # a response may take minutes, and the body some megabytes
@@ -103,7 +109,7 @@ class SamplingEndpoint:
             first = await handler.queue.read()
             assert first is not None, "a response has at least one piece"
             if handler.record.stream:
-                await _send_stream(handler, first, scope, send)
+                await _send_stream(handler, first, send)
                 return
         finally:
             handler.close()
@@ -113,7 +119,7 @@ class SamplingEndpoint:
         await send({"type": "http.response.body", "body": first})
 
 
-async def _send_stream(handler: "RequestHandler", first: bytes, scope: Scope, send: Send) -> None:
+async def _send_stream(handler: "RequestHandler", first: bytes, send: Send) -> None:
     """Send the pieces of a response as they come."""
     headers = list(_STREAM_HEADERS)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -124,30 +130,33 @@ async def _send_stream(handler: "RequestHandler", first: bytes, scope: Scope, se
             await send({"type": "http.response.body", "body": data, "more_body": True})
             data = await handler.queue.read()
     except ApiError as error:
-        await _send_error_event(error, scope, send)
+        await _send_error_event(error, handler.record, send)
     except Exception as error:  # noqa: BLE001 the last one who can tell the client anything
         request_id = handler.record.request_id
         _log.error("request %s failed in mid-stream", request_id, exc_info=error)
-        await _send_error_event(internal_error(request_id), scope, send)
+        await _send_error_event(internal_error(request_id), handler.record, send)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_error_event(error: ApiError, scope: Scope, send: Send) -> None:
+async def _send_error_event(error: ApiError, record: RequestRecord, send: Send) -> None:
     """Send an error as a stream's last event, unless the client has left."""
-    scope["state"]["reason"] = error.body["error"]["code"] or f"http_{error.status}"
+    record.reason = error.code
     if error.status != CLIENT_LEFT:
         data = event(error.body) + DONE
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 class RequestHandler:
-    """Request in the engine, and its response. Made and closed on the event loop."""
+    """Request in the engine, and its response. Made and closed on the event loop.
 
-    def __init__(self, service: Service, scope: Scope) -> None:
+    `arrived_at` is the loop's time, from which the deadlines count.
+    """
+
+    def __init__(self, service: Service, scope: Scope, receive: Receive, arrived_at: float) -> None:
         self.queue = ResponseQueue()
         self.record: RequestRecord = record_of(scope)
         self._service = service
-        self._scope = scope
+        self._body_share: BodyShare = scope["state"]["body_share"]
         self._futures: list[Future[GenerationResult]] = []
         self._results: dict[int, GenerationResult] = {}
         self._expected = 0
@@ -156,12 +165,12 @@ class RequestHandler:
         self._scheduled_at: float | None = None
         self._version: int | None = None
         self._tokens = 0
-        self._deadline = deadline_of(scope)
-        first = min(self._deadline.queue_at, self._deadline.total_at)
+        self._queue_at = arrived_at + service.limits.queue_timeout_s
+        self._total_at = arrived_at + service.limits.request_timeout_s
+        first = min(self._queue_at, self._total_at)
         self._timer = self.queue.loop.call_at(first, self._on_timer)
+        self._client_watch = self.queue.loop.create_task(self._watch_client(receive))
         service.running += 1
-        self._client = client_of(scope)
-        self._client.when_left(self._on_client_left)
 
     def begin(self, prepare: Prepare, data: bytes) -> None:
         """Have a body prepared and submitted: here where it is short, else on a thread.
@@ -178,7 +187,7 @@ class RequestHandler:
         except Exception as error:  # noqa: BLE001 the reader of the queue gets it
             self._put_error(error)
         finally:
-            body_parsed(self._scope)
+            self._body_share.release()
         if self._closed:  # in the meantime, so `close` has not seen these futures
             self._cancel()
 
@@ -259,8 +268,8 @@ class RequestHandler:
 
     def _on_timer(self) -> None:
         """One timer for both deadlines: hardly any request ever meets the first."""
-        now, total_at = self.queue.loop.time(), self._deadline.total_at
-        queue_at = self._deadline.queue_at if self._scheduled_at is None else math.inf
+        now, total_at = self.queue.loop.time(), self._total_at
+        queue_at = self._queue_at if self._scheduled_at is None else math.inf
         if now >= total_at:
             self._fail(request_timeout())
         elif now >= queue_at:
@@ -268,7 +277,9 @@ class RequestHandler:
         else:
             self._timer = self.queue.loop.call_at(min(queue_at, total_at), self._on_timer)
 
-    def _on_client_left(self) -> None:
+    async def _watch_client(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
         self._fail(client_left())
 
     def _fail(self, error: ApiError) -> None:
@@ -287,7 +298,7 @@ class RequestHandler:
         self._closed = True
         self._service.running -= 1
         self._timer.cancel()
-        self._client.when_left(None)
+        self._client_watch.cancel()
         self._cancel()
         self._fill_record()
 

@@ -25,8 +25,8 @@ from marin_rl.serving.api.requests import (
 )
 from marin_rl.serving.api.responses import Scores, complete_response
 from marin_rl.serving.api.service import Prompt, Service, json_response
-from marin_rl.serving.http.auth import read_body
 from marin_rl.serving.http.errors import new_id, parse
+from marin_rl.serving.http.guard import read_body
 
 
 def tokens_routes(service: Service) -> list[ApiRoute]:
@@ -34,12 +34,12 @@ def tokens_routes(service: Service) -> list[ApiRoute]:
 
     async def tokenize(request: Request) -> Response:
         """Ids of a conversation, as the chat route would render it, or of plain text."""
-        data = await read_body(request.receive)
+        data = await read_body(request.scope, request.receive)
         return json_response(await service.preparer.run(data, partial(_tokenize, service, data)))
 
     async def detokenize(request: Request) -> Response:
         """The text of ids, special tokens included."""
-        data = await read_body(request.receive)
+        data = await read_body(request.scope, request.receive)
         return json_response(await service.preparer.run(data, partial(_detokenize, service, data)))
 
     return [

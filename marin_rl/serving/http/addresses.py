@@ -1,4 +1,4 @@
-"""Addresses to listen on, names that the server answers to, and web pages that may use it.
+"""Addresses to listen on, uvicorn's options, names that are answered, and web pages that may ask.
 
 Whether an address can be had is checked before a model is loaded: a wrong one costs a second, not
 minutes. A page in a browser can reach a server on its user's machine, under a name of its own (DNS
@@ -8,20 +8,23 @@ machine's is answered here, and a refusal is an error like all others. Leaves ou
 """
 
 import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Mapping
 from functools import lru_cache
 
-from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+import uvicorn
 from starlette.types import ASGIApp
 
 from marin_rl.config import ServerConfig
 from marin_rl.errors import ConfigError
 from marin_rl.serving.http.errors import ApiError
 
+KEEP_ALIVE_S = 10  # that a connection may be idle
+STOP_S = 5  # that clients get to take in their last bytes
+
+_log = logging.getLogger(__name__)
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(:\d{1,5})?")
 
 
@@ -37,6 +40,33 @@ def listen(host: str, port: int) -> socket.socket:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
     return listener
+
+
+def http_server(app: ASGIApp, config: ServerConfig, host: str) -> uvicorn.Server:
+    """Return uvicorn's server of `app`, not started yet; warn of an address beyond this machine."""
+    if not is_loopback(host):
+        _log.warning(
+            "%s is open to other machines, without TLS and without timeouts for slow clients: put "
+            'a reverse proxy in front (docs/serving.md, "Beyond this machine")',
+            host,
+        )
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # a line for each malformed request otherwise
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=config.connections_max + 1,  # uvicorn refuses at this number
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_S,
+        )
+    )
 
 
 class Origins:
@@ -58,23 +88,22 @@ class Origins:
         # most clients send one Host for ever
         self._is_ours = lru_cache(maxsize=256)(self._answers_to)
 
-    def refusal(self, headers: Mapping[bytes, list[bytes]]) -> ApiError | None:
-        """Return the error for a request whose Host or Origin is not ours, else None."""
+    def check(self, headers: Mapping[bytes, list[bytes]]) -> None:
+        """Raise ApiError 403 for a request whose Host or Origin is not ours."""
         hosts = headers.get(b"host", [])
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
-            return _forbidden(
+            raise _forbidden(
                 "the Host header names none of this server's hosts: see the setting "
                 "inference.server.hosts_allowed",
                 "host_not_allowed",
             )
         origins = headers.get(b"origin", [])
         if origins and (len(origins) > 1 or not self._may_call(_text(origins[0]), _text(hosts[0]))):
-            return _forbidden(
+            raise _forbidden(
                 "web pages of this origin may not call this server: see the setting "
                 "inference.server.origins_allowed",
                 "origin_not_allowed",
             )
-        return None
 
     def is_listed(self, headers: Mapping[bytes, list[bytes]]) -> bool:
         """Return True for a request of a web page that may read responses (CORS)."""
@@ -98,29 +127,6 @@ class Origins:
         if origin_authority == authority:  # a page of this server's own
             return True
         return not self._has_token and is_loopback(_host(origin_authority))
-
-
-class Cors(CORSMiddleware):
-    """Starlette's CORS for pages that `Origins.is_listed` knows; a preflight's answer is a 204."""
-
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        super().__init__(
-            app,
-            allow_origins=[origin.lower() for origin in config.origins_allowed],
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # clients of OpenAI's send headers of their own
-            expose_headers=("x-request-id", "retry-after"),
-        )
-
-    def is_allowed_origin(self, origin: str) -> bool:
-        """Compare as `Origins` does: without regard to case."""
-        return origin.strip().lower() in self.allow_origins
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        """Return the headers alone: it is the browser that refuses methods they do not list."""
-        headers = super().preflight_response(request_headers).headers
-        allowed = {name: headers[name] for name in headers if not name.startswith("content-")}
-        return Response(status_code=204, headers=allowed)
 
 
 def is_loopback(host: str) -> bool:

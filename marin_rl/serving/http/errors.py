@@ -5,7 +5,7 @@ field is refused by name rather than ignored: an option that silently does nothi
 none.
 
 Values, names and containers are counted before a body is parsed (`schemas.strict_json`). Leaves out
-the number of bytes (`auth`), what conversations hold (`messages`) and what may be asked for
+the number of bytes (`limits`), what conversations hold (`messages`) and what may be asked for
 (`requests`).
 """
 
@@ -62,6 +62,7 @@ class ApiError(Exception):
         self.headers = (headers or {}) | ({"Retry-After": str(retry_s)} if retry_s else {})
         type = _TYPES.get(status, "invalid_request_error")
         self.body = error_body(message, type=type, code=code, param=param)
+        self.code = code or f"http_{status}"  # of the access log and the metrics
 
 
 _TYPES = {

@@ -1,18 +1,14 @@
-"""Limits: sizes and rates of requests, and how long they may wait.
+"""Limits: sizes and rates of requests, and the errors of those that waited too long.
 
-Owns request rates, the sizes and the queue that a configuration allows, a request's deadlines, and
-the memory that the bodies of all requests may hold together: each body is bounded and each
-connection has one, but 2,048 connections could fill 32 GB with bodies that never end. Leaves out
-the shape of a body (`errors`), reading it (`auth`), and sockets (`connections`).
+Owns request rates, the sizes and the queue that a configuration allows, and the memory that the
+bodies of all requests may hold together: each body is bounded, but 2,048 at once could fill 32 GB.
+Leaves out the shape of a body (`errors`) and reading it (`guard`).
 """
 
 import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-
-from starlette.types import Scope
 
 from marin_rl.config import ServerConfig
 from marin_rl.machine import give_back_freed_memory
@@ -21,8 +17,7 @@ from marin_rl.serving.http.errors import ApiError
 # A rate is met if the bucket misses a whole token by no more than floating point does.
 _ROUNDING = 1e-9
 
-# The part of each body that is not counted: ordinary requests go on when the budget is spent. All
-# connections together hold 128 MiB of it at most, by the default of `connections_max`.
+# The part of each body that is not counted: ordinary requests go on when the budget is spent.
 FREE_BYTES = 2**16
 # Freed memory is handed back after a peak of this size, this long after it was released.
 TRIM_BYTES = 2**25
@@ -67,13 +62,13 @@ class Rates:
             }
         self._rate = rate
 
-    def refusal(self, caller: str) -> ApiError | None:
-        """Error 429 for a caller above its rate, with the time to retry at; None if it is below."""
+    def check(self, caller: str) -> None:
+        """Raise ApiError 429, with the time to retry at, for a caller above its rate."""
         bucket = self._buckets.get(caller)
         wait_s = 0.0 if bucket is None else bucket.take()
         if wait_s == 0:
-            return None
-        return ApiError(
+            return
+        raise ApiError(
             429,
             f"expected at most {self._rate:g} requests a second: try again in {wait_s:.3g} s",
             code="rate_limit_exceeded",
@@ -93,12 +88,7 @@ def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) ->
     if n * prompts > config.samples_queued_max:
         raise _too_many("n", "samples of all prompts", n * prompts, config.samples_queued_max)
     if queued + n * prompts > config.samples_queued_max:
-        raise ApiError(
-            503,
-            f"more than {config.samples_queued_max} samples would wait: try again later",
-            code="overloaded",
-            retry_s=1,
-        )
+        raise _overloaded(f"more than {config.samples_queued_max} samples would wait")
 
 
 def check_tokens(
@@ -117,27 +107,18 @@ def _too_many(param: str, what: str, count: int, allowed: int) -> ApiError:
     return ApiError(400, message, param=param, code="limit_exceeded")
 
 
+def _overloaded(message: str) -> ApiError:
+    return ApiError(503, f"{message}: try again later", code="overloaded", retry_s=1)
+
+
+def body_too_large(bytes_max: int) -> ApiError:
+    """Error for a body beyond the limit (413)."""
+    return ApiError(413, f"expected a body of at most {bytes_max} bytes", code="body_too_large")
+
+
 def draining_error() -> ApiError:
     """Error for new work while the server shuts down, with Retry-After."""
     return ApiError(503, "the server is shutting down: try again", code="draining", retry_s=5)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadline:
-    """Deadlines of a request: to get a slot, and to complete its answer.
-
-    Times are those of the event loop's clock, which timers go by, from the request's arrival on.
-    """
-
-    queue_at: float
-    total_at: float
-
-
-def deadline_of(scope: Scope) -> Deadline:
-    """The deadlines that the guard gave a request when it came."""
-    deadline = scope["state"]["deadline"]
-    assert isinstance(deadline, Deadline)
-    return deadline
 
 
 def queue_timeout() -> ApiError:
@@ -164,32 +145,19 @@ class BodyBudget:
     ) -> None:
         self._bytes_max = bytes_max
         self._give_back = give_back
-        self._lock = threading.Lock()
-        self._bytes = 0
+        self.lock = threading.Lock()
         self._peak = 0
+        self.bytes_in_use = 0
 
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes that are counted now."""
-        return self._bytes
-
-    def share(self) -> "BodyShare":
-        """The part of one body, empty at first."""
-        return BodyShare(self)
-
-    def _take(self, count: int) -> bool:
-        with self._lock:
-            if self._bytes + count > self._bytes_max:
-                return False
-            self._bytes += count
-            self._peak = max(self._peak, self._bytes)
-            return True
-
-    def _release(self, count: int) -> None:
-        with self._lock:
-            self._bytes -= count
-            trim = self._bytes == 0 and self._peak >= TRIM_BYTES
-            if trim:
+    def add(self, count: int) -> None:
+        """Reserve `count` bytes; ApiError 503 where too little is left. Negative: return them."""
+        with self.lock:
+            in_use = self.bytes_in_use + count
+            if count > 0 and in_use > self._bytes_max:
+                raise _overloaded("the server is busy with other large bodies")
+            self.bytes_in_use, self._peak = in_use, max(self._peak, in_use)
+            trim = in_use == 0 and self._peak >= TRIM_BYTES
+            if in_use == 0:
                 self._peak = 0
         if trim:  # the process keeps what is freed, for training steps (see `compilation`)
             timer = threading.Timer(TRIM_DELAY_S, self._give_back)
@@ -198,33 +166,24 @@ class BodyBudget:
 
 
 class BodyShare:
-    """Share of one body in the budget, until it is released."""
+    """Share of one body, of at most `bytes_max`, in the budget, until it is released."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, bytes_max: int) -> None:
         self._budget = budget
-        self._lock = threading.Lock()
+        self._bytes_max = bytes_max
         self._bytes = 0
-        self._released = False
 
     def grow_to(self, size: int) -> None:
-        """Reserve budget for a body of `size` bytes; ApiError 503 where too little is left."""
-        with self._lock:
-            count = max(0, size - FREE_BYTES) - self._bytes
-            if count <= 0 or self._released:
-                return
-            if not self._budget._take(count):
-                raise ApiError(
-                    503,
-                    "the server is busy with other large bodies: try again later, or send less in "
-                    "one request",
-                    code="overloaded",
-                    retry_s=1,
-                )
+        """Reserve room for `size` bytes. ApiError: 413 for too large a body, 503 for no room."""
+        if size > self._bytes_max:
+            raise body_too_large(self._bytes_max)
+        if (count := size - FREE_BYTES - self._bytes) > 0:
+            self._budget.add(count)
             self._bytes += count
 
     def release(self) -> None:
-        """Return the body's share: it was parsed, or refused. Idempotent."""
-        with self._lock:
-            count, self._bytes, self._released = self._bytes, 0, True
+        """Return the share: the body was parsed, or refused. Idempotent."""
+        with self._budget.lock:  # a thread and the event loop may both come here
+            count, self._bytes = self._bytes, 0
         if count:
-            self._budget._release(count)
+            self._budget.add(-count)

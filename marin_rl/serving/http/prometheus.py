@@ -7,9 +7,10 @@ at each scrape, never in between. Leaves out the access log (`access_log`).
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -53,7 +54,6 @@ METRICS: tuple[MetricSpec, ...] = (
         "completion_tokens_total", "counter", "tokens sampled for requests, cancelled ones included"
     ),
     _spec("connections", "gauge", "open connections"),
-    _spec("connections_refused_total", "counter", "connections closed on purpose", "reason"),
     _spec("slots", "gauge", "sequences that the engine decodes side by side"),
     _spec("slots_busy", "gauge", "slots with a sequence in them"),
     _spec("samples_queued", "gauge", "samples that wait for a slot"),
@@ -104,13 +104,22 @@ METRICS: tuple[MetricSpec, ...] = (
     _spec("adapter_write_seconds_total", "counter", "time that decoding waited for these loads"),
     _spec("access_log_dropped_total", "counter", "lines that the access log could not write"),
 )
+PHASES = ("queue", "prefill", "decode", "first_token")
+# Counted as it happens; other counters are those of the engine, read at each scrape.
+COUNTED = (
+    "requests_total", "requests_rejected_total", "prompt_tokens_total", "completion_tokens_total",
+    "weight_updates_total", "weight_update_failures_total", "weight_update_bytes_total",
+    "weight_update_seconds_total", "adapter_load_failures_total", "adapter_load_seconds_total",
+)  # fmt: skip
+M = TypeVar("M")
 _SPECS = {spec.name.removeprefix("marin_rl_"): spec for spec in METRICS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The engine and its weights at one moment; counts are since the start."""
+    """The server, its engine and its weights at one moment; counts are since the start."""
 
+    connections: int
     model_id: str
     weight_version: int
     parameters_digest: str
@@ -139,24 +148,10 @@ class Telemetry:
         self._read = read
         self._updated_at = time.monotonic()
         self._running = 0
-        self._requests = self._counter("requests_total")
-        self._rejected = self._counter("requests_rejected_total")
-        self._seconds = self._histogram("request_seconds")
-        self._phases = {
-            phase: self._histogram(f"{phase}_seconds")
-            for phase in ("queue", "prefill", "decode", "first_token")
-        }
-        self._prompt_tokens = self._counter("prompt_tokens_total")
-        self._completion_tokens = self._counter("completion_tokens_total")
-        self._refused_connections = self._counter("connections_refused_total")
-        spec = _SPECS["connections"]
-        self._connections = Gauge(spec.name, spec.meaning, registry=self._registry)
-        self._updates = self._counter("weight_updates_total")
-        self._failures = self._counter("weight_update_failures_total")
-        self._bytes = self._counter("weight_update_bytes_total")
-        self._update_seconds = self._counter("weight_update_seconds_total")
-        self._adapter_failures = self._counter("adapter_load_failures_total")
-        self._adapter_seconds = self._counter("adapter_load_seconds_total")
+        self._counters = {name: self._made(name, Counter) for name in COUNTED}
+        buckets = partial(Histogram, buckets=SECONDS)
+        self._phases = {phase: self._made(f"{phase}_seconds", buckets) for phase in PHASES}
+        self._seconds = self._made("request_seconds", buckets)
         # children by (route, status): `labels` takes a lock and builds a key for each call
         self._children = lru_cache(maxsize=None)(self._bound)
         self._registry.register(_AtScrape(self._at_scrape))
@@ -173,44 +168,30 @@ class Telemetry:
         requests.inc()
         latency.observe(record.latency_s)
         if record.reason:
-            self._rejected.labels(record.reason).inc()
+            self.count("requests_rejected_total", 1, record.reason)
         for phase, histogram in self._phases.items():
             seconds = getattr(record, f"{phase}_s")
             if seconds is not None:
                 histogram.observe(seconds)
         if record.weight_version is not None:
-            self._prompt_tokens.inc(record.prompt_tokens)
-            self._completion_tokens.inc(record.completion_tokens)
+            self.count("prompt_tokens_total", record.prompt_tokens)
+            self.count("completion_tokens_total", record.completion_tokens)
 
     def _bound(self, route: str, status: int) -> tuple[Counter, Histogram]:
-        return self._requests.labels(route, str(status)), self._seconds.labels(route)
+        requests = self._counters["requests_total"].labels(route, str(status))
+        return requests, self._seconds.labels(route)
 
-    def connection_refused(self, reason: str) -> None:
-        """A connection was closed on purpose, for one of a fixed set of reasons."""
-        self._refused_connections.labels(reason).inc()
-
-    def connections_open(self, count: int) -> None:
-        """Set the number of open connections."""
-        self._connections.set(count)
+    def count(self, name: str, amount: float | int = 1, *labels: str) -> None:
+        """Increase a counter of COUNTED by `amount`; thread safe."""
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(amount)
 
     def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:
         """New weights are served; `source` is one of a fixed set of kinds, such as "memory"."""
-        self._updates.labels(source).inc()
-        self._bytes.labels(source).inc(bytes)
-        self._update_seconds.labels(source).inc(seconds)
+        self.count("weight_updates_total", 1, source)
+        self.count("weight_update_bytes_total", bytes, source)
+        self.count("weight_update_seconds_total", seconds, source)
         self._updated_at = time.monotonic()
-
-    def weights_failed(self, *, source: str) -> None:
-        """Count an update that was refused or failed; the old weights are kept."""
-        self._failures.labels(source).inc()
-
-    def adapter_loaded(self, seconds: float | int) -> None:
-        """Count the time of a load."""
-        self._adapter_seconds.inc(seconds)
-
-    def adapter_failed(self) -> None:
-        """Count a load that was refused."""
-        self._adapter_failures.inc()
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format. Takes milliseconds: not for the event loop."""
@@ -232,6 +213,7 @@ class Telemetry:
         counts = {f"engine_{name}_total": value for name, value in asdict(stats).items()}
         return {name: value for name, value in counts.items() if name in _SPECS} | {
             "requests_running": self._running,
+            "connections": snapshot.connections,
             "slots": snapshot.slots,
             "slots_busy": snapshot.busy,
             "samples_queued": snapshot.queued,
@@ -251,14 +233,9 @@ class Telemetry:
             "access_log_dropped_total": self.lines_dropped(),
         }
 
-    def _counter(self, name: str) -> Counter:
+    def _made(self, name: str, kind: Callable[..., M]) -> M:
         spec = _SPECS[name]
-        return Counter(spec.name, spec.meaning, spec.labels, registry=self._registry)
-
-    def _histogram(self, name: str) -> Histogram:
-        spec = _SPECS[name]
-        registry = self._registry
-        return Histogram(spec.name, spec.meaning, spec.labels, buckets=SECONDS, registry=registry)
+        return kind(spec.name, spec.meaning, spec.labels, registry=self._registry)
 
 
 def _info(snapshot: Snapshot) -> Metric:

@@ -3,7 +3,7 @@
 Owns routes, bodies (plain or gzip) and answers. A trainer of atropos has no part here: the run is
 the trainer, and takes groups from its files. So the routes that register one, hand batches out or
 forget what was accepted are refused. Leaves out what is done with a group (`receiver`) and who may
-call (`http.auth`).
+call (`http.guard`).
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from marin_rl.config import ServerConfig
 from marin_rl.errors import InputError, StorageError
 from marin_rl.rollouts.scored_data import ScoredData
-from marin_rl.serving.http.addresses import Origins, listen
-from marin_rl.serving.http.auth import Guard, Keys, Refusal, check_reach, read_body
-from marin_rl.serving.http.connections import Connections
+from marin_rl.serving.http.addresses import Origins, http_server, listen
+from marin_rl.serving.http.auth import Keys, check_reach
 from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.http.guard import Guard, read_body
 from marin_rl.serving.trajectories.receiver import Receiver
 from schemas import Malformed
 from schemas.strict_json import JsonLimits, parse_json
@@ -203,7 +203,7 @@ class TrajectoryRoutes:
         return await loop.run_in_executor(self._worker, partial(work, *arguments))
 
     async def _body(self, request: Request, kind: TypeAdapter[Kind]) -> Kind:
-        data = await read_body(request.receive)
+        data = await read_body(request.scope, request.receive)
         try:
             if request.headers.get("content-encoding", "").lower() == "gzip":
                 data = _unzipped(data, self._settings.bodies_bytes_max)
@@ -272,36 +272,30 @@ async def _refused(request: Request, error: Exception) -> Response:
         error = ApiError(503, f"{type(error).__name__}: {error}", retry_s=RETRY_S)
     assert isinstance(error, ApiError), "handlers are registered by type"
     sys.stderr.write(f"{request.method} {request.url.path}: {error.status}: {error}\n")
-    return Refusal(error)
+    return JSONResponse(error.body, error.status, headers=error.headers)
 
 
-def trajectory_app(receiver: Receiver, keys: Keys, host: str) -> ASGIApp:
-    """The routes behind the checks that all servers of marin-rl have."""
-    settings = receiver.run.config.inference.server
+def trajectory_server(receiver: Receiver, host: str) -> uvicorn.Server:
+    """Return a server of the routes, behind the checks that all servers of marin-rl have.
+
+    It was not started. Raises ConfigError for an open address without a token.
+    """
+    inference = receiver.run.config.inference
+    settings, keys = inference.server, Keys.from_environment(inference)
+    check_reach(keys, host)
     handlers: dict[Any, Handler] = dict.fromkeys((ApiError, InputError, StorageError), _refused)
     routes = TrajectoryRoutes(receiver, settings).routes()
     application = Starlette(routes=routes, exception_handlers=handlers)
     origins = Origins(settings, host, has_token=keys.api is not None)
     guard = Guard(application, config=settings, keys=keys, origins=lambda: origins)
-    return BasicAsBearer(guard)
-
-
-def http_server(receiver: Receiver, host: str) -> uvicorn.Server:
-    """A server that was not started. Raises ConfigError for an open address without a token."""
-    config = receiver.run.config.inference
-    keys = Keys.from_environment(config)
-    check_reach(keys, host)
-    connections = Connections(
-        config=config.server, on_refused=lambda _reason: None, on_count=lambda _count: None
-    )
-    return connections.server_of(trajectory_app(receiver, keys, host))
+    return http_server(BasicAsBearer(guard), settings, host)
 
 
 def serve_trajectories(
     receiver: Receiver, host: str, port: int, ready: Callable[[str], None]
 ) -> None:
     """Answer until a signal; `ready` gets the address. Raises ConfigError for the address."""
-    server = http_server(receiver, host)
+    server = trajectory_server(receiver, host)
     listener = listen(host, port)
     ready(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
     server.run(sockets=[listener])
