@@ -43,7 +43,7 @@ SMALL = tuple(
 )  # fmt: skip
 RECIPES = ("recipes.py", "--add", "--rounds", "1", "--seeds", "0", "--recipes", "grpo", *SMALL,
            "--picture", "{folder}/recipes.svg")  # fmt: skip
-# The database of an empty Prefect server and the list of fonts, which take seconds to make.
+# The list of fonts, which takes seconds to make.
 CACHES = {"XDG_CACHE_HOME": str(Path.home() / ".cache")}
 EARLIER = {"recipe": "rloo", "seed": 0, "rewards": [0.25], "before": 0.1, "after": 0.2}
 # The scripts that write numbers, and so take the folder for them.
