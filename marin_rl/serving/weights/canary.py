@@ -180,7 +180,13 @@ def rehearse(
     try:
         load = _loaded(decoding, adapter)
         request = GenerationRequest(prompt_ids=prompt_ids, sampling=sampling, adapter=load)
-        (sample,) = decoding.submit(request).result(timeout=config.request_timeout_s).samples
+        decoded = decoding.submit(request)
+        if adapter is not None:
+            model = with_parameters(model, merged(named_parameters(model), adapter))
+        # The trainer's program is compiled while the engine's are, on any tokens.
+        any_ids = np.zeros(REHEARSED_TOKENS, np.int32)
+        sequence_logprobs(model, prompt_ids, [any_ids], sampling.temperature)
+        (sample,) = decoded.result(timeout=config.request_timeout_s).samples
     except TimeoutError:
         raise InferenceError(
             f"the canary was not decoded within {config.request_timeout_s:g} s"
@@ -189,8 +195,6 @@ def rehearse(
         # also after a time-out, or its thread and its memory would stay
         if engine is None:
             decoding.close()
-    if adapter is not None:
-        model = with_parameters(model, merged(named_parameters(model), adapter))
     expected = sequence_logprobs(model, prompt_ids, [sample.token_ids], sampling.temperature)
     gap = _gap_of(sample.token_ids, expected, sample.logprobs)
     tolerance = tolerance_of(config, dtype)
