@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from marin_rl.chat_templates import ChatTemplate, reads_clock
+from marin_rl.chat_templates import ChatTemplate, prove, reads_clock
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choices
 from marin_rl.end_tokens import template_end
 from marin_rl.environments.episode import HasEpisodes
@@ -69,13 +69,14 @@ def policy_as_begun(policy: PolicyConfig) -> PolicyConfig:
 def end_tokens_of(policy: PolicyConfig) -> tuple[str, ...] | None:
     """The token that ends an answer by the policy's chat template; None where none does.
 
-    Raises InputError as `template_end` does.
+    Raises InputError as `prove` and `template_end` do.
     """
     if tokenizer_folder(policy) is None:
         return None  # its one end token ends everything
     tokenizer = light_tokenizer(policy)
     if ChatTemplate.of(tokenizer).is_built_in:
         return None
+    prove(tokenizer)
     listed = [str(tokenizer.decode([end])) for end in end_ids_in(tokenizer)]
     end = template_end(tokenizer, listed)
     return None if end is None else (end,)
