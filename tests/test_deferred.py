@@ -104,7 +104,7 @@ def root(tmp_path_factory):
 def test_commands_that_read_a_run_import_little(root, command):
     name, *options = command
     line = ["marin-rl", name, "run", *options, "--root", root]
-    spared = ["pandas", "asyncio", "polars", "pyarrow.compute", "fsspec", "transformers", "prefect"]
+    spared = ["pandas", "polars", "pyarrow.compute", "fsspec", "transformers", "prefect"]
     program = (
         f"import sys; sys.argv = {line!r}\nfrom marin_rl.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"

@@ -18,7 +18,7 @@ from support.servers import ENGINE, serving
 from marin_rl.config import ServerConfig
 from marin_rl.errors import InputError, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.endpoints import publish
+from marin_rl.inference.endpoints import Save, publish
 from marin_rl.lora import Adapter, policy_digest, write_peft
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.runs import Run
@@ -64,7 +64,12 @@ def run_of(root: Path, server: PolicyServer, name: str) -> Run:
 
 def published(run: Run, version: int, adapter: Adapter) -> str:
     digest = policy_digest(BASE_DIGEST, adapter.modules, adapter.digest)
-    return publish(run, version, digest, NAMES, lambda folder: write_peft(folder, adapter)).model
+    return publish(run, version, digest, NAMES, saving(adapter), session="this").model
+
+
+def saving(adapter: Adapter) -> Save:
+    """Write an adapter into the folder that is published."""
+    return lambda folder: write_peft(folder, adapter)
 
 
 def check_samples(run: Run, model: str, adapter: Adapter) -> None:
@@ -132,7 +137,7 @@ def test_another_base_is_refused_by_the_digest_of_the_policy(root, server):
     run, adapter = run_of(root, server, "stale"), adapter_for(tiny_model(), 40)
     digest = policy_digest("another base", adapter.modules, adapter.digest)
     with pytest.raises(StalePolicy, match="trained on another base"):
-        publish(run, 0, digest, NAMES, lambda folder: write_peft(folder, adapter))
+        publish(run, 0, digest, NAMES, saving(adapter), session="this")
     assert server.adapters.names == []
 
 
