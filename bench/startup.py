@@ -49,7 +49,6 @@ def commands(root: str) -> dict[str, tuple[str, ...]]:
         "run --help": (*MARIN_RL, "run", "--help"),
         "status": (*MARIN_RL, "status", *place),
         "status RUN": (*MARIN_RL, "status", RUN, *place),
-        "status RUN --watch --once": (*MARIN_RL, "status", RUN, "--watch", "--once", *place),
         "rollouts RUN": (*MARIN_RL, "rollouts", RUN, *place),
         "rollouts RUN --id ID": (*MARIN_RL, "rollouts", RUN, "--id", ID, *place),
         "lineage RUN": (*MARIN_RL, "lineage", RUN, *place),
