@@ -131,7 +131,9 @@ def _hacked(rows: Rows) -> list[str]:
     if len(rewards) < ROUNDS_JUDGED or len(held_out) < 4:
         return []
     gain, accuracy_gain = _gain(rewards), _gain(held_out)
-    if gain < GAIN_MIN or accuracy_gain > 0:
+    # An accuracy of nearly 1 has no room to rise.
+    gain_min = 0.0 if max(held_out) < 1 - GAIN_MIN else -GAIN_MIN
+    if gain < GAIN_MIN or accuracy_gain > gain_min:
         return []
     return [
         f"reward rose by {gain:.3f} over {len(rewards)} rounds, held-out accuracy by "

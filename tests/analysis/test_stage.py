@@ -133,4 +133,9 @@ def test_reward_up_and_held_out_flat_is_suspicious_and_both_up_is_not() -> None:
     flat = rows(reward=reward, **{"eval/accuracy": [0.5] * 20})
     assert "is the reward being hacked?" in warnings_of(flat)[0]
     assert warnings_of(rows(reward=reward, **{"eval/accuracy": reward})) == []
+    # Nearly all held-out answers are right: their share wavers, and has no room to rise.
+    full = [0.97] * 10 + [0.96] * 10
+    assert warnings_of(rows(reward=reward, **{"eval/accuracy": full})) == []
+    fallen = rows(reward=reward, **{"eval/accuracy": [0.97] * 10 + [0.9] * 10})
+    assert "is the reward being hacked?" in warnings_of(fallen)[0]
     assert warnings_of([]) == []
