@@ -21,7 +21,7 @@ COLUMNS = (
 )  # fmt: skip
 _UNPACKED_BYTES_MAX = 256 << 20
 # As programs print them: Decimal reads `1_000` and digits of other scripts too.
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,15})?", re.ASCII)
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,15})?", re.ASCII)
 _TEXT_OPCODES = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE")
 _FRAME_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP")
 

@@ -223,6 +223,8 @@ def test_a_packed_object_is_not_unpickled():
         ("1000", "1_000", False),
         ("3", "\u0663", False),
         ("9" * 5000, "9" * 4999 + "8", False),
+        ("1", "1" * 1_000_000 + "x", False),  # at once: no digit is tried twice
+        ("1", "1e" + "9" * 15, False),
         ("-.5", "-0.50e0", True),
     ],
 )
