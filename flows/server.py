@@ -47,7 +47,6 @@ RECORD_S = 10.0
 STOP_TIMEOUT_S = 30.0
 GRACE_S = 3
 POLL_S = 0.1
-LOOPBACK = "127.0.0.1,localhost"
 LOG_SHOWN = 2000  # characters
 ERROR_SHOWN = 72  # characters of an error in a task's last line
 BATCH = 200  # events that the server writes in one transaction; singly they cost 2.5 times the CPU
@@ -82,7 +81,7 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
     The modules named in `warm` are imported first, while a local server takes as long to start.
     Raises RuntimeError when neither the configured API nor a local server answers.
     """
-    with _loopback_direct(), temporary_settings(set_defaults=QUIET), _sigterm_as_interrupt():
+    with temporary_settings(set_defaults=QUIET), _sigterm_as_interrupt():
         configured = get_current_settings().api.url
         if configured and healthy(configured):
             _import(warm)
@@ -95,19 +94,6 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
             logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not there
         with _local_server(warm) as url, temporary_settings(updates={"api.url": url}):
             yield url
-
-
-@contextmanager
-def _loopback_direct() -> Iterator[None]:
-    """Keep requests to this machine off the proxies that the environment names."""
-    before = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
-    for name, hosts in before.items():
-        os.environ[name] = ",".join(filter(None, (hosts or before["NO_PROXY"], LOOPBACK)))
-    try:
-        yield
-    finally:
-        for name, hosts in before.items():
-            os.environ.pop(name) if hosts is None else os.environ.update({name: hosts})
 
 
 @phase("importing JAX and Levanter")

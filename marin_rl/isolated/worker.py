@@ -104,7 +104,7 @@ def main(requests: int, answers: int, state: int) -> None:
     lines = _Lines(requests)
     hello = json.loads(next(lines))
     worker = _Worker(answers, SharedState(state), hello)
-    module = _module(hello["module"])
+    module = load_module(hello["module"])
     _limit(hello)
     try:
         work: Any = module.begin(hello["settings"])
@@ -120,8 +120,8 @@ def main(requests: int, answers: int, state: int) -> None:
         worker.answer_singly(lines, work, hello["cpu_s"])
 
 
-def _module(name: str) -> Any:
-    """A module by its name, or by its file."""
+def load_module(name: str) -> Any:
+    """Import a module by its name, or by the path of its file."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)

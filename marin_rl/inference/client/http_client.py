@@ -26,6 +26,7 @@ from marin_rl.errors import (
     StalePolicy,
 )
 from marin_rl.inference.client.protocol import GENERATE_ROUTE
+from marin_rl.machine import LOOPBACK
 from marin_rl.memory import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ POOL_CONNECTIONS = 16
 PAUSE_FIRST_S = 0.5
 MESSAGE_CHARACTERS_MAX = 500
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PASSING = (408, 409, 425, 429)
 _ASKS_TO_WAIT = (429, 503)
 _OTHER_WEIGHTS = ("digest_mismatch", "canary_mismatch")
@@ -252,7 +252,7 @@ def _connect(
     transport = openai.DefaultAsyncHttpxClient(
         follow_redirects=False,  # an endpoint does not choose who gets prompts and token
         verify=_trusted() if parts.scheme == "https" else _distrusting(),
-        trust_env=parts.hostname not in _LOOPBACK,
+        trust_env=parts.hostname not in LOOPBACK,
         limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
     )
     return openai.AsyncOpenAI(

@@ -19,12 +19,10 @@ Calls interleave where an adapter's methods are `async`. Each is answered by {"a
 Each episode has the global random numbers of Python and NumPy to itself, which begin with its seed.
 """
 
-import importlib.util
 import inspect
 import json
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 worker: Any = sys.modules["__main__"]  # the script that runs this file
@@ -35,19 +33,9 @@ ERROR_CHARACTERS_MAX = 2_000
 def begin(settings: dict[str, Any]) -> "Host":
     """The library behind an adapter. Raises ValueError with what it says."""
     try:
-        return Host(_adapter(settings["adapter"]).begin(settings["options"]))
+        return Host(worker.load_module(settings["adapter"]).begin(settings["options"]))
     except (Exception, SystemExit) as error:
         raise ValueError(_said(error)) from error
-
-
-def _adapter(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Host:
