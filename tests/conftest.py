@@ -30,7 +30,8 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Runs that tests start are remembered apart from the user's own.
 os.environ["XDG_STATE_HOME"] = str(PROGRAMS.with_name("marin-rl-state"))
-# So is what Prefect keeps of them.
+# So is what Prefect keeps of them: it makes its folder, but no parent.
+PROGRAMS.parent.mkdir(parents=True, exist_ok=True)
 os.environ["PREFECT_HOME"] = str(PROGRAMS.with_name("marin-rl-prefect"))
 
 from collections.abc import Iterator
