@@ -1,25 +1,16 @@
-"""The names of slots: pure functions from rounds, shards and steps to keys, and back."""
+"""The names of slots and objects: from rounds, shards and steps to keys, and back."""
 
 import re
+from dataclasses import dataclass
+from functools import cached_property
 
-# At least as many digits as names are padded to: a run may outgrow them, and is then still read.
-_PIECE = re.compile(
-    r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/(?:partial-)?group-(\d{5,})-\d{2,}\.parquet"
-)
-_SHARD = re.compile(r"shard-(\d{4,})\.parquet")
-_METRICS = re.compile(r"metrics/round-(\d{5,})\.parquet")
-_ROUND = re.compile(r"round-(\d{5,})")
-STEP = re.compile(r"step-(\d{5,})")
+# Kinds of slots that a policy can start from, each with an example of a name.
+POLICY_SLOTS = {"checkpoints": "round-00012", "sft": "step-00500"}
 
 # The dot keeps the groups out of what `rollouts/*/shard-*.parquet` matches for other readers.
 STREAM = "rollouts/.stream"  # groups that wait for the round that takes them
 PARTIAL = "partial-"  # of the names of objects with parts of unfinished groups
 PUSHING = "rollouts/.environments"  # registrations and batches of groups that are pushed
-_STREAMED = re.compile(rf"{re.escape(STREAM)}/group-(\d{{8,}})\.parquet")
-_PARTIAL = re.compile(rf"{re.escape(STREAM)}/partial-group-(\d{{8,}})-\d{{2,}}\.parquet")
-_PACK = re.compile(rf"{re.escape(STREAM)}/groups-(\d{{8,}})-(\d{{8,}})-\d{{2,}}\.parquet")
-_CLAIM = re.compile(rf"{re.escape(STREAM)}/claim-(\d{{8,}})-(\d{{2,}})\.json")
-_POPPED = re.compile(rf"{re.escape(PUSHING)}/batch-(\d{{5,}})\.json")
 
 # Names of parts within their slots begin with these.
 BATCHES_PREFIX = "batches-"
@@ -29,32 +20,93 @@ SCORES_PREFIX = "scores-"
 LEARNING_CURVE = "learning-curve.png"  # pictures and pages of a run that are made again at will
 REPORT = "report.html"
 
-
-# Kinds of slots that a policy can start from, each with an example of a name.
-POLICY_SLOTS = {"checkpoints": "round-00012", "sft": "step-00500"}
+_FIELD = re.compile(r"\\\{:0(\d)d\\\}")  # of an escaped template
 
 
-def round_name(round: int) -> str:
-    """`round-00012`: never `round=12`, which readers would take for a Hive column."""
-    assert round >= 0, f"rounds count from 0, found {round}"
-    return f"round-{round:05d}"
+@dataclass(frozen=True)
+class KeyForm:
+    """Keys with numbers in them: a call makes one, `numbers` reads one."""
+
+    template: str
+
+    def __call__(self, *numbers: int) -> str:
+        assert all(number >= 0 for number in numbers), f"numbers count from 0, found {numbers}"
+        return self.template.format(*numbers)
+
+    def numbers(self, key: str) -> tuple[int, ...] | None:
+        """The numbers in a key of this form; None for other keys."""
+        match = self._pattern.fullmatch(key)
+        return None if match is None else tuple(map(int, match.groups()))
+
+    def first(self, key: str) -> int | None:
+        """The first of these numbers; None for other keys."""
+        numbers = self.numbers(key)
+        return None if numbers is None else numbers[0]
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        # At least as many digits as names are padded to: a run may outgrow them.
+        return re.compile(_FIELD.sub(r"(\\d{\1,})", re.escape(self.template)))
+
+
+# `round-00012`: never `round=12`, which readers would take for a Hive column.
+round_name = KeyForm("round-{:05d}")
+
+rollouts_slot = KeyForm("rollouts/round-{:05d}")
+batches_slot = KeyForm("batches/round-{:05d}")
+# The policy that a round samples from; round 0 is where the run starts.
+checkpoint_slot = KeyForm("checkpoints/round-{:05d}")
+evals_slot = KeyForm("evals/round-{:05d}")  # of checkpoint N
+intake_slot = KeyForm("intakes/round-{:05d}")  # groups of the stream that a round takes and drops
+sft_slot = KeyForm("sft/step-{:05d}")
+reward_model_slot = KeyForm("reward_model/step-{:05d}")
+
+# Objects that are commits of their own.
+shard_key = KeyForm("rollouts/round-{:05d}/shard-{:04d}.parquet")
+metrics_key = KeyForm("metrics/round-{:05d}.parquet")
+
+# Private objects of the stream: groups, parts of unfinished ones, and who samples which chunk.
+stream_key = KeyForm(f"{STREAM}/group-{{:08d}}.parquet")
+partial_key = KeyForm(f"{STREAM}/{PARTIAL}group-{{:08d}}-{{:02d}}.parquet")
+claim_key = KeyForm(f"{STREAM}/claim-{{:08d}}-{{:02d}}.json")
+_pack_key = KeyForm(f"{STREAM}/groups-{{:08d}}-{{:08d}}-{{:02d}}.parquet")
+
+# Private objects of pushed groups: environments, and batches as a server handed them out.
+environment_key = KeyForm(f"{PUSHING}/environment-{{:05d}}.json")
+popped_batch_key = KeyForm(f"{PUSHING}/batch-{{:05d}}.json")
+
+shard_of = KeyForm("shard-{:04d}.parquet").first
+metrics_round_of = metrics_key.first
+step_of = KeyForm("step-{:05d}").first
+stream_group_of = stream_key.first
+partial_of = partial_key.first
+popped_batch_of = popped_batch_key.first
+claim_of = claim_key.numbers
+
+_PIECE = re.compile(
+    r"\.groups/(shard-\d{4,})-[0-9a-f]{16}/(?:partial-)?group-(\d{5,})-\d{2,}\.parquet"
+)
 
 
 def round_of(name: str) -> int | None:
     """The round that a folder or file is named for: `round-00012`, `round-00012.parquet`."""
     # The whole name: `round-00012-copy` in a folder is not a round.
-    match = _ROUND.fullmatch(name.partition(".")[0])
-    return int(match[1]) if match else None
+    return round_name.first(name.partition(".")[0])
 
 
-def rollouts_slot(round: int) -> str:
-    """The slot that seals a round's rollouts."""
-    return f"rollouts/{round_name(round)}"
+def base_slot() -> str:
+    """The slot of the base that a run's adapter is of."""
+    return "base"
 
 
-def shard_key(round: int, shard: int) -> str:
-    """The object that is one shard of a round's rollouts, and its own commit."""
-    return f"{rollouts_slot(round)}/shard-{shard:04d}.parquet"
+def pairs_slot() -> str:
+    """The slot of the preference pairs that a run's reward model learns from."""
+    return "pairs"
+
+
+def code_key(digest: str) -> str:
+    """The copy of a file of the user's code, by the file's SHA-256."""
+    return f"code/{digest}.py"
 
 
 def pieces_folder(round: int, shard: int, fingerprint: str) -> str:
@@ -85,129 +137,20 @@ def group_of_piece(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
-def shard_of(name: str) -> int | None:
-    """The number of the shard that an object of a round's rollouts is; None for other objects."""
-    match = _SHARD.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def stream_key(number: int) -> str:
-    """The private object of a group that no round has asked for yet."""
-    return f"{STREAM}/group-{number:08d}.parquet"
-
-
-def partial_key(group: int, number: int) -> str:
-    """The private object with what a piece added to an unfinished group of the stream."""
-    return f"{STREAM}/{partial_name(f'group-{group:08d}', number)}"
-
-
-def partial_of(key: str) -> int | None:
-    """The number of the group that a key of the stream has a part of; None for other keys."""
-    match = _PARTIAL.fullmatch(key)
-    return int(match[1]) if match else None
-
-
-def claim_key(chunk: int, number: int) -> str:
-    """The private object by which a worker says that it samples a chunk of such groups."""
-    return f"{STREAM}/claim-{chunk:08d}-{number:02d}.json"
-
-
-def stream_group_of(key: str) -> int | None:
-    """The number of the group that a key of the stream is; None for other keys."""
-    match = _STREAMED.fullmatch(key)
-    return int(match[1]) if match else None
-
-
 def pack_key(numbers: range, sequence: int) -> str:
-    """The private object of several such groups, which are among `numbers`."""
-    return f"{STREAM}/groups-{numbers[0]:08d}-{numbers[-1]:08d}-{sequence:02d}.parquet"
+    """The private object of several groups of the stream, which are among `numbers`."""
+    return _pack_key(numbers[0], numbers[-1], sequence)
 
 
 def pack_of(key: str) -> range | None:
     """The numbers among which a key of the stream has its groups; None for other keys."""
-    match = _PACK.fullmatch(key)
-    return range(int(match[1]), int(match[2]) + 1) if match else None
+    match _pack_key.numbers(key):
+        case (first, last, _):
+            return range(first, last + 1)
+    return None
 
 
 def numbers_in(key: str) -> range:
     """The numbers among which an object of a stream has finished groups: none where it has none."""
     number = stream_group_of(key)
     return range(number, number + 1) if number is not None else pack_of(key) or range(0)
-
-
-def claim_of(key: str) -> tuple[int, int] | None:
-    """Chunk and number of the claim that a key of the stream is; None for other keys."""
-    match = _CLAIM.fullmatch(key)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def intake_slot(round: int) -> str:
-    """The slot that says which groups of the stream a round takes and drops."""
-    return f"intakes/{round_name(round)}"
-
-
-def environment_key(number: int) -> str:
-    """The private object that registers an environment which pushes groups."""
-    return f"{PUSHING}/environment-{number:05d}.json"
-
-
-def popped_batch_key(number: int) -> str:
-    """The private object that keeps a batch as a server of trajectories handed it out."""
-    return f"{PUSHING}/batch-{number:05d}.json"
-
-
-def popped_batch_of(key: str) -> int | None:
-    """The number of the batch that such an object keeps; None for other keys."""
-    match = _POPPED.fullmatch(key)
-    return int(match[1]) if match else None
-
-
-def batches_slot(round: int) -> str:
-    """The slot of a round's training batches and dispositions."""
-    return f"batches/{round_name(round)}"
-
-
-def checkpoint_slot(round: int) -> str:
-    """The slot of the policy that round `round` samples from; round 0 is where the run starts."""
-    return f"checkpoints/{round_name(round)}"
-
-
-def sft_slot(step: int) -> str:
-    """The slot of the warm start's checkpoint after `step` optimizer steps."""
-    return f"sft/step-{step:05d}"
-
-
-def base_slot() -> str:
-    """The slot of the base that a run's adapter is of."""
-    return "base"
-
-
-def pairs_slot() -> str:
-    """The slot of the preference pairs that a run's reward model learns from."""
-    return "pairs"
-
-
-def reward_model_slot(step: int) -> str:
-    """The slot of the reward model's checkpoint after `step` optimizer steps."""
-    return f"reward_model/step-{step:05d}"
-
-
-def evals_slot(round: int) -> str:
-    """The slot of the evaluation of checkpoint `round`."""
-    return f"evals/{round_name(round)}"
-
-
-def code_key(digest: str) -> str:
-    """The copy of a file of the user's code, by the file's SHA-256."""
-    return f"code/{digest}.py"
-
-
-def metrics_key(round: int) -> str:
-    """The object that holds a round's metrics."""
-    return f"metrics/{round_name(round)}.parquet"
-
-
-def metrics_round_of(key: str) -> int | None:
-    """The round whose metrics an object holds; None for other objects."""
-    match = _METRICS.fullmatch(key)
-    return int(match[1]) if match else None

@@ -29,7 +29,6 @@ from marin_rl.storage.commits import (
     ref_of,
 )
 from marin_rl.storage.layout import (
-    STEP,
     base_slot,
     batches_slot,
     checkpoint_slot,
@@ -42,6 +41,7 @@ from marin_rl.storage.layout import (
     round_of,
     sft_slot,
     shard_key,
+    step_of,
 )
 from marin_rl.storage.run_records import (
     RUN_KEY,
@@ -390,8 +390,8 @@ def is_run_name(name: str) -> bool:
 
 def _steps(run: Run, kind: str) -> list[int]:
     """Steps that have a folder of a kind, descending."""
-    matches = (STEP.fullmatch(name) for name in run.store.children(kind))
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    steps = map(step_of, run.store.children(kind))
+    return sorted((step for step in steps if step is not None), reverse=True)
 
 
 def _latest(run: Run, slots: Iterator[str]) -> SlotRef | None:
