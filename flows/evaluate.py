@@ -11,6 +11,7 @@ from flows.connection import play_flow
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
 from marin_rl.config import Config
+from marin_rl.doctor.stages import EVALUATE
 from marin_rl.errors import ConfigError
 from marin_rl.storage.runs import (
     Run,
@@ -39,7 +40,7 @@ async def evaluate_run(
     """
     chosen = resolve_config(config, run_id, overrides)
     check_own(chosen, round)
-    with open_session(chosen, plays=False) as reference:
+    with open_session(chosen, EVALUATE) as reference:
         return await measure(reference, checkpoint_at(open_run(reference), round))
 
 

@@ -12,7 +12,7 @@ from flows.server import prefect_api
 from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
 from flows.sft import steps_of, warm_start
 from marin_rl.config import Config
-from marin_rl.doctor.checks import BEFORE_A_REWARD_MODEL
+from marin_rl.doctor.stages import REWARD_MODEL
 from marin_rl.storage.runs import RunRef, latest_reward_model
 from marin_rl.types import SlotRef
 from tasks.options import StageRunner, open_run
@@ -24,7 +24,7 @@ async def reward_model(
     config: Source, run_id: str | None = None, overrides: list[str] | None = None
 ) -> SlotRef:
     """Train the reward model that `config` describes, or go on where its last segment ended."""
-    with open_session(resolve_config(config, run_id, overrides), BEFORE_A_REWARD_MODEL) as run:
+    with open_session(resolve_config(config, run_id, overrides), REWARD_MODEL) as run:
         return await learn(run)
 
 

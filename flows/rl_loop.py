@@ -30,6 +30,7 @@ from flows.session import (
 from flows.sft import warm_start
 from flows.windowed import play_windowed
 from marin_rl.config import Config
+from marin_rl.doctor.stages import RL
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import SlotRef
 from tasks.options import StageRunner, open_run
@@ -47,7 +48,7 @@ async def rl_loop(
 
     `config` is a YAML file or the tree itself; returns the checkpoint after the last round.
     """
-    with open_session(resolve_config(config, run_id, overrides, rounds)) as run:
+    with open_session(resolve_config(config, run_id, overrides, rounds), RL) as run:
         checkpoint = resume_point(open_run(run)) or await first_checkpoint(run)
         checkpoint = await play_rounds(run, checkpoint)
         await measure(run, checkpoint)

@@ -6,7 +6,7 @@ events; neither can stop the flow.
 
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from flows.reports import reporting
 from flows.run_log import logging_rounds
 from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
-from marin_rl.doctor.checks import BEFORE_A_RUN, Check, preflight
+from marin_rl.doctor.stages import EVALUATE, REWARD_MODEL
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.recorded_data import record_rows
 from marin_rl.rollouts.recorded_defaults import as_begun
@@ -43,7 +43,7 @@ from tasks.fan_out import fanning_out
 Source = str | dict[str, Any]
 
 # What takes seconds to import, and every flow needs.
-HEAVY = ("marin_rl.training.loop", "marin_rl.serving.server")
+HEAVY = ("marin_rl.training.loop", "marin_rl.serving.server", "marin_rl.doctor.engines")
 
 
 def flow_run_name() -> str:
@@ -76,33 +76,33 @@ def resolve_config(
 
 
 @contextmanager
-def open_session(
-    config: Config, checks: Sequence[Check] = BEFORE_A_RUN, *, plays: bool = True
-) -> Iterator[RunRef]:
+def open_session(config: Config, flow: str) -> Iterator[RunRef]:
     """The run of `config`, created or continued, checked, locked and watched while the block runs.
 
-    `checks` are what must hold before anything is written. A flow that `plays` makes the run its
-    user's own, with these settings.
+    The stages of `flow` pass before anything is written. Every flow but an evaluation makes the run
+    its user's own, with these settings.
     A flow hands this one reference to all of its tasks: Prefect knows objects by their address, and
     would take a later one for whatever result lay there before.
 
-    Raises what `preflight` finds, ConfigError when the run exists with another content, RunLocked.
+    Raises what `check_all` finds, ConfigError when the run exists with another content, RunLocked.
     """
     quieten()
     publish(ProgressEvent(run_id=config.run_id, stage="start", total=config.rounds))
-    preflight(config, checks)
     # Here, for Levanter's attention cannot be imported by two threads at once: a worker's flow run
     # that trains while it samples would do so, and fail. By hand `prefect_api` has done it already.
     for module in HEAVY:
         importlib.import_module(module)
+    from marin_rl.doctor.engines import check_all
+
+    check_all(config, flow)
     with ExitStack() as stack:
         # Before the run is created: a runner that cannot work is no reason to begin one.
         stack.enter_context(fanning_out(config, shared_api=not has_temporary_api()))
         run = Run.create_or_open(config, as_begun)
         stack.enter_context(run.lock())
-        if plays and checks is BEFORE_A_RUN:
+        if flow not in (EVALUATE, REWARD_MODEL):
             record_rows(run)
-        if plays:
+        if flow != EVALUATE:
             try_to_remember(run)
         trackers = open_trackers(config)
         stack.callback(trackers.close)

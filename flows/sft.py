@@ -11,6 +11,7 @@ from flows.connection import play_flow
 from flows.server import prefect_api
 from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
 from marin_rl.config import Config
+from marin_rl.doctor.stages import SFT
 from marin_rl.storage.runs import RunRef, latest_sft
 from marin_rl.types import SlotRef
 from tasks.options import StageRunner, open_run
@@ -22,7 +23,7 @@ async def sft(
     config: Source, run_id: str | None = None, overrides: list[str] | None = None
 ) -> SlotRef:
     """Warm-start the run that `config` describes, or go on where its last segment ended."""
-    with open_session(resolve_config(config, run_id, overrides)) as run:
+    with open_session(resolve_config(config, run_id, overrides), SFT) as run:
         return await warm_start(run)
 
 

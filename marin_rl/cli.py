@@ -9,12 +9,13 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from marin_rl.deferred import import_postponing, postpone, withhold
 from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
 from marin_rl.progress import saying
 
@@ -141,7 +142,7 @@ class Commands(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help as Typer does."""
-        import_postponing("typer.rich_utils", UNUSED_BY_HELP)
+        _import_without("typer.rich_utils", UNUSED_BY_HELP)
         super().format_help(ctx, formatter)
 
 
@@ -159,7 +160,7 @@ class Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help as Typer does."""
-        import_postponing("typer.rich_utils", UNUSED_BY_HELP)
+        _import_without("typer.rich_utils", UNUSED_BY_HELP)
         super().format_help(ctx, formatter)
 
 
@@ -219,11 +220,28 @@ def marin_rl(
     """Take the options that stand before a command."""
 
 
+def _import_without(module: str, unused: Mapping[str, str]) -> None:
+    """Import a module with empty ones in place of those that it imports and does not use here.
+
+    `unused` has the class or function that it takes from each.
+    """
+    absent = {name: item for name, item in unused.items() if name not in sys.modules}
+    for name, item in absent.items():
+        sys.modules[name] = ModuleType(name)
+        setattr(sys.modules[name], item, object)
+    try:
+        importlib.import_module(module)
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
 def _spare_imports() -> None:
     """Leave out what a reader does not use: a tenth of the CPU time that its answer takes."""
-    postpone("unittest.mock", "patch")  # of jaxtyping's hook for tests; it imports asyncio
-    # Arrow imports pandas, which takes a second, to learn that a value is not of pandas.
-    withhold("pandas")
+    _import_without("jaxtyping", {"unittest.mock": "patch"})  # of its hook for tests
+    # Arrow imports pandas, which takes a second, to learn that a value is not of pandas: Python
+    # refuses to import a module that is None here.
+    sys.modules.update(pandas=None)  # pyright: ignore[reportArgumentType]
     # Pydantic looks for plugins of its models in the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
@@ -254,8 +272,8 @@ def main() -> None:
             os._exit(INTERRUPTED)
         raise
     except (MarinRLError, OSError) as error:  # OSError: such as a disk that is full
-        from marin_rl.commands.options import complain, err
+        from marin_rl.commands.options import err, print_error
 
         err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
-        complain([str(error)], style="")
+        print_error(str(error), style="")
         sys.exit(2 if isinstance(error, ConfigError) else 1)

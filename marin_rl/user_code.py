@@ -48,7 +48,6 @@ class CodeSpec:
 
     @property
     def is_file(self) -> bool:
-        """True for FILE.py:name."""
         return self.module.endswith(".py")
 
     @property
@@ -74,7 +73,7 @@ _lock = threading.RLock()
 
 
 def parse_spec(text: object) -> CodeSpec | None:
-    """The parts of FILE.py:name or module:name; None for anything else."""
+    """Parse FILE.py:name or module:name; None for anything else."""
     if not isinstance(text, str) or _SPEC.fullmatch(text) is None:
         return None
     typed, _, digest = text.partition("#")
@@ -107,9 +106,12 @@ def pin(text: str, folder: Path, key: str) -> str:
     path = _path_of(spec, folder, key)
     try:
         data = read_regular(path, FILE_BYTES_MAX)
+        tree = ast.parse(data, str(path))
     except (OSError, InputError) as error:
         raise ConfigError(f"{key}: cannot read {path}: {error}") from None
-    _check_defines(spec, data, path, key)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}: {_syntax(error, str(path))}") from None
+    _check_defines(spec, tree, f"{key}: {path}")
     digest = sha256(data).hexdigest()
     if spec.sha256 not in ("", digest):
         raise ConfigError(
@@ -141,12 +143,8 @@ def _path_of(spec: CodeSpec, folder: Path, key: str) -> Path:
     return path
 
 
-def _check_defines(spec: CodeSpec, data: bytes, path: Path, key: str) -> None:
-    """Refuse a file with a syntax error, or without the name, before anything of it runs."""
-    try:
-        tree = ast.parse(data, str(path))
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{key}: {_syntax(error, str(path))}") from None
+def _check_defines(spec: CodeSpec, tree: ast.Module, file: str) -> None:
+    """Refuse a file without the name, before anything of it runs."""
     names = set(_bound(tree))
     if names & {spec.name, "*", "__getattr__"}:  # a star or __getattr__ may give any name
         return
@@ -158,7 +156,7 @@ def _check_defines(spec: CodeSpec, data: bytes, path: Path, key: str) -> None:
     close = difflib.get_close_matches(spec.name, defined, n=1)
     hint = f"; did you mean {spec.module}:{close[0]}?" if close else ""
     shown = ", ".join(defined[:NAMES_SHOWN_MAX]) or "no function or class"
-    raise ConfigError(f"{key}: {path} defines no {spec.name!r}; it defines {shown}{hint}")
+    raise ConfigError(f"{file} defines no {spec.name!r}; it defines {shown}{hint}")
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
@@ -279,7 +277,7 @@ def _installed(spec: CodeSpec, what: str) -> ModuleType:
 
 
 def _module_of(spec: CodeSpec, what: str) -> ModuleType:
-    """The module made from a pinned file, run once per process. Raises InputError."""
+    """Return the module made from a pinned file, run once per process. Raises InputError."""
     if not spec.sha256:
         raise InputError(f"{what}: its file was not read with a configuration; use load_config")
     name = f"{PRIVATE}{spec.sha256}"
@@ -292,21 +290,17 @@ def _module_of(spec: CodeSpec, what: str) -> ModuleType:
             raise InputError(
                 f"{what}: {known.origin} is code of a run that is not yours; add --trust to run it"
             )
-        return _run(name, source, known.origin, what)
-
-
-def _run(name: str, source: bytes, origin: str, what: str) -> ModuleType:
-    loader = _Loader(source, origin)
-    module_spec = importlib.util.spec_from_file_location(name, origin, loader=loader)
-    assert module_spec is not None, "a loader was given"
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and type hints look the module up by its name
-    try:
-        loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise InputError(f"{what}: {_failure(error, origin)}") from error
-    return module
+        loader = _Loader(source, known.origin)
+        module_spec = importlib.util.spec_from_file_location(name, known.origin, loader=loader)
+        assert module_spec is not None, "a loader was given"
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module  # dataclasses and type hints look the module up by its name
+        try:
+            loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            del sys.modules[name]
+            raise InputError(f"{what}: {_failure(error, known.origin)}") from error
+        return module
 
 
 class _Loader(importlib.abc.ExecutionLoader):
@@ -316,15 +310,12 @@ class _Loader(importlib.abc.ExecutionLoader):
         self._source, self._origin = source, origin
 
     def get_filename(self, fullname: str) -> str:
-        """Path or URL of the file, for `__file__` and traces."""
         return self._origin
 
     def get_source(self, fullname: str) -> str:
-        """The text of the file."""
         return importlib.util.decode_source(self._source)
 
     def is_package(self, fullname: str) -> bool:
-        """False: a file has no submodules."""
         return False
 
 

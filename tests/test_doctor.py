@@ -6,10 +6,10 @@ import pytest
 from support.fakes import FakePolicyServer
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor.checks import ALL, BEFORE_A_REWARD_MODEL, examine, preflight
 from marin_rl.doctor.data import storage
+from marin_rl.doctor.engines import STAGES, check_all, mesh
 from marin_rl.doctor.rewards import TRIALS, reward
-from marin_rl.doctor.surroundings import mesh
+from marin_rl.doctor.stages import DOCTOR, REWARD_MODEL, RL, examine
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
@@ -21,8 +21,10 @@ def debug(root: Path, *overrides: str) -> Config:
 
 def test_a_sound_configuration_passes_every_check(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    findings = list(examine(debug(tmp_path)))
-    assert [finding.name for finding in findings] == [name for name, _ in ALL]
+    findings = list(examine(debug(tmp_path), STAGES))
+    assert [finding.name for finding in findings] == [
+        stage.name for stage in STAGES if DOCTOR in stage.used_by
+    ]
     assert all(finding.passed for finding in findings), findings
 
 
@@ -73,37 +75,39 @@ def test_an_environment_of_several_turns_is_not_scored_by_one() -> None:
 )
 def test_bad_input_is_one_clear_error_and_no_run(tmp_path, override, error, words) -> None:
     with pytest.raises(error, match=words):
-        preflight(debug(tmp_path, override))
+        check_all(debug(tmp_path, override), RL)
     assert not (tmp_path / "debug").exists()
 
 
 def test_a_missing_model_folder_is_reported(tmp_path: Path) -> None:
     config = debug(tmp_path, "policy.init=hf", "policy.hf_path=/nowhere")
     with pytest.raises(InputError, match="/nowhere"):
-        preflight(config)
+        check_all(config, RL)
 
 
 def test_a_root_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="in the way of a folder"):
-        preflight(debug(tmp_path / "file" / "runs"))
+        check_all(debug(tmp_path / "file" / "runs"), RL)
 
 
 def test_an_endpoint_that_serves_another_model_is_an_error(tmp_path: Path) -> None:
     with FakePolicyServer(model="something-else") as server:
         endpoint = f"inference.endpoints=['{server.url}']"
         with pytest.raises(StalePolicy, match="something-else, not 'policy'"):
-            preflight(debug(tmp_path, endpoint))
+            check_all(debug(tmp_path, endpoint), RL)
 
 
 def test_a_mesh_larger_than_the_machine_is_an_error(tmp_path: Path) -> None:
     (found,) = (
-        finding for finding in examine(debug(tmp_path, "mesh.data=64")) if finding.name == "devices"
+        finding
+        for finding in examine(debug(tmp_path, "mesh.data=64"), STAGES)
+        if finding.name == "devices"
     )
     assert not found.passed
     assert "does not fit 2 devices" in found.detail
     with pytest.raises(ConfigError, match="does not fit 2 devices"):
-        preflight(debug(tmp_path, "mesh.data=64"))
+        check_all(debug(tmp_path, "mesh.data=64"), RL)
     assert mesh(debug(tmp_path, "mesh.data=-1")) == "fits any number of devices"
 
 
@@ -112,9 +116,9 @@ def test_pairs_are_read_to_the_end_before_a_reward_model_is_begun(tmp_path: Path
     rows = ['{"prompt": "p", "chosen": "a", "rejected": "b"}', '{"prompt": "p", "chosen": 4}']
     file.write_text("\n".join(rows))
     with pytest.raises(InputError, match="line 2, field chosen"):
-        preflight(debug(tmp_path, f"reward_model.pairs={file}"), BEFORE_A_REWARD_MODEL)
+        check_all(debug(tmp_path, f"reward_model.pairs={file}"), REWARD_MODEL)
     with pytest.raises(InputError, match="cannot read"):
-        preflight(debug(tmp_path, "reward_model.pairs=/nowhere.jsonl"), BEFORE_A_REWARD_MODEL)
+        check_all(debug(tmp_path, "reward_model.pairs=/nowhere.jsonl"), REWARD_MODEL)
     with pytest.raises(ConfigError, match="no section reward_model"):
-        preflight(debug(tmp_path), BEFORE_A_REWARD_MODEL)
+        check_all(debug(tmp_path), REWARD_MODEL)
     assert not (tmp_path / "debug").exists()

@@ -6,8 +6,8 @@ import pytest
 from support.chat_folders import CHATML, chat_folder
 
 from marin_rl.config import parse_config
+from marin_rl.doctor.data import learned_pairs, learned_rows
 from marin_rl.doctor.policy import prompts
-from marin_rl.doctor.templates import learned_pairs, learned_rows
 from marin_rl.errors import InputError
 from marin_rl.rollouts.data_warnings import data_warnings
 from marin_rl.storage.tables.pairs import read_pairs

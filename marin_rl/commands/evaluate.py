@@ -17,8 +17,8 @@ from marin_rl.commands.options import (
     Trust,
     key_named,
     out,
-    tell,
-    tell_json,
+    print_info,
+    print_json,
 )
 from marin_rl.errors import ConfigError
 from marin_rl.progress import listening, phase
@@ -128,7 +128,8 @@ def _write_rows(
 def _commit(target: "Target", overrides: list[str], *, as_json: bool) -> None:
     """Run the flow "evaluate", which commits the rows of a run's checkpoint next to it."""
     from marin_rl.api.training import flow_named
-    from marin_rl.preflight import before_evaluation
+    from marin_rl.doctor.stages import EVALUATE
+    from marin_rl.doctor.start import check_files
     from marin_rl.trust import Consent, check_named, settings_of
 
     run = target.open_run()
@@ -136,7 +137,7 @@ def _commit(target: "Target", overrides: list[str], *, as_json: bool) -> None:
     consent = Consent(file=target.config, overrides=changes, trust=target.trust)
     config = settings_of(run, consent, ("inference", "trackers", "flow"))
     check_named(run, config, consent, ("environment", "evaluation", "policy"))
-    before_evaluation(config)
+    check_files(config, EVALUATE)
     with phase("evaluating") as evaluating, listening(evaluating.listen):
         slot = flow_named("evaluate")(config, target.round)
     _print_metrics(run.run_id, {"slot": slot.slot}, slot.summary, as_json=as_json)
@@ -146,13 +147,12 @@ def _print_metrics(
     model: str, place: Mapping[str, Any], metrics: Mapping[str, float], *, as_json: bool
 ) -> None:
     if as_json:
-        tell_json({"model": model, **place, **metrics})
+        print_json({"model": model, **place, **metrics})
         return
     from marin_rl.display.tables import estimates_table
 
     out.print(estimates_table(f"Evaluation of {model}", metrics))
-    for name, value in place.items():
-        tell(f"{name}: {value}")
+    print_info(*(f"{name}: {value}" for name, value in place.items()))
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -12,10 +12,11 @@ from marin_rl.commands.options import (
     Root,
     RunName,
     Trust,
-    complain,
     load,
-    tell,
-    tell_json,
+    print_error,
+    print_info,
+    print_json,
+    print_result,
 )
 from marin_rl.errors import ConfigError
 from marin_rl.progress import phase
@@ -89,22 +90,23 @@ def export(  # noqa: PLR0913 - each is an option of the command
         )
     from marin_rl.storage.upkeep.archive import write_archive
 
-    _tell_archive(
+    _print_archive(
         write_archive(run, output or Path(f"{run_name}.tar"), everything=everything),
         as_json=as_json,
     )
 
 
-def _tell_archive(archive: "Archived", *, as_json: bool) -> None:
+def _print_archive(archive: "Archived", *, as_json: bool) -> None:
     from marin_rl.display.text import size
 
-    if as_json:
-        tell_json(asdict(archive) | {"path": str(archive.path)})
-        return
-    tell(f"{archive.path}: {archive.objects} objects, {size(archive.bytes)}")
-    tell(f"root hash {archive.root_hash}")
-    if archive.left_out:
-        tell(f"{archive.left_out} committed objects are left out: --all exports them too")
+    left = f"{archive.left_out} committed objects are left out: --all exports them too"
+    print_result(
+        archive,
+        f"{archive.path}: {archive.objects} objects, {size(archive.bytes)}",
+        f"root hash {archive.root_hash}",
+        *([left] if archive.left_out else ()),
+        as_json=as_json,
+    )
 
 
 def _export_weights(
@@ -127,11 +129,9 @@ def _export_weights(
 
             exported = export_hf(run, round, folder)
             facts |= {"round": exported.round, "parameters": exported.parameters_digest}
-    if as_json:
-        tell_json(facts)
-        return
-    what = f"adapter of checkpoint {facts['round']}" if peft else f"checkpoint {facts['round']}"
-    tell(f"{folder}: {what}, parameters {facts['parameters']}")
+    what = f"{'adapter of ' if peft else ''}checkpoint {facts['round']}"
+    line = f"{folder}: {what}, parameters {facts['parameters']}"
+    print_result(facts, line, as_json=as_json)
 
 
 def merge(
@@ -164,10 +164,8 @@ def merge(
         digest = merge_folders(base, adapter, output, dtype)
     if push_to_hub is not None:
         push_folder(output, push_to_hub)
-    if as_json:
-        tell_json({"folder": str(output), "parameters": digest, "dtype": dtype})
-        return
-    tell(f"{output}: {dtype}, parameters {digest}")
+    facts = {"folder": output, "parameters": digest, "dtype": dtype}
+    print_result(facts, f"{output}: {dtype}, parameters {digest}", as_json=as_json)
 
 
 def _export_verl(
@@ -178,13 +176,13 @@ def _export_verl(
 
     written = export_verl(config, folder)
     if as_json:
-        tell_json(asdict(written) | {"folder": str(folder)})
+        print_json(asdict(written) | {"folder": str(folder)})
         return
-    tell(f"{folder}: {written.train} prompts to train on, {written.val} held out")
+    print_info(f"{folder}: {written.train} prompts to train on, {written.val} held out")
     if written.unmapped:
-        complain(["Not exported to verl:"], style="yellow")
-        complain([f"  {each}" for each in written.unmapped], style="yellow")
-    tell(
+        lines = [f"  {each}" for each in written.unmapped]
+        print_error("Not exported to verl:", *lines, style="yellow")
+    print_info(
         f"PYTHONPATH={folder.absolute()} python -m verl.trainer.main_ppo "
         f"--config-path {folder.absolute()} --config-name verl"
     )
@@ -197,10 +195,8 @@ def _export_rollouts(
 
     target = output or Path(f"{run.run_id}-{name}.jsonl")
     written = export_rollouts(run, name, target, rounds)
-    if as_json:
-        tell_json(asdict(written) | {"path": str(target)})
-        return
-    tell(f"{target}: {written.lines} lines; {written.left_out} rollouts failed and are left out")
+    line = f"{target}: {written.lines} lines; {written.left_out} rollouts failed and are left out"
+    print_result(asdict(written) | {"path": target}, line, as_json=as_json)
 
 
 def pairs(
@@ -239,10 +235,8 @@ def pairs(
         rounds=chosen,
     )
     write_pairs(output, ranked)
-    if as_json:
-        tell_json({"path": str(output), "pairs": len(ranked)})
-        return
-    tell(f"wrote {len(ranked)} pairs to {output}")
+    facts = {"path": output, "pairs": len(ranked)}
+    print_result(facts, f"wrote {len(ranked)} pairs to {output}", as_json=as_json)
 
 
 def _rounds(text: str | None) -> list[int] | None:

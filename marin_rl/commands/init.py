@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from marin_rl.commands.options import AsJsonLines, tell, tell_json, try_next
+from marin_rl.commands.options import AsJsonLines, print_info, print_result, try_next
 from marin_rl.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
@@ -41,13 +41,13 @@ def init(
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-        if not as_json:
-            tell(f"wrote {folder / name}")
+    written = [folder / name for name in files]
+    facts = {"template": template, "files": written}
+    print_result(facts, *(f"wrote {path}" for path in written), as_json=as_json)
     if as_json:
-        tell_json({"template": template, "files": [str(folder / name) for name in files]})
         return
     if folder != Path():
-        tell(f"\nGo there first:\n  cd {shlex.quote(str(folder))}")
+        print_info(f"\nGo there first:\n  cd {shlex.quote(str(folder))}")
     try_next(f"doctor {template}.yaml", f"run {template}.yaml")
 
 
@@ -57,10 +57,8 @@ def _print_templates(*, as_json: bool) -> None:
     heads = {name: path / "README.md" for name, path in folders.items()} | single
     for name, path in heads.items():
         about = path.read_text().partition("\n")[0].lstrip("# ")
-        if as_json:
-            tell_json({"template": name, "about": about})
-        else:
-            tell(f"{name:<12} {about}")
+        facts = {"template": name, "about": about}
+        print_result(facts, f"{name:<12} {about}", as_json=as_json)
 
 
 def _templates() -> tuple[dict[str, Path], dict[str, Path]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +14,12 @@ from marin_rl.commands.options import (
     LatestRound,
     Root,
     RunName,
-    complain,
     out,
-    tell,
-    tell_json,
-    tell_learned,
+    print_error,
+    print_info,
+    print_json,
+    print_result,
+    print_summary,
 )
 from marin_rl.errors import ConfigError
 
@@ -51,14 +51,14 @@ def status(
 
     current = run_status(root, run_name)
     if as_json:
-        tell_json(asdict(current))
+        print_json(current)
         return
     out.print(key_values(f"Run {run_name}", current.facts))
     if current.rounds:
         out.print(rounds_table(current.rounds, "Rounds"))
     if current.fleet:
         out.print(fleet_table(current.fleet))
-    tell_learned(current)
+    print_summary(current)
 
 
 def _status_of_all(root: str, *, as_json: bool) -> None:
@@ -70,13 +70,13 @@ def _status_of_all(root: str, *, as_json: bool) -> None:
     broken = [item for item in runs if not isinstance(item, RunStatus)]
     for item in runs:
         if as_json:
-            tell_json(asdict(item))
+            print_json(item)
         elif isinstance(item, RunStatus):
             out.print(plain(item.run_id, "bold"), end=": ", soft_wrap=True)
-            tell(f"{item.trained} of {item.planned} rounds. {item.headline}".rstrip())
+            print_info(f"{item.trained} of {item.planned} rounds. {item.headline}".rstrip())
     if not runs and not as_json:
-        tell(f"no runs under {root}")
-    complain(f"{item.run_id}: {item.error}" for item in broken)
+        print_info(f"no runs under {root}")
+    print_error(*(f"{item.run_id}: {item.error}" for item in broken))
     if broken:
         raise typer.Exit(1)
 
@@ -125,8 +125,7 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
     else:
         rows = sample_rollouts(run, round_number, limit or 8, worst_first=worst, where=where)
     if as_json:
-        for row in rows:
-            tell_json(row)
+        print_json(*rows)
         return
     _print_rollouts(run, rows, as_dialogue=rollout is not None)
 
@@ -141,12 +140,12 @@ def _print_rollouts(run: "Run", rows: Sequence[Mapping[str, Any]], *, as_dialogu
         return
     out.print(rollouts_table(rows))
     if rows and (count := count_rollouts(run, rows[0]["rollout_id"])) > len(rows):
-        tell(f"{len(rows)} of {count:,} rollouts of the round: --limit N shows more")
+        print_info(f"{len(rows)} of {count:,} rollouts of the round: --limit N shows more")
     if any(row["n_turns"] > 1 for row in rows):
         longest = max(rows, key=lambda row: row["n_turns"])
-        tell(f"all turns of one: marin-rl rollouts {run.run_id} --id {longest['rollout_id']}")
+        print_info(f"all turns of one: marin-rl rollouts {run.run_id} --id {longest['rollout_id']}")
     elif not rows:
-        tell("no rollout of this round fulfils these conditions")
+        print_info("no rollout of this round fulfils these conditions")
 
 
 def sql(
@@ -174,8 +173,7 @@ def sql(
         return
     answer = answer_rows(root, run_name, query, unsafe=unsafe)
     if as_json:
-        for row in answer.rows:
-            tell_json(dict(zip(answer.columns, row, strict=True)))
+        print_json(*(dict(zip(answer.columns, row, strict=True)) for row in answer.rows))
         return
     out.print(query_result(answer.columns, answer.rows, out.width))
 
@@ -185,11 +183,9 @@ def _print_tables(root: str, run_name: str, *, as_json: bool) -> None:
 
     for table, columns in tables(root, run_name).items():
         if as_json:
-            tell_json({"table": table, "columns": columns})
+            print_json({"table": table, "columns": columns})
             continue
-        tell(table)
-        for column, kind in columns.items():
-            tell(f"    {column}  {kind}")
+        print_info(table, *(f"    {column}  {kind}" for column, kind in columns.items()))
 
 
 def report(
@@ -237,10 +233,8 @@ def report(
     else:
         target = run.store.local_path(REPORT) or Path(f"{run.run_id}.html")
         replace_file(target, data)
-    if as_json:
-        tell_json({"path": target, "bytes": len(data), "stage": page.stage, "ended": page.ended})
-        return
-    tell(f"wrote {target} ({size(len(data))})")
+    facts = {"path": target, "bytes": len(data), "stage": page.stage, "ended": page.ended}
+    print_result(facts, f"wrote {target} ({size(len(data))})", as_json=as_json)
 
 
 def _write_curve(run: "Run", target: Path, *, as_json: bool) -> None:
@@ -249,10 +243,7 @@ def _write_curve(run: "Run", target: Path, *, as_json: bool) -> None:
 
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(learning_curve(metric_rows(run), run.run_id))
-    if as_json:
-        tell_json({"path": target})
-        return
-    tell(f"wrote {target}")
+    print_result({"path": target}, f"wrote {target}", as_json=as_json)
 
 
 def view(
@@ -278,10 +269,8 @@ def view(
     page = RunPage(Run.open(root, run_name), choice)
 
     def announce(address: str) -> None:
-        if as_json:
-            tell_json({"run_id": run_name, "address": address})
-            return
-        tell(f"{run_name} at {address} (Ctrl-C ends)")
+        facts = {"run_id": run_name, "address": address}
+        print_result(facts, f"{run_name} at {address} (Ctrl-C ends)", as_json=as_json)
 
     with suppress(KeyboardInterrupt):
         serve_view(page, run_name, host, port, announce)

@@ -8,7 +8,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -84,16 +85,27 @@ ApiKeyVariable = Annotated[
 ]
 
 
-def tell_json(value: Any) -> None:
-    """Print one line of JSON; numbers that are not finite are null, as JSON has none.
+def print_json(*values: Any) -> None:
+    """Print a line of JSON for each value; numbers that are not finite are null, as JSON has none.
 
     Durations are in seconds, dates are ISO 8601, paths and other types that JSON lacks are text.
     """
-    typer.echo(json.dumps(_plain(value), default=_as_text))
+    for value in values:
+        typer.echo(json.dumps(_plain(value), default=_as_text))
+
+
+def print_result(value: Any, *lines: str, as_json: bool) -> None:
+    """Print the result of a command: as JSON, else in lines for people."""
+    if as_json:
+        print_json(value)
+    else:
+        print_info(*lines)
 
 
 def _plain(value: Any) -> Any:
     """Convert to types of JSON: SQL's sums and products of integers are decimals, for instance."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Decimal):
         return float(value) if value.as_tuple().exponent else int(value)  # as DuckDB's type says
     if isinstance(value, timedelta):
@@ -111,22 +123,29 @@ def _as_text(value: Any) -> str:
     return value.isoformat() if isinstance(value, date) else str(value)
 
 
-def tell(text: str) -> None:
-    """Print text without markup and control characters on standard output."""
-    from marin_rl.display.text import printable
-
-    out.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+def print_info(*lines: str) -> None:
+    """Print lines without markup and control characters on standard output."""
+    _print_plain(out, lines, "")
 
 
-def complain(lines: Iterable[str], style: str = "red") -> None:
-    """Print lines in red on standard error, as `tell` does."""
+def print_error(*lines: str, style: str = "red") -> None:
+    """Print lines without markup and control characters on standard error."""
+    _print_plain(err, lines, style)
+
+
+def _print_plain(console: Console, lines: Sequence[str], style: str) -> None:
     from marin_rl.display.text import printable
 
     for line in lines:
-        err.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def tell_learned(status: "RunStatus") -> None:
+def print_text(text: str) -> None:
+    """Print a document of this package as it is."""
+    out.print(text, markup=False, highlight=False, end="", soft_wrap=True)
+
+
+def print_summary(status: "RunStatus") -> None:
     """Print what a run learned, in a sentence, and its warnings, a line each."""
     if status.headline:
         out.print(status.headline, style="bold", markup=False, highlight=False, soft_wrap=True)
@@ -138,8 +157,7 @@ def try_next(*commands: str) -> None:
     """Print command lines, without the program's name, as lines that can be pasted."""
     program = "marin-rl" if shutil.which("marin-rl") else f"{Path(sys.executable).parent}/marin-rl"
     out.print("\n[bold]Try next[/bold]")
-    for command in commands:
-        tell(f"  {program} {command}")
+    print_info(*(f"  {program} {command}" for command in commands))
 
 
 @phase("reading the configuration")

@@ -1,12 +1,19 @@
 """Commands that trace where results came from: `lineage`, `diff`. None changes a run."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marin_rl.commands.options import AsJson, LatestRound, Root, RunName, out, tell, tell_json
+from marin_rl.commands.options import (
+    AsJson,
+    LatestRound,
+    Root,
+    RunName,
+    out,
+    print_info,
+    print_json,
+)
 from marin_rl.errors import ConfigError, ObjectMissing
 
 if TYPE_CHECKING:
@@ -50,13 +57,13 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     if graph is not None:
         write_graph(lineage, graph)
     if as_json:
-        tell_json(as_tree(lineage))
+        print_json(as_tree(lineage))
         return
-    tell("\n".join(shortened(line) for line in as_text(lineage, rows=rows)))
+    print_info("\n".join(shortened(line) for line in as_text(lineage, rows=rows)))
     if not rows:
-        tell("every batch row and rollout: --rows; as a flowchart: --graph FILE.mmd")
+        print_info("every batch row and rollout: --rows; as a flowchart: --graph FILE.mmd")
     if graph is not None:
-        tell(f"wrote {graph}")
+        print_info(f"wrote {graph}")
 
 
 def _check_start(
@@ -105,16 +112,14 @@ def diff(
 
     difference = compare_runs(Run.open(root, first), Run.open(root, second))
     if as_json:
-        tell_json(asdict(difference))
+        print_json(difference)
     else:
-        for line in difference.settings:
-            tell(line)
-        for name, (one, other) in difference.changed.items():
-            tell(f"{name}: {one} -> {other}")
+        changed = difference.changed.items()
+        print_info(*difference.settings, *(f"{name}: {a} -> {b}" for name, (a, b) in changed))
         if difference.curves:
             rows = [(c.metric, c.round, c.first, c.second, c.largest) for c in difference.curves]
             columns = ("metric", "last round", first, second, "largest difference")
             out.print(frame_table(columns, rows))
-        tell(difference.message)
+        print_info(difference.message)
     if difference.parts_at is not None:
         raise typer.Exit(1)

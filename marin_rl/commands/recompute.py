@@ -18,8 +18,9 @@ from marin_rl.commands.options import (
     RunName,
     Trust,
     out,
-    tell,
-    tell_json,
+    print_info,
+    print_json,
+    print_result,
 )
 
 
@@ -41,18 +42,20 @@ def replay_step(
 
     replay = replay_round(Run.open(root, run_name), round_number, trust=trust)
     if as_json:
-        tell_json({"equal": replay.equal, **asdict(replay)})
+        print_json({"equal": replay.equal, **asdict(replay)})
     else:
         if replay.differing:
             rows = [(d.name, d.largest, d.recorded_largest) for d in replay.differing]
             columns = ("array", "largest difference", "largest value recorded")
             out.print(frame_table(columns, rows))
         for name, (then, now) in {**replay.metrics, **replay.changed}.items():
-            tell(f"{name}: {then} then, {now} now")
+            print_info(f"{name}: {then} then, {now} now")
         scope = f"{replay.compared} arrays" if replay.compared else "the parameters' digest alone"
-        tell(f"parameters recorded {replay.recorded_digest}")
-        tell(f"parameters now      {replay.digest}")
-        tell(f"round {round_number}: {'EQUAL' if replay.equal else 'APART'}, by {scope}")
+        print_info(
+            f"parameters recorded {replay.recorded_digest}",
+            f"parameters now      {replay.digest}",
+            f"round {round_number}: {'EQUAL' if replay.equal else 'APART'}, by {scope}",
+        )
     if not replay.equal:
         raise typer.Exit(1)
 
@@ -90,7 +93,7 @@ def replay_episode(
     replays = replay_rollouts(run, number, rollout_id)
     if as_json:
         episodes = [{"equal": e.equal, **asdict(e)} for e in replays.episodes]
-        tell_json({"equal": replays.equal, **asdict(replays), "episodes": episodes})
+        print_json({"equal": replays.equal, **asdict(replays), "episodes": episodes})
     else:
         shown = [e for e in replays.episodes if rollout_id is not None or not e.equal]
         rows = [
@@ -102,9 +105,9 @@ def replay_episode(
             columns = ("rollout", "turn", "replayed", "first difference")
             out.print(frame_table(columns, [(*row[:3], row[3] or "") for row in rows]))
         for name, (then, now) in replays.changed.items():
-            tell(f"{name}: {then} then, {now} now")
+            print_info(f"{name}: {then} then, {now} now")
         equal = sum(episode.equal for episode in replays.episodes)
-        tell(f"round {number}: {equal} of {len(replays.episodes)} episodes are equal")
+        print_info(f"round {number}: {equal} of {len(replays.episodes)} episodes are equal")
     if not replays.equal:
         raise typer.Exit(1)
 
@@ -131,14 +134,12 @@ def rescore(
     run = Run.open(root, run_name)
     function = pin_function(run, reward, "--reward", trust=trust)
     scored = rescore_round(run, round_number, function, name)
-    if as_json:
-        tell_json(asdict(scored))
-        return
-    verb = "found" if scored.table.reused else "wrote"
-    tell(f"{verb} {scored.table.key}")
-    tell(
+    print_result(
+        scored,
+        f"{'found' if scored.table.reused else 'wrote'} {scored.table.key}",
         f"{scored.rollouts} rollouts, {scored.changed} with another reward, {scored.failed} "
-        f"failed; mean {_number(scored.mean_before)} -> {_number(scored.mean_after)}"
+        f"failed; mean {_number(scored.mean_before)} -> {_number(scored.mean_after)}",
+        as_json=as_json,
     )
 
 
@@ -166,10 +167,9 @@ def reprocess(
         run, round_number, overrides or (), rewards, gradient=gradient, trust=trust
     )
     if as_json:
-        tell_json(asdict(outcome))
+        print_json(outcome)
         return
-    for line in outcome.settings:
-        tell(line)
+    print_info(*outcome.settings)
     before, after = outcome.before, outcome.after
     pairs = {"steps": (before.steps, after.steps), "rows": (before.rows, after.rows)}
     pairs |= {"padded length": (before.length, after.length)}

@@ -26,9 +26,9 @@ from marin_rl.commands.options import (
     key_named,
     load,
     out,
-    tell,
-    tell_json,
-    tell_learned,
+    print_info,
+    print_json,
+    print_summary,
     try_next,
 )
 from marin_rl.config import Config
@@ -59,7 +59,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
     if dry_run:
         _print_plan(config, as_json=as_json)
         return
-    from marin_rl.preflight import before_engines
+    from marin_rl.doctor.start import before_engines
 
     again = run_again(config, config_file, changes)
     checkpoint = before_engines(config, "rl-loop")
@@ -69,7 +69,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
         _print_result(config, again, as_json=as_json)
         return
     trained = int(checkpoint.slot.rpartition("-")[2])
-    tell(f"complete: {trained} rounds")
+    print_info(f"complete: {trained} rounds")
     try_next(
         f"status {config.run_id}{root_option(config)}", f"{again} --rounds {trained + MORE_ROUNDS}"
     )
@@ -86,14 +86,14 @@ def sft(
 ) -> None:
     """Run only the supervised warm start of a run."""
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
-    from marin_rl.preflight import before_engines
+    from marin_rl.doctor.start import before_engines
 
     checkpoint = before_engines(config, "sft") or play("sft", config, as_json=as_json)
     place = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
     if as_json:
-        tell_json({"checkpoint": place, **checkpoint.summary})
+        print_json({"checkpoint": place, **checkpoint.summary})
         return
-    tell(f"warm start: {place}")
+    print_info(f"warm start: {place}")
     if config.policy.init == "sft":
         try_next(run_again(config, config_file, overrides or ()))
         return
@@ -118,17 +118,17 @@ def reward_model(
     """
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     from marin_rl.display.tables import key_values
-    from marin_rl.preflight import before_engines
+    from marin_rl.doctor.start import before_engines
 
     flow = "reward-model"
     checkpoint = before_engines(config, flow) or play(flow, config, as_json=as_json)
     slot = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
     if as_json:
-        tell_json({"checkpoint": slot, **checkpoint.summary})
+        print_json({"checkpoint": slot, **checkpoint.summary})
         return
     metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
     out.print(key_values(f"Reward model {config.run_id}", metrics))
-    tell(f"use it: --set environment.reward_model.checkpoint={shlex.quote(slot)}")
+    print_info(f"use it: --set environment.reward_model.checkpoint={shlex.quote(slot)}")
     try_next(f"status {config.run_id}{root_option(config)}")
 
 
@@ -166,7 +166,7 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
 def _beforehand(config: Config) -> Iterator[str]:
     """Sentences on the memory of a run, where it is scarce, and on the checkpoints it will keep."""
     from marin_rl.display.plans import checkpoints_kept
-    from marin_rl.doctor.memory import tight
+    from marin_rl.doctor.system import tight
     from marin_rl.planning import plan
 
     if (text := tight(config)) is not None:
@@ -190,14 +190,14 @@ def _print_plan(config: Config, *, as_json: bool) -> None:
     """Print the plan, and whether the run exists. Raises ConfigError if it has another content."""
     from marin_rl.display.plans import plan_rows
     from marin_rl.display.tables import key_values
+    from marin_rl.doctor.start import rounds_trained
     from marin_rl.planning import plan
-    from marin_rl.preflight import rounds_trained
     from marin_rl.storage.runs import refuse_other_content
 
     if as_json:
         refuse_other_content(config)
         known = {"run_id": config.run_id, "root": config.root, "trained": rounds_trained(config)}
-        tell_json(known | asdict(plan(config)))
+        print_json(known | asdict(plan(config)))
         return
     out.print(key_values(f"Plan of {config.run_id}", plan_rows(config, plan(config))))
     _print_data_warnings(config)
@@ -205,30 +205,37 @@ def _print_plan(config: Config, *, as_json: bool) -> None:
         refuse_other_content(config)
         trained = rounds_trained(config)
     except StorageError as error:
-        tell(f"whether run {config.run_id} exists is not known: {error}")
+        print_info(f"whether run {config.run_id} exists is not known: {error}")
         return
     if trained is None:
-        tell(f"run {config.run_id} is new under {config.root}")
+        print_info(f"run {config.run_id} is new under {config.root}")
     else:
-        tell(f"run {config.run_id} exists with the same content: {trained} rounds are trained")
+        print_info(
+            f"run {config.run_id} exists with the same content: {trained} rounds are trained"
+        )
 
 
 def _print_data_warnings(config: Config) -> None:
     """Print what is unexpected in the prompts, where they can be read, and in reward and loss."""
-    from marin_rl.preflight import own_loss, own_reward
+    from marin_rl.doctor.rewards import own_reward
     from marin_rl.rollouts.data_warnings import data_warnings
 
     try:
         for text in data_warnings(config):
-            tell(f"! {text}")
+            print_info(f"! {text}")
     except InputError as error:
-        tell(f"! {error}")
+        print_info(f"! {error}")
         return
-    for check in (own_reward, own_loss):
+    checks = [own_reward]
+    if config.objective.loss is not None:
+        from marin_rl.doctor.engines import loss
+
+        checks.append(loss)
+    for check in checks:
         try:
             check(config)
         except (InputError, ConfigError) as error:
-            tell(f"! {error}")
+            print_info(f"! {error}")
 
 
 def _print_result(config: Config, again: str, *, as_json: bool) -> None:
@@ -243,13 +250,13 @@ def _print_result(config: Config, again: str, *, as_json: bool) -> None:
     status = run_status(config.root, config.run_id, config.storage_options)
     curve = write_learning_curve(opened, status.rounds)
     if as_json:
-        tell_json({**asdict(status), "learning_curve": curve})
+        print_json({**asdict(status), "learning_curve": curve})
         return
     out.print(rounds_table(status.rounds, f"Run {config.run_id}"))
     if (compared := before_and_after(opened)) is not None:
         out.print(episodes_table(compared))
-    tell_learned(status)
-    tell(f"learning curve: {curve}")
+    print_summary(status)
+    print_info(f"learning curve: {curve}")
     average = "select round, avg(reward) as reward from rollouts group by round order by round"
     try_next(
         f'sql {config.run_id} "{average}"{root_option(config)}',

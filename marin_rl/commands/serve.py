@@ -12,9 +12,9 @@ from marin_rl.commands.options import (
     Overrides,
     Root,
     Trust,
-    complain,
     key_named,
-    tell_json,
+    print_error,
+    print_json,
 )
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError, InputError
@@ -108,11 +108,11 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     check_address(config.inference, host, port)
     if model is not None:
         check_folder(model)
-    complain([f"starting the server of {run_name or model}"], style="")
+    print_error(f"starting the server of {run_name or model}", style="")
     with phase("importing JAX and Levanter"):
         from marin_rl.serving.launch import serve_checkpoint, serve_folder
 
-    report = tell_json if as_json else None
+    report = print_json if as_json else None
     if run_name is not None:
         from marin_rl.serving.weights.registration import announcement_of
 

@@ -11,10 +11,10 @@ from marin_rl.commands.options import (
     Overrides,
     Root,
     RunName,
-    complain,
     out,
-    tell,
-    tell_json,
+    print_error,
+    print_info,
+    print_json,
     try_next,
 )
 
@@ -51,12 +51,12 @@ def fork(
         try_to_remember(replace(forked, config=parse_config(tree, "fork")))
     if as_json:
         ancestors = [asdict(ancestor) for ancestor in forked.ancestors]
-        tell_json({"run_id": run_id, "url": forked.folder.url, "ancestors": ancestors})
+        print_json({"run_id": run_id, "url": forked.folder.url, "ancestors": ancestors})
         return
-    tell(f"{forked.folder.url} begins at round {from_round} of {run_name}")
-    tell(
+    print_info(
+        f"{forked.folder.url} begins at round {from_round} of {run_name}",
         f"it evaluates with samples of its own: for the same checkpoint, numbers may differ from "
-        f"{run_name}'s within their intervals"
+        f"{run_name}'s within their intervals",
     )
     if forked.folder.local_path("run.json") is not None:
         try_next(f"run {shlex.quote(forked.folder.url)}")
@@ -89,26 +89,26 @@ def gc(
     run = Run.open(root, run_name)
     collection = collect(run, rule_of(run, checkpoints_last, checkpoints_every), dry_run=dry_run)
     if as_json:
-        tell_json({**asdict(collection), "bytes": collection.bytes})
+        print_json({**asdict(collection), "bytes": collection.bytes})
     else:
-        _tell_garbage(collection, dry_run=dry_run)
+        _print_garbage(collection, dry_run=dry_run)
     if collection.unread:
-        complain([f"no checkpoint was pruned, for another run may be a fork: {collection.unread}"])
+        print_error(f"no checkpoint was pruned, for another run may be a fork: {collection.unread}")
         raise typer.Exit(1)
 
 
-def _tell_garbage(collection: "Collection", *, dry_run: bool) -> None:
+def _print_garbage(collection: "Collection", *, dry_run: bool) -> None:
     from marin_rl.display.tables import frame_table
     from marin_rl.display.text import size
 
     if collection.garbage:
         rows = [(item.reason, item.bytes, item.key) for item in collection.garbage]
         out.print(frame_table(("reason", "bytes", "object"), rows))
-    complain(
-        f"{slot}: its manifest is damaged or gone, so nothing in it is touched; run fsck"
-        for slot in collection.skipped
-    )
+    for slot in collection.skipped:
+        print_error(
+            f"{slot}: its manifest is damaged or gone, so nothing in it is touched; run fsck"
+        )
     if collection.live:
-        tell("another process works on this run: what it may be writing was left")
+        print_info("another process works on this run: what it may be writing was left")
     verb = "would be deleted" if dry_run else "deleted"
-    tell(f"{len(collection.garbage)} objects, {size(collection.bytes)} {verb}")
+    print_info(f"{len(collection.garbage)} objects, {size(collection.bytes)} {verb}")

@@ -14,10 +14,10 @@ from marin_rl.commands.options import (
     Overrides,
     RunId,
     Trust,
-    complain,
     key_named,
     load,
-    tell_json,
+    print_error,
+    print_json,
 )
 from marin_rl.errors import ConfigError
 
@@ -58,15 +58,15 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
     receiver = Receiver(Run.create_or_open(config))
 
     def ready(url: str) -> None:
-        complain([f"receiving groups of run {config.run_id} at {url} (Ctrl-C ends)"], style="")
+        print_error(f"receiving groups of run {config.run_id} at {url} (Ctrl-C ends)", style="")
         if as_json:
-            tell_json({"state": "ready", "url": url, "run_id": config.run_id})
+            print_json({"state": "ready", "url": url, "run_id": config.run_id})
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again at the end
     with suppress(KeyboardInterrupt):
         serve_trajectories(receiver, host, port, ready)
     if as_json:
-        tell_json({"state": "ended", **receiver.counts})
+        print_json({"state": "ended", **receiver.counts})
 
 
 def poll_trajectories(
@@ -94,15 +94,15 @@ def poll_trajectories(
     receiver = Receiver(Run.create_or_open(config))
 
     def ready() -> None:
-        complain([f"taking groups of run {config.run_id} from {url} (Ctrl-C ends)"], style="")
+        print_error(f"taking groups of run {config.run_id} from {url} (Ctrl-C ends)", style="")
         if as_json:
-            tell_json({"state": "ready", "url": url, "run_id": config.run_id})
+            print_json({"state": "ready", "url": url, "run_id": config.run_id})
 
     batches = 0
     with suppress(KeyboardInterrupt):
-        batches = poll_trajectories(receiver, url, ready, lambda line: complain([line]))
+        batches = poll_trajectories(receiver, url, ready, print_error)
     if as_json:
-        tell_json({"state": "ended", "batches": batches, **receiver.counts})
+        print_json({"state": "ended", "batches": batches, **receiver.counts})
 
 
 def _check_pushed(config: "Config") -> None:

@@ -9,7 +9,7 @@ file is read. Others import from here alone.
 
 from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig, ReplayConfig
 from marin_rl.config.batching import BatchingConfig, FiltersConfig
-from marin_rl.config.code import code_in, pin_code
+from marin_rl.config.code import code_in, environments_in, pin_code
 from marin_rl.config.keys import (
     WITHDRAWN,
     WITHDRAWN_CONTENT,
@@ -38,7 +38,7 @@ from marin_rl.config.orchestration import (
     RetentionConfig,
     TrackersConfig,
 )
-from marin_rl.config.paths import place_files, places_in
+from marin_rl.config.paths import place_files, places_in, places_named
 from marin_rl.config.peers import closest
 from marin_rl.config.policy import LoraConfig, MeshConfig, ModelConfig, ModelFamily, PolicyConfig
 from marin_rl.config.run import Config
@@ -79,17 +79,17 @@ from marin_rl.config.training import (
 )
 
 __all__ = [
-    "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "WITHDRAWN",
-    "WITHDRAWN_CONTENT", "AsynchronyConfig",
-    "BatchingConfig", "CodeName", "Config", "Count", "CriticConfig", "EngineConfig",
-    "EntrySampling", "EnvironmentConfig", "EvaluationConfig", "FiltersConfig", "FlowConfig",
-    "InferenceConfig", "LearnedRewardConfig", "LoraConfig", "MeshConfig", "MixtureEntry",
-    "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides", "PolicyConfig", "Recipe",
-    "ReplayConfig", "RetentionConfig", "RewardModelConfig", "RolloutsConfig", "SFTConfig",
-    "SamplingConfig", "Seconds", "Section", "ServerConfig", "TrackersConfig", "TrainingConfig",
-    "as_overrides", "closest", "code_in", "content_fields", "differences", "fingerprint_fields",
-    "free_keys", "is_runtime_only", "known_keys", "load_config", "omitted_if_none", "outward_keys",
-    "override", "parse_config", "pin_code", "pin_files", "place_files", "places_in", "section_of",
+    "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "WITHDRAWN", "WITHDRAWN_CONTENT",
+    "AsynchronyConfig", "BatchingConfig", "CodeName", "Config", "Count", "CriticConfig",
+    "EngineConfig", "EntrySampling", "EnvironmentConfig", "EvaluationConfig", "FiltersConfig",
+    "FlowConfig", "InferenceConfig", "LearnedRewardConfig", "LoraConfig", "MeshConfig",
+    "MixtureEntry", "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides",
+    "PolicyConfig", "Recipe", "ReplayConfig", "RetentionConfig", "RewardModelConfig",
+    "RolloutsConfig", "SFTConfig", "SamplingConfig", "Seconds", "Section", "ServerConfig",
+    "TrackersConfig", "TrainingConfig", "as_overrides", "closest", "code_in", "content_fields",
+    "differences", "environments_in", "fingerprint_fields", "free_keys", "is_runtime_only",
+    "known_keys", "load_config", "omitted_if_none", "outward_keys", "override", "parse_config",
+    "pin_code", "pin_files", "place_files", "places_in", "places_named", "section_of",
     "shipped_recipes", "split_labels", "value_at", "whole_weights", "with_choices",
     "withdrawn_in", "without",
 ]  # fmt: skip

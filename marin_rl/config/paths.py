@@ -7,7 +7,7 @@ storage roots, checkpoints below them and log folders, which begin in the curren
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,36 @@ def places_in(tree: Mapping[str, Any]) -> dict[str, str]:
 
     _changed(tree, look)
     return found
+
+
+def places_named(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of a plain tree that name a file, program, checkpoint or address, by dotted key.
+
+    At any other key a text is an address if it has `://`, and a path if it is absolute.
+    """
+    found: dict[str, str] = {}
+
+    def look(text: str, key: str, sure: bool) -> str:  # noqa: FBT001
+        found[key] = text
+        return text
+
+    _changed(tree, look)
+    for key, text in _texts(tree):
+        named = key.rpartition(".")[2] in ("checkpoint", *_PROGRAMS)
+        if named or "://" in text or text.startswith(("/", "~")):
+            found[key] = text
+    return found
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key.removeprefix("."), value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _texts(each, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for place, each in enumerate(value):
+            yield from _texts(each, f"{key}.{place}")
 
 
 def _choice(chosen: str, places: Sequence[str]) -> str:

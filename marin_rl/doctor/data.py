@@ -1,17 +1,40 @@
-"""Checks of what a run reads and writes: storage, examples, group filter, preference pairs."""
+"""Checks of what a run reads and writes: storage, examples, rows to learn from, preference pairs.
 
+A run keeps what it began with, so rows are compared only for runs that are still to begin.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from marin_rl.batching.group_filters import check_filter
+from marin_rl.batching.row_checks import check_lengths, rendered_lengths
 from marin_rl.config import Config
-from marin_rl.doctor.templates import learned_pairs, learned_rows
+from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
+from marin_rl.environments.base import NamesRows
+from marin_rl.environments.chat import Chat
+from marin_rl.environments.checks import check_demonstrations, environment_of
+from marin_rl.environments.mixture import order_in, parts_of
+from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.rollouts.data_warnings import data_warnings
+from marin_rl.rollouts.evaluate import held_out_sets
+from marin_rl.rollouts.policy_tokenizer import end_ids_in, light_tokenizer
+from marin_rl.rollouts.recorded_data import refuse_other_rows
+from marin_rl.storage.runs import Run, committed, pairs_slot
+from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
+from marin_rl.storage.tables.pairs import PairFile, read_pairs
+from marin_rl.types import Message
+
+ROWS_TOGETHER = 64
+GENERATED_CHECKED_MAX = 256  # examples of an environment that generates them without end
 
 
 def storage(config: Config) -> str:
     """Check that the root can be written and creates exclusively; new local folders go again."""
-    from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
-
     store = open_store(config.root, config.storage_options)
     folder = Path(store.url) if isinstance(store, LocalStore) else Path()
     made = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -24,28 +47,31 @@ def storage(config: Config) -> str:
 
 def environment(config: Config) -> str:
     """Check that the environment has examples, and that training and evaluation ones are apart."""
-    from marin_rl.environments.checks import environment_of
-
     built = environment_of(config)
     if config.evaluation.sets is not None:
-        from marin_rl.rollouts.evaluate import held_out_sets  # imports transformers
-
         held_out_sets(config)
     example = built.example(config.environment.train_seed, 0, "train")
     return f"{built.name} {built.version}: {example.messages[-1].content!r:.60}"
 
 
-def data(config: Config) -> str:
-    """Report facts about the prompts that a user may not expect; none of them is an error."""
-    from marin_rl.rollouts.data_warnings import data_warnings
+def rows(config: Config) -> str:
+    """Check that files have the rows that the run began with."""
+    refuse_other_rows(config)
+    return AS_BEGUN
 
+
+def warnings(config: Config) -> str:
+    """Report facts about the prompts that a user may not expect; none of them is an error."""
     return "; ".join(data_warnings(config)) or "nothing unexpected in prompts and held-out sets"
+
+
+def warm_start(config: Config) -> str:
+    """Check the demonstrations of a run that begins with a warm start, as `learned_rows` does."""
+    return "none configured" if config.policy.init != "sft" else learned_rows(config)
 
 
 def demonstrations(config: Config) -> str:
     """Check that every example that a warm start comes to has a demonstration, learned as it is."""
-    from marin_rl.environments.checks import check_demonstrations
-
     check_demonstrations(config)
     learned_rows(config)
     return f"{config.sft.steps * config.sft.sequences_per_step} examples have demonstrations"
@@ -53,17 +79,12 @@ def demonstrations(config: Config) -> str:
 
 def group_filter(config: Config) -> str:
     """Check that a filter of groups of the user's own can be loaded and takes a group."""
-    from marin_rl.batching.group_filters import check_filter
-
     name = config.asynchrony and config.asynchrony.group_filter
     return "every group passes" if name is None else check_filter(name)
 
 
 def pairs(config: Config) -> str:
     """Check that the preference pairs are well-formed, or that the run has its own copy."""
-    from marin_rl.storage.runs import Run, committed, pairs_slot
-    from marin_rl.storage.tables.pairs import read_pairs
-
     settings = config.reward_model
     if settings is None:
         raise ConfigError(
@@ -80,13 +101,82 @@ def pairs(config: Config) -> str:
     return f"{settings.pairs}: {len(file.pairs)} pairs"
 
 
-def reward_model(config: Config) -> str:
-    """Check that the reward model is committed, and made for the policy's tokenizer."""
-    if config.environment.reward_model is None:
-        return "none configured"
-    from marin_rl.rollouts.rewards import reward_model_slot_of
-    from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
+def learned_pairs(config: Config, file: PairFile) -> None:
+    """Check that pairs without tokens are learned as they are written, and that all fit.
 
-    names = TokenizerIdentity.of(tokenizer_for(config.policy))
-    judge = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
-    return f"{judge.run.store.url_of(judge.ref.slot)}: {judge.identity.parameters_digest[:12]}"
+    Raises InputError.
+    """
+    policy = policy_to_begin(config)
+    if policy is None:
+        return
+    tokenizer = light_tokenizer(policy)
+    texts = [
+        ((pair.messages, getattr(pair, field)), f"{place}, field {field}")
+        for pair, place in zip(file.pairs, file.places, strict=True)
+        if pair.chosen_token_ids is None
+        for field in ("chosen", "rejected")
+    ]
+    lengths = [
+        (f"{place}, field {field}_token_ids", len(ids))
+        for pair, place in zip(file.pairs, file.places, strict=True)
+        for field, ids in (("chosen", pair.chosen_token_ids), ("rejected", pair.rejected_token_ids))
+        if ids is not None
+    ]
+    for start in range(0, len(texts), ROWS_TOGETHER):
+        chats, names = zip(*texts[start : start + ROWS_TOGETHER], strict=True)
+        counts = rendered_lengths(tokenizer, chats, names, end_ids_in(tokenizer))
+        lengths += zip(names, counts, strict=True)
+    check_lengths(lengths, policy.context_length)
+
+
+def learned_rows(config: Config) -> str:
+    """Check that what a warm start learns from a row is what the row says.
+
+    Raises InputError that names the row.
+    """
+    policy = policy_to_begin(config)
+    if policy is None:
+        return AS_BEGUN
+    return f"{_compared(config.model_copy(update={'policy': policy}).model_dump_json())} rows"
+
+
+@lru_cache(maxsize=1)
+def _compared(settings: str) -> int:
+    """Compare the demonstrations of a configuration, given as JSON; return how many differ.
+
+    Cached, for two stages of the warm start ask. Raises InputError that names the row.
+    """
+    config = Config.model_validate_json(settings)
+    tokenizer, learned = light_tokenizer(config.policy), _demonstrations(config)
+    lengths: list[tuple[str, int]] = []
+    while some := list(islice(learned, ROWS_TOGETHER)):
+        chats, names, options = zip(*some, strict=True)
+        counts = rendered_lengths(tokenizer, chats, names, end_ids_in(tokenizer), options)
+        lengths += zip(names, counts, strict=True)
+    check_lengths(lengths, config.policy.context_length)
+    return len(lengths)
+
+
+def _demonstrations(
+    config: Config,
+) -> Iterator[tuple[tuple[Sequence[Message], str], str, Mapping[str, Any]]]:
+    """Yield each different demonstration of a warm start, its name, and its template's options."""
+    chosen = config.sft.environment or config.environment
+    examples = config.sft.steps * config.sft.sequences_per_step
+    order = None if chosen.mixture is None else order_in(chosen.mixture)
+    for place, part in enumerate(parts_of(loaded_environment(chosen, "train"), chosen)):
+        own, seed = part.environment, part.config.train_seed
+        count = examples if order is None else order.count(place, examples)
+        different = GENERATED_CHECKED_MAX if own.size is None else own.size
+        indices = list(range(min(count, different)))
+        if isinstance(own, Chat):  # in the order of the file, whose first wrong row is named
+            indices = sorted(indices, key=partial(own.row_number, seed, split="train"))
+        for index in indices:
+            example = own.example(seed, index, "train")
+            name = f"example {example.example_id} of {own.name}"
+            if isinstance(own, NamesRows):
+                name = own.place(seed, index, "train")
+            answer = own.demonstration(example)
+            if answer is not None:  # an example without one is refused by `demonstrations`
+                options = part.config.chat_template_options or {}
+                yield (example.messages, answer), name, options

@@ -1,68 +1,133 @@
-"""Checks of the policy: tokenizer, model, prompts that fit, tools in its template, own losses,
-and its programs.
-"""
+"""Checks of the policy: model, adapter, tokenizer, chat template, prompts that fit, tools."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from marin_rl.config import Config
-from marin_rl.errors import InputError, ObjectMissing
-from marin_rl.machine import share_one_heap
+from marin_rl.batching.row_checks import check_lengths
+from marin_rl.batching.sequences import rendered_prompts
+from marin_rl.chat_templates import check_options
+from marin_rl.config import Config, EnvironmentConfig, PolicyConfig
+from marin_rl.environments.chat import Chat
+from marin_rl.environments.checks import environment_of
+from marin_rl.environments.episode import OffersTools
+from marin_rl.environments.mixture import parts_of
+from marin_rl.environments.registry import loaded_environment
+from marin_rl.errors import BridgeFault, InputError, ObjectMissing
+from marin_rl.inference.canary_prompt import CANARY, CANARY_PROMPT
+from marin_rl.lora import configured_modules
+from marin_rl.model_folders import check_model_folder, read_hf_config, weight_files
+from marin_rl.planning import architecture_of
+from marin_rl.rollouts.bridge import TemplateBridge
+from marin_rl.rollouts.data_warnings import training_environments
+from marin_rl.rollouts.policy_tokenizer import light_tokenizer
+from marin_rl.rollouts.recorded_defaults import has_dialogues, policy_as_begun
+from marin_rl.rollouts.tool_turns import ToolTurns
+from marin_rl.storage.layout import POLICY_SLOTS
+from marin_rl.storage.runs import Run, checkpoint_named, recorded_config
+from marin_rl.tokenizer_files import check_vocabulary
 from marin_rl.types import Example, Message
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from marin_rl.tokenizer_files import FileTokenizer
-    from marin_rl.training.adapters import Modules
-
+AS_BEGUN = "as the run began"
 PROMPTS_CHECKED_MAX = 64
+
+
+def policy_to_begin(config: Config) -> PolicyConfig | None:
+    """Return the policy as a new run records it; None once the run has begun.
+
+    Raises InputError.
+    """
+    return None if recorded_config(config) else policy_as_begun(config.policy)
+
+
+def source(config: Config) -> str:
+    """Check that the checkpoint or the folder that the policy starts from is there and whole."""
+    policy = config.policy
+    if policy.init == "checkpoint":
+        key, place = "policy.checkpoint", policy.checkpoint or ""
+        run, ref = checkpoint_named(place, POLICY_SLOTS, key, config.storage_options)
+        return run.store.url_of(ref.slot)
+    if policy.hf_path is None:
+        return policy.init
+    check_model_folder(Path(policy.hf_path))
+    if architecture_of(config) is None:
+        raise InputError(
+            f"no model at {policy.hf_path}: expected a local Hugging Face folder with config.json "
+            "and safetensors; download it first"
+        )
+    read_hf_config(Path(policy.hf_path))
+    weight_files(Path(policy.hf_path))
+    return policy.hf_path
+
+
+def adapter(config: Config) -> str:
+    """Check that the base can have the adapter: its modules, ranks, and where it begins."""
+    lora, architecture = config.policy.lora, architecture_of(config)
+    if lora is None or architecture is None:
+        return "none configured"
+    if lora.init_from is not None and recorded_config(config):
+        return AS_BEGUN  # the folder is needed no more
+    modules = configured_modules(lora, architecture.linear_shapes)
+    return f"{len(modules)} modules of rank {max(module.rank for module in modules.values())}"
 
 
 def tokenizer(config: Config) -> str:
     """Check that the tokenizer has a chat template and its ids fit the model's vocabulary."""
-    from marin_rl.tokenizers import tokenizer_for
-
-    return _checked(config, tokenizer_for(config.policy))
-
-
-def tokenizer_files(config: Config) -> str:
-    """Check the tokenizer by its files; load it where only transformers knows how it is built."""
-    from marin_rl.rollouts.policy_tokenizer import light_tokenizer
-
-    return _checked(config, light_tokenizer(config.policy))
-
-
-def _checked(config: Config, built: "FileTokenizer | PreTrainedTokenizerBase") -> str:
-    from marin_rl.planning import architecture_of
-    from marin_rl.tokenizer_files import check_vocabulary
-
+    built, architecture = light_tokenizer(config.policy), architecture_of(config)
     sized_by_tokenizer = config.policy.init != "hf" and config.policy.model.vocab_size is None
-    architecture = architecture_of(config)
     if architecture is not None and not sized_by_tokenizer:
         check_vocabulary(built, architecture.vocab_size)
     return f"{len(built)} ids, chat template present"
 
 
-def model(config: Config) -> str:
-    """Check that the model folder can be loaded exactly, or that the sizes of a built one fit."""
-    from marin_rl.planning import architecture_of
+def chat_template(config: Config) -> str:
+    """Check the options of the chat template, that an answer has an end, and that dialogues go on.
 
-    if config.policy.hf_path is not None:
-        from marin_rl.hf_settings import check_hf_folder
+    Raises InputError.
+    """
+    policy = policy_to_begin(config)
+    if policy is None:
+        return AS_BEGUN
+    built = light_tokenizer(policy)
+    for key, chosen in _environments(config):
+        options = chosen.chat_template_options or {}
+        if "date" in options:
+            raise InputError(f"{key}.chat_template_options.date: the day is that of the whole run")
+        if options:
+            check_options(built, options, f"{key}.chat_template_options")
+    for key, chosen in training_environments(config).items():
+        _check_dialogues(policy, chosen, key)
+    named = ", ".join(policy.end_tokens or ("the tokenizer's end token",))
+    return f"an answer ends with {named}"
 
-        check_hf_folder(config.policy.hf_path)
-    architecture = architecture_of(config)
-    if architecture is None:
-        raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")
-    return f"{architecture.parameters / 1e6:,.2f}M parameters"
+
+def _environments(config: Config) -> Iterator[tuple[str, EnvironmentConfig]]:
+    """Yield the environments of training, warm start and evaluation by their keys."""
+    yield from training_environments(config).items()
+    if config.sft.environment is not None:
+        yield "sft.environment", config.sft.environment
+    for name, chosen in (config.evaluation.sets or {}).items():
+        yield f"evaluation.sets.{name}", chosen
+
+
+def _check_dialogues(policy: PolicyConfig, chosen: EnvironmentConfig, key: str) -> None:
+    """Refuse a template that cannot carry the turns of an environment's episodes."""
+    if chosen.on_broken_prefix == "segments" or not has_dialogues(chosen):
+        return
+    environment = loaded_environment(chosen)
+    offered = environment.tools_offered() if isinstance(environment, OffersTools) else ()
+    try:
+        TemplateBridge(policy, chosen.chat_template_options).check(offered)
+    except BridgeFault as error:
+        raise InputError(
+            f"{key} has episodes of several turns, which the policy's chat template cannot carry: "
+            f"{error}. Use a template that can, set {key}.on_broken_prefix to segments, or "
+            f"{key}.turns_max to 1"
+        ) from None
 
 
 def prompts(config: Config) -> str:
     """Check that prompts and a completion fit the context: of rows of files all, up to a bound."""
-    from marin_rl.batching.row_checks import check_lengths
-
     measured = _measured(config)
     lengths = [length for _, length in rendered(config, [*measured.values()])]
     room = config.policy.context_length - config.sampling.max_tokens
@@ -80,11 +145,6 @@ def _measured(config: Config) -> dict[str, Example]:
 
     By name, with the place of a row; rows in the order of their files.
     """
-    from marin_rl.environments.chat import Chat
-    from marin_rl.environments.checks import environment_of
-    from marin_rl.environments.mixture import parts_of
-    from marin_rl.storage.runs import Run
-
     count = min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round)
     few = {f"the prompt of {each.example_id}": each for each in first_examples(config, count)}
     with suppress(ObjectMissing):  # a run that was begun goes on with what it has
@@ -101,16 +161,9 @@ def _measured(config: Config) -> dict[str, Example]:
 
 def tools(config: Config) -> str:
     """Check that the policy's chat template carries the tools that episodes offer."""
-    from marin_rl.environments.checks import environment_of
-    from marin_rl.environments.episode import OffersTools
-    from marin_rl.environments.mixture import parts_of
-
     names: list[str] = []
     for part in parts_of(environment_of(config), config.environment):
         if isinstance(part.environment, OffersTools):
-            # imports transformers
-            from marin_rl.rollouts.tool_turns import ToolTurns
-
             offered = part.environment.tools_offered()
             ToolTurns(config.policy, part.config).check(offered)
             names += (tool["function"]["name"] for tool in offered)
@@ -121,8 +174,6 @@ def tools(config: Config) -> str:
 
 def canary(config: Config) -> str:
     """Check that the context has room for the canary, which proves each round's weights."""
-    from marin_rl.inference.canary_prompt import CANARY, CANARY_PROMPT
-
     ((_, length),) = rendered_by(config, [CANARY_PROMPT])
     if length + CANARY.tokens > config.policy.context_length:
         raise InputError(
@@ -133,50 +184,8 @@ def canary(config: Config) -> str:
     return f"{length} tokens and {CANARY.samples} samples of {CANARY.tokens}"
 
 
-def loss(config: Config) -> str:
-    """Check that a loss of the user's own has a finite value and gradient on a small batch."""
-    if config.objective.loss is None:
-        return f"surrogate {config.objective.surrogate}"
-    from marin_rl.training.custom_loss import check_loss
-
-    return check_loss(config.objective)
-
-
-def programs(config: Config) -> str:
-    """Check that every program of the run can be built, by tracing them with shapes alone."""
-    from marin_rl.tokenizers import tokenizer_for
-    from marin_rl.training.tracing import trace_programs
-
-    share_one_heap()  # as a flow does, before JAX starts its threads
-    count = trace_programs(config, tokenizer_for(config.policy), _recorded_modules(config))
-    return f"{count} traced by shapes"
-
-
-def reward_model_programs(config: Config) -> str:
-    """Check that the step of a reward model can be built, by tracing it with shapes alone."""
-    from marin_rl.tokenizers import tokenizer_for
-    from marin_rl.training.tracing import trace_reward_model
-
-    share_one_heap()  # as in `programs`
-    return f"{trace_reward_model(config, tokenizer_for(config.policy))} traced by shapes"
-
-
-def _recorded_modules(config: Config) -> "Modules | None":
-    """Return the modules of a run's adapter where the folder that it began from may be gone."""
-    if config.policy.lora is None or config.policy.lora.init_from is None:
-        return None
-    from marin_rl.storage.runs import Run
-    from marin_rl.training.policy_source import recorded_modules
-
-    with suppress(ObjectMissing):
-        return recorded_modules(Run.open(config.root, config.run_id, config.storage_options))
-    return None
-
-
 def first_examples(config: Config, count: int) -> list[Example]:
     """Return the first training examples of a run, those of its first round."""
-    from marin_rl.environments.checks import environment_of
-
     built, seed = environment_of(config), config.environment.train_seed
     return [built.example(seed, index, "train") for index in range(count)]
 
@@ -208,7 +217,4 @@ def _check_rendering(config: Config, example: Example) -> None:
 
 def rendered_by(config: Config, prompts: Sequence[Sequence[Message]]) -> list[tuple[str, int]]:
     """Return conversations as the chat template writes them, each with its number of tokens."""
-    from marin_rl.batching.sequences import rendered_prompts
-    from marin_rl.rollouts.policy_tokenizer import light_tokenizer
-
     return rendered_prompts(light_tokenizer(config.policy), prompts)

@@ -8,7 +8,7 @@ the protocol (`base`), and what a run must not do with its environments (`checks
 import ast
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from marin_rl.config import EnvironmentConfig, code_in
+from marin_rl.config import EnvironmentConfig, code_in, environments_in
 from marin_rl.environments.base import SHIPPED, Environment
 from marin_rl.errors import ConfigError
 from marin_rl.types import Split
@@ -173,20 +173,17 @@ def construct(config: EnvironmentConfig) -> Environment:
     return environment
 
 
-def code_of(config: EnvironmentConfig) -> dict[str, str]:
-    """Code of others that an environment imports, by the key that names it.
+def foreign_code(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Code of others that a configuration, as a plain tree, imports, by the key that names it.
 
-    Empty for environments and functions that come with this package, and for environments that
-    this process has registered.
+    Leaves out environments and functions of this package, and environments that this process has
+    registered.
     """
-    name = config.name
-    named = {
-        key.removeprefix("environment."): str(spec)
-        for key, spec in code_in({"environment": config.model_dump(mode="json")})
-        if str(spec) not in SHIPPED
-    }
-    if config.mixture is None and name not in _BUILT_IN and name not in _registered:
-        named.update(("name", point.value) for point in _points() if point.name == name)
+    named = {key: str(spec) for key, spec in code_in(tree) if str(spec) not in SHIPPED}
+    for key, environment in environments_in(dict(tree)):
+        name = environment.get("name")
+        if name not in _BUILT_IN and name not in _registered:
+            named |= {f"{key}.name": point.value for point in _points() if point.name == name}
     return named
 
 

@@ -11,7 +11,7 @@ from marin_rl.config import Config, load_config
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.episode import StepResult, episode_of
-from marin_rl.environments.registry import code_of
+from marin_rl.environments.registry import foreign_code
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.types import Message, RewardComponent, Turn
@@ -88,7 +88,8 @@ def test_the_environment_of_the_docs_makes_and_scores_examples(tmp_path: Path) -
 
 def test_its_file_is_code_of_others(tmp_path: Path) -> None:
     config = settings(tmp_path)
-    assert code_of(config.environment) == {"name": config.environment.name}
+    named = foreign_code(config.model_dump(mode="json"))
+    assert named == {"environment.name": config.environment.name}
     assert "#" in config.environment.name
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from marin_rl.doctor.checks import preflight
+from marin_rl.doctor.stages import RL
+from marin_rl.doctor.start import check_files
 from marin_rl.environments.checks import make_environment
 from marin_rl.errors import InputError
-from marin_rl.preflight import BEFORE_ENGINES
 from marin_rl.progress import listening
 from marin_rl.storage.runs import Run, latest_sft
 from marin_rl.training.loop import Trainer
@@ -76,5 +76,5 @@ def test_a_file_of_demonstrations_need_not_hold_out_a_row(debug, tokenizer, tmp_
     file.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n')
     shown = f"sft.environment={{name: chat, options: {{path: {file}, eval_fraction: 1.0e-9}}}}"
     config = debug(*SETTINGS, "sft.steps=1", "sft.steps_per_checkpoint=1", shown)
-    preflight(config, BEFORE_ENGINES["rl-loop"])
+    check_files(config, RL)
     assert WarmStart(Run.create_or_open(config), tokenizer).run_segment(0).slot == "sft/step-00001"

@@ -8,7 +8,7 @@ import pytest
 from support.cases import others_slow
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor.policy import programs, reward_model_programs
+from marin_rl.doctor.engines import programs, reward_model_programs
 from marin_rl.errors import ConfigError
 from marin_rl.inference.linear_layers import LoraLinear
 from marin_rl.tokenizers import tokenizer_for

@@ -1,0 +1,130 @@
+"""Checks that take JAX or transformers, and all stages in the order of the doctor."""
+
+import math
+from contextlib import suppress
+
+import jax
+
+from marin_rl.config import Config
+from marin_rl.doctor import start, system
+from marin_rl.doctor.stages import DOCTOR, REWARD_MODEL, ROUNDS, Stage, run_stages
+from marin_rl.errors import ConfigError, InputError, ObjectMissing
+from marin_rl.hf_settings import check_hf_folder
+from marin_rl.inference.batch_invariance import recorded_proofs
+from marin_rl.machine import machine_facts, share_one_heap
+from marin_rl.planning import architecture_of
+from marin_rl.rollouts.rewards import reward_model_slot_of
+from marin_rl.storage.runs import Run
+from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
+from marin_rl.training.adapters import Modules
+from marin_rl.training.custom_loss import check_loss
+from marin_rl.training.policy_source import recorded_modules
+from marin_rl.training.tracing import trace_programs, trace_reward_model
+
+
+def check_all(config: Config, flow: str) -> None:
+    """Go through the stages of `flow`, less those that `before_engines` has just gone through.
+
+    Raises the error of the first that fails.
+    """
+    run_stages(config, flow, ENGINES if start.has_passed(config, flow) else STAGES)
+
+
+def model(config: Config) -> str:
+    """Check that the model folder can be loaded exactly, or that the sizes of a built one fit."""
+    if config.policy.hf_path is not None:
+        check_hf_folder(config.policy.hf_path)
+    architecture = architecture_of(config)
+    if architecture is None:
+        raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")
+    return f"{architecture.parameters / 1e6:,.2f}M parameters"
+
+
+def loss(config: Config) -> str:
+    """Check that a loss of the user's own has a finite value and gradient on a small batch."""
+    if config.objective.loss is None:
+        return f"surrogate {config.objective.surrogate}"
+    share_one_heap()  # as a flow does, before JAX starts its threads
+    return check_loss(config.objective)
+
+
+def reward_model(config: Config) -> str:
+    """Check that the reward model is committed, and made for the policy's tokenizer."""
+    if config.environment.reward_model is None:
+        return "none configured"
+    names = TokenizerIdentity.of(tokenizer_for(config.policy))
+    judge = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
+    return f"{judge.run.store.url_of(judge.ref.slot)}: {judge.identity.parameters_digest[:12]}"
+
+
+def devices(config: Config) -> str:
+    """Check that JAX has devices, and that the mesh fits them."""
+    visible = jax.devices()
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    product = math.prod(max(axis, 1) for axis in sizes)
+    if len(visible) % product or (-1 not in sizes and product > len(visible)):
+        raise ConfigError(
+            f"the mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} does not fit "
+            f"{len(visible)} devices: make their product divide the device count"
+        )
+    return f"{len(visible)} x {visible[0].device_kind}"
+
+
+def mesh(config: Config) -> str:
+    """Check that a mesh of several devices fits the machine; JAX is started only for that."""
+    if max(config.mesh.data, config.mesh.fsdp, config.mesh.tensor) <= 1:
+        return "fits any number of devices"
+    share_one_heap()
+    return devices(config)
+
+
+def machine(_: Config) -> str:
+    """Report the facts that bits depend on, and the proofs of engines on this machine."""
+    jax.devices()  # facts are those of a process that computes
+    facts = ", ".join(f"{name} {value}" for name, value in machine_facts().items())
+    outcomes = [outcome for _, outcome in recorded_proofs()]
+    if not outcomes:
+        return f"{facts}; no engine has proven its programs here yet: the first one to start does"
+    alike = sum(outcome.slots and outcome.prompts for outcome in outcomes)
+    shared = sum(outcome.shared for outcome in outcomes)
+    return (
+        f"{facts}; results independent of the batch in {alike} of {len(outcomes)} engine programs "
+        f"checked here, {shared} of which share a prompt's cache"
+    )
+
+
+def programs(config: Config) -> str:
+    """Check that every program of the run can be built, by tracing them with shapes alone."""
+    share_one_heap()
+    count = trace_programs(config, tokenizer_for(config.policy), _recorded_modules(config))
+    return f"{count} traced by shapes"
+
+
+def _recorded_modules(config: Config) -> Modules | None:
+    """Return the modules of a run's adapter where the folder that it began from may be gone."""
+    if config.policy.lora is None or config.policy.lora.init_from is None:
+        return None
+    with suppress(ObjectMissing):
+        return recorded_modules(Run.open(config.root, config.run_id, config.storage_options))
+    return None
+
+
+def reward_model_programs(config: Config) -> str:
+    """Check that the step of a reward model can be built, by tracing it with shapes alone."""
+    share_one_heap()
+    return f"{trace_reward_model(config, tokenizer_for(config.policy))} traced by shapes"
+
+
+ENGINES = (
+    Stage("model", model),
+    Stage("reward model", reward_model, ROUNDS),
+    Stage("loss", loss, ROUNDS),
+    Stage("mesh", mesh, ROUNDS - {DOCTOR} | {REWARD_MODEL}),
+    Stage("devices", devices, frozenset({DOCTOR})),
+    Stage("programs", programs, ROUNDS),
+    Stage("programs of the reward model", reward_model_programs, frozenset({REWARD_MODEL})),
+    Stage("machine", machine, frozenset({DOCTOR})),
+    Stage("proxies", system.proxy_variables, frozenset({DOCTOR})),
+    Stage("Prefect API", system.orchestrator, frozenset({DOCTOR})),
+)
+STAGES = (*start.FILES, *ENGINES)

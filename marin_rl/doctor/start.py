@@ -1,0 +1,129 @@
+"""Checks of a run by its files, before Prefect, JAX and transformers are imported.
+
+Also whether a run is locked, finished, or of another content. The stages that need the other
+libraries follow at the start of a flow (`engines`).
+"""
+
+from marin_rl.config import Config
+from marin_rl.doctor import data, policy, rewards, system
+from marin_rl.doctor.stages import (
+    DOCTOR,
+    EVALUATE,
+    REWARD_MODEL,
+    RL,
+    ROUNDS,
+    SFT,
+    Stage,
+    run_stages,
+)
+from marin_rl.storage.layout import evals_slot, metrics_key, round_of
+from marin_rl.storage.run_records import RUN_KEY
+from marin_rl.storage.runs import (
+    LOCK_KEY,
+    Run,
+    committed,
+    committed_checkpoint,
+    latest_checkpoint,
+    latest_reward_model,
+    latest_sft,
+    refuse_other_content,
+)
+from marin_rl.storage.stores.filesystem import open_store
+from marin_rl.storage.stores.locks import refuse_locked
+from marin_rl.types import SlotRef
+
+FILES = (
+    Stage("storage root", data.storage),
+    Stage("model folder", policy.source, frozenset({RL, SFT, REWARD_MODEL})),
+    Stage("adapter", policy.adapter),
+    Stage("environment", data.environment, ROUNDS),
+    Stage("rows", data.rows, frozenset({RL, SFT})),
+    Stage("data", data.warnings, frozenset({DOCTOR})),
+    Stage("tokenizer", policy.tokenizer),
+    Stage("chat template", policy.chat_template),
+    Stage("demonstrations", data.warm_start, ROUNDS - {SFT}),
+    Stage("demonstrations of the warm start", data.demonstrations, frozenset({SFT})),
+    Stage("pairs", data.pairs, frozenset({REWARD_MODEL})),
+    Stage("prompts", policy.prompts, ROUNDS),
+    Stage("tools", policy.tools, ROUNDS - {SFT}),
+    Stage("canary", policy.canary, ROUNDS - {SFT}),
+    Stage("memory", system.memory, ROUNDS),
+    Stage("reward", rewards.reward, frozenset({DOCTOR})),
+    Stage("reward on an example", rewards.own_reward, frozenset({RL, EVALUATE})),
+    Stage("groups", data.group_filter, ROUNDS),
+    Stage("endpoints", system.endpoints, ROUNDS),
+)
+
+# The flow and the configuration that went through FILES last, until the flow starts with it.
+_passed: list[tuple[str, str]] = []
+
+
+def before_engines(config: Config, flow: str) -> SlotRef | None:
+    """Check everything that files tell; return the last checkpoint of a flow that is finished.
+
+    Raises ConfigError if the run exists with another content, RunLocked if another process works on
+    it, and the errors of the stages.
+    """
+    refuse_other_content(config)
+    result = finished(config, flow)
+    if result is None:
+        check_files(config, flow)
+    return result
+
+
+def check_files(config: Config, flow: str) -> None:
+    """Go through the stages of `flow` that need files alone. Raises the first error."""
+    _passed.clear()
+    run_stages(config, flow, FILES)
+    _passed.append((flow, config.model_dump_json()))
+
+
+def has_passed(config: Config, flow: str) -> bool:
+    """Return True once for a configuration that this process has just passed through FILES."""
+    passed = [*_passed]
+    _passed.clear()
+    return passed == [(flow, config.model_dump_json())]
+
+
+def rounds_trained(config: Config) -> int | None:
+    """Return the number of rounds that are trained; None if there is no such run."""
+    store = open_store(config.root, config.storage_options).at(config.run_id)
+    if RUN_KEY not in store.children():
+        return None
+    return _trained(Run.open(config.root, config.run_id, config.storage_options))
+
+
+def _trained(run: Run) -> int:
+    latest = latest_checkpoint(run)
+    return (round_of(latest.slot.rpartition("/")[2]) or 0) if latest else 0
+
+
+def finished(config: Config, flow: str) -> SlotRef | None:
+    """Return the checkpoint that `flow` ended with; None while it has work to do.
+
+    Writes nothing. Raises RunLocked if another process on this machine works on the run.
+    """
+    store = open_store(config.root, config.storage_options).at(config.run_id)
+    if RUN_KEY not in store.children():
+        return None
+    if (path := store.local_path(LOCK_KEY)) is not None:
+        refuse_locked(path)
+    run = Run.open(config.root, config.run_id, config.storage_options)
+    if flow == RL:
+        return _rounds_finished(run, config)
+    if flow == SFT:
+        latest, steps = latest_sft(run), config.sft.steps
+    else:
+        latest = latest_reward_model(run)
+        steps = config.reward_model.steps if config.reward_model else 0
+    return latest if latest and int(latest.slot.rpartition("-")[2]) >= steps else None
+
+
+def _rounds_finished(run: Run, config: Config) -> SlotRef | None:
+    """Return the latest checkpoint if all rounds are trained and closed, and it is evaluated."""
+    trained = _trained(run)
+    if trained < config.rounds or committed(run, evals_slot(trained)) is None:
+        return None
+    if metrics_key(trained - 1).rpartition("/")[2] not in run.store.children("metrics"):
+        return None
+    return committed_checkpoint(run, trained)
