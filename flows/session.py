@@ -24,8 +24,7 @@ from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.stages import EVALUATE, REWARD_MODEL
 from marin_rl.progress import ProgressEvent, listening, publish
-from marin_rl.rollouts.recorded_data import record_rows
-from marin_rl.rollouts.recorded_defaults import as_begun
+from marin_rl.rollouts.pinned import as_begun, record_rows
 from marin_rl.runtime import release
 from marin_rl.storage.own_runs import try_to_remember
 from marin_rl.storage.runs import (

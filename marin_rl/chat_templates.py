@@ -72,13 +72,9 @@ class TemplateOwner(Protocol):
     """A tokenizer, as far as templates need it."""
 
     @property
-    def special_tokens_map(self) -> Mapping[str, Any]:
-        """Special tokens by name, which templates may use."""
-        ...
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
 
-    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
-        """Return the template for conversations with or without tools."""
-        ...
+    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str: ...
 
 
 class ChatTemplate:
@@ -101,11 +97,9 @@ class ChatTemplate:
 
     @property
     def is_built_in(self) -> bool:
-        """Return True for the template of this package, which is rendered in this process."""
         return self._source == CHAT_TEMPLATE
 
     def render(self, conversation: Conversation) -> Rendering:
-        """Render one conversation; raises as `render_all` does."""
         return self.render_all([conversation])[0]
 
     def render_all(
@@ -118,12 +112,14 @@ class ChatTemplate:
         """
         all_variables = [self._variables(conversation) for conversation in conversations]
         if self.is_built_in:
-            return [
-                _rendered_here(self._source, variables, spans=spans) for variables in all_variables
-            ]
+            try:
+                return [Rendering(*render(self._source, v, spans=spans)) for v in all_variables]
+            except Exception as error:  # noqa: BLE001 - as a worker reports it
+                raise _exception_of(failure_of(error)) from None
         source = _as_json(self._source)
         requests = [_request(source, _as_json(each), spans=spans) for each in all_variables]
-        return [_rendering(answer) for answer in self._pool.ask(requests)]
+        values = [_checked(answer, "text") for answer in self._pool.ask(requests)]
+        return [Rendering(v["text"], [(start, end) for start, end in v["spans"]]) for v in values]
 
     def variables(self) -> frozenset[str]:
         """Return the variables that the template reads and a conversation does not have anyway.
@@ -132,12 +128,10 @@ class ChatTemplate:
         """
         if self.is_built_in:
             return frozenset()
-        (values,) = self._pool.ask([_as_json({"template": self._source})])
-        if isinstance(values, WorkerFault):
-            raise TemplateFault(f"exceeds a limit ({values})")
-        if "names" not in values:
-            raise _exception_of(values)
-        own = set(values["names"]) - _GIVEN - {DATE} - self._special_tokens.keys()
+        (answer,) = self._pool.ask([_as_json({"template": self._source})])
+        own = (
+            set(_checked(answer, "names")["names"]) - _GIVEN - {DATE} - self._special_tokens.keys()
+        )
         return frozenset(name for name in own if not name.endswith("_token"))
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
@@ -171,7 +165,6 @@ def check_options(tokenizer: TemplateOwner, options: Mapping[str, Any], key: str
 
 
 def _variables_of(tokenizer: TemplateOwner) -> frozenset[str]:
-    """Return the variables of a tokenizer's templates, with and without tools."""
     both = (ChatTemplate.of(tokenizer, tools=tools) for tools in (False, True))
     return frozenset().union(*(template.variables() for template in both))
 
@@ -237,13 +230,6 @@ def prove(tokenizer: TemplateOwner) -> None:
                 ) from None
 
 
-def _rendered_here(source: str, variables: Mapping[str, Any], *, spans: bool) -> Rendering:
-    try:
-        return Rendering(*render(source, variables, spans=spans))
-    except Exception as error:  # noqa: BLE001 - as a worker reports it
-        raise _exception_of(failure_of(error)) from None
-
-
 def _request(source: bytes, variables: bytes, *, spans: bool) -> bytes:
     """Return what a worker renders: a template and its variables, which are JSON already."""
     most = CHARACTERS_MAX + CHARACTERS_PER_BYTE_MAX * len(variables)
@@ -251,12 +237,13 @@ def _request(source: bytes, variables: bytes, *, spans: bool) -> bytes:
     return form % (source, variables, b"true" if spans else b"false", most)
 
 
-def _rendering(values: Mapping[str, Any] | WorkerFault) -> Rendering:
-    if isinstance(values, WorkerFault):
-        raise TemplateFault(f"exceeds a limit ({values})")
-    if "text" not in values:
-        raise _exception_of(values)
-    return Rendering(values["text"], [(start, end) for start, end in values["spans"]])
+def _checked(answer: Mapping[str, Any] | WorkerFault, key: str) -> Mapping[str, Any]:
+    """Return a worker's answer that has `key`. Raises TemplateFault, TemplateRefusal."""
+    if isinstance(answer, WorkerFault):
+        raise TemplateFault(f"exceeds a limit ({answer})")
+    if key not in answer:
+        raise _exception_of(answer)
+    return answer
 
 
 def _exception_of(failure: Mapping[str, str]) -> InputError:

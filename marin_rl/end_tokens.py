@@ -2,15 +2,16 @@
 
 A base model's folder may list one end token while its chat template closes turns with another. A
 model that learns from such a template writes the template's, so that one must end completions too.
-Leaves out the reading of tokenizers (`tokenizer_files`, `tokenizers`).
+Leaves out the reading of tokenizers (`tokenizers`).
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
-from marin_rl.chat_templates import ChatTemplate, Conversation, TemplateOwner
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.errors import InputError, TemplateRefusal
 from marin_rl.plain_files import read_object
 
@@ -18,28 +19,13 @@ _QUESTION = {"role": "user", "content": "question"}
 _REPLY = "reply"
 
 
-@runtime_checkable
-class HasAddedTokens(TemplateOwner, Protocol):
-    """A tokenizer, as far as its control tokens are read."""
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Tokens that are no pieces of words, by id; each has `content` and `special`."""
-        ...
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        """Tokenize; returns a mapping with `input_ids`."""
-        ...
-
-
-def control_tokens(tokenizer: HasAddedTokens, ends: Collection[int]) -> set[str]:
+def control_tokens(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> set[str]:
     """Return the texts of special tokens, and of those that end completions."""
     tokens = tokenizer.added_tokens_decoder.items()
     return {str(token.content) for id, token in tokens if token.special or id in ends}
 
 
 def any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern of tokens in a text."""
     # The longest first, as the tokenizer reads them; never the empty text.
     ordered = sorted({*texts} - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or "$^")
@@ -71,7 +57,7 @@ def named_end_ids(texts: Sequence[str], id_of: Callable[[str], int | None]) -> t
     return tuple(token for token in ids if token is not None)
 
 
-def closing_tokens(tokenizer: HasAddedTokens) -> tuple[str, ...]:
+def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the control tokens that the chat template writes after an answer, in their order.
 
     Empty where it writes none, or refuses a conversation that ends with an answer. Raises
@@ -88,7 +74,7 @@ def closing_tokens(tokenizer: HasAddedTokens) -> tuple[str, ...]:
     return tuple(str(added[token].content) for token in ids if token in added)
 
 
-def template_end(tokenizer: HasAddedTokens, listed: Sequence[str]) -> str | None:
+def template_end(tokenizer: PreTrainedTokenizerBase, listed: Sequence[str]) -> str | None:
     """Return the token that ends an answer in training; None where the template writes none.
 
     `listed` are the tokens that end completions by the files of the tokenizer. Raises InputError

@@ -23,7 +23,6 @@ from marin_rl.config import (
 )
 from marin_rl.environments.base import Environment, FixedSet
 from marin_rl.environments.registry import construct
-from marin_rl.environments.scoring import Judge
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
@@ -91,7 +90,6 @@ class Target:
         return "/" not in self.name.rstrip("/") and not (folder / MODEL_KEY).is_file()
 
     def open_run(self) -> Run:
-        """Open the run. Raises ConfigError, ObjectMissing, CorruptObject."""
         folder = Path(self.name)
         if (folder / RUN_KEY).is_file():
             return Run.open(str(folder.parent), folder.name)
@@ -147,21 +145,15 @@ def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Confi
     chosen_config = parse_config(tree, "evaluation")
     environment = construct(chosen_config.environment)
     environment.load_examples()
-    examples = _examples(chosen_config, request, environment)
+    examples = request.examples or chosen_config.evaluation.examples
+    if isinstance(environment, FixedSet):
+        if request.examples is not None and request.examples > environment.eval_size:
+            raise ConfigError(
+                f"--examples {request.examples}: the environment holds out {environment.eval_size}"
+            )
+        examples = min(examples, environment.eval_size)
     chosen = chosen_config.evaluation.model_copy(update={"examples": examples})
     return chosen_config.model_copy(update={"evaluation": chosen}), environment
-
-
-def _examples(config: Config, request: EvaluationRequest, environment: Environment) -> int:
-    """Return the number of examples: as requested, at most all of a fixed set."""
-    wanted = request.examples or config.evaluation.examples
-    if not isinstance(environment, FixedSet):
-        return wanted
-    if request.examples is not None and request.examples > environment.eval_size:
-        raise ConfigError(
-            f"--examples {request.examples}: the environment holds out {environment.eval_size}"
-        )
-    return min(wanted, environment.eval_size)
 
 
 def _environment(config: Config, request: EvaluationRequest) -> dict[str, Any]:
@@ -302,9 +294,7 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
         metrics=evaluation_metrics(
             groups,
             config.evaluation,
-            judges_of(config)
-            if config.environment.mixture
-            else {None: Judge(environment, config.environment)},
+            judges_of(config),
         ),
         groups=groups,
         rows=rows,

@@ -3,7 +3,7 @@
 Names are the field's own (TRL's and Huang's "N implementation details of RLHF"), so that curves can
 be laid over those of other trainers. The table is metrics.csv, the source of docs/metrics.md; a
 round's row holds only its names, or names that follow its patterns (`rewards/{component}/mean`).
-Computing is elsewhere: over rollouts in rollouts/summary.py, over tokens in the training step.
+Computing is elsewhere: over rollouts in batching/round_metrics.py, over tokens in the step.
 """
 
 import csv

@@ -9,8 +9,9 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,25 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from marin_rl.chat_templates import CHAT_TEMPLATE, check_options, start_worker, without_date
-from marin_rl.config import PolicyConfig
-from marin_rl.end_tokens import listed_end_ids
+from marin_rl.chat_templates import (
+    CHAT_TEMPLATE,
+    check_options,
+    start_worker,
+    with_options,
+    without_date,
+)
+from marin_rl.config import EnvironmentConfig, PolicyConfig
+from marin_rl.end_tokens import listed_end_ids, named_end_ids
 from marin_rl.errors import InputError
 from marin_rl.plain_files import read_object
 from marin_rl.tokenizer_files import (
     EOS,
-    OPTIONS_KEY,
     PAD,
     SPECIAL,
     UNKNOWN,
-    backend_digest,
     characters_backend,
     check_tokenizer_folder,
-    end_ids_of,
-    no_chat_template,
-    rules_digest,
     tokenizer_folder,
-    with_policy,
 )
 
 # The class of transformers 5 that is defined by tokenizer.json alone.
@@ -60,14 +61,18 @@ def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
     """
     folder = tokenizer_folder(policy)
     tokenizer = character_tokenizer() if folder is None else load_tokenizer(folder)
-    if policy.chat_template_options:
-        check_options(tokenizer, policy.chat_template_options, OPTIONS_KEY)
-        tokenizer.chat_template = with_policy(tokenizer.chat_template, policy)
+    if options := policy.chat_template_options:
+        check_options(tokenizer, options, "policy.chat_template_options")
+        template = tokenizer.chat_template
+        tokenizer.chat_template = (
+            with_options(template, options)
+            if isinstance(template, str)
+            else {name: with_options(source, options) for name, source in template.items()}
+        )
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "checked when it was read"
-    _ends[tokenizer] = end_ids_of(
-        policy, folder or "", end, lambda text: tokenizer.get_vocab().get(text)
-    )
+    named = named_end_ids(policy.end_tokens or (), tokenizer.get_vocab().get)
+    _ends[tokenizer] = tuple(dict.fromkeys((*listed_end_ids(folder or "", end), *named)))
     return tokenizer
 
 
@@ -139,10 +144,27 @@ def _plain(token: dict[str, Any]) -> dict[str, Any]:
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Raise InputError unless the tokenizer has a chat template and an end token."""
     if not tokenizer.chat_template:
-        raise no_chat_template(source)
+        raise InputError(
+            f"the tokenizer of {source} has no chat template: expected `chat_template` in "
+            "tokenizer_config.json or a file chat_template.jinja; add the one the model was "
+            "trained with"
+        )
     if tokenizer.eos_token_id is None:
         raise InputError(
             f"the tokenizer of {source} has no end token: set `eos_token` in tokenizer_config.json"
+        )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise InputError if the tokenizer can give an id that the model has no row for."""
+    vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise InputError(
+            f"the tokenizer gives ids up to {largest} ({token!r}), but the model's vocabulary has "
+            f"{vocab_size} rows: expected ids below {vocab_size}; use the tokenizer the model was "
+            "trained with, or set policy.model.vocab_size to at least "
+            f"{largest + 1} for a model built here"
         )
 
 
@@ -224,7 +246,6 @@ class TokenizerIdentity:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenizerIdentity":
-        """Both digests; a large vocabulary takes a second, so ask once."""
         return cls(
             tokenizer_digest=tokenizer_digest(tokenizer),
             chat_template_digest=chat_template_digest(tokenizer),
@@ -255,8 +276,13 @@ def export_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of everything that decides which ids a text becomes, as hex."""
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        return backend_digest(tokenizer)
-    return rules_digest(tokenizer.get_vocab(), tokenizer.special_tokens_map)
+        # A call that pads or truncates leaves its setting behind in the backend.
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules |= {"padding": None, "truncation": None}
+    else:
+        rules = tokenizer.get_vocab()
+    special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
+    return hashlib.sha256(json.dumps([rules, special], sort_keys=True).encode()).hexdigest()
 
 
 def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -268,3 +294,48 @@ def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         dateless = {name: without_date(source) for name, source in template.items()}
         text = json.dumps(dateless, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def unlisted_end_ids(policy: PolicyConfig) -> tuple[int, ...]:
+    """Ids of `policy.end_tokens` that no file of the tokenizer lists: servers do not know them.
+
+    Raises InputError.
+    """
+    if policy.end_tokens is None:
+        return ()
+    listed = end_token_ids(tokenizer_for(policy.model_copy(update={"end_tokens": None})))
+    return tuple(end for end in end_token_ids(tokenizer_for(policy)) if end not in listed)
+
+
+def template_options(policy: PolicyConfig, environment: EnvironmentConfig) -> dict[str, Any]:
+    """Options of the chat template for an environment's prompts; the day is the policy's alone."""
+    own = environment.chat_template_options or {}
+    options = {**(policy.chat_template_options or {}), **own}
+    return {name: value for name, value in options.items() if name != "date"}
+
+
+class PolicyTokenizer:
+    """Tokenizer of a policy, read on first use: InputError is raised where it cannot be read."""
+
+    def __init__(self, policy: PolicyConfig) -> None:
+        self._policy = policy
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return tokenizer_for(self._policy)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        return end_token_ids(self.tokenizer)
+
+    def encoded(self, text: str) -> tuple[int, ...]:
+        """Ids of a text that has all of its special tokens."""
+        return tuple(encoder_of(self.tokenizer)(text, False))
+
+    def decoded(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ids, without special tokens unless `special`."""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str), "the ids of one text"
+        return text

@@ -135,7 +135,6 @@ _FORMATS = (
 
 
 def new_call_id() -> str:
-    """Return a random id of a call."""
     return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
 
 
@@ -221,21 +220,15 @@ class ToolCallStream:
     def _opening(self) -> tuple[int, bool]:
         """(index of the call's possible beginning, True if it certainly begins there)."""
         buffer, opening = self._buffer, self._form.opening
-        if not opening:
-            return self._bare_opening()
+        if not opening:  # the whole answer is the call: its first character decides
+            start = len(buffer) - len(buffer.lstrip())
+            begins = not self._begun and buffer[start : start + 1] == "{"
+            return (start, True) if begins else (len(buffer), False)
         at = buffer.find(opening)
         if at >= 0:
             return at, True
         length = next(n for n in range(len(opening) - 1, -1, -1) if buffer.endswith(opening[:n]))
         return len(buffer) - length, False
-
-    def _bare_opening(self) -> tuple[int, bool]:
-        """Index of the call where the whole answer is the call: the first character decides."""
-        buffer = self._buffer
-        start = len(buffer) - len(buffer.lstrip())
-        if self._begun or start == len(buffer):
-            return len(buffer), False
-        return (start, True) if buffer[start] == "{" else (len(buffer), False)
 
     def _closed(self, out: list[str | ToolCall]) -> bool:
         """Give out the call, or the text that is none, up to its closing; True if it is there.
@@ -247,7 +240,14 @@ class ToolCallStream:
             return False
         while (at := self._buffer.find(closing, max(self._looked, len(opening)))) >= 0:
             end = at + len(closing)
-            if not _ends_in_string(self._buffer[len(opening) : at]):
+            try:
+                list(_decoded(self._buffer[len(opening) : at]))
+                in_string = False
+            except json.JSONDecodeError as error:
+                in_string = error.msg.startswith("Unterminated string")
+            except (ValueError, RecursionError):
+                in_string = False
+            if not in_string:
                 self._cut(end, out)
                 return True
             self._looked = end
@@ -321,17 +321,6 @@ def _values(text: str, *, listed: bool) -> list[Any]:
     return values
 
 
-def _ends_in_string(text: str) -> bool:
-    """True if a call's text is JSON so far, and ends within a string of it."""
-    try:
-        list(_decoded(text))
-    except json.JSONDecodeError as error:
-        return error.msg.startswith("Unterminated string")
-    except (ValueError, RecursionError):
-        pass
-    return False
-
-
 def _decoded(text: str) -> Iterator[Any]:
     """The JSON values of a text, with `;` between them. Raises ValueError and RecursionError."""
     decoder = json.JSONDecoder(parse_constant=no_constant)
@@ -343,5 +332,4 @@ def _decoded(text: str) -> Iterator[Any]:
 
 
 def no_constant(name: str) -> Any:
-    """Refuse what Python reads as JSON and JSON has not; for `json`'s `parse_constant`."""
     raise ValueError(f"{name} is not JSON")

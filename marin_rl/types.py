@@ -154,7 +154,6 @@ class Turn:
 
     @property
     def message(self) -> Message:
-        """The turn as a chat message."""
         return Message(
             role=self.role,
             content=self.content,

@@ -21,7 +21,6 @@ Value = TypeVar("Value")
 
 
 def is_name(text: str) -> bool:
-    """Return True for what can name one file or folder, and is shown as it is."""
     if text in ("", ".", "..") or "/" in text or not text.isprintable():
         return False
     return len(text.encode(errors="replace")) <= NAME_BYTES_MAX

@@ -37,7 +37,6 @@ def canonical_json(value: Any) -> bytes:
 
 
 def sha256_of(data: bytes) -> str:
-    """SHA-256 of `data`, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 

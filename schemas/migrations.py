@@ -6,10 +6,11 @@ nullable columns. Version 1 is the first of every format, and the only one of mo
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import pyarrow as pa
 
-from schemas import Malformed, NewerVersion, batches, metrics, pairs, rewards, rollouts, scores
+from schemas import Malformed, NewerVersion, rollouts, tables
 
 Upgrade = Callable[[pa.Table], pa.Table]
 
@@ -41,26 +42,10 @@ class Ladder:
 
 
 def _with_nulls(table: pa.Table, schema: pa.Schema, names: tuple[str, ...]) -> pa.Table:
-    """Append columns of the newest schema, null in every row."""
     for name in names:
         kind = schema.field(name)
         table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
     return table
-
-
-def _unvalued(table: pa.Table) -> pa.Table:
-    """Upgrade scores of version 1, which are those of runs without a critic."""
-    return _with_nulls(table, scores.SCORES, scores.VALUED)
-
-
-def _unweighed(table: pa.Table) -> pa.Table:
-    """Upgrade scores of version 2, which are those of runs without an optimal token baseline."""
-    return _with_nulls(table, scores.SCORES, scores.WEIGHED)
-
-
-def _uncut(table: pa.Table) -> pa.Table:
-    """Upgrade rollouts of version 2, each of which is one segment."""
-    return _with_nulls(_with_new_fields(table), rollouts.ROLLOUTS, ("segment_lengths", "start_s"))
 
 
 def _with_new_fields(table: pa.Table) -> pa.Table:
@@ -76,10 +61,23 @@ def _with_new_fields(table: pa.Table) -> pa.Table:
     return table
 
 
+def _uncut(table: pa.Table) -> pa.Table:
+    """Upgrade rollouts of version 2, each of which is one segment."""
+    return _with_nulls(_with_new_fields(table), rollouts.ROLLOUTS, ("segment_lengths", "start_s"))
+
+
 ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION, {1: _with_new_fields, 2: _uncut})
-BATCHES = Ladder(batches.BATCHES_FORMAT, batches.SCHEMA_VERSION)
-DISPOSITIONS = Ladder(batches.DISPOSITIONS_FORMAT, batches.SCHEMA_VERSION)
-METRICS = Ladder(metrics.FORMAT, metrics.SCHEMA_VERSION)
-SCORES = Ladder(scores.FORMAT, scores.SCHEMA_VERSION, {1: _unvalued, 2: _unweighed})
-PAIRS = Ladder(pairs.FORMAT, pairs.SCHEMA_VERSION)
-REWARDS = Ladder(rewards.FORMAT, rewards.SCHEMA_VERSION)
+BATCHES = Ladder("marin-rl/batches", tables.BATCHES_VERSION)
+DISPOSITIONS = Ladder("marin-rl/dispositions", tables.BATCHES_VERSION)
+METRICS = Ladder("marin-rl/metrics", 1)
+# Version 2 adds the values of a critic, version 3 what an optimal token baseline is made of.
+SCORES = Ladder(
+    "marin-rl/scores",
+    3,
+    {
+        1: partial(_with_nulls, schema=tables.SCORES, names=tables.VALUED),
+        2: partial(_with_nulls, schema=tables.SCORES, names=tables.WEIGHED),
+    },
+)
+PAIRS = Ladder("marin-rl/pairs", tables.PAIRS_VERSION)
+REWARDS = Ladder("marin-rl/rewards", 1)

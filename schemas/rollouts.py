@@ -7,8 +7,6 @@ what each version added is in `schemas.migrations`. Writing and reading is `mari
 
 import pyarrow as pa
 
-from schemas.arrow import MESSAGE, list_of, required
-
 FORMAT = "marin-rl/rollouts"
 SCHEMA_VERSION = 3
 
@@ -20,6 +18,17 @@ CONTENT_VERSION = 1
 STATUSES = ("complete", "truncated", "aborted", "error")
 UNFINISHED = "unfinished"  # finish reason of what was cancelled, for others were finished first
 
+
+def required(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+def list_of(kind: pa.DataType, length: int = -1) -> pa.DataType:
+    """List whose elements are never null; of a fixed size where `length` is given."""
+    return pa.list_(required("element", kind), length)
+
+
+MESSAGE = pa.struct([required("role", pa.string()), required("content", pa.string())])
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 

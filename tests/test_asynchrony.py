@@ -9,7 +9,7 @@ from marin_rl.config import Config, fingerprint_fields, load_config, parse_confi
 from marin_rl.display.plans import plan_rows
 from marin_rl.errors import ConfigError
 from marin_rl.planning import plan
-from marin_rl.rollouts.recorded_defaults import as_begun
+from marin_rl.rollouts.pinned import as_begun
 
 DEBUG = Path(__file__).parents[1] / "configs" / "debug.yaml"
 SIGNAL = "filters.zero_signal=true"

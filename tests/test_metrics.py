@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from marin_rl.batching.round_metrics import rollout_metrics
 from marin_rl.metrics import DEFINITIONS, is_defined, over_steps, parse_definition
-from marin_rl.rollouts.summary import rollout_metrics
 
 
 def row(**changes):

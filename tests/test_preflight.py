@@ -23,16 +23,13 @@ from marin_rl.doctor.stages import EVALUATE, RL, Stage, examine
 from marin_rl.doctor.start import before_engines, check_files, finished
 from marin_rl.environments.registry import _loaded
 from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
-from marin_rl.rollouts.recorded_data import record_rows
-from marin_rl.serving.text.detokenizer import Detokenizer
+from marin_rl.rollouts.pinned import record_rows
 from marin_rl.storage.runs import Run, committed_checkpoint, metrics_key
-from marin_rl.tokenizer_files import backend_digest, read_tokenizer
-from marin_rl.tokenizers import character_tokenizer, tokenizer_digest
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 
 # Imports of seconds, of which an error needs none.
-ENGINES = ("jax", "prefect", "transformers", "levanter", "polars", "duckdb", "openai", "orbax")
+ENGINES = ("jax", "prefect", "levanter", "polars", "duckdb", "openai", "orbax")
 LOADED = """
 import sys
 from pathlib import Path
@@ -353,21 +350,6 @@ def test_a_run_is_finished_once_its_last_checkpoint_is_evaluated(tmp_path: Path)
     assert finished(run.config.model_copy(update={"rounds": 3}), "rl-loop") is None
     Path(tmp_path, run.run_id, metrics_key(1)).unlink()  # that round is closed again
     assert finished(config, "rl-loop") is None
-
-
-def test_the_characters_are_those_that_a_run_uses(tmp_path: Path) -> None:
-    read, used = read_tokenizer(debug(tmp_path).policy), character_tokenizer()
-    assert read is not None
-    text = "<|user|>reverse word\n<|assistant|>"
-    assert read(text)["input_ids"] == used(text, add_special_tokens=False)["input_ids"]
-    assert read.get_vocab() == used.get_vocab()
-    assert len(read) == len(used)
-    assert backend_digest(read) == tokenizer_digest(used)
-    assert sorted(read.all_special_ids) == sorted(used.all_special_ids)
-    ids = read(text)["input_ids"]
-    assert read.decode(ids) == used.decode(ids)
-    texts = Detokenizer(read), Detokenizer(used)
-    assert [texts[0].piece(token) for token in ids] == [texts[1].piece(token) for token in ids]
 
 
 SHOP = '''

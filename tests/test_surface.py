@@ -37,7 +37,7 @@ def test_importing_is_light_and_files_of_the_user_are_left_alone(folder):
         "heavy = {'jax', 'prefect', 'pydantic', 'polars', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "from marin_rl import Config, run, scan_rollouts\n"
-        "heavy = {'jax', 'prefect', 'transformers'}\n"
+        "heavy = {'jax', 'prefect'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "import flows, schemas, tasks\n"
         "print(*(module.__file__ for module in (flows, schemas, tasks)), sep='\\n')\n",

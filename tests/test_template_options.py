@@ -19,13 +19,16 @@ from marin_rl.inference.client.protocol import ChatRequest, TurnsRequest
 from marin_rl.inference.client.sglang import SGLangDialect
 from marin_rl.inference.client.vllm import VllmDialect
 from marin_rl.rollouts.bridge import TemplateBridge
-from marin_rl.rollouts.policy_tokenizer import template_options, unlisted_end_ids
-from marin_rl.rollouts.recorded_defaults import as_begun
+from marin_rl.rollouts.pinned import as_begun
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.text.templates import ChatPrompts
 from marin_rl.storage.runs import Run
-from marin_rl.tokenizer_files import read_tokenizer
-from marin_rl.tokenizers import chat_template_digest, tokenizer_for
+from marin_rl.tokenizers import (
+    chat_template_digest,
+    template_options,
+    tokenizer_for,
+    unlisted_end_ids,
+)
 from marin_rl.types import Message, Sampling
 
 HI = [{"role": "user", "content": "hi"}]
@@ -46,10 +49,9 @@ def policy_of(folder: Path, template: str, **more: Any) -> PolicyConfig:
 
 def test_options_reach_every_reader_of_a_template(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, QWEN3, chat_template_options=OFF)
-    built, files = tokenizer_for(policy), read_tokenizer(policy)
-    for tokenizer in (built, files):
-        assert opened(tokenizer) == OPENED + THOUGHT
-        assert opened(tokenizer, enable_thinking=True) == OPENED
+    built = tokenizer_for(policy)
+    assert opened(built) == OPENED + THOUGHT
+    assert opened(built, enable_thinking=True) == OPENED
     bridge = TemplateBridge(policy)
     assert built.decode(bridge.prompt(SAID)) == OPENED + THOUGHT
     assert built.decode(bridge.prompt(SAID, (), {"enable_thinking": True})) == OPENED
@@ -76,9 +78,8 @@ def test_an_option_is_the_variable_that_the_template_reads(source: str, value: A
 
 def test_options_that_the_template_does_not_read_are_refused(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, QWEN3, chat_template_options={"enable_thinkin": False})
-    for read in (tokenizer_for, read_tokenizer):
-        with pytest.raises(InputError, match=r"options.enable_thinkin: .*reads enable_thinking"):
-            read(policy)
+    with pytest.raises(InputError, match=r"options.enable_thinkin: .*reads enable_thinking"):
+        tokenizer_for(policy)
 
 
 def test_a_request_chooses_among_the_options_of_the_template() -> None:

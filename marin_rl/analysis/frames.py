@@ -23,11 +23,8 @@ from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX, SCORES_
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import FETCHES_MAX
 from marin_rl.storage.tables.rewards import name_of_table
-from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
-from schemas.metrics import METRICS_IDENTITY
-from schemas.rewards import REWARDS
 from schemas.rollouts import ROLLOUTS
-from schemas.scores import SCORES
+from schemas.tables import ARRAYS, DISPOSITIONS, METRICS_IDENTITY, REWARDS, SCORES, batches_schema
 
 if TYPE_CHECKING:
     import duckdb

@@ -55,7 +55,7 @@ def scan_scores(
 ) -> pl.LazyFrame:
     """Trainer's scores of every trained token: a row per segment, with parallel lists.
 
-    Columns are those of `schemas.scores`; `run_id` and `rollout_id` join them with the rollouts,
+    Columns are those of `schemas.tables`; `run_id` and `rollout_id` join them with the rollouts,
     and `positions` with their tokens. Raises as `scan_rollouts`.
     """
     return VIEWS["scores"](open_runs(root, run_id, storage_options))

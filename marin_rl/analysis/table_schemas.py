@@ -8,10 +8,8 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
-from schemas.rewards import REWARDS
 from schemas.rollouts import ROLLOUTS
-from schemas.scores import SCORES
+from schemas.tables import ARRAYS, DISPOSITIONS, REWARDS, SCORES, batches_schema
 
 RUN = pa.field("run_id", pa.string())
 PLACE = (RUN, pa.field("round", pa.int32()))

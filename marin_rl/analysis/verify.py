@@ -15,7 +15,7 @@ import pyarrow as pa
 from marin_rl.analysis.recompute import token_metrics
 from marin_rl.batching.reuse import RECORD as REUSED
 from marin_rl.batching.reuse import iter_sources, reuse_metrics, reuse_of, reused_in
-from marin_rl.batching.scalar_columns import (
+from marin_rl.batching.round_metrics import (
     columns_read,
     round_metrics,
     versions_of,

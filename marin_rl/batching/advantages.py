@@ -171,7 +171,6 @@ def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Advantages:
 
 
 def reinforce(reward_G: Rewards) -> Advantages:
-    """`A_i = r_i`: no baseline. Williams 1992, REINFORCE."""
     return np.nan_to_num(rewards_array(reward_G))
 
 

@@ -2,8 +2,8 @@
 
 Two passes over the shards. The first reads the scalar columns of the whole round (no tokens) and
 decides what becomes of every rollout (plan.py). The second streams tokens row group by row group
-and scatters them into the rows of one step at a time (padding.py, or packing.py). The result
-depends on the committed shards and the configuration alone.
+and scatters them into the rows of one step at a time (packing.py). The result depends on the
+committed shards and the configuration alone.
 """
 
 # pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
@@ -19,9 +19,7 @@ import pyarrow.compute as pc
 
 from marin_rl.batching import segments, selection
 from marin_rl.batching.dispositions import columns_needed, looks_at_turns, numbers
-from marin_rl.batching.group_filters import columns_of, with_scores
 from marin_rl.batching.packing import Kept, fill_packed
-from marin_rl.batching.padding import fill_steps
 from marin_rl.batching.plan import RoundPlan, dispositions_table, plan_round
 from marin_rl.batching.reuse import (
     RECORD,
@@ -31,14 +29,14 @@ from marin_rl.batching.reuse import (
     reuse_of,
     reused_by,
 )
-from marin_rl.batching.scalar_columns import (
+from marin_rl.batching.round_metrics import (
     SCALAR_COLUMNS,
     VERSION_COUNTS,
     round_metrics,
     versions_of,
     with_version_sums,
 )
-from marin_rl.batching.turns import READ, TurnAdvantages, with_returns, with_turns
+from marin_rl.batching.turns import READ, with_returns, with_turns
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
 from marin_rl.finite import BOUNDS, fit_rewards
@@ -47,8 +45,8 @@ from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.tables.batches import BatchWriter, StepRows, write_dispositions
 from marin_rl.storage.tables.rollouts import manifest_to_be, rollouts_manifest
 from marin_rl.types import SlotRef, TrainingBatch
-from schemas.batches import SCHEMA_VERSION
 from schemas.manifests import Manifest
+from schemas.tables import BATCHES_VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     reuse = reuse_of(run, round, run.config)
     reused = reuse.groups if reuse is not None else {}
     parents = (parent_of(rollouts), *(reuse.parents if reuse is not None else ()))
-    decided = fingerprint("batches", _decisive(run.config), parents, SCHEMA_VERSION)
+    decided = fingerprint("batches", _decisive(run.config), parents, BATCHES_VERSION)
     # Before any work: a retry, and a run that is continued, find what is there.
     existing = find_commit(run.store, batches_slot(round), decided)
     if existing is not None:
@@ -190,16 +188,14 @@ def _step_rows(
     """The rows of each step in turn, tokens read as they are needed."""
     row_groups = iter_sources(run, manifest, reused, TOKENS)
     if plan.by_token:
-        row_groups = _with_returns(plan, iter_sources(run, manifest, reused, (*TOKENS, "turns")))
-    elif plan.decision.turns is not None:
-        row_groups = _with_advantages(plan.decision.turns, row_groups)
+        row_groups = iter_sources(run, manifest, reused, (*TOKENS, "turns"))
+    if plan.by_token or plan.decision.turns is not None:
+        row_groups = _with_token_values(plan, row_groups)
     parts = plan.segments
     if plan.is_cut:
         row_groups = map(segments.cut, row_groups)
         # From here on a row of `scalars` is a segment, as a row of a table that was cut.
         scalars = scalars.select(["rollout_id", "environment"]).take(pa.array(parts.rollout_S))
-    if plan.packing is None:
-        return fill_steps(plan, scalars, row_groups)
     index_K = np.flatnonzero(plan.kept_S)
     rollout_K, lead_K = parts.rollout_S[index_K], parts.lead_S[index_K]
     kept = Kept(
@@ -212,28 +208,31 @@ def _step_rows(
     return fill_packed(plan.packing, kept, plan.length, scalars, row_groups)
 
 
-def _with_returns(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Row groups with what each token still has to come, by the rewards of turns."""
-    start = 0
+def _with_token_values(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Row groups with the rewards to come at each token, or the advantage of each token's turn."""
+    start, decision = 0, plan.decision
     for table in row_groups:
-        reward_n = plan.decision.reward_N[start : start + table.num_rows]
-        # more rollouts than were decided on are refused where they would be written
-        yield table if len(reward_n) < table.num_rows else with_returns(table, reward_n)
-        start += table.num_rows
-
-
-def _with_advantages(turns: TurnAdvantages, row_groups: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Row groups with the advantage of each token's turn."""
-    start, end = 0, len(turns.turns.early_n)
-    for table in row_groups:
-        beyond = start + table.num_rows > end  # refused where they would be written, as above
-        yield table if beyond else turns.spread_over(table, start)
+        reward_n = decision.reward_N[start : start + table.num_rows]
+        if len(reward_n) < table.num_rows:
+            yield table  # more rollouts than were decided on: refused where they would be written
+        elif plan.by_token or decision.turns is None:
+            yield with_returns(table, reward_n)
+        else:
+            yield decision.turns.spread_over(table, start)
         start += table.num_rows
 
 
 def _decisive(config: Config) -> dict[str, object]:
     """The part of the configuration that decides what the batches contain."""
-    discount = config.objective.turn_discount
+    discount, settings = config.objective.turn_discount, config.asynchrony
+    chosen: dict[str, object] = {}
+    if settings is not None and settings.selects_groups:
+        names = ("dynamic_sampling", "select", "group_filter", "group_filter_min")
+        selected = {name: getattr(settings, name) for name in names}
+        chosen["selection"] = {**selected, "groups": config.rollouts.groups_per_round}
+    if config.replay is not None:
+        groups = config.replay.groups or config.rollouts.groups_per_round
+        chosen[RECORD] = {**fingerprint_fields(config.replay), "groups": groups}
     return {
         "program": PROGRAM_VERSION,
         "filters": fingerprint_fields(config.filters),
@@ -248,31 +247,8 @@ def _decisive(config: Config) -> dict[str, object]:
         "max_tokens": config.sampling.max_tokens,
         # Groups below it are dropped.
         "group_size_min": config.rollouts.group_size_min,
-        **_selecting(config),
-        **_reusing(config),
+        **chosen,
     }
-
-
-def _reusing(config: Config) -> dict[str, object]:
-    """The settings that choose the groups which a round uses again; none where it uses none."""
-    if config.replay is None:
-        return {}
-    groups = config.replay.groups or config.rollouts.groups_per_round
-    return {RECORD: {**fingerprint_fields(config.replay), "groups": groups}}
-
-
-def _selecting(config: Config) -> dict[str, object]:
-    """The settings that choose among a round's groups; none where it takes all of them."""
-    settings = config.asynchrony
-    if settings is None or not settings.selects_groups:
-        return {}
-    names = ("dynamic_sampling", "select", "group_filter", "group_filter_min")
-    chosen = {name: getattr(settings, name) for name in names}
-    return {"selection": {**chosen, "groups": config.rollouts.groups_per_round}}
-
-
-def _without_mask(table: pa.Table) -> pa.Table:
-    return table.drop_columns([name for name in ("loss_mask",) if name in table.column_names])
 
 
 def _scalar_columns(
@@ -285,7 +261,7 @@ def _scalar_columns(
     by_turn, share = looks_at_turns(config.objective), config.batching.packing == "shared_prompt"
     read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
     scored_by = config.asynchrony and config.asynchrony.group_filter
-    more = () if scored_by is None else columns_of(scored_by)
+    more = () if scored_by is None else selection.columns_of(scored_by)
     versions = versions_of(config)
     names = tuple(dict.fromkeys((*columns, *read, *more, *versions)))
     row_groups = iter_sources(run, manifest, reused or {}, names)
@@ -293,14 +269,14 @@ def _scalar_columns(
         row_groups = map(with_version_sums, row_groups)
     if scored_by is not None and (settings := config.asynchrony) is not None:
         keep = (*columns, *read, *(VERSION_COUNTS if versions else ()))
-        row_groups = (with_scores(table, settings, keep) for table in row_groups)
+        row_groups = (selection.with_scores(table, settings, keep) for table in row_groups)
     if share:
         # Before `with_turns`, which drops the mask that leads are read from.
         row_groups = map(segments.with_leads, row_groups)
     if by_turn:
         row_groups = map(with_turns, row_groups)
     elif share or versions:
-        row_groups = map(_without_mask, row_groups)
+        row_groups = (table.drop_columns("loss_mask") for table in row_groups)
     table = pa.concat_tables(row_groups).combine_chunks()
     ids = table["rollout_id"]
     # A shard that was sealed twice under two names would train on its rollouts twice.
@@ -319,7 +295,7 @@ def _totals(
     """Totals for the manifest: sizes, and the metrics of the round's rollouts."""
     kept, decision = plan.kept_N, plan.decision
     totals: dict[str, float] = {
-        "rows": float(plan.rows),
+        "rows": float(plan.packing.rows),
         "steps": float(steps),
         "length": float(plan.length),
         "tokens": float(plan.tokens_N[kept].sum()),

@@ -2,10 +2,13 @@
 
 Decided from the scalar columns alone, before any token is read. A rollout is a candidate in the
 round it was generated in and in no other: it leaves that round consumed or dropped for a reason, so
-it can be trained on at most once; but for those of groups that a later round uses again
-(`reuse`), which are planned as that round's own are. What staleness bounds is the age of the policy
-that sampled it, which is above 0 when generation runs ahead of training. Leaves out where kept
-rollouts lie in batches (plan.py).
+it can be trained on at most once, unless a later round uses its group again (`reuse`), which then
+plans it as its own. Staleness is the age of the policy that sampled it, above 0 when generation
+runs ahead of training. Leaves out where kept rollouts lie in batches (plan.py).
+
+Of the filters, the first that applies gives the reason, in this order: unfinished, failed, stale,
+truncated, short group, no signal, not selected, greedy, overlong. What is dropped before the groups
+are looked at is left out of its group's baseline too; what is overlong is in it and not trained on.
 
 Axes: N rollouts of a round in shard order, P groups.
 """
@@ -15,15 +18,14 @@ from functools import partial
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float64, Int, Int64
 
-from marin_rl.batching import filters
 from marin_rl.batching.round_advantages import (
     AdvantageChoice,
     group_statistics,
     round_advantages,
 )
-from marin_rl.batching.selection import SURPLUS, select_groups, unfinished
+from marin_rl.batching.selection import FINISH_REASON, SURPLUS, select_groups
 from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
 from marin_rl.config import Config, ObjectiveConfig
 from marin_rl.errors import ConfigError
@@ -51,7 +53,6 @@ class RoundDecision:
 
     @property
     def kept_N(self) -> Bool[np.ndarray, " N"]:
-        """The rollouts that are trained on."""
         return self.disposition_N == "consumed"
 
 
@@ -62,14 +63,8 @@ class _Drops:
     kind_N: np.ndarray
     reason_N: np.ndarray
 
-    @classmethod
-    def none(cls, count: int) -> "_Drops":
-        """Nothing is dropped of `count` rollouts."""
-        return cls(np.full(count, "", dtype=object), np.full(count, "", dtype=object))
-
     @property
     def left_N(self) -> Bool[np.ndarray, " N"]:
-        """The rollouts that are not dropped so far."""
         return self.kind_N == ""
 
     def add(self, mask_N: np.ndarray, kind: str, reason: str | np.ndarray) -> None:
@@ -88,25 +83,32 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
     objective = config.objective
     choice = advantage_choice(objective)
     reward_N = _shaped_rewards(scalars, config)
-    group_N, groups = _groups(scalars)
+    encoded = scalars["group_id"].combine_chunks().dictionary_encode()
+    group_N, groups = encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
     drops = _before_groups(scalars, reward_N, config, round)
     # NaN rather than a reward: what failed or is stale is in no mean that others are compared with.
     eligible_N = np.where(drops.left_N, reward_N, np.nan)
     greedy_N = _greedy(scalars, choice)
     # Counted after the drops above: of a group of four with three failures, one has no baseline.
     fewest = max(config.rollouts.group_size_min, choice.members_min)
-    short_P = _short_groups(eligible_N, group_N, groups, greedy_N, fewest)
+    short_P = group_statistics(eligible_N, group_N, groups).count < fewest
+    if greedy_N is not None:  # without the reward of its greedy member, remax has no baseline
+        compared_P = np.bincount(group_N[greedy_N & np.isfinite(eligible_N)], minlength=groups)
+        short_P |= compared_P == 0
     drops.add(short_P[group_N], "filtered", "short_group")
     # Short groups leave the statistics of the round too, which batch_std and whitening divide by.
     compared_N = np.where(short_P[group_N], np.nan, eligible_N)
     advantages_of = partial(_advantages, scalars, group_N, groups, objective)
     advantages = advantages_of(compared_N)
-    if _drops_equal_rewards(config, choice):
+    # A KL or entropy term has a gradient where all rewards are equal: such groups are kept then.
+    regularised = objective.regularised and not config.samples_on
+    if config.filters.zero_signal and choice.within_groups and not regularised:
         spread_P = advantages.spread_P
         if objective.overlong == "soft_penalty":  # what is too long is no less right
             own_N = usable_rewards(numbers(scalars, "reward", np.float64))
             spread_P = advantages_of(np.where(np.isnan(compared_N), np.nan, own_N)).spread_P
-        drops.add(filters.zero_signal(spread_P)[group_N], "filtered", "zero_signal")
+        # Exactly 0, not nearly: max - min of equal rewards has no rounding.
+        drops.add(spread_P[group_N] == 0.0, "filtered", "zero_signal")
     selected = None
     if config.selects_groups:
         taken_P = _select(scalars, drops, group_N, groups, config)
@@ -118,7 +120,7 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
     # Last, since its reward still counts in its group: overlong filtering masks the loss alone
     # (DAPO, arXiv:2503.14476, section 3.4).
     if objective.overlong == "mask":
-        drops.add(filters.truncated(statuses(scalars)), "filtered", "overlong")
+        drops.add(statuses(scalars) == "truncated", "filtered", "overlong")
     return RoundDecision(
         disposition_N=np.where(drops.left_N, "consumed", drops.kind_N),
         reason_N=drops.reason_N,
@@ -131,46 +133,26 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
     )
 
 
-def _short_groups(
-    eligible_N: Float64[np.ndarray, " N"],
-    group_N: Int64[np.ndarray, " N"],
-    groups: int,
-    greedy_N: Bool[np.ndarray, " N"] | None,
-    fewest: int,
-) -> Bool[np.ndarray, " P"]:
-    """Groups with fewer than `fewest` rewards, or without that of the greedy member."""
-    short_P = filters.short(group_statistics(eligible_N, group_N, groups).count, fewest)
-    if greedy_N is None:
-        return short_P
-    # Without the reward of its greedy member, a group of remax has nothing to compare with.
-    return short_P | (
-        np.bincount(group_N[greedy_N & np.isfinite(eligible_N)], minlength=groups) == 0
-    )
-
-
-def _drops_equal_rewards(config: Config, choice: AdvantageChoice) -> bool:
-    """True if groups whose members are all worth the same are dropped."""
-    # A KL or entropy term has a gradient where all rewards are equal: such groups are kept then.
-    regularised = config.objective.regularised and not config.samples_on
-    return config.filters.zero_signal and choice.within_groups and not regularised
-
-
 def _before_groups(
     scalars: pa.Table, reward_N: Float64[np.ndarray, " N"], config: Config, round: int
 ) -> _Drops:
     """Drop rollouts for their own sake, whatever their group is."""
     status_N, sampled_N = statuses(scalars), numbers(scalars, "n_completion_tokens")
-    drops = _Drops.none(len(reward_N))
-    drops.add(unfinished(scalars), "filtered", UNFINISHED)
+    drops = _Drops(*(np.full(len(reward_N), "", dtype=object) for _ in range(2)))
+    if FINISH_REASON in scalars.column_names:
+        ended_N = scalars[FINISH_REASON].to_numpy(zero_copy_only=False)
+        drops.add(ended_N == UNFINISHED, "filtered", UNFINISHED)
     # A broken rollout may have tokens or none; its status says more than either reason does.
     broken_N = (status_N == "error") | (status_N == "aborted")
+    failed_N = broken_N | ~np.isfinite(reward_N) | (sampled_N == 0)
     reason_N = np.where(sampled_N == 0, "no_tokens", "no_reward").astype(object)
     reason_N[broken_N] = status_N[broken_N]
-    drops.add(filters.failed(status_N, reward_N, sampled_N), "failed", reason_N)
-    version_N = numbers(scalars, "policy_version_min")
-    drops.add(filters.stale(version_N, round, config.staleness_rounds_max), "stale", "policy_age")
+    drops.add(failed_N, "failed", reason_N)
+    # By the oldest version: weights may have been swapped in the middle of a completion.
+    age_N = round - numbers(scalars, "policy_version_min")
+    drops.add(age_N > config.staleness_rounds_max, "stale", "policy_age")
     if config.filters.truncated:
-        drops.add(filters.truncated(status_N), "filtered", "truncated")
+        drops.add(status_N == "truncated", "filtered", "truncated")
     return drops
 
 
@@ -221,29 +203,18 @@ def _advantages(
     try:
         if parted is None or discount is None:
             tokens_N = None if parted is None else parted.trained_n
-            return _RoundAdvantages(
-                advantage_N=round_advantages(reward_N, group_N, groups, choice, tokens_N, greedy_N),
-                spread_P=_spreads(reward_N, group_N, groups, choice),
-            )
+            of_group = reward_N, group_N, groups
+            advantage_N = round_advantages(*of_group, choice, tokens_N, greedy_N)
+            # Unequal rewards are worth the same to pass_at_k where each of `pass_k` members, or
+            # none of them, has a success.
+            if "k" in choice.facts.inputs:
+                reward_N = round_advantages(*of_group, replace(choice, scale="none"))
+            spread_P = group_statistics(reward_N, group_N, groups).spread
+            return _RoundAdvantages(advantage_N=advantage_N, spread_P=spread_P)
         by_turn = turn_advantages(parted, reward_N, group_N, groups, discount, choice)
     except ValueError as error:
         raise ConfigError(f"objective.advantage: {error}") from error
     return _RoundAdvantages(advantage_N=by_turn.mean_n, spread_P=by_turn.spread_P, turns=by_turn)
-
-
-def _spreads(
-    reward_N: Float64[np.ndarray, " N"],
-    group_N: Int64[np.ndarray, " N"],
-    groups: int,
-    choice: AdvantageChoice,
-) -> Float64[np.ndarray, " P"]:
-    """Spread of each group's rewards; of advantages where unequal rewards may be worth the same.
-
-    To pass_at_k they are where each of `pass_k` members, or none of them, has a success.
-    """
-    if "k" in choice.facts.inputs:
-        reward_N = round_advantages(reward_N, group_N, groups, replace(choice, scale="none"))
-    return group_statistics(reward_N, group_N, groups).spread
 
 
 def advantage_choice(objective: ObjectiveConfig) -> AdvantageChoice:
@@ -262,12 +233,24 @@ def _shaped_rewards(scalars: pa.Table, config: Config) -> Float64[np.ndarray, " 
     objective = config.objective
     if objective.overlong != "soft_penalty":
         return reward_N
-    return reward_N - filters.overlong_penalty(
+    return reward_N - overlong_penalty(
         numbers(scalars, "n_completion_tokens"),
         config.sampling.max_tokens,
         objective.overlong_buffer,
         objective.overlong_penalty,
     )
+
+
+def overlong_penalty(
+    sampled_N: Int[np.ndarray, " N"], tokens_max: int, buffer: float, penalty: float
+) -> Float64[np.ndarray, " N"]:
+    """Penalty on the reward of a long completion.
+
+    0 until the last `buffer` (a share) of `tokens_max` sampled tokens, then growing linearly to
+    `penalty` at `tokens_max` (the soft punishment of DAPO, arXiv:2503.14476, eq. 13).
+    """
+    before = (1.0 - buffer) * tokens_max  # tokens that cost nothing
+    return penalty * np.clip((sampled_N - before) / (buffer * tokens_max), 0.0, 1.0)
 
 
 def _greedy(scalars: pa.Table, choice: AdvantageChoice) -> Bool[np.ndarray, " N"] | None:
@@ -280,19 +263,11 @@ def _greedy(scalars: pa.Table, choice: AdvantageChoice) -> Bool[np.ndarray, " N"
     return numbers(scalars, "index_in_group") == numbers(scalars, "group_size") - 1
 
 
-def _groups(scalars: pa.Table) -> tuple[Int64[np.ndarray, " N"], int]:
-    """Group numbers in order of appearance, and how many groups there are."""
-    encoded = scalars["group_id"].combine_chunks().dictionary_encode()
-    return encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
-
-
 def statuses(scalars: pa.Table) -> np.ndarray:
-    """Status of each rollout, as `types.Rollout.status` has it."""
     return scalars["status"].to_numpy(zero_copy_only=False)
 
 
 def numbers(table: pa.Table, name: str, dtype: type = np.int64) -> np.ndarray:
-    """A column as numbers; null becomes NaN."""
     return table[name].to_numpy(zero_copy_only=False).astype(dtype)
 
 

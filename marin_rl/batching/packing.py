@@ -1,7 +1,7 @@
-"""Several sequences in one row, and one prompt for all completions of a group.
+"""Places of sequences in rows: one to a row, several, or with one prompt for a whole group.
 
-Owns where each kept rollout of a round goes (`pack`) and the filling of such rows from the shards
-(`fill_packed`). Leaves out what is kept and what it is worth (plan.py), and rows of one sequence.
+Owns where each kept rollout of a round goes (`one_per_row`, `pack`) and the filling of rows from
+the shards (`fill_packed`). Leaves out what is kept and what it is worth (plan.py).
 
 In a row, completions have the segments 1, 2, … in the order of their rollouts. Where prompts are
 shared, they are segments of their own, numbered after the completions; a completion's positions
@@ -18,12 +18,13 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Float64, Int64
 
-from marin_rl.batching import turns
+from marin_rl.batching.turns import ADVANTAGES, RETURNS, offsets_of
 from marin_rl.errors import ConfigError, CorruptObject
 from marin_rl.storage.tables.batches import StepRows
-from schemas.batches import ARRAYS, INTEGER_ARRAYS
+from schemas.tables import ARRAYS, INTEGER_ARRAYS
 
 Integers = Int64[np.ndarray, " K"]
+Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # flat values and offsets, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +46,30 @@ class Packing:
     apart: bool
 
     @property
+    def steps(self) -> int:
+        return int(self.step_K.max(initial=-1)) + 1
+
+    @property
     def rows(self) -> int:
-        """Rows of all steps."""
         return int(sum(self.rows_of(step) for step in np.unique(self.step_K).tolist()))
 
     def rows_of(self, step: int) -> int:
-        """Rows of one step."""
         return int(self.row_K[self.step_K == step].max(initial=-1)) + 1
+
+
+def one_per_row(step_K: Integers) -> Packing:
+    """Each sequence in a row of its own, from the first column on."""
+    row_K, zero_K = counted(np.bincount(step_K)), np.zeros_like(step_K)
+    return Packing(
+        step_K=step_K,
+        row_K=row_K,
+        segment_K=zero_K + 1,
+        start_K=zero_K,
+        prompt_start_K=zero_K,
+        prompt_segment_K=zero_K + 1,
+        shared_K=np.zeros(len(step_K), bool),
+        apart=False,
+    )
 
 
 def pack(
@@ -81,7 +99,12 @@ def pack(
     if len(group_K) == 0:
         return packer.packing()
     step_K = (np.arange(len(group_K)) if rollout_K is None else rollout_K) // sequences_per_step
-    group_tokens = _group_tokens(prompt_K, sampled_K, group_K, step_K)
+    # Tokens of each sequence's group within its step, the prompt counted once.
+    _, index_K = np.unique(np.stack([step_K, group_K]), axis=1, return_inverse=True)
+    index_K = index_K.reshape(-1)
+    # Float64, exact for counts below 2^53.
+    sum_K = np.bincount(index_K, weights=sampled_K)[index_K].astype(np.int64)
+    group_tokens = (sum_K + prompt_K).tolist()
     for k, (prompt, sampled, group) in enumerate(
         zip(prompt_K.tolist(), sampled_K.tolist(), group_K.tolist(), strict=True)
     ):
@@ -89,17 +112,6 @@ def pack(
             packer.next_step()
         packer.put(prompt, sampled, group, group_tokens[k])
     return packer.packing()
-
-
-def _group_tokens(
-    prompt_K: Integers, sampled_K: Integers, group_K: Integers, step_K: Integers
-) -> list[int]:
-    """Tokens of each rollout's group within its step, the prompt counted once."""
-    _, index = np.unique(np.stack([step_K, group_K]), axis=1, return_inverse=True)
-    index = index.reshape(-1)
-    # Float64, exact for counts below 2^53.
-    sums = np.bincount(index, weights=sampled_K)[index].astype(np.int64)
-    return (sums + prompt_K).tolist()
 
 
 class _Packer:
@@ -112,7 +124,6 @@ class _Packer:
         self._placed: list[tuple[int, int, int, int, int, int, bool]] = []
 
     def next_step(self) -> None:
-        """Begin a step: its rows count from 0."""
         self._step, self._row = self._step + 1, -1  # `_next_row` makes it 0
         self._next_row()
 
@@ -151,7 +162,6 @@ class _Packer:
         self._filled += tokens
 
     def packing(self) -> Packing:
-        """Places of all rollouts."""
         # reshape: without any rollout the list is empty and has no second axis.
         table = np.array(self._placed, np.int64).reshape(-1, 7).T
         step_K, row_K, segment_K, start_K, column_K, number_K, shared_K = table
@@ -224,100 +234,65 @@ class _Rows:
             name: np.zeros(shape, np.int32 if name in INTEGER_ARRAYS else np.float32)
             for name in ARRAYS
         }
+        self._flat = {name: array.reshape(-1) for name, array in self._arrays.items()}
 
     def put(self, these: slice, table: pa.Table, start: int) -> None:
         """Write the rollouts `these` of the kept, whose tokens are in `table` from row `start`."""
-        packing, kept = self._packing, self._kept
-        # Rows as offsets into the flat arrays, which `_write` indexes.
-        row_k, prompt_k = packing.row_K[these] * self._length, kept.prompt_K[these]
-        sampled_k, shared_k = kept.sampled_K[these], packing.shared_K[these]
+        packing, kept, at_k = self._packing, self._kept, self._kept.index_K[these] - start
+        prompt_k, sampled_k = kept.prompt_K[these], kept.sampled_K[these]
         columns = {name: _flat(table, name) for name in ("token_ids", "loss_mask", "logprobs")}
-        # Where each rollout's tokens begin among the flat values.
-        source_k = columns["token_ids"][1][kept.index_K[these] - start]
-        self._check(columns, kept.index_K[these] - start, prompt_k + sampled_k, table)
+        _check_lengths(columns, at_k, prompt_k + sampled_k, table)
+        # Where each rollout's tokens begin among the flat values, and its row in the flat arrays.
+        source_k, row_k = columns["token_ids"][1][at_k], packing.row_K[these] * self._length
         # A shared prompt is written once, by the first rollout of its group.
+        shared_k = packing.shared_K[these]
         own_k = np.where(shared_k, 0, prompt_k)
-        completion_k = packing.start_K[these] + np.where(packing.apart, 0, own_k)
+        completion_k = row_k + packing.start_K[these] + (0 if packing.apart else own_k)
         # Index arrays rather than a loop over the thousands of rollouts of a row group.
-        tokens = _ranges(row_k + completion_k, source_k + prompt_k, sampled_k)
-        self._write(columns, *tokens, prompt_k, sampled_k, packing.segment_K[these])
+        to, source = _ranges(completion_k, source_k + prompt_k, sampled_k)
+        on = self._write(columns, to, source, source_k, sampled_k, packing.segment_K[these])
+        for name, value_K in ((ADVANTAGES, kept.advantage_K), (RETURNS, kept.reward_K)):
+            if name in table.column_names:  # of each token, where those of a rollout differ
+                values = _flat(table, name)[0][source]
+            else:
+                values = np.repeat(value_K[these].astype(np.float32), sampled_k)
+            self._flat[name][to] = values * on
         prompt_at = row_k + packing.prompt_start_K[these]
         segment_k = packing.prompt_segment_K[these] if packing.apart else packing.segment_K[these]
-        owned = _ranges(prompt_at, source_k, own_k)
-        self._write(columns, *owned, np.zeros_like(own_k), own_k, segment_k)
-        self._spread(tokens[0], these)
-        mask = self._arrays["loss_mask"].reshape(-1)[tokens[0]]
-        for name in {turns.RETURNS, turns.ADVANTAGES}.intersection(table.column_names):
-            values, _ = _flat(table, name)
-            self._arrays[name].reshape(-1)[tokens[0]] = values[tokens[1]] * mask
+        to, source = _ranges(prompt_at, source_k, own_k)
+        self._write(columns, to, source, source_k, own_k, segment_k)
         # After the prompts are written: what lies at the place of a shared one is its first
         # owner's.
-        self._compare(columns, prompt_at, source_k, np.where(shared_k, prompt_k, 0), table)
-
-    def _write(
-        self,
-        columns: dict[str, tuple[np.ndarray, np.ndarray]],
-        to: np.ndarray,
-        source: np.ndarray,
-        first_k: np.ndarray,
-        counts_k: np.ndarray,
-        segment_k: np.ndarray,
-    ) -> None:
-        flat = {name: array.reshape(-1) for name, array in self._arrays.items()}
-        flat["token_ids"][to] = columns["token_ids"][0][source]
-        mask = columns["loss_mask"][0][source].astype(np.int32)
-        flat["loss_mask"][to] = mask
-        # 0 off the mask, as in padded rows: such tokens were not sampled by the policy.
-        flat["policy_logprobs"][to] = columns["logprobs"][0][source] * mask
-        flat["segment_ids"][to] = np.repeat(segment_k, counts_k)
-        # A completion goes on at its prompt's length, whichever column it lies in.
-        flat["positions"][to] = np.repeat(first_k, counts_k) + counted(counts_k)
-
-    def _spread(self, to: np.ndarray, these: slice) -> None:
-        """Advantages and returns, over the trained tokens of each completion."""
-        counts_k = self._kept.sampled_K[these]
-        mask = self._arrays["loss_mask"].reshape(-1)[to]
-        for name, values in (
-            ("advantages", self._kept.advantage_K),
-            ("returns", self._kept.reward_K),
-        ):
-            spread = np.repeat(values[these].astype(np.float32), counts_k)
-            self._arrays[name].reshape(-1)[to] = spread * mask
-
-    def _check(
-        self,
-        columns: dict[str, tuple[np.ndarray, np.ndarray]],
-        at: np.ndarray,
-        expected: np.ndarray,
-        table: pa.Table,
-    ) -> None:
-        for name, (_, offsets) in columns.items():
-            wrong = np.flatnonzero(offsets[at + 1] - offsets[at] != expected)
-            if len(wrong):
-                rollout = table["rollout_id"][int(at[wrong[0]])].as_py()
-                raise CorruptObject(
-                    f"rollout {rollout}: expected {expected[wrong[0]]} {name}, as its counts say, "
-                    f"found {(offsets[at + 1] - offsets[at])[wrong[0]]}"
-                )
-
-    def _compare(
-        self,
-        columns: dict[str, tuple[np.ndarray, np.ndarray]],
-        at: np.ndarray,
-        source: np.ndarray,
-        counts: np.ndarray,
-        table: pa.Table,
-    ) -> None:
-        to, from_ = _ranges(at, source, counts)
-        placed = self._arrays["token_ids"].reshape(-1)[to]
-        if not np.array_equal(placed, columns["token_ids"][0][from_]):
+        to, source = _ranges(prompt_at, source_k, np.where(shared_k, prompt_k, 0))
+        if not np.array_equal(self._flat["token_ids"][to], columns["token_ids"][0][source]):
             raise ConfigError(
                 f"rollouts from {table['rollout_id'][0].as_py()} on: members of a group were given "
                 "different prompts, which cannot be shared; set batching.packing to 'sequences'"
             )
 
+    def _write(
+        self,
+        columns: Columns,
+        to: np.ndarray,
+        source: np.ndarray,
+        source_k: np.ndarray,
+        counts_k: np.ndarray,
+        segment_k: np.ndarray,
+    ) -> np.ndarray:
+        """Copy tokens from the flat columns, a rollout's from `source_k` on; return their mask."""
+        flat = self._flat
+        flat["token_ids"][to] = columns["token_ids"][0][source]
+        mask = columns["loss_mask"][0][source]
+        flat["loss_mask"][to] = mask
+        on = mask.astype(np.float32)
+        # 0 off the mask: such tokens were not sampled by the policy.
+        flat["policy_logprobs"][to] = columns["logprobs"][0][source] * on
+        flat["segment_ids"][to] = np.repeat(segment_k, counts_k)
+        # A completion goes on at its prompt's length, whichever column it lies in.
+        flat["positions"][to] = source - np.repeat(source_k, counts_k)
+        return on
+
     def finished(self, scalars: pa.Table) -> StepRows:
-        """Rows to be written."""
         of_step = np.flatnonzero(self._packing.step_K == self._step)
         rows = self._packing.row_K[of_step]
         counts = np.bincount(rows, minlength=len(self._arrays["token_ids"]))
@@ -330,10 +305,24 @@ class _Rows:
         return StepRows(arrays=self._arrays, rollout_ids=rollout_ids, environments=environments)
 
 
+def _check_lengths(
+    columns: Columns, at_k: np.ndarray, expected_k: np.ndarray, table: pa.Table
+) -> None:
+    """Raise CorruptObject unless the lists of each rollout are as long as its counts say."""
+    for name, (_, offsets) in columns.items():
+        length_k = offsets[at_k + 1] - offsets[at_k]
+        wrong = np.flatnonzero(length_k != expected_k)
+        if len(wrong):
+            raise CorruptObject(
+                f"rollout {table['rollout_id'][int(at_k[wrong[0]])].as_py()}: expected "
+                f"{expected_k[wrong[0]]} {name}, as its counts say, found {length_k[wrong[0]]}"
+            )
+
+
 def _flat(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """A list column as flat values, and where each list begins and the last one ends."""
     column = table[name].combine_chunks()
-    return column.flatten().to_numpy(zero_copy_only=False), turns.offsets_of(column)
+    return column.flatten().to_numpy(zero_copy_only=False), offsets_of(column)
 
 
 def counted(counts: np.ndarray) -> np.ndarray:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 from jaxtyping import Bool, Float32, Int32, Int64
+from transformers import PreTrainedTokenizerBase
 
-from marin_rl.batching.sequences import ChatTokenizer, chat_tokens
+from marin_rl.batching.sequences import chat_tokens
 from marin_rl.errors import InputError
 from marin_rl.types import Message, PreferencePair
 
@@ -39,7 +40,7 @@ class PairTokenizer:
     rows end with what the template writes.
     """
 
-    tokenizer: ChatTokenizer
+    tokenizer: PreTrainedTokenizerBase
     tokenizer_digest: str
     chat_template_digest: str
     vocab_size: int
@@ -64,18 +65,6 @@ class PairTokenizer:
         return filled
 
     def _filled(self, pair: PreferencePair, held_out_fraction: float) -> PreferencePair:
-        self._check_digests(pair)
-        held_out = is_held_out(pair.messages, held_out_fraction)
-        return dataclasses.replace(
-            pair,
-            split=pair.split or ("eval" if held_out else "train"),
-            chosen_token_ids=self._tokens(pair, "chosen", pair.chosen_token_ids),
-            rejected_token_ids=self._tokens(pair, "rejected", pair.rejected_token_ids),
-            tokenizer_digest=self.tokenizer_digest,
-            chat_template_digest=self.chat_template_digest,
-        )
-
-    def _check_digests(self, pair: PreferencePair) -> None:
         for field in ("tokenizer_digest", "chat_template_digest"):
             expected, digest = getattr(self, field), getattr(pair, field)
             # Ids mean other texts to another tokenizer, and nothing else would show it.
@@ -85,6 +74,15 @@ class PairTokenizer:
                     f"{digest[:12]}: its token ids are another tokenizer's; set policy.tokenizer "
                     "to that one, or leave tokens and digests out, so that the texts count"
                 )
+        held_out = is_held_out(pair.messages, held_out_fraction)
+        return dataclasses.replace(
+            pair,
+            split=pair.split or ("eval" if held_out else "train"),
+            chosen_token_ids=self._tokens(pair, "chosen", pair.chosen_token_ids),
+            rejected_token_ids=self._tokens(pair, "rejected", pair.rejected_token_ids),
+            tokenizer_digest=self.tokenizer_digest,
+            chat_template_digest=self.chat_template_digest,
+        )
 
     def _tokens(
         self, pair: PreferencePair, field: str, token_ids: Int32[np.ndarray, " T"] | None

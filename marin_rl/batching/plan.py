@@ -14,11 +14,11 @@ import pyarrow as pa
 from jaxtyping import Bool, Int64
 
 from marin_rl.batching.dispositions import RoundDecision, decide_round, numbers
-from marin_rl.batching.packing import Packing, counted, pack
+from marin_rl.batching.packing import Packing, one_per_row, pack
 from marin_rl.batching.segments import Segments
 from marin_rl.config import BatchingConfig, Config
 from marin_rl.errors import ConfigError
-from schemas.batches import DISPOSITIONS
+from schemas.tables import DISPOSITIONS
 
 SHORTEST_BUCKET = 32
 
@@ -28,9 +28,8 @@ class RoundPlan:
     """Decision on the N rollouts of a round, and the places of those that are kept.
 
     `place_N` counts the segments of kept rollouts before a kept one's first, and is -1 for others;
-    `length` is the padded length in tokens. Without packing a step has `rows_of_step` rows, one for
-    each segment. Where the round is `by_token`, advantages are 0 until the training stage makes
-    them.
+    `length` is the padded length in tokens. Where the round is `by_token`, advantages are 0 until
+    the training stage makes them.
     """
 
     decision: RoundDecision
@@ -38,47 +37,28 @@ class RoundPlan:
     place_N: Int64[np.ndarray, " N"]
     segments: Segments
     length: int
-    rows_of_step: tuple[int, ...]
-    packing: Packing | None
+    packing: Packing
     by_token: bool
 
     @property
     def kept_N(self) -> Bool[np.ndarray, " N"]:
-        """The rollouts that are trained on."""
         return self.place_N >= 0
 
     @property
     def kept_S(self) -> Bool[np.ndarray, " S"]:
-        """The segments that are trained on."""
         return self.kept_N[self.segments.rollout_S]
 
     @property
     def is_cut(self) -> bool:
-        """True if a rollout has several segments."""
         return len(self.segments.rollout_S) > len(self.place_N)
 
     def places_N(self) -> Int64[np.ndarray, "3 N"]:
         """Step, row and segment (from 1) of the first segment of each kept rollout."""
         places = np.zeros((3, len(self.place_N)), np.int64)
-        places[:, self.kept_N] = self._places_K()[:, self.place_N[self.kept_N]]
+        packing, first_K = self.packing, self.place_N[self.kept_N]
+        places_K = np.stack([packing.step_K, packing.row_K, packing.segment_K])
+        places[:, self.kept_N] = places_K[:, first_K]
         return places
-
-    def _places_K(self) -> Int64[np.ndarray, "3 K"]:
-        if (packing := self.packing) is not None:
-            return np.stack([packing.step_K, packing.row_K, packing.segment_K])
-        rows = np.array(self.rows_of_step, np.int64)
-        row_K = counted(rows)  # within each step
-        return np.stack([np.repeat(np.arange(len(rows)), rows), row_K, np.ones_like(row_K)])
-
-    @property
-    def rows(self) -> int:
-        """Rows of all steps."""
-        return sum(self.rows_of_step) if self.packing is None else self.packing.rows
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps."""
-        return len(self.rows_of_step)
 
     def reasons_counted(self) -> dict[str, int]:
         """Number of dropped rollouts by `disposition/reason`, sorted."""
@@ -101,15 +81,17 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
     kept_S = kept_N[segments.rollout_S]
     # At least 1: a round of which nothing is kept would divide by 0.
     per_step = config.batching.sequences_per_step or max(int(kept_N.sum()), 1)
-    # Steps count rollouts: all segments of one are trained on in the same update.
-    step_N = (np.cumsum(kept_N) - 1) // per_step
+    length = int(segments.tokens_S[kept_S].max(initial=1))
+    if config.batching.packing == "none":
+        length = bucket(length, config.batching)
+    elif config.batching.row_tokens:
+        length = config.batching.row_tokens
     return RoundPlan(
         decision=decision,
         tokens_N=tokens_N,
         place_N=np.where(kept_N, (np.cumsum(kept_S) - 1)[segments.first_N], -1),
         segments=segments,
-        length=_length(int(segments.tokens_S[kept_S].max(initial=1)), config.batching),
-        rows_of_step=tuple(np.bincount(step_N[segments.rollout_S[kept_S]]).tolist()),
+        length=length,
         packing=_packing(segments, kept_N, decision.group_N, config.batching, per_step),
         by_token=config.objective.estimator.by_token,
     )
@@ -137,20 +119,18 @@ def bucket(longest: int, config: BatchingConfig) -> int:
     )
 
 
-def _length(longest: int, config: BatchingConfig) -> int:
-    return bucket(longest, config) if config.packing == "none" else config.row_tokens or longest
-
-
 def _packing(
     segments: Segments,
     kept_N: np.ndarray,
     group_N: np.ndarray,
     config: BatchingConfig,
     per_step: int,
-) -> Packing | None:
-    if config.packing == "none" or config.row_tokens is None:
-        return None
+) -> Packing:
     kept_S = kept_N[segments.rollout_S]
+    # Steps count rollouts: all segments of one are trained on in the same update.
+    rollout_K = (np.cumsum(kept_N) - 1)[segments.rollout_S[kept_S]]
+    if config.packing == "none" or config.row_tokens is None:
+        return one_per_row(rollout_K // per_step)
     lead_S, rollout_S = segments.lead_S, segments.rollout_S
     # What a later segment begins with follows from its own first one: no other rollout has it.
     alone_S = -1 - np.arange(len(rollout_S))
@@ -162,7 +142,7 @@ def _packing(
         row_tokens=config.row_tokens,
         sequences_per_step=per_step,
         share=config.packing == "shared_prompt",
-        rollout_K=(np.cumsum(kept_N) - 1)[rollout_S[kept_S]],
+        rollout_K=rollout_K,
     )
 
 

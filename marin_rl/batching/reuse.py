@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from marin_rl.config import Config, ReplayConfig
+from marin_rl.config import Config
 from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import committed_manifest, parent_of, read_manifest, ref_of
 from marin_rl.storage.runs import Run, batches_slot
@@ -62,7 +63,6 @@ class Reuse:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The groups as plain JSON, for the manifest of the batches."""
         return {str(round): list(names) for round, names in self.groups.items()}
 
 
@@ -78,9 +78,20 @@ def reuse_of(run: Run, round: int, config: Config) -> Reuse | None:
     manifests = {n: committed_manifest(run.store, batches_slot(n)) for n in range(first, round)}
     tables = {number: dispositions_of(run, manifest) for number, manifest in manifests.items()}
     pool = available(tables, round, config)
-    most = settings.groups or config.rollouts.groups_per_round
+
+    def rank(group: UsedGroup) -> tuple[Any, ...]:
+        # The name last, so that the order of rows in the shards decides nothing.
+        newest = (-group.round, group.group_id)
+        if settings.select == "by_group":
+            return (group.uses, *newest)
+        return newest if settings.select is None else (-group.priority, *newest)
+
+    chosen = sorted(pool, key=rank)[: settings.groups or config.rollouts.groups_per_round]
     return Reuse(
-        groups=_by_round(_ordered(pool, settings)[:most]),
+        groups={
+            number: tuple(sorted(group.group_id for group in chosen if group.round == number))
+            for number in sorted({group.round for group in chosen})
+        },
         parents=tuple(parent_of(ref_of(manifest)) for manifest in manifests.values()),
         pool=tuple(pool),
         tables=tables,
@@ -108,8 +119,6 @@ def available(tables: Mapping[int, pa.Table], round: int, config: Config) -> lis
 
 def used_groups(tables: Mapping[int, pa.Table]) -> list[UsedGroup]:
     """The groups that rounds trained on, by the dispositions of these rounds, sorted by round."""
-    import pyarrow.compute as pc
-
     uses, firsts = Counter[str](), dict[str, dict[str, Any]]()
     for number, dispositions in sorted(tables.items()):
         rows = dispositions.select(GROUP_COLUMNS)
@@ -142,27 +151,6 @@ def used_groups(tables: Mapping[int, pa.Table]) -> list[UsedGroup]:
         ),
         key=lambda group: (group.round, group.group_id),
     )
-
-
-def _ordered(pool: Sequence[UsedGroup], settings: ReplayConfig) -> list[UsedGroup]:
-    """The groups of a pool in the order in which they are used; ties by the name of the group."""
-
-    def rank(group: UsedGroup) -> tuple[Any, ...]:
-        # The name last, so that the order of rows in the shards decides nothing.
-        newest = (-group.round, group.group_id)
-        if settings.select == "by_group":
-            return (group.uses, *newest)
-        return newest if settings.select is None else (-group.priority, *newest)
-
-    return sorted(pool, key=rank)
-
-
-def _by_round(groups: Sequence[UsedGroup]) -> Groups:
-    rounds = sorted({group.round for group in groups})
-    return {
-        round: tuple(sorted(group.group_id for group in groups if group.round == round))
-        for round in rounds
-    }
 
 
 def reused_in(manifest: Manifest, source: str) -> Groups:
@@ -202,8 +190,6 @@ def iter_sources(
 def _iter_groups(
     run: Run, round: int, names: Sequence[str], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    import pyarrow.compute as pc
-
     wanted, seen = pa.array(names, pa.string()), set[str]()
     manifest = rollouts_manifest(run, round)
     # The filter needs it, the caller may not.

@@ -49,12 +49,10 @@ class AdvantageChoice:
 
     @property
     def facts(self) -> Estimator:
-        """Return what is known of the estimator."""
         return ESTIMATORS[self.estimator]
 
     @property
     def within_groups(self) -> bool:
-        """Return True where a group of equal rewards has no signal, whatever other groups did."""
         return self.facts.within_groups
 
     @property
@@ -64,12 +62,10 @@ class AdvantageChoice:
 
     @property
     def members_min(self) -> int:
-        """The fewest valid rewards of a group that is trained on."""
         return self.facts.members_min(self.pass_k)
 
     @property
     def scale_used(self) -> str:
-        """The scale, with the estimator's own in place of `default`."""
         return self.facts.scale if self.scale == "default" else self.scale
 
     @property

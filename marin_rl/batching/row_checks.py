@@ -10,8 +10,9 @@ from typing import Any
 from unicodedata import normalize
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from marin_rl.batching.sequences import ChatTokenizer, RenderedChat, named_chats, text_of
+from marin_rl.batching.sequences import RenderedChat, named_chats, text_of
 from marin_rl.chat_templates import PROBES, ChatTemplate, Conversation
 from marin_rl.end_tokens import any_of, control_tokens
 from marin_rl.errors import InputError, TemplateRefusal
@@ -19,23 +20,6 @@ from marin_rl.types import Message
 
 SHOWN = 120
 _KEPT_ROLES = ("system", "user")  # templates write these as they are, or refuse them
-
-
-def check_rows(
-    tokenizer: ChatTokenizer,
-    chats: Sequence[tuple[Sequence[Message], str]],
-    names: Sequence[str],
-    *,
-    ends: Collection[int],
-    context_length: int,
-    options: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Raise InputError for the first chat that would not be learned as it is written, or whole.
-
-    Takes what `rendered_lengths` takes.
-    """
-    lengths = rendered_lengths(tokenizer, chats, names, ends, options)
-    check_lengths([*zip(names, lengths, strict=True)], context_length)
 
 
 def check_lengths(rows: Sequence[tuple[str, int]], room: int, limit: str = "") -> None:
@@ -57,7 +41,7 @@ def check_lengths(rows: Sequence[tuple[str, int]], room: int, limit: str = "") -
 
 
 def rendered_lengths(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[tuple[Sequence[Message], str]],
     names: Sequence[str],
     ends: Collection[int],
@@ -86,7 +70,7 @@ def rendered_lengths(
     return [len(chat.ids) for chat in rendered]
 
 
-def _of_calls(tokenizer: ChatTokenizer) -> set[str]:
+def _of_calls(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Control tokens that the template writes for a call of a tool alone: answers may call tools.
 
     Empty where it refuses one. Raises TemplateFault.
@@ -103,7 +87,7 @@ def _of_calls(tokenizer: ChatTokenizer) -> set[str]:
 
 
 def _fault_of(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     answer: str,
     chat: RenderedChat,

@@ -43,12 +43,10 @@ class Segments:
 
     @property
     def first_N(self) -> Int64[np.ndarray, " N"]:
-        """Index of the first segment of each rollout; every rollout has one."""
         return np.flatnonzero(self.begins_S)
 
     @property
     def begins_S(self) -> Bool[np.ndarray, " S"]:
-        """True for the first segment of a rollout."""
         return np.diff(self.rollout_S, prepend=-1) > 0
 
 

@@ -1,21 +1,20 @@
 """Messages to tokens, by a tokenizer's own chat template, and which tokens are trained on.
 
 Used for the supervised warm start and to render prompts; rollouts never pass here, their tokens are
-those the engine returned. Templates are rendered by `chat_templates`, as for serving; tokenizers
-are objects with Hugging Face's methods, and no tokenizer library is imported. Masks come from
-positions, never from token values.
+those the engine returned. Templates are rendered by `chat_templates`, as for serving. Masks come
+from positions, never from token values.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
+from transformers import PreTrainedTokenizerBase
 
 from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering
-from marin_rl.end_tokens import HasAddedTokens
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
 from marin_rl.types import Message
 
@@ -23,24 +22,6 @@ from marin_rl.types import Message
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Tokens = Int32[np.ndarray, " T"]
-
-
-@runtime_checkable
-class ChatTokenizer(HasAddedTokens, Protocol):
-    """A tokenizer, as far as conversations need it."""
-
-    @property
-    def chat_template(self) -> Any:
-        """The template, or several by name; None without one."""
-        ...
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        """Tokenize; returns a mapping with `input_ids`, and `char_to_token`."""
-        ...
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:  # noqa: FBT001, FBT002 - transformers' signature
-        """Return the text of ids."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +39,7 @@ class RenderedChat:
 
 
 def rendered_prompts(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[Message]],
     options: Sequence[Mapping[str, Any]] = (),
 ) -> list[tuple[str, int]]:
@@ -78,7 +59,7 @@ def rendered_prompts(
 
 
 def chat_tokens(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     answer: str,
     ends: Collection[int] | None = None,
@@ -96,7 +77,7 @@ def chat_tokens(
 
 
 def chats_tokens(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[tuple[Sequence[Message], str]],
     ends: Collection[int] | None = None,
 ) -> list[tuple[Tokens, Tokens]]:
@@ -105,7 +86,7 @@ def chats_tokens(
 
 
 def rendered_chats(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[tuple[Sequence[Message], str]],
     ends: Collection[int] | None = None,
     options: Sequence[Mapping[str, Any]] = (),
@@ -132,7 +113,7 @@ def rendered_chats(
 
 
 def named_chats(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[tuple[Sequence[Message], str]],
     names: Sequence[str],
     ends: Collection[int] | None = None,
@@ -153,7 +134,7 @@ def named_chats(
 
 
 def _trained_tokens(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     prompt: Rendering,
     rendering: Rendering,
     answer: str,
@@ -164,8 +145,12 @@ def _trained_tokens(
     prompt_ids = _ids(_tokenized(tokenizer, prompt.text))
     encoding, ids, start = _continued(tokenizer, prompt, prompt_ids, rendering)
     mask = np.zeros(len(ids), dtype=np.int32)
-    # From the prompt on, so that earlier turns of the assistant are never trained on.
-    mask[len(prompt_ids) : _end_of_answer(tokenizer, ids, len(prompt_ids), ends)] = 1
+    chosen = tokenizer.added_tokens_decoder.keys() if ends is None else ends
+    places = len(prompt_ids) + np.flatnonzero(np.isin(ids[len(prompt_ids) :], list(chosen)))
+    # From the prompt on, so that earlier turns of the assistant are never trained on, up to the
+    # token that ends the answer, which is trained on too.
+    end = int(places[-1 if ends is None else 0]) + 1 if len(places) else len(ids)
+    mask[len(prompt_ids) : end] = 1
     if marked:
         spans = [(max(first - start, 0), end - start) for first, end in rendering.spans]
         own = _assistant_mask(encoding, [span for span in spans if span[1] > 0], len(ids))
@@ -185,7 +170,7 @@ def _trained_tokens(
 
 
 def _continued(
-    tokenizer: ChatTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     prompt: Rendering,
     prompt_ids: Int32[np.ndarray, " P"],
     rendering: Rendering,
@@ -207,31 +192,18 @@ def _continued(
         # Some tokenizers write a space before each text.
         if text_of(tokenizer, joined) == text_of(tokenizer, ids):
             return rest, joined, start
+    shortest = min(count, len(ids))
+    same = int(np.append(prompt_ids[:shortest] == ids[:shortest], False).argmin())
     raise InputError(
         "the chat template renders a prompt that the finished conversation does not begin "
-        f"with (they part at token {_common(prompt_ids, ids)} of {count}): a model trained "
+        f"with (they part at token {same} of {count}): a model trained "
         "on it would never see the prompts it is sampled with; use a template whose "
         "generation prompt is a prefix of the assistant's turn"
     )
 
 
-def text_of(tokenizer: ChatTokenizer, ids: Sequence[int] | Tokens) -> str:
-    """Return the text of ids, control tokens included."""
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tokens) -> str:
     return str(tokenizer.decode(list(map(int, ids)), clean_up_tokenization_spaces=False))
-
-
-def _end_of_answer(
-    tokenizer: ChatTokenizer, ids: Tokens, start: int, ends: Collection[int] | None
-) -> int:
-    """Index after the token that ends the answer which begins at `start`.
-
-    That is the number of ids where none ends it.
-    """
-    chosen = tokenizer.added_tokens_decoder.keys() if ends is None else ends
-    places = start + np.flatnonzero(np.isin(ids[start:], list(chosen)))
-    if not len(places):
-        return len(ids)
-    return int(places[-1 if ends is None else 0]) + 1
 
 
 def _assistant_mask(encoding: Any, spans: Sequence[tuple[int, int]], length: int) -> Tokens:
@@ -253,7 +225,7 @@ def _conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-def _template(tokenizer: ChatTokenizer) -> ChatTemplate:
+def _template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     if not tokenizer.chat_template:
         raise InputError(
             "the tokenizer has no chat template: expected chat_template in tokenizer_config.json "
@@ -273,17 +245,10 @@ def _rendered(
         raise InputError(f"the chat template does not render these messages: it {error}") from error
 
 
-def _tokenized(tokenizer: ChatTokenizer, text: str) -> Any:
+def _tokenized(tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
     # The template has written the special tokens that open and end a text.
     return tokenizer(text, add_special_tokens=False)
 
 
 def _ids(encoding: Mapping[str, Any]) -> Tokens:
     return np.asarray(encoding["input_ids"], dtype=np.int32)
-
-
-def _common(first: np.ndarray, second: np.ndarray) -> int:
-    """Number of leading tokens that two sequences share."""
-    shortest = min(len(first), len(second))
-    differ = np.flatnonzero(first[:shortest] != second[:shortest])
-    return int(differ[0]) if len(differ) else shortest

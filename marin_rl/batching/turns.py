@@ -41,7 +41,9 @@ def with_returns(table: pa.Table, reward_n: Float64[np.ndarray, " n"]) -> pa.Tab
     left_n = np.nan_to_num(reward_n) - early.sum_n
     # At the last token; an empty rollout has none.
     received_N[offsets[1:][some_n] - 1] += left_n[some_n]
-    to_come_N = _to_come(received_N, offsets)
+    to_come_N = np.empty_like(received_N)
+    for start, end in pairwise(offsets.tolist()):
+        to_come_N[start:end] = np.cumsum(received_N[start:end][::-1])[::-1]
     return _with_lists(table.drop_columns("turns"), RETURNS, to_come_N, offsets)
 
 
@@ -102,12 +104,10 @@ class Turns:
 
     @property
     def trained_n(self) -> Int64[np.ndarray, " n"]:
-        """Trained tokens of each rollout."""
         return np.diff(np.append(0, np.cumsum(self.tokens_U))[self.offset_n])
 
     @property
     def rollout_U(self) -> Int64[np.ndarray, " U"]:
-        """The rollout of each turn."""
         counts_n = np.diff(self.offset_n)
         return np.repeat(np.arange(len(counts_n)), counts_n)
 
@@ -195,7 +195,16 @@ class _Early:
 
     @classmethod
     def of(cls, turns: pa.ListArray, offsets: np.ndarray) -> "_Early":
-        rollout_R, end_R, turn_R = _rewarded(turns)
+        rollout_R = np.repeat(np.arange(len(turns)), np.diff(turns.offsets.to_numpy()))
+        each = turns.flatten()
+        end_R, turn_R = (
+            each.field(name).to_numpy(zero_copy_only=False).astype(np.float64)
+            for name in ("end", "reward")
+        )
+        # A turn without tokens has no last token to receive a reward at.
+        rewarded_R = np.isfinite(end_R) & fit_rewards(turn_R) & (np.nan_to_num(end_R) > 0)
+        rollout_R, turn_R = rollout_R[rewarded_R], turn_R[rewarded_R]
+        end_R = end_R[rewarded_R].astype(np.int64)
         early_R = end_R < np.diff(offsets)[rollout_R]  # the others are received at the end anyhow
         rollout_R, end_R, turn_R = rollout_R[early_R], end_R[early_R], turn_R[early_R]
         received_N, ends_N = np.zeros(offsets[-1]), np.zeros(offsets[-1], bool)
@@ -221,25 +230,3 @@ def offsets_of(column: pa.ListArray) -> Int64[np.ndarray, " n1"]:
 def _with_lists(table: pa.Table, name: str, values: np.ndarray, offsets: np.ndarray) -> pa.Table:
     lists = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))
     return table.append_column(name, lists)
-
-
-def _rewarded(turns: pa.ListArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rollout, end and reward of every turn that has tokens and a reward."""
-    counts = np.diff(turns.offsets.to_numpy())
-    each = turns.flatten()
-    end, reward = (
-        each.field(name).to_numpy(zero_copy_only=False).astype(np.float64)
-        for name in ("end", "reward")
-    )
-    # A turn without tokens has no last token to receive a reward at.
-    there = np.isfinite(end) & fit_rewards(reward) & (np.nan_to_num(end) > 0)
-    rollout = np.repeat(np.arange(len(counts)), counts)
-    return rollout[there], end[there].astype(np.int64), reward[there]
-
-
-def _to_come(received_N: Float64[np.ndarray, " N"], offsets: np.ndarray) -> np.ndarray:
-    """Sums from each token to the end of its own rollout."""
-    result_N = np.empty_like(received_N)
-    for start, end in pairwise(offsets.tolist()):
-        result_N[start:end] = np.cumsum(received_N[start:end][::-1])[::-1]
-    return result_N

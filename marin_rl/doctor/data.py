@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from marin_rl.batching.group_filters import check_filter
 from marin_rl.batching.row_checks import check_lengths, rendered_lengths
+from marin_rl.batching.selection import check_filter
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
 from marin_rl.environments.base import NamesRows
@@ -22,11 +22,11 @@ from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.rollouts.data_warnings import data_warnings
 from marin_rl.rollouts.evaluate import held_out_sets
-from marin_rl.rollouts.policy_tokenizer import end_ids_in, light_tokenizer
-from marin_rl.rollouts.recorded_data import refuse_other_rows
+from marin_rl.rollouts.pinned import refuse_other_rows
 from marin_rl.storage.runs import Run, committed, pairs_slot
 from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
 from marin_rl.storage.tables.pairs import PairFile, read_pairs
+from marin_rl.tokenizers import end_token_ids, tokenizer_for
 from marin_rl.types import Message
 
 ROWS_TOGETHER = 64
@@ -109,7 +109,7 @@ def learned_pairs(config: Config, file: PairFile) -> None:
     policy = policy_to_begin(config)
     if policy is None:
         return
-    tokenizer = light_tokenizer(policy)
+    tokenizer = tokenizer_for(policy)
     texts = [
         ((pair.messages, getattr(pair, field)), f"{place}, field {field}")
         for pair, place in zip(file.pairs, file.places, strict=True)
@@ -124,7 +124,7 @@ def learned_pairs(config: Config, file: PairFile) -> None:
     ]
     for start in range(0, len(texts), ROWS_TOGETHER):
         chats, names = zip(*texts[start : start + ROWS_TOGETHER], strict=True)
-        counts = rendered_lengths(tokenizer, chats, names, end_ids_in(tokenizer))
+        counts = rendered_lengths(tokenizer, chats, names, end_token_ids(tokenizer))
         lengths += zip(names, counts, strict=True)
     check_lengths(lengths, policy.context_length)
 
@@ -147,11 +147,11 @@ def _compared(settings: str) -> int:
     Cached, for two stages of the warm start ask. Raises InputError that names the row.
     """
     config = Config.model_validate_json(settings)
-    tokenizer, learned = light_tokenizer(config.policy), _demonstrations(config)
+    tokenizer, learned = tokenizer_for(config.policy), _demonstrations(config)
     lengths: list[tuple[str, int]] = []
     while some := list(islice(learned, ROWS_TOGETHER)):
         chats, names, options = zip(*some, strict=True)
-        counts = rendered_lengths(tokenizer, chats, names, end_ids_in(tokenizer), options)
+        counts = rendered_lengths(tokenizer, chats, names, end_token_ids(tokenizer), options)
         lengths += zip(names, counts, strict=True)
     check_lengths(lengths, config.policy.context_length)
     return len(lengths)

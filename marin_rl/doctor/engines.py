@@ -1,4 +1,4 @@
-"""Checks that take JAX or transformers, and all stages in the order of the doctor."""
+"""Checks that take JAX, and all stages in the order of the doctor."""
 
 import math
 from contextlib import suppress

@@ -20,12 +20,11 @@ from marin_rl.model_folders import check_model_folder, read_hf_config, weight_fi
 from marin_rl.planning import architecture_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.data_warnings import training_environments
-from marin_rl.rollouts.policy_tokenizer import light_tokenizer
-from marin_rl.rollouts.recorded_defaults import has_dialogues, policy_as_begun
+from marin_rl.rollouts.pinned import has_dialogues, policy_as_begun
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named, recorded_config
-from marin_rl.tokenizer_files import check_vocabulary
+from marin_rl.tokenizers import check_vocabulary, tokenizer_for
 from marin_rl.types import Example, Message
 
 AS_BEGUN = "as the run began"
@@ -73,7 +72,7 @@ def adapter(config: Config) -> str:
 
 def tokenizer(config: Config) -> str:
     """Check that the tokenizer has a chat template and its ids fit the model's vocabulary."""
-    built, architecture = light_tokenizer(config.policy), architecture_of(config)
+    built, architecture = tokenizer_for(config.policy), architecture_of(config)
     sized_by_tokenizer = config.policy.init != "hf" and config.policy.model.vocab_size is None
     if architecture is not None and not sized_by_tokenizer:
         check_vocabulary(built, architecture.vocab_size)
@@ -88,7 +87,7 @@ def chat_template(config: Config) -> str:
     policy = policy_to_begin(config)
     if policy is None:
         return AS_BEGUN
-    built = light_tokenizer(policy)
+    built = tokenizer_for(policy)
     for key, chosen in _environments(config):
         options = chosen.chat_template_options or {}
         if "date" in options:
@@ -217,4 +216,4 @@ def _check_rendering(config: Config, example: Example) -> None:
 
 def rendered_by(config: Config, prompts: Sequence[Sequence[Message]]) -> list[tuple[str, int]]:
     """Return conversations as the chat template writes them, each with its number of tokens."""
-    return rendered_prompts(light_tokenizer(config.policy), prompts)
+    return rendered_prompts(tokenizer_for(config.policy), prompts)

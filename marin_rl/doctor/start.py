@@ -1,4 +1,4 @@
-"""Checks of a run by its files, before Prefect, JAX and transformers are imported.
+"""Checks of a run by its files, before Prefect and JAX are imported.
 
 Also whether a run is locked, finished, or of another content. The stages that need the other
 libraries follow at the start of a flow (`engines`).

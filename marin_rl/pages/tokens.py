@@ -7,14 +7,11 @@ token that completes it as the whole. Without the tokenizer, tokens are shown by
 import codecs
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
 from marin_rl.pages.records import Number, Tokens
-
-if TYPE_CHECKING:
-    from marin_rl.serving.text.detokenizer import Decodes
 
 DIGITS = 4
 
@@ -24,26 +21,20 @@ class TokenTexts:
 
     def __init__(self, policy: PolicyConfig) -> None:
         from marin_rl.serving.text.detokenizer import Detokenizer
+        from marin_rl.tokenizers import tokenizer_digest, tokenizer_for
 
-        self._policy = policy
         self.digest, self.problem = "", ""
         self._texts: Detokenizer | None = None
         try:
-            tokenizer, self.digest = _tokenizer(policy)
+            tokenizer = tokenizer_for(policy)
         except InputError as error:
             self.problem = str(error)
             return
+        self.digest = tokenizer_digest(tokenizer)
         self._texts = Detokenizer(tokenizer)
 
     def is_of(self, digests: Set[str]) -> bool:
-        """Return True unless rollouts with these digests had another tokenizer.
-
-        transformers may change what it reads: where the files have another digest, its own decides.
-        """
-        if digests - {self.digest}:
-            from marin_rl.tokenizers import tokenizer_digest, tokenizer_for
-
-            self.digest = tokenizer_digest(tokenizer_for(self._policy))
+        """Return True unless rollouts with these digests had another tokenizer."""
         return not digests - {self.digest}
 
     def of(self, ids: Sequence[int]) -> list[str]:
@@ -59,19 +50,6 @@ class TokenTexts:
         return texts
 
 
-def _tokenizer(policy: PolicyConfig) -> "tuple[Decodes, str]":
-    """A policy's tokenizer and its digest, by transformers only where its files do not suffice."""
-    from marin_rl.tokenizer_files import backend_digest, read_tokenizer
-
-    read = read_tokenizer(policy)
-    if read is not None:
-        return read, backend_digest(read)
-    from marin_rl.tokenizers import tokenizer_digest, tokenizer_for
-
-    tokenizer = tokenizer_for(policy)
-    return tokenizer, tokenizer_digest(tokenizer)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     """Per-token numbers of the trainer by position in the rollout."""
@@ -82,7 +60,7 @@ class Scores:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Scores":
-        """The scores of a row of `schemas.scores`."""
+        """The scores of a row of `schemas.tables`."""
         places = row["positions"]
         return cls(
             trainer=dict(zip(places, row["trainer_logprobs"], strict=True)),

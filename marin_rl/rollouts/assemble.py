@@ -20,7 +20,6 @@ from jaxtyping import Float32, Int32
 from marin_rl.environments.base import reward_of
 from marin_rl.errors import BadResponse, MarinRLError
 from marin_rl.inference.client.answers import Completion
-from marin_rl.rollouts.group_scores import Score
 from marin_rl.rollouts.trajectories import (
     ABORTED,
     BRIDGE,
@@ -30,6 +29,7 @@ from marin_rl.rollouts.trajectories import (
     REQUEST_FAULTS,
     GroupRequest,
     SampledTurn,
+    Score,
     Trajectory,
 )
 from marin_rl.types import (
@@ -90,7 +90,7 @@ class RolloutMaker:
     def sampled(self, index: int, trajectory: Trajectory, score: Score) -> Rollout:
         """The rollout of a trajectory; an error where its score is a fault.
 
-        Answers without the prompt's ids are text alone: their rollouts have no tokens.
+        Answers without the prompt's ids are text: their rollouts have no tokens.
         """
         if isinstance(score, MarinRLError):
             return self.failed(index, score, trajectory)
@@ -108,19 +108,13 @@ class RolloutMaker:
             reward=reward,
             reward_components=score,
             finish_reason=trajectory.finish_reason,
-            token_ids=tokens.ids,
-            loss_mask=tokens.mask,
-            logprobs=tokens.logprobs,
-            policy_versions=tokens.versions,
-            segment_lengths=tokens.segment_lengths,
             policy_digest=trajectory.turns[-1].completion.parameters_digest,
-            policy_version_min=tokens.version_min,
-            policy_version_max=tokens.version_max,
-            n_prompt_tokens=len(tokens.ids) - n_sampled,
+            n_prompt_tokens=len(tokens["token_ids"]) - n_sampled,
             n_completion_tokens=n_sampled,
             sampling=self._request.sampling_of(index),
             turns=tuple(self._turns(trajectory, reward)),
             timing=self._timed(trajectory),
+            **tokens,
         )
 
     def failed(
@@ -232,7 +226,8 @@ class RolloutMaker:
             # A prompt that was rendered again holds the turns before too: no span is theirs alone.
             yield from _turns_of(messages) if begins else _turns_of(messages, end, start)
             end = start + len(turn.completion.token_ids)
-            own = turn.result.received
+            versions, own = turn.completion.policy_versions, turn.result.received
+            last = int(versions[-1]) if versions is not None and len(versions) else None
             if trajectory.scored and number == len(trajectory.turns) and reward is not None:
                 own = (own or 0.0) + reward - (trajectory.reward or 0.0)
             yield Turn(
@@ -249,7 +244,7 @@ class RolloutMaker:
                 logprobs=turn.completion.logprobs,
                 inference_metadata=InferenceMetadata(
                     model=turn.answer.model,
-                    weight_version=_last_version(turn.completion, self._policy),
+                    weight_version=self._policy.weight_version if last is None else last,
                     sampling=turn.sampling,
                     request_id=turn.answer.request_id,
                     finish_reason=turn.completion.finish_reason,
@@ -257,12 +252,6 @@ class RolloutMaker:
                 timing=turn.timing,
             )
             messages = turn.result.messages
-
-
-def _last_version(completion: Completion, policy: ServedPolicy) -> int:
-    """The policy of a completion's last token."""
-    versions = completion.policy_versions
-    return int(versions[-1]) if versions is not None and len(versions) else policy.weight_version
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:
@@ -327,64 +316,41 @@ def _texts_of(trajectory: Trajectory) -> Iterator[Turn]:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
-    """Everything the model saw, in order: arrays of length T, the mask 1 where it was sampled.
+def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> dict[str, Any]:
+    """Token fields of the rollout of these turns: all that the model saw, in order.
 
-    `segment_lengths` add up to T; None where all is one segment.
+    A turn's prompt extends the turn before it or begins a segment. Versions are by token as soon as
+    weights were swapped within any turn; what was not sampled has that of the next sampled token.
+    `version` is that of turns without a swap.
     """
-
-    ids: Int32[np.ndarray, " T"]
-    mask: Int32[np.ndarray, " T"]
-    logprobs: Float32[np.ndarray, " T"]
-    versions: Int32[np.ndarray, " T"] | None
-    version_min: int
-    version_max: int
-    segment_lengths: tuple[int, ...] | None
-
-
-def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> _Tokens:
-    """Join turns, each of whose prompts extends the turn before it or begins a segment.
-
-    Versions are by token as soon as weights were swapped within any turn; what was not sampled has
-    that of the next sampled token. `version` is that of turns without a swap.
-    """
+    ids: list[np.ndarray] = []  # of each segment
     mask: list[np.ndarray] = []
     logprobs: list[np.ndarray] = []
-    context: list[np.ndarray] = []
-    sampled: list[np.ndarray] = []
-    segments = [list(turns) for _, turns in groupby(turns, key=lambda turn: turn.segment)]
-    ids = [_ids_of(segment[-1]) for segment in segments]
-    for turn, end in (pair for segment in segments for pair in _with_ends(segment)):
-        n_context = len(turn.answer.prompt_token_ids) - end
-        n_sampled = len(turn.completion.token_ids)
-        mask += [np.zeros(n_context, np.int32), np.ones(n_sampled, np.int32)]
-        logprobs += [np.zeros(n_context, np.float32), turn.completion.logprobs]
-        versions = turn.completion.policy_versions
-        if versions is None:
-            versions = np.full(n_sampled, version, np.int32)
-        # what was not sampled has no version of its own: it gets that of the next sampled token
-        context.append(np.full(n_context, versions[0] if n_sampled else version, np.int32))
-        sampled.append(versions)
+    versions: list[np.ndarray] = []
+    sampled: list[np.ndarray] = []  # versions of sampled tokens alone
+    for _, segment in groupby(turns, key=lambda turn: turn.segment):
+        last = np.zeros(0, np.int32)  # prompt and completion of the turn before in its segment
+        for turn in segment:
+            prompt, completion = turn.answer.prompt_token_ids, turn.completion
+            n_context, n_sampled = len(prompt) - len(last), len(completion.token_ids)
+            mask += [np.zeros(n_context, np.int32), np.ones(n_sampled, np.int32)]
+            logprobs += [np.zeros(n_context, np.float32), completion.logprobs]
+            own = completion.policy_versions
+            if own is None:
+                own = np.full(n_sampled, version, np.int32)
+            next_version = own[0] if n_sampled else version
+            versions += [np.full(n_context, next_version, np.int32), own]
+            sampled.append(own)
+            last = np.concatenate([prompt, completion.token_ids])
+        ids.append(last)  # that of the last turn is the whole segment
     mixed = any(turn.completion.policy_versions is not None for turn in turns)
-    by_token = [part for pair in zip(context, sampled, strict=True) for part in pair]
-    return _Tokens(
-        ids=np.concatenate(ids),
-        mask=np.concatenate(mask),
-        logprobs=np.concatenate(logprobs),
-        versions=np.concatenate(by_token) if mixed else None,
-        version_min=int(np.concatenate(sampled).min()) if mixed else version,
-        version_max=int(np.concatenate(sampled).max()) if mixed else version,
-        segment_lengths=tuple(map(len, ids)) if len(ids) > 1 else None,
-    )
-
-
-def _ids_of(turn: SampledTurn) -> Int32[np.ndarray, " n"]:
-    """Prompt and completion of a turn: of the last one of a segment, the whole segment."""
-    return np.concatenate([turn.answer.prompt_token_ids, turn.completion.token_ids])
-
-
-def _with_ends(segment: Sequence[SampledTurn]) -> Iterator[tuple[SampledTurn, int]]:
-    """Turns of a segment, each with the number of its prompt's tokens that came before."""
-    ends = [len(_ids_of(turn)) for turn in segment]
-    return zip(segment, [0, *ends[:-1]], strict=True)
+    sampled_by = np.concatenate(sampled) if mixed else np.array([version])
+    return {
+        "token_ids": np.concatenate(ids),
+        "loss_mask": np.concatenate(mask),
+        "logprobs": np.concatenate(logprobs),
+        "policy_versions": np.concatenate(versions) if mixed else None,
+        "policy_version_min": int(sampled_by.min()),
+        "policy_version_max": int(sampled_by.max()),
+        "segment_lengths": tuple(map(len, ids)) if len(ids) > 1 else None,
+    }

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from marin_rl.config import PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BridgeFault, TemplateRefusal
 from marin_rl.inference.client.chat_client import NO_OPTIONS
-from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
+from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.types import Message, ToolCall
 
 # Stand for the turns before: what a template writes after a turn must not depend on their words,
@@ -56,16 +56,13 @@ class _Junction:
 
     @property
     def first(self) -> list[dict[str, Any]]:
-        """Messages that stand for those before the turn."""
         return [_SYSTEM, _USER] if self.system else [_USER]
 
     @property
     def added(self) -> list[dict[str, Any]]:
-        """New messages as templates see them."""
         return [_as_template_message(message) for message in self.messages]
 
     def conversation(self, messages: Sequence[dict[str, Any]], *, opening: bool) -> Conversation:
-        """Return messages with the tools that are offered."""
         tools = json.loads(self.tools) if self.tools else None
         return Conversation(messages=messages, tools=tools, opening=opening)
 
@@ -115,7 +112,8 @@ class TemplateBridge:
         )
         is_long = sum(len(message.content) for message in messages) > _KEPT_CHARACTERS_MAX
         bridge = self._text(junction) if is_long else self._text_at(junction)
-        if not self._is_built_in:  # which writes each message by itself
+        # The built-in template writes each message by itself.
+        if not ChatTemplate.of(self._tokenizer.tokenizer).is_built_in:
             self._compare(bridge, junction, dialogue)
         return np.array(bridge.ids[1:] if junction.ended is not None else bridge.ids, np.int32)
 
@@ -170,10 +168,6 @@ class TemplateBridge:
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of sampled ids, without special tokens. Raises InputError."""
         return self._tokenizer.decoded(ids)
-
-    @cached_property
-    def _is_built_in(self) -> bool:
-        return ChatTemplate.of(self._tokenizer.tokenizer).is_built_in
 
     def _text(self, junction: _Junction) -> _Text:
         ends = [self._text_of(end) for end in self._tokenizer.end_ids]
@@ -288,7 +282,14 @@ class TemplateBridge:
         Some templates write one call in a turn (Llama 3.1), but results one after the other: there
         a turn with one call stands for one with several.
         """
-        calls = [_call_of(message) for message in junction.results]
+        calls = [
+            {
+                "id": result.tool_call_id or _CALL_ID,
+                "type": "function",
+                "function": {"name": result.name or "tool", "arguments": {}},
+            }
+            for result in junction.results
+        ]
         try:
             return self._rendered_calls(junction, calls)
         except BridgeFault:
@@ -338,9 +339,3 @@ def _as_template_message(message: Message, calls_max: int | None = None) -> dict
     seen: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     seen["content"] = (message.content or None) if calls else message.content
     return seen | ({"tool_calls": calls} if calls else {})
-
-
-def _call_of(result: Message) -> dict[str, Any]:
-    """Return a call that a result may be of, as templates see it."""
-    function = {"name": result.name or "tool", "arguments": {}}
-    return {"id": result.tool_call_id or _CALL_ID, "type": "function", "function": function}

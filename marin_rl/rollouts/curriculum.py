@@ -15,12 +15,13 @@ of `asynchrony.choices` ones, with probabilities by what is known of each.
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from marin_rl.config import Config, whole_weights
 from marin_rl.environments.base import Environment
@@ -93,7 +94,6 @@ class Curriculum:
         }
 
     def weight_of(self, label: str, example_id: str) -> float:
-        """Weight of an example among those that it is chosen from."""
         return WEIGHTS.get(self.buckets.get((label, example_id), ""), 1.0)
 
 
@@ -108,23 +108,29 @@ def decide(run: Run, round: int, policy_version: int) -> Curriculum | None:
         return None
     # A policy's own rounds are those before its number: later ones may be under way.
     rounds = range(max(0, policy_version - settings.curriculum_window), policy_version)
-    counts = [count for number in rounds for count in _counts_of(run, number)]
-    base, signal = _base_weights(config), _signal(counts)
+    known = _counted.setdefault(run.store, {})
+    for number in rounds:
+        if number not in known:
+            known[number] = _read_counts(run, number)
+    counts = [count for number in rounds for count in known[number]]
+    # Those of a single environment are {"": 1}.
+    entries = config.environment.mixture or ()
+    base = {entry.shown_label: float(entry.weight) for entry in entries} or {"": 1.0}
+    by_label: defaultdict[str, list[GroupCount]] = defaultdict(list)
+    by_example: defaultdict[tuple[str, str], list[GroupCount]] = defaultdict(list)
+    for count in counts:
+        by_label[count.label].append(count)
+        by_example[count.label, count.example_id].append(count)
+    signal = {label: _signal(of) for label, of in sorted(by_label.items())}
     return Curriculum(
         kind="solve_rate",
         policy_version=policy_version,
         rounds=tuple(rounds),
         weights=_whole({k: w * max(LEAST, signal.get(k, 1.0)) for k, w in base.items()}),
-        solve_rates=_solve_rates(counts),
+        solve_rates={label: _solved(of) / _tried(of) for label, of in sorted(by_label.items())},
         signal=signal,
-        buckets=_buckets(counts),
+        buckets={key: _bucket(_solved(of), _tried(of)) for key, of in by_example.items()},
     )
-
-
-def _base_weights(config: Config) -> dict[str, float]:
-    """Weights of the configuration, by label; those of a single environment are {"": 1}."""
-    entries = config.environment.mixture or ()
-    return {entry.shown_label: float(entry.weight) for entry in entries} or {"": 1.0}
 
 
 def _whole(weights: Mapping[str, float]) -> dict[str, int]:
@@ -138,28 +144,17 @@ def _whole(weights: Mapping[str, float]) -> dict[str, int]:
     }
 
 
-def _signal(counts: Iterable[GroupCount]) -> dict[str, float]:
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for count in counts:
-        share = count.successes / count.attempts
-        values[count.label].append(4 * share * (1 - share))
-    return {label: math.fsum(each) / len(each) for label, each in sorted(values.items())}
+def _signal(counts: Sequence[GroupCount]) -> float:
+    shares = [count.successes / count.attempts for count in counts]
+    return math.fsum(4 * share * (1 - share) for share in shares) / len(shares)
 
 
-def _solve_rates(counts: Iterable[GroupCount]) -> dict[str, float]:
-    attempts, successes = Counter[str](), Counter[str]()
-    for count in counts:
-        attempts[count.label] += count.attempts
-        successes[count.label] += count.successes
-    return {label: successes[label] / n for label, n in sorted(attempts.items())}
+def _tried(counts: Sequence[GroupCount]) -> int:
+    return sum(count.attempts for count in counts)
 
 
-def _buckets(counts: Iterable[GroupCount]) -> dict[tuple[str, str], str]:
-    attempts, successes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for count in counts:
-        attempts[count.label, count.example_id] += count.attempts
-        successes[count.label, count.example_id] += count.successes
-    return {key: _bucket(successes[key], n) for key, n in attempts.items()}
+def _solved(counts: Sequence[GroupCount]) -> int:
+    return sum(count.successes for count in counts)
 
 
 def _bucket(successes: int, attempts: int) -> str:
@@ -171,17 +166,7 @@ def _bucket(successes: int, attempts: int) -> str:
     return "easy" if 4 * successes > 3 * attempts else "medium"
 
 
-def _counts_of(run: Run, round: int) -> Sequence[GroupCount]:
-    """Counts of a trained round's own groups, read once."""
-    known = _counted.setdefault(run.store, {})
-    if round not in known:
-        known[round] = _read_counts(run, round)
-    return known[round]
-
-
 def _read_counts(run: Run, round: int) -> Sequence[GroupCount]:
-    import pyarrow.compute as pc
-
     names = pa.concat_tables(
         iter_row_groups(run, rollouts_manifest(run, round), ("group_id", "example_id"))
     )
@@ -210,16 +195,10 @@ def _read_counts(run: Run, round: int) -> Sequence[GroupCount]:
     ]
 
 
-def chosen_examples(
-    run: Run, round: int, numbers: Iterable[int], environment: Environment, decision: Curriculum
-) -> list[Example]:
-    """The examples of a round's groups by their numbers, as a decision weighs them."""
-    return [_chosen(run, round, number, environment, decision) for number in numbers]
-
-
-def _chosen(
+def chosen_example(
     run: Run, round: int, number: int, environment: Environment, decision: Curriculum
 ) -> Example:
+    """The example of a round's group by its number, as a decision weighs it."""
     config = run.config
     choices = config.asynchrony.choices if config.asynchrony else 1
     weights = {label: weight for label, weight in decision.weights.items() if weight}
@@ -229,7 +208,11 @@ def _chosen(
     # Places within the round: each environment has `examples_reserved` of its own in every round.
     own -= order.count(place, begun)
     first = round * config.examples_reserved + choices * own
-    draws = [_uniform(run, round, number, choice) for choice in range(choices)]
+    # Between 0 and 1, both excluded.
+    draws = [
+        (run.seed_of("curriculum", round, number, choice) % 2**31 + 0.5) / 2**31
+        for choice in range(choices)
+    ]
     if not decision.buckets:  # all weigh the same
         return _example(environment, config, label, first + draws.index(max(draws)))
     examples = [_example(environment, config, label, first + n) for n in range(choices)]
@@ -246,11 +229,6 @@ def _example(environment: Environment, config: Config, label: str, index: int) -
     if isinstance(environment, Mixture):
         return environment.own_example(label, seed, index, "train")
     return environment.example(seed, index, "train")
-
-
-def _uniform(run: Run, round: int, number: int, choice: int) -> float:
-    """A number between 0 and 1, both excluded."""
-    return (run.seed_of("curriculum", round, number, choice) % 2**31 + 0.5) / 2**31
 
 
 def sampling_record(

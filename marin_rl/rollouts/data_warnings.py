@@ -13,7 +13,7 @@ from marin_rl.environments.chat import Chat
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import InputError
-from marin_rl.rollouts.policy_tokenizer import end_ids_in, light_tokenizer
+from marin_rl.tokenizers import end_token_ids, tokenizer_for
 
 # They make examples without an end, from libraries that take seconds to import.
 GENERATORS = ("echo", "reasoning_gym")
@@ -42,10 +42,10 @@ def _control_tokens(config: Config) -> Iterator[str]:
     if not any(isinstance(loaded_environment(each), Chat) for each in files):
         return
     try:
-        tokenizer = light_tokenizer(config.policy)
+        tokenizer = tokenizer_for(config.policy)
     except InputError:
         return  # the check of the tokenizer says so
-    control = any_of(control_tokens(tokenizer, end_ids_in(tokenizer)))
+    control = any_of(control_tokens(tokenizer, end_token_ids(tokenizer)))
     for chosen in files:
         environment = loaded_environment(chosen)
         if not isinstance(environment, Chat):

@@ -9,7 +9,7 @@ so that sampled ids are never rendered to text and tokenized again. Where the ch
 such bridge, the episode ends, or goes on in a new segment whose prompt is the whole dialogue as the
 template renders it now; what was sampled before is only read there. Owns the order of turns, and
 the checks of what an endpoint answers. Leaves out what an episode does (`environments.episode`),
-seeds and ends (`trajectories`), and scores (`group_scores`).
+seeds, ends and scores (`trajectories`).
 """
 
 import asyncio
@@ -33,7 +33,6 @@ from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.rollouts.answer_checks import check_identity, check_prompt
 from marin_rl.rollouts.concurrent import all_of
 from marin_rl.rollouts.continuing import Diverged, KeepsTurns, results_unless_interrupted
 from marin_rl.rollouts.tool_turns import ToolTurns
@@ -49,6 +48,8 @@ from marin_rl.rollouts.trajectories import (
     Trajectory,
     UnansweredTurn,
     as_message,
+    check_identity,
+    check_prompt,
     end_of,
 )
 from marin_rl.types import (
@@ -244,7 +245,11 @@ class EpisodeDriver:
         sampling, fault, unanswered = request.sampling_of(index), None, None
         place = _Place()
         while True:
-            completion = self._with_calls(completion, sampling, tools, len(turns))
+            completion = (
+                self._reader.read(completion, sampling.stop, tools, len(turns))
+                if tools
+                else completion
+            )
             reason = completion.finish_reason
             turn = await self._stepped(episode, answer, completion, sampling, place)
             if isinstance(turn, UnansweredTurn):
@@ -263,10 +268,13 @@ class EpisodeDriver:
             try:
                 ids, place = self._next_prompt(dialogue, turns[-1], tools, place)
                 dialogue += result.messages
-                if (full := self._full(ids, place)) is not None:
-                    reason = full
+                # Without a limit of their own, the turns are what is limited, not their tokens.
+                left = (self.settings.tokens_max or sys.maxsize) - place.before
+                room = min(self.context_length, left) - len(ids)
+                if room <= 0:
+                    reason = CONTEXT if len(ids) >= self.context_length else LENGTH
                     break
-                sampling = self._within_limits(sampling, ids, place)
+                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
                 answer = await self._go_on(dialogue, tools, sampling, ids, request.group_id)
             except BridgeFault as error:
                 _log.warning("an episode of %r ended early: %s", self.environment.name, error)
@@ -333,14 +341,7 @@ class EpisodeDriver:
         if tools and self.client.gives_ids:
             self._reader.check(tools)
 
-    def _with_calls(
-        self, completion: Completion, sampling: Sampling, tools: Sequence[Tool], turn: int
-    ) -> Completion:
-        """Return a completion with its tool calls, where tools are offered."""
-        return self._reader.read(completion, sampling.stop, tools, turn) if tools else completion
-
     def _limited(self, result: StepResult) -> StepResult:
-        """Return a step with its tools' results within the limits."""
         if self.tool_turns is None or not any(m.role == "tool" for m in result.messages):
             return result
         return replace(result, messages=tuple(map(self.tool_turns.limited, result.messages)))
@@ -366,21 +367,6 @@ class EpisodeDriver:
             ids = self.render([*dialogue, *messages], tools)
             return ids, _Place(segment=place.segment + 1, before=before)
         return np.concatenate([prompt, sampled, bridge]), place
-
-    def _full(self, ids: np.ndarray, place: _Place) -> str | None:
-        """Return the end of an episode that has no room for a further turn, None if it has."""
-        if len(ids) >= self.context_length:
-            return CONTEXT
-        return LENGTH if place.before + len(ids) >= self._tokens_max else None
-
-    def _within_limits(self, sampling: Sampling, ids: np.ndarray, place: _Place) -> Sampling:
-        room = min(self.context_length, self._tokens_max - place.before) - len(ids)
-        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
-
-    @property
-    def _tokens_max(self) -> int:
-        """Tokens of all segments; without a limit of their own, the turns are what is limited."""
-        return self.settings.tokens_max or sys.maxsize
 
     async def _go_on(
         self,

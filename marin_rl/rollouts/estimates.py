@@ -42,7 +42,6 @@ def pass_at_k(right_N: Bool[np.ndarray, " N"], k: int) -> float:
 
 
 def mean_at_k(right_N: Bool[np.ndarray, " N"], k: int) -> float:
-    """Share of right samples in the runs of k."""
     runs = _runs(len(right_N), k)
     return float(right_N[: runs * k].mean())
 
@@ -56,20 +55,13 @@ def majority_at_k(right_N: Bool[np.ndarray, " N"], answers: Sequence[str | None]
     """
     runs = _runs(len(right_N), k)
     assert len(answers) == len(right_N), (len(answers), len(right_N))
-    won = [
-        _winner_is_right(right_N[start : start + k], answers[start : start + k])
-        for start in range(0, runs * k, k)
-    ]
-    return sum(won) / runs
-
-
-def _winner_is_right(right_N: Bool[np.ndarray, " N"], answers: Sequence[str | None]) -> bool:
-    votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return False
-    # most_common keeps the order in which equals were first met.
-    ((winner, _),) = votes.most_common(1)
-    return bool(right_N[list(answers).index(winner)])
+    won = 0
+    for start in range(0, runs * k, k):
+        run = list(answers[start : start + k])
+        # most_common keeps the order in which equals were first met.
+        for winner, _ in Counter(each for each in run if each is not None).most_common(1):
+            won += bool(right_N[start + run.index(winner)])
+    return won / runs
 
 
 def wilson(mean: float, effective: float | int) -> tuple[float, float]:

@@ -28,8 +28,7 @@ from marin_rl.environments.scoring import Judge
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
 from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups, sampling_fields
-from marin_rl.rollouts.group_scores import last_completion
-from marin_rl.rollouts.trajectories import GroupRequest
+from marin_rl.rollouts.trajectories import GroupRequest, last_completion
 from marin_rl.storage.commits import (
     commit_slot,
     find_commit,

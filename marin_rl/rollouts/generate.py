@@ -37,14 +37,13 @@ from marin_rl.inference.client.routes import client_of
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.concurrent import all_of
-from marin_rl.rollouts.curriculum import Curriculum, chosen_examples, decide
+from marin_rl.rollouts.curriculum import Curriculum, chosen_example, decide
 from marin_rl.rollouts.early_end import first_done
 from marin_rl.rollouts.episode import Bridge, EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.in_flight import fleet_options
 from marin_rl.rollouts.interruption import Interrupted, InterruptibleClient, Interruption
 from marin_rl.rollouts.partial import PartialSampling
-from marin_rl.rollouts.policy_tokenizer import template_options, unlisted_end_ids
 from marin_rl.rollouts.pushed import pushed_groups
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
 from marin_rl.rollouts.sampler import GroupSampler, Meter, Pieces
@@ -55,6 +54,7 @@ from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.partials import partials_of_shard
 from marin_rl.storage.tables.pieces import ShardPieces
 from marin_rl.storage.tables.rollouts import commit_shard, commit_tables, shard_ref
+from marin_rl.tokenizers import template_options, unlisted_end_ids
 from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import CONTENT_VERSION, UNFINISHED
 
@@ -210,7 +210,7 @@ def shard_requests(
     if curriculum is None:
         examples = examples_of(config, round, shard, environment)
     else:
-        examples = chosen_examples(run, round, numbers, environment, curriculum)
+        examples = [chosen_example(run, round, n, environment, curriculum) for n in numbers]
     name = round_name(round)
     return [
         group_request(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from marin_rl.errors import InputError
 from marin_rl.finite import fit_rewards
-from marin_rl.rollouts.group_scores import last_completion
+from marin_rl.rollouts.trajectories import last_completion
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards

@@ -25,15 +25,20 @@ from marin_rl.inference.client.answers import ChatAnswer, Completion, ServerTimi
 from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.stops import StopWatch, text_before_stop
-from marin_rl.rollouts.answer_checks import check_identity, check_prompt
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart, total_seconds
 from marin_rl.rollouts.concurrent import all_of
 from marin_rl.rollouts.continuing import Diverged
 from marin_rl.rollouts.interruption import Interrupted, Interruption
 from marin_rl.rollouts.partial_members import GOES_ON, GroupRecord, Member, records_of
-from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
-from marin_rl.rollouts.trajectories import LENGTH, GroupRequest, Trajectory
+from marin_rl.rollouts.trajectories import (
+    LENGTH,
+    GroupRequest,
+    Trajectory,
+    check_identity,
+    check_prompt,
+)
 from marin_rl.storage.tables.partials import PartialGroups
+from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.types import Message, RolloutGroup, Sampling, ServedPolicy
 
 STOP = "stop"  # finish reason of a completion that an end token or a stop string ended

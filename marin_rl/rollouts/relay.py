@@ -44,11 +44,10 @@ from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.exchange import samples_of
-from marin_rl.rollouts.group_scores import score_group
-from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
-from marin_rl.rollouts.recorded_defaults import policy_as_begun
+from marin_rl.rollouts.pinned import policy_as_begun
 from marin_rl.rollouts.tool_turns import ToolTurns
-from marin_rl.rollouts.trajectories import TURNS_MAX_DEFAULT, GroupRequest
+from marin_rl.rollouts.trajectories import TURNS_MAX_DEFAULT, GroupRequest, score_group
+from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.types import Example, Sampling, ServedPolicy, SlotRef
 
 LINE_BYTES_MAX = 64 << 20
@@ -234,7 +233,7 @@ class _Server:
 
         async def ask(wanted: dict[str, Any]) -> Mapping[str, Any]:
             future = self._sampled[number] = asyncio.get_running_loop().create_future()
-            self._send({"id": number, "sample": wanted})
+            _write(self._answers, {"id": number, "sample": wanted})
             return await future
 
         try:
@@ -244,12 +243,9 @@ class _Server:
             else:
                 answer = await self._relay.score(example, record["completion"])
         except Exception as error:  # noqa: BLE001 - the parent raises it
-            self._send({"id": number, "error": f"{type(error).__name__}: {error}"})
+            _write(self._answers, {"id": number, "error": f"{type(error).__name__}: {error}"})
         else:
-            self._send({"id": number, "answer": answer})
-
-    def _send(self, record: Mapping[str, Any]) -> None:
-        _write(self._answers, record)
+            _write(self._answers, {"id": number, "answer": answer})
 
 
 def _write(answers: BinaryIO, record: Mapping[str, Any]) -> None:

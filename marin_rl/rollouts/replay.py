@@ -7,10 +7,11 @@ step, which `training.replay` plays again.
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from marin_rl.config import Config
+from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import StepResult
 from marin_rl.environments.episode_pool import PlayedEpisode, Replayable, open_episodes
 from marin_rl.environments.finished import ReturnsRollouts
@@ -19,9 +20,15 @@ from marin_rl.environments.registry import loaded_environment
 from marin_rl.environments.scoring import fault_of, scorer_for
 from marin_rl.errors import InputError, MarinRLError
 from marin_rl.rollouts.concurrent import all_of
-from marin_rl.rollouts.group_scores import last_completion
 from marin_rl.rollouts.tool_turns import ToolTurns, recorded_dialogues
-from marin_rl.rollouts.trajectories import ENVIRONMENT_ERROR, LENGTH, TIMEOUT, TOOL_ERROR, end_of
+from marin_rl.rollouts.trajectories import (
+    ENVIRONMENT_ERROR,
+    LENGTH,
+    TIMEOUT,
+    TOOL_ERROR,
+    end_of,
+    last_completion,
+)
 from marin_rl.storage.provenance import code_version
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups, rollouts_manifest
@@ -55,7 +62,6 @@ class ReplayedEpisode:
 
     @property
     def equal(self) -> bool:
-        """True if nothing differs."""
         return all(turn.difference is None for turn in self.turns)
 
 
@@ -69,7 +75,6 @@ class Replays:
 
     @property
     def equal(self) -> bool:
-        """True if no episode differs."""
         return all(episode.equal for episode in self.episodes)
 
 
@@ -105,46 +110,39 @@ def replay_rollouts(run: Run, round: int, rollout_id: str | None = None) -> Repl
         groups = [g for g in groups if any(r.rollout_id == rollout_id for r in g.rollouts)]
     environment = loaded_environment(player.config.environment)
     parts = [part_for(environment, player.config.environment, group.example) for group in groups]
-    _check_replayable(parts)
-    recorded_code = {name: str(value) for name, value in manifest.code.items()}
     code = {name: str(value) for name, value in code_version().items()}
     changed = {
-        f"code.{name}": (then, code.get(name, "nothing"))
-        for name, then in recorded_code.items()
-        if code.get(name) != then
+        f"code.{name}": (str(then), code.get(name, "nothing"))
+        for name, then in manifest.code.items()
+        if code.get(name) != str(then)
     }
     for group, part in zip(groups, parts, strict=True):
+        _check_replayable(part.environment)
         then, now = group.example.environment_version, part.environment.version
         if then != now:
             changed["environment version" + (part.label and f" of {part.label}")] = then, now
-    episodes = asyncio.run(_replayed(player.config, groups, parts, wanted))
+
+    async def replayed() -> list[list[ReplayedEpisode]]:
+        places = asyncio.Semaphore(SIDE_BY_SIDE)
+        players = {part.label: _Replayer(player.config, part, places) for part in parts}
+        pairs = zip(groups, parts, strict=True)
+        return await all_of(players[part.label].group(group, wanted) for group, part in pairs)
+
+    episodes = [episode for group in asyncio.run(replayed()) for episode in group]
     return Replays(round=round, episodes=tuple(episodes), changed=changed)
 
 
-def _check_replayable(parts: Iterable[Part]) -> None:
-    """Raise InputError for an environment that cannot be played again."""
-    for environment in (part.environment for part in parts):
-        if isinstance(environment, ReturnsRollouts):
-            raise InputError(
-                f"environment {environment.name!r} sampled its rollouts by itself: there are no "
-                "steps to play again"
-            )
-        if isinstance(environment, Replayable) and not environment.replayable:
-            raise InputError(
-                f"environment {environment.name!r} says `replayable = False`: its steps have "
-                "effects outside of their process, or answers that differ"
-            )
-
-
-async def _replayed(
-    config: Config, groups: Sequence[RolloutGroup], parts: Sequence[Part], wanted: set[str]
-) -> list[ReplayedEpisode]:
-    """The wanted rollouts in order, each played by the environment of its group."""
-    places = asyncio.Semaphore(SIDE_BY_SIDE)
-    players = {part.label: _Replayer(config, part, places) for part in parts}
-    pairs = zip(groups, parts, strict=True)
-    replayed = await all_of(players[part.label].group(group, wanted) for group, part in pairs)
-    return [episode for group in replayed for episode in group]
+def _check_replayable(environment: Environment) -> None:
+    if isinstance(environment, ReturnsRollouts):
+        raise InputError(
+            f"environment {environment.name!r} sampled its rollouts by itself: there are no "
+            "steps to play again"
+        )
+    if isinstance(environment, Replayable) and not environment.replayable:
+        raise InputError(
+            f"environment {environment.name!r} says `replayable = False`: its steps have "
+            "effects outside of their process, or answers that differ"
+        )
 
 
 class _Replayer:
@@ -295,7 +293,6 @@ def _step_difference(
 
 
 def _fault_difference(rollout: Rollout, error: BaseException, *, last: bool) -> str | None:
-    """None where the episode ended by a fault of the same kind at the same turn."""
     fault = fault_of(error)
     if last and rollout.finish_reason == end_of(fault):
         return None

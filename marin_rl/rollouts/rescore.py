@@ -20,8 +20,8 @@ from marin_rl.environments.base import reward_of
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.rollouts.group_scores import last_completion
 from marin_rl.rollouts.tool_turns import ToolTurns, recorded_dialogues
+from marin_rl.rollouts.trajectories import last_completion
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_records import keep_code
 from marin_rl.storage.runs import Run
@@ -34,8 +34,7 @@ from marin_rl.storage.tables.rewards import (
 from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups, rollouts_manifest
 from marin_rl.types import Rollout, RolloutGroup
 from marin_rl.user_code import parse_spec, pin
-from schemas.manifests import Manifest
-from schemas.rewards import REWARDS
+from schemas.tables import REWARDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +70,6 @@ def rescore_round(run: Run, round: int, function: str, name: str) -> Rescored:
     if existing is not None:
         return _compared(*existing)
     keep_code(run.folder, function)
-    made = commit_rewards(run, round, name, source, _scores_of(run, sealed, function))
-    existing = committed_rewards(run, round, name, source)  # ours, or another process's
-    assert existing is not None, "it was committed above"
-    return _compared(made, existing[1])
-
-
-def _scores_of(run: Run, sealed: Manifest, function: str) -> pa.Table:
     groups = [g for table in iter_row_groups(run, sealed) for g in groups_of(table)]
     config = EnvironmentConfig(
         name="chat",
@@ -85,7 +77,11 @@ def _scores_of(run: Run, sealed: Manifest, function: str) -> pa.Table:
         reward_timeout_s=run.config.environment.reward_timeout_s,
     )
     tool_turns = ToolTurns(run.config.policy, run.config.environment)
-    return pa.Table.from_pylist(asyncio.run(_scored(groups, config, tool_turns)), schema=REWARDS)
+    rows = asyncio.run(_scored(groups, config, tool_turns))
+    made = commit_rewards(run, round, name, source, pa.Table.from_pylist(rows, schema=REWARDS))
+    existing = committed_rewards(run, round, name, source)  # ours, or another process's
+    assert existing is not None, "it was committed above"
+    return _compared(made, existing[1])
 
 
 def _compared(table: RewardTable, rows: pa.Table) -> Rescored:
@@ -134,9 +130,15 @@ async def _scored(
     try:
         rows: list[dict] = []
         for group in groups:
-            answered = [rollout for rollout in group.rollouts if _answer(rollout) is not None]
-            texts = [_answer(rollout) or "" for rollout in answered]
-            ids = [_answer_ids(rollout) for rollout in answered]
+            sound = [r for r in group.rollouts if r.status in ("complete", "truncated")]
+            answered = [r for r in sound if last_completion(r) is not None]
+            texts = [last_completion(r) or "" for r in answered]
+            lasts = [[t for t in r.turns if t.role == "assistant"][-1] for r in answered]
+            # None where the endpoint gave none.
+            ids = [
+                r.token_ids[t.start : t.end] if t.end is not None else np.zeros(0, np.int32)
+                for r, t in zip(answered, lasts, strict=True)
+            ]
             dialogues = recorded_dialogues(tool_turns, answered)
             scores = await scorer.score(group.example, texts, ids, dialogues) if texts else []
             by_id = {r.rollout_id: s for r, s in zip(answered, scores, strict=True)}
@@ -146,26 +148,13 @@ async def _scored(
         scorer.close()
 
 
-def _answer(rollout: Rollout) -> str | None:
-    """The text that is scored; None for rollouts that failed."""
-    return last_completion(rollout) if rollout.status in ("complete", "truncated") else None
-
-
-def _answer_ids(rollout: Rollout) -> np.ndarray:
-    """Token ids of the text that is scored; none where the endpoint gave none."""
-    last = next(turn for turn in reversed(rollout.turns) if turn.role == "assistant")
-    return (
-        rollout.token_ids[last.start : last.end] if last.end is not None else np.zeros(0, np.int32)
-    )
-
-
 def _row(rollout: Rollout, score: Score | None) -> dict:
-    failed = isinstance(score, RewardFault)
+    fault = score if isinstance(score, RewardFault) else None
     components = () if score is None or isinstance(score, RewardFault) else score
     return {
         "rollout_id": rollout.rollout_id,
         "reward": reward_of(components) if components else None,
         "reward_before": rollout.reward,
         "reward_components": [asdict(component) for component in components],
-        "error": str(score) if failed else None,
+        "error": None if fault is None else str(fault),
     }

@@ -40,9 +40,7 @@ class RewardScorer(Protocol):
     """A reward model that is ready to score."""
 
     @property
-    def identity(self) -> RewardIdentity:
-        """Identity of the model."""
-        ...
+    def identity(self) -> RewardIdentity: ...
 
     def score(self, sequences: Sequence[Int32[np.ndarray, " _"]]) -> Float64[np.ndarray, " N"]:
         """The raw reward of each sequence of token ids, read at its last token."""

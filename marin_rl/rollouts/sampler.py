@@ -19,8 +19,7 @@ from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
-from marin_rl.rollouts.group_scores import score_group
-from marin_rl.rollouts.trajectories import REQUEST_FAULTS, GroupRequest, Trajectory
+from marin_rl.rollouts.trajectories import REQUEST_FAULTS, GroupRequest, Trajectory, score_group
 from marin_rl.types import Rollout, RolloutGroup
 
 

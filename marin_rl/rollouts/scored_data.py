@@ -106,19 +106,28 @@ class _Sequence:
 
 def check_scored_data(data: ScoredData, config: Config, vocabulary: int) -> None:
     """Raise InputError with what was expected and found, unless a run can train on a group."""
-    for name, reason in REFUSED.items():
-        if getattr(data, name):
-            raise InputError(f"{name}: expected null or an empty list: {reason}")
-    size = config.rollouts.group_size
-    _check_sizes(data, size)
+    _check_fields(data, config.rollouts.group_size)
     for index, score in enumerate(data.scores):
         try:
             reward_number(score)
         except ValueError as error:
             raise InputError(f"scores.{index}: {error}") from None
     _check_settings(data, config.sampling.temperature)
-    for index in range(size):
+    for index in range(len(data.scores)):
         _check_sequence(data, index, config.policy.context_length, vocabulary)
+
+
+def _check_fields(data: ScoredData, size: int) -> None:
+    for name, reason in REFUSED.items():
+        if getattr(data, name):
+            raise InputError(f"{name}: expected null or an empty list: {reason}")
+    for name in ("tokens", "masks", "scores", "inference_logprobs", "messages"):
+        values = getattr(data, name)
+        if name == "messages" and not values:
+            continue
+        if values is None or len(values) != size:
+            found = "null" if values is None else len(values)
+            raise InputError(f"{name}: expected {size}, rollouts.group_size, found {found}")
 
 
 def check_texts(data: ScoredData, decode: Callable[[list[int]], str]) -> None:
@@ -141,17 +150,6 @@ def check_texts(data: ScoredData, decode: Callable[[list[int]], str]) -> None:
             f"{shown[0]!r:.80} for tokens that say {shown[1]!r:.80}: sample with "
             "policy.tokenizer of the run"
         )
-
-
-def _check_sizes(data: ScoredData, size: int) -> None:
-    """Raise InputError unless there is one of each for every member of a group."""
-    for name in ("tokens", "masks", "scores", "inference_logprobs", "messages"):
-        values = getattr(data, name)
-        if name == "messages" and not values:
-            continue
-        if values is None or len(values) != size:
-            found = "null" if values is None else len(values)
-            raise InputError(f"{name}: expected {size}, rollouts.group_size, found {found}")
 
 
 def _check_settings(data: ScoredData, temperature: float) -> None:
@@ -237,7 +235,13 @@ def rollout_group(
     )
     rollouts = list[Rollout]()
     for index, score in enumerate(data.scores):
-        sequence = _sequence(data, index)
+        trained = np.array(data.masks[index]) != UNTRAINED_LABEL
+        logprobs = np.array((data.inference_logprobs or [])[index], np.float32)
+        sequence = _Sequence(
+            token_ids=np.array(data.tokens[index], np.int32),
+            trained=trained,
+            logprobs=np.where(trained, np.minimum(logprobs, 0), 0).astype(np.float32),
+        )
         n_sampled = int(sequence.trained.sum())
         rollouts.append(
             Rollout(
@@ -263,16 +267,6 @@ def rollout_group(
         example=_example(data, environment, rollouts[0]),
         rollouts=tuple(rollouts),
         group_size=len(rollouts),
-    )
-
-
-def _sequence(data: ScoredData, index: int) -> _Sequence:
-    trained = np.array(data.masks[index]) != UNTRAINED_LABEL
-    logprobs = np.array((data.inference_logprobs or [])[index], np.float32)
-    return _Sequence(
-        token_ids=np.array(data.tokens[index], np.int32),
-        trained=trained,
-        logprobs=np.where(trained, np.minimum(logprobs, 0), 0).astype(np.float32),
     )
 
 

@@ -21,7 +21,7 @@ from marin_rl.environments.episode import Tool
 from marin_rl.errors import BadResponse, InputError, TemplateRefusal
 from marin_rl.inference.client.answers import Completion
 from marin_rl.inference.stops import first_stop
-from marin_rl.rollouts.policy_tokenizer import PolicyTokenizer
+from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.tool_calls import ToolFormat, malformed_call, parse_tool_calls, tool_format
 from marin_rl.types import Message, Rollout, Turn
 
@@ -130,7 +130,13 @@ class ToolTurns:
         while turns and turns[0].inference_metadata is None:
             del turns[0]
         return tuple(
-            self.recorded(rollout, turn, _named(turn), number).message
+            # All that reading a turn takes of its tools are the names that it calls.
+            self.recorded(
+                rollout,
+                turn,
+                [{"type": "function", "function": {"name": call.name}} for call in turn.tool_calls],
+                number,
+            ).message
             for number, turn in enumerate(turns)
         )
 
@@ -145,7 +151,13 @@ class ToolTurns:
         cut = message.cut or len(text) < len(message.content)
         if not cut and self._tokens_max is None:
             return message
-        ends = self._token_ends(text)
+        tokenizer = self._tokenizer.tokenizer
+        # Where each token ends, in characters; without offsets every character ends one, at worst.
+        ends = list(range(1, len(text) + 1))
+        if tokenizer.is_fast:
+            encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            offsets: Any = encoded["offset_mapping"]
+            ends = [end for _, end in offsets]
         kept = len(ends) - cut  # the last token of a text that was cut may be a part of one
         if self._tokens_max is not None and kept > self._tokens_max:
             kept, cut = self._tokens_max, True
@@ -164,15 +176,6 @@ class ToolTurns:
         text = self._tokenizer.decoded(ids, special=form.special)
         return text[: first_stop(text, stop)]
 
-    def _token_ends(self, text: str) -> list[int]:
-        """Return where each token of a text ends in it, in characters."""
-        tokenizer = self._tokenizer.tokenizer
-        if not tokenizer.is_fast:  # without offsets: every character ends one, at worst
-            return list(range(1, len(text) + 1))
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets: Any = encoded["offset_mapping"]
-        return [end for _, end in offsets]
-
 
 def recorded_dialogues(
     tool_turns: ToolTurns, rollouts: Sequence[Rollout]
@@ -182,11 +185,6 @@ def recorded_dialogues(
     if max(sampled, default=0) < 2:
         return []
     return [tool_turns.dialogue(rollout) for rollout in rollouts]
-
-
-def _named(turn: Turn) -> list[Tool]:
-    """Return tools with the names that a turn calls, which are all that reading it takes."""
-    return [{"type": "function", "function": {"name": call.name}} for call in turn.tool_calls]
 
 
 def _names(tools: Sequence[Tool]) -> list[str]:

@@ -1,13 +1,19 @@
-"""Trajectories: the turns of a member of a group, why it ended, and the request that it answers.
+"""Trajectories: the turns of a member of a group, why it ended, its request, and its score.
 
-Owns the seed of each turn and the named ends of episodes. Leaves out how turns are sampled
-(`episode`), their scores (`group_scores`), and the rollouts that they become (`assemble`).
+Owns the seed of each turn, the named ends of episodes and the checks of an endpoint's answers.
+Leaves out how turns are sampled (`episode`) and the rollouts that they become (`assemble`).
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from jaxtyping import Int32
+
+from marin_rl.environments.base import checked_components
 from marin_rl.environments.episode import StepResult
+from marin_rl.environments.scoring import Scorer, fault_of
 from marin_rl.errors import (
     BadResponse,
     EndpointUnavailable,
@@ -15,10 +21,19 @@ from marin_rl.errors import (
     MarinRLError,
     RequestRejected,
     RewardFault,
+    StalePolicy,
     ToolFault,
 )
 from marin_rl.inference.client.answers import ChatAnswer, Completion
-from marin_rl.types import Example, Message, Sampling, TurnTiming
+from marin_rl.types import (
+    Example,
+    Message,
+    RewardComponent,
+    Rollout,
+    Sampling,
+    ServedPolicy,
+    TurnTiming,
+)
 
 # Finish reasons of episodes that something else than the environment or the model ended.
 MAX_TURNS = "max_turns"  # `environment.turns_max`
@@ -34,6 +49,8 @@ TURNS_MAX_DEFAULT = 64  # of an episode, where `environment.turns_max` is null
 
 # Errors of an endpoint that cost what was asked of it; a stale policy always ends the shard.
 REQUEST_FAULTS = (EndpointUnavailable, RequestRejected, BadResponse)
+
+Score = tuple[RewardComponent, ...] | MarinRLError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +70,6 @@ class GroupRequest:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Indices of the members that are asked for, ascending."""
         return tuple(range(self.size)) if self.members is None else self.members
 
     def sampling_of(self, index: int, turn: int = 0) -> Sampling:
@@ -92,7 +108,6 @@ class SampledTurn:
 
     @property
     def timing(self) -> TurnTiming:
-        """Seconds of the model and of the environment."""
         return _timing(self.answer, self.environment_s)
 
 
@@ -107,7 +122,6 @@ class UnansweredTurn:
 
     @property
     def timing(self) -> TurnTiming:
-        """Seconds of the model and of the environment."""
         return _timing(self.answer, self.environment_s)
 
 
@@ -171,5 +185,62 @@ def end_of(fault: RewardFault | EndpointUnavailable) -> str:
 
 
 def as_message(completion: Completion) -> Message:
-    """Return a completion as a message of the dialogue."""
     return Message(role="assistant", content=completion.text, tool_calls=completion.tool_calls)
+
+
+def check_identity(answer: ChatAnswer, policy: ServedPolicy) -> None:
+    """Raise StalePolicy for samples of other parameters.
+
+    Servers of ours name the parameters they sampled with; others only the model id.
+    """
+    sampled_with, expected = answer.parameters_digest, policy.parameters_digest
+    if sampled_with is not None and sampled_with != expected:
+        raise StalePolicy(
+            f"expected samples of the parameters {expected}, found {sampled_with}: the "
+            "endpoint serves other weights than this round's"
+        )
+
+
+def check_prompt(answer: ChatAnswer, ids: Int32[np.ndarray, " P"]) -> None:
+    """Raise BadResponse where an endpoint went on from other ids than it was sent."""
+    if not np.array_equal(answer.prompt_token_ids, ids):
+        raise BadResponse(
+            f"expected the {len(ids)} prompt ids that were sent, found "
+            f"{len(answer.prompt_token_ids)} others: the endpoint rendered the messages again"
+        )
+
+
+async def score_group(
+    scorer: Scorer, example: Example, trajectories: Sequence[Trajectory]
+) -> list[Score]:
+    """Scores of a finished group: its steps' rewards, else the environment's for its last turns.
+
+    What the environment scores goes to a worker in one message. Raises InputError where no worker
+    can be started.
+    """
+    finished = [t for t in trajectories if t.fault is None and t.scored]
+    texts = [t.text for t in finished]
+    ids = [t.turns[-1].completion.token_ids for t in finished]
+    dialogues = [t.dialogue for t in finished] if any(len(t.turns) > 1 for t in finished) else []
+    scored = iter(await scorer.score(example, texts, ids, dialogues) if finished else [])
+    scores: list[Score] = []
+    for trajectory in trajectories:
+        if trajectory.fault is not None:
+            scores.append(trajectory.fault)
+            continue
+        score = next(scored) if trajectory.scored else ()
+        if trajectory.reward is not None and not isinstance(score, MarinRLError):
+            score = (RewardComponent(name="steps", value=trajectory.reward), *score)
+        try:
+            if score and not isinstance(score, MarinRLError):
+                score = checked_components(score)
+        except ValueError as error:
+            score = fault_of(error)
+        scores.append(score)
+    return scores
+
+
+def last_completion(rollout: Rollout) -> str | None:
+    """The text of the last sampled turn; None where nothing was sampled."""
+    texts = [turn.content for turn in rollout.turns if turn.role == "assistant"]
+    return texts[-1] if texts else None

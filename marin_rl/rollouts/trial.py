@@ -17,7 +17,7 @@ from marin_rl.environments.base import Environment, reward_of
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.episode_pool import Replayable, open_episodes
 from marin_rl.environments.finished import ReturnsRollouts
-from marin_rl.environments.mixture import Part, part_for
+from marin_rl.environments.mixture import part_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
 from marin_rl.inference.client.dialects import TextDialect
@@ -131,8 +131,16 @@ async def try_episode(
             dialogue += [said, *result.messages]
     finally:
         await episode.close()
-    after = dialogue[len(start.messages) : len(dialogue) - len(steps[-1][1].messages)]
-    reward = await _reward_of_steps(part, example, steps, after)
+    received = [result.received for _, result in steps if result.received is not None]
+    reward = sum(received)
+    if not received or any(result.scored for _, result in steps):
+        # Messages from the model's first turn to its last.
+        after = dialogue[len(start.messages) : len(dialogue) - len(steps[-1][1].messages)]
+        scorer = scorer_for(part.environment, part.config)
+        (score,) = await scorer.score(example, [steps[-1][0].content], (), [after])
+        if isinstance(score, MarinRLError) and not isinstance(score, Abstained):
+            raise score
+        reward += 0 if isinstance(score, MarinRLError) else reward_of(score)
     return TriedEpisode(
         example_id=example.example_id,
         start=start.messages,
@@ -142,26 +150,6 @@ async def try_episode(
         ended=steps[-1][1].done,
         seconds=tuple(seconds),
     )
-
-
-async def _reward_of_steps(
-    part: Part, example: Example, steps: Sequence[tuple[Turn, StepResult]], after: list[Message]
-) -> float:
-    """Sum of the rewards of steps, and of the score of the end where the environment scores it.
-
-    `after` are the messages from the model's first turn to its last. Raises RewardFault.
-    """
-    received = [result.received for _, result in steps if result.received is not None]
-    reward = sum(received)
-    if received and not any(result.scored for _, result in steps):
-        return reward
-    scorer = scorer_for(part.environment, part.config)
-    (score,) = await scorer.score(example, [steps[-1][0].content], (), [after])
-    if isinstance(score, Abstained):
-        return reward
-    if isinstance(score, MarinRLError):
-        raise score
-    return reward + reward_of(score)
 
 
 def checking_policy(environment: Environment, example: Example) -> Policy:
@@ -205,7 +193,12 @@ def check_laws(
     ended = sum(episode.ended for episode in first)
     # A reward that is not finite is a fault, and ends the checks above.
     yield _law("plays", True, f"{ended} of {episodes} ended themselves, others after {turns} turns")
-    yield _serialized(first)
+    try:
+        orjson.dumps([[e.start, e.tools, [result for _, result in e.steps]] for e in first])
+    except TypeError as error:
+        yield _law("json", False, f"messages, tools and info: {error}")
+    else:
+        yield _law("json", True, "messages, tools and info are JSON")
     yield _law("rewards", None, ", ".join(f"{episode.reward:g}" for episode in first))
     if isinstance(environment, Replayable) and not environment.replayable:
         yield _law("replay", None, "not played again: the environment says `replayable = False`")
@@ -229,14 +222,6 @@ def _replayed(
     yield _law("start", alike == len(pairs), f"{alike} of {len(pairs)} start as before")
     equal = sum(one == other for one, other in pairs)
     yield _law("replay", equal == len(pairs), f"{equal} of {len(pairs)} equal by the same actions")
-
-
-def _serialized(episodes: Sequence[TriedEpisode]) -> LawFinding:
-    try:
-        orjson.dumps([[e.start, e.tools, [result for _, result in e.steps]] for e in episodes])
-    except TypeError as error:
-        return _law("json", False, f"messages, tools and info: {error}")
-    return _law("json", True, "messages, tools and info are JSON")
 
 
 def _law(law: str, passed: bool | None, detail: str) -> LawFinding:  # noqa: FBT001 - as it is shown

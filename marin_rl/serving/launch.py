@@ -27,7 +27,7 @@ from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.lora import Adapter, read_peft
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
-from marin_rl.rollouts.recorded_defaults import end_tokens_of
+from marin_rl.rollouts.pinned import end_tokens_of
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.serving.weights.adapter_versions import (
     AdapterVersion,

@@ -41,8 +41,7 @@ from marin_rl.serving.http.prometheus import Snapshot, Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
-from marin_rl.tokenizer_files import check_vocabulary
-from marin_rl.tokenizers import end_token_ids
+from marin_rl.tokenizers import check_vocabulary, end_token_ids
 from marin_rl.training.model import LmHeadModel, parameter_shapes
 
 START_S = 30.0

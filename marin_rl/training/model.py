@@ -37,8 +37,7 @@ from marin_rl.hf_settings import checked_hf_config
 from marin_rl.lora.quantization import FIELDS
 from marin_rl.model_folders import read_hf_config, weight_files
 from marin_rl.progress import phase
-from marin_rl.tokenizer_files import check_vocabulary
-from marin_rl.tokenizers import end_token_ids, export_tokenizer, load_tokenizer
+from marin_rl.tokenizers import check_vocabulary, end_token_ids, export_tokenizer, load_tokenizer
 from marin_rl.training.families import (
     FAMILIES,
     LevanterConfig,

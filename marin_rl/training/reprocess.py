@@ -25,7 +25,7 @@ from marin_rl.storage.run_records import refuse_withdrawn
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.storage.tables.rewards import read_rewards
 from marin_rl.trust import Consent, check_named
-from schemas.batches import DISPOSITION_KINDS
+from schemas.tables import DISPOSITION_KINDS
 
 # What may change without sampling anything again.
 CHANGEABLE = (
@@ -146,8 +146,8 @@ def _batched(preview: Preview) -> Batched:
     plan = preview.plan
     counts = Counter(plan.decision.disposition_N.tolist())
     return Batched(
-        steps=plan.steps,
-        rows=plan.rows,
+        steps=plan.packing.steps,
+        rows=plan.packing.rows,
         length=plan.length,
         rollouts={kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},
     )

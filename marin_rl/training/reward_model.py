@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import jax
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +22,6 @@ from marin_rl.batching.pairs import (
     pair_batch,
     pairs_of_step,
 )
-from marin_rl.batching.sequences import ChatTokenizer
 from marin_rl.compilation import set_matmul_precision
 from marin_rl.config import RewardModelConfig, fingerprint_fields
 from marin_rl.errors import ConfigError
@@ -79,7 +77,7 @@ from marin_rl.training.state import (
 from marin_rl.training.step import as_array
 from marin_rl.training.step_types import Parameters, TrainState
 from marin_rl.types import PreferencePair, SlotRef
-from schemas.pairs import SCHEMA_VERSION
+from schemas.tables import PAIRS_VERSION
 
 # Counts up when the same pairs would train other parameters.
 PROGRAM_VERSION = 1
@@ -142,11 +140,11 @@ class RewardModelTraining:
             "context_length": run.config.policy.context_length,
             **asdict(self._names),
         }
-        decided = fingerprint("pairs", decides, (), SCHEMA_VERSION)
+        decided = fingerprint("pairs", decides, (), PAIRS_VERSION)
         if (existing := find_commit(run.store, pairs_slot(), decided)) is not None:
             return existing
         tokenizer = PairTokenizer(
-            tokenizer=cast(ChatTokenizer, self._tokenizer),
+            tokenizer=self._tokenizer,
             vocab_size=self._trunk.Vocab.size,
             context_length=run.config.policy.context_length,
             ends=trained_ends(run.config.policy, self._tokenizer),

@@ -7,13 +7,13 @@ was not. Tokens are prepared in a thread while the device computes.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import padded
-from marin_rl.batching.sequences import ChatTokenizer, named_chats
+from marin_rl.batching.sequences import named_chats
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import no_demonstration
@@ -187,7 +187,7 @@ def supervised_batch(
         names.append(f"example {example.example_id} of {environment.name}")
         options.append(part_for(environment, chosen, example).config.chat_template_options or {})
     ends = trained_ends(config.policy, tokenizer)
-    rendered = named_chats(cast(ChatTokenizer, tokenizer), chats, names, ends, options)
+    rendered = named_chats(tokenizer, chats, names, ends, options)
     sequences = [(chat.ids, chat.mask) for chat in rendered]
     longest = max(len(ids) for ids, _ in sequences)
     if longest > config.policy.context_length:

@@ -32,8 +32,7 @@ from marin_rl.storage.checkpoints import (
 from marin_rl.storage.commits import find_commit, manifest_of
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named, committed, sft_slot
-from marin_rl.tokenizer_files import check_vocabulary
-from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
 from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import Critic
 from marin_rl.training.model import (

@@ -31,7 +31,7 @@ from marin_rl.storage.tables.scores import scores_writer
 from marin_rl.storage.upkeep.audit import audit_run
 from schemas.manifests import sealed_json
 from schemas.migrations import SCORES as SCORES_LADDER
-from schemas.scores import SCORES
+from schemas.tables import SCORES
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

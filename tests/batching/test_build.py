@@ -16,8 +16,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support.run_factories import commit_round, configuration, group, group_of, rollout
 
 from marin_rl.batching.build import build_round
+from marin_rl.batching.dispositions import overlong_penalty
 from marin_rl.batching.plan import bucket
-from marin_rl.batching.scalar_columns import with_version_sums
+from marin_rl.batching.round_metrics import with_version_sums
 from marin_rl.config import BatchingConfig
 from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
 from marin_rl.storage.commits import committed_manifest
@@ -320,6 +321,17 @@ def test_rewards_unfit_for_an_advantage_are_an_error(tmp_path: Path) -> None:
         ConfigError, match=r"objective\.advantage: maxrl needs rewards of at least 0"
     ):
         _built(run, [group("a", [-1.0, 1.0])])
+
+
+def test_the_least_difference_of_rewards_is_a_signal(tmp_path: Path) -> None:
+    run = _run(tmp_path, objective={"advantage": "rloo"})
+    _built(run, [group("a", [0.0, 0.0, 0.0, 1e-300])])
+    assert set(_fates(run).values()) == {"consumed"}
+
+
+def test_overlong_completions_lose_linearly_over_the_last_share() -> None:
+    penalty_N = overlong_penalty(np.array([0, 15, 16, 18, 20]), 20, 0.25, 2.0)
+    assert_allclose(penalty_N, [0.0, 0.0, 0.4, 1.2, 2.0])
 
 
 def test_a_short_group_is_measured_against_the_configured_size(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from marin_rl.storage.tables.batches import read_batches, read_dispositions
 from marin_rl.storage.upkeep.audit import Seen, audit_run, uses_offences
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.types import RolloutGroup, SlotRef
-from schemas.batches import DISPOSITIONS
+from schemas.tables import DISPOSITIONS
 
 SMALL = {"group_size": 2}
 

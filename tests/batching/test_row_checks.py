@@ -20,12 +20,11 @@ from support.chat_folders import (
 from support.templates import TEMPLATES
 
 from marin_rl.batching.pairs import PairTokenizer
-from marin_rl.batching.row_checks import check_rows
+from marin_rl.batching.row_checks import check_lengths, rendered_lengths
 from marin_rl.batching.sequences import chat_tokens, rendered_prompts, text_of
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
-from marin_rl.rollouts.recorded_defaults import policy_as_begun
-from marin_rl.tokenizer_files import read_tokenizer
+from marin_rl.rollouts.pinned import policy_as_begun
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, tokenizer_for
 from marin_rl.types import Message, PreferencePair
 
@@ -35,6 +34,12 @@ WRAPPED = CHATML.replace(
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>",
 )
+
+
+def check_rows(tokenizer, chats, names, *, ends, context_length, options=()):
+    """Check that chats are learned as they are written, and that all of them fit."""
+    lengths = rendered_lengths(tokenizer, chats, names, ends, options)
+    check_lengths([*zip(names, lengths, strict=True)], context_length)
 
 
 @pytest.mark.parametrize(
@@ -89,18 +94,14 @@ def test_a_row_that_is_not_learned_as_it_is_written_is_refused(
     policy = policy_as_begun(
         PolicyConfig(tokenizer=str(chat_folder(tmp_path / "folder", template, nfc=True)))
     )
-    built, files = tokenizer_for(policy), read_tokenizer(policy)
-    assert files is not None
-    assert files.end_ids == end_token_ids(built)
+    tokenizer = tokenizer_for(policy)
     names, chats = ["rows.jsonl, line 2", FILE], [(HI, "fine"), (HI, answer)]
-    for tokenizer in (built, files):  # both see the same
-        with pytest.raises(InputError, match=words) as raised:
-            check_rows(tokenizer, chats, names, ends=files.end_ids, context_length=150)
-        # a template without an end is refused with the first row
-        assert str(raised.value).startswith(("rows.jsonl, line ", FILE))
-        assert (
-            str(raised.value).startswith(FILE) or template in (NO_END, WRAPPED) or "no a" in words
-        )
+    ends = end_token_ids(tokenizer)
+    with pytest.raises(InputError, match=words) as raised:
+        check_rows(tokenizer, chats, names, ends=ends, context_length=150)
+    # a template without an end is refused with the first row
+    assert str(raised.value).startswith(("rows.jsonl, line ", FILE))
+    assert str(raised.value).startswith(FILE) or template in (NO_END, WRAPPED) or "no a" in words
 
 
 @pytest.mark.parametrize("answer", ["4", "\nword", "<think>two</think>4", " é☃ ", "a\n\nb", "<|im"])
@@ -194,9 +195,8 @@ def test_an_end_that_cannot_be_decided_is_refused_with_the_key(tmp_path: Path) -
     assert policy_as_begun(policy) == policy
     assert end_token_ids(tokenizer_for(policy)) == (0, 2)
     wrong = PolicyConfig(tokenizer=folder, end_tokens=("<|eot|>",))
-    for read in (tokenizer_for, read_tokenizer):
-        with pytest.raises(InputError, match=r"policy.end_tokens: '<\|eot\|>' is no token"):
-            read(wrong)
+    with pytest.raises(InputError, match=r"policy.end_tokens: '<\|eot\|>' is no token"):
+        tokenizer_for(wrong)
 
 
 def test_an_answer_may_call_tools_by_the_tokens_of_its_template() -> None:

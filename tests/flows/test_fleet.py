@@ -13,7 +13,7 @@ from flows.rl_loop import start
 from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import FleetEmpty
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.rollouts.recorded_defaults import as_begun
+from marin_rl.rollouts.pinned import as_begun
 from marin_rl.storage.fleet import FleetBoard, Heartbeat, Target
 from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.training.policy_source import base_of

@@ -14,7 +14,7 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.rollouts.curriculum import (
     Curriculum,
-    chosen_examples,
+    chosen_example,
     curriculum_metrics,
     decide,
 )
@@ -97,7 +97,7 @@ def test_an_environment_that_teaches_nothing_is_sampled_less_and_never_forgotten
     seen = Counter(
         example.environment
         for round in range(11)
-        for example in chosen_examples(run, round, range(4), environment, decision)
+        for example in (chosen_example(run, round, n, environment, decision) for n in range(4))
     )
     assert seen == {"echo": 40, "short": 4}
 
@@ -122,8 +122,8 @@ def test_an_example_that_was_always_solved_is_chosen_with_its_weight(tmp_path: P
         kind="solve_rate", policy_version=1, rounds=(0,), weights={"": 1},
         buckets={("", ids[0]): "always", ("", ids[1]): "medium"},
     )  # fmt: skip
-    chosen = chosen_examples(run, 1, range(3000), environment, decision)
+    chosen = [chosen_example(run, 1, n, environment, decision) for n in range(3000)]
     share = sum(example.example_id == ids[0] for example in chosen) / 3000
     assert share == pytest.approx(0.1 / 1.1, abs=0.02)
-    again = chosen_examples(run, 1, range(1500, 1504), environment, decision)
+    again = [chosen_example(run, 1, n, environment, decision) for n in range(1500, 1504)]
     assert again == chosen[1500:1504], "whichever shard asks"

@@ -29,17 +29,23 @@ from marin_rl.storage.tables.parquet import TableReader, TableWriter
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of, identify_shard
 from marin_rl.storage.tables.scores import ScoredStep, score_table, scores_writer
 from marin_rl.types import NamedReward, PreferencePair, RolloutGroup, ToolCall, Turn, TurnTiming
-from schemas.batches import DISPOSITIONS, batches_schema
 from schemas.migrations import BATCHES as BATCHES_LADDER
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
 from schemas.migrations import PAIRS as PAIRS_LADDER
 from schemas.migrations import REWARDS as REWARDS_LADDER
 from schemas.migrations import ROLLOUTS as ROLLOUTS_LADDER
 from schemas.migrations import SCORES as SCORES_LADDER
-from schemas.pairs import PAIRS
-from schemas.rewards import REWARDS
 from schemas.rollouts import ROLLOUTS
-from schemas.scores import FLOATS, SCORES, VALUED, WEIGHED
+from schemas.tables import (
+    DISPOSITIONS,
+    FLOATS,
+    PAIRS,
+    REWARDS,
+    SCORES,
+    VALUED,
+    WEIGHED,
+    batches_schema,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROLLOUTS_V1 = GOLDEN / "rollouts-v1.parquet"

@@ -4,8 +4,8 @@ import pyarrow as pa
 import pytest
 
 from schemas import Malformed, NewerVersion
-from schemas.batches import batches_schema
 from schemas.migrations import BATCHES, DISPOSITIONS, METRICS, ROLLOUTS, SCORES, Ladder
+from schemas.tables import batches_schema
 
 
 def _add(name: str):

@@ -18,7 +18,7 @@ from marin_rl.config import parse_config
 from marin_rl.errors import ConfigError, StalePolicy
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.inference.client.protocol import served_model_id
-from marin_rl.rollouts.recorded_defaults import as_begun
+from marin_rl.rollouts.pinned import as_begun
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_follower, proven_server
 from marin_rl.serving.server import PolicyServer

@@ -20,7 +20,7 @@ from marin_rl.storage.tables.batches import (
     read_dispositions,
 )
 from marin_rl.types import SlotRef
-from schemas.batches import ARRAYS, DISPOSITIONS, INTEGER_ARRAYS
+from schemas.tables import ARRAYS, DISPOSITIONS, INTEGER_ARRAYS
 
 
 def _built(root: str, options: dict[str, Any] | None = None) -> tuple[Run, SlotRef]:

@@ -38,7 +38,7 @@ from marin_rl.storage.upkeep.integrity import gap_faults, link_faults
 from marin_rl.storage.upkeep.inventory import MANIFEST, take_inventory
 from marin_rl.types import Message, PreferencePair
 from schemas.manifests import sealed_json, sha256_of
-from schemas.rewards import REWARDS
+from schemas.tables import REWARDS
 
 
 @pytest.fixture(scope="module")

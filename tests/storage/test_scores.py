@@ -14,7 +14,7 @@ from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables import scores as module
 from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter, StepScores, iter_scores
 from marin_rl.types import SlotRef
-from schemas.scores import FLOATS, VALUED, WEIGHED
+from schemas.tables import FLOATS, VALUED, WEIGHED
 
 TREE = {"parameters": {"weight": np.arange(6, dtype=np.float32)}}
 

@@ -53,7 +53,7 @@ from marin_rl.types import (
 from schemas.manifests import Part
 from schemas.migrations import ROLLOUTS as LADDER
 from schemas.rollouts import ROLLOUTS
-from schemas.scores import FLOATS
+from schemas.tables import FLOATS
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 CHECKPOINT = SlotRef(slot="checkpoints/round-00000", sha256="c" * 64)

@@ -8,7 +8,7 @@ from support.chat_folders import CHATML, DATED, chat_folder
 
 from marin_rl.api.sampling import Engine
 from marin_rl.config import ModelConfig, PolicyConfig
-from marin_rl.rollouts.recorded_defaults import as_begun, policy_as_begun
+from marin_rl.rollouts.pinned import as_begun, policy_as_begun
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import end_token_ids, load_tokenizer, tokenizer_for
 from marin_rl.training.model import build_model, save_hf

@@ -6,10 +6,11 @@ import pytest
 
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
-from marin_rl.tokenizer_files import PRINTABLE, check_vocabulary
+from marin_rl.tokenizer_files import PRINTABLE
 from marin_rl.tokenizers import (
     TokenizerIdentity,
     character_tokenizer,
+    check_vocabulary,
     end_token_ids,
     load_tokenizer,
     tokenizer_for,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from marin_rl.tokenizer_files import HasBackend
+from transformers import PreTrainedTokenizerFast
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
@@ -20,7 +20,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @runtime_checkable
 class Decodes(Protocol):
-    """A tokenizer, as far as its decoder is used: of transformers, or read from its files."""
+    """A tokenizer, as far as its decoder is used."""
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -106,7 +106,7 @@ class Detokenizer:
 
 
 def _decoder(tokenizer: Decodes) -> Callable[[Sequence[int], bool], str]:
-    if isinstance(tokenizer, HasBackend):
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
         backend = tokenizer.backend_tokenizer
         # a padding or truncation that a file sets would be unset by the first call, under others
         backend.no_padding()

@@ -25,10 +25,10 @@ from marin_rl.storage.tables.parquet import (
     select,
 )
 from marin_rl.types import SlotRef, TrainingBatch
-from schemas.batches import ARRAYS, DISPOSITIONS, batches_schema
 from schemas.manifests import Manifest, Part
 from schemas.migrations import BATCHES as BATCHES_LADDER
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
+from schemas.tables import ARRAYS, DISPOSITIONS, batches_schema
 
 LENGTH_MAX = 2**24  # tokens of a padded row: more than any context has
 DISPOSITIONS_ROW_GROUP_ROWS = 100_000

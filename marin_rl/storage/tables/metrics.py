@@ -29,8 +29,8 @@ from marin_rl.storage.tables.parquet import (
     load,
 )
 from marin_rl.types import SlotRef
-from schemas.metrics import METRICS_IDENTITY
 from schemas.migrations import METRICS as LADDER
+from schemas.tables import METRICS_IDENTITY
 
 JSONL_KEY = "metrics.jsonl"
 COLUMNS_MAX = 10_000

@@ -29,8 +29,8 @@ from marin_rl.storage.tables.structs import Struct
 from marin_rl.types import PreferencePair, Role, SlotRef, Split
 from schemas import Malformed
 from schemas.migrations import PAIRS as LADDER
-from schemas.pairs import PAIRS
 from schemas.strict_json import parse_json
+from schemas.tables import PAIRS
 
 _PAIR = Struct(PreferencePair, PAIRS)
 
@@ -130,7 +130,7 @@ class _Message(BaseModel):
 
 
 class _PairRow(BaseModel):
-    """Row of a user's file of pairs; the names are those of `schemas.pairs`."""
+    """Row of a user's file of pairs; the names are those of `schemas.tables`."""
 
     # Nothing is converted or passed over: a misspelt field would change what is learned.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

@@ -17,7 +17,7 @@ from marin_rl.storage.layout import round_name
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import TableReader, TableWriter, commit_table, digest_of, load
 from schemas.migrations import REWARDS as LADDER
-from schemas.rewards import REWARDS
+from schemas.tables import REWARDS
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,59}")
 _TABLE = re.compile(rf"(?P<name>{NAME.pattern})-v(?P<version>\d{{4}})\.parquet")

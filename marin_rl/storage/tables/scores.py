@@ -32,7 +32,7 @@ from marin_rl.storage.tables.parquet import (
 )
 from schemas.manifests import Manifest, Part
 from schemas.migrations import SCORES as LADDER
-from schemas.scores import FLOATS, NULLABLE, SCORES, SCORES_V1, SCORES_V2, VALUED, WEIGHED
+from schemas.tables import FLOATS, NULLABLE, SCORES, SCORES_V1, SCORES_V2, VALUED, WEIGHED
 
 STEPS_WAITING_MAX = 2
 EOS_STAMP = "eos_token_id"
@@ -43,7 +43,7 @@ VERSIONS = {1: SCORES_V1, 2: SCORES_V2, 3: SCORES}
 class ScoredStep:
     """Scores of the tokens of one optimizer step: arrays (B, T), read where `mask` is True.
 
-    `floats` holds the columns `schemas.scores.FLOATS`, of a critic `VALUED` and of an optimal token
+    `floats` holds the columns `schemas.tables.FLOATS`, of a critic `VALUED` and of an optimal token
     baseline `WEIGHED`; those that may be null may be None. `rollout_ids[b]` names the segments of
     row b in order.
     """

@@ -25,8 +25,8 @@ from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.upkeep.balances import Balance, balances, token_offences
 from marin_rl.storage.upkeep.inventory import MANIFEST
-from schemas.batches import DISPOSITION_KINDS
 from schemas.manifests import Manifest
+from schemas.tables import DISPOSITION_KINDS
 
 NAMES_MAX = 20
 COLUMNS = (

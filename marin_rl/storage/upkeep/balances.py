@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.batches import DISPOSITION_KINDS
+from schemas.tables import DISPOSITION_KINDS
 
 GENERATED = "generated"
 CONSUMED = "consumed"

@@ -50,17 +50,16 @@ from marin_rl.storage.upkeep.inventory import (
 )
 from marin_rl.storage.upkeep.streams import lost_groups
 from marin_rl.user_code import files_in
-from schemas.batches import DISPOSITIONS
 from schemas.manifests import Manifest, Part, canonical_json, sha256_of
-from schemas.metrics import METRICS_IDENTITY
 from schemas.migrations import BATCHES, METRICS, REWARDS, ROLLOUTS, SCORES, Ladder
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
 from schemas.migrations import PAIRS as PAIRS_LADDER
-from schemas.pairs import PAIRS as PAIRS_SCHEMA
-from schemas.rewards import REWARDS as REWARDS_SCHEMA
 from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
-from schemas.scores import SCORES as SCORES_SCHEMA
 from schemas.strict_json import parse_json
+from schemas.tables import DISPOSITIONS, METRICS_IDENTITY
+from schemas.tables import PAIRS as PAIRS_SCHEMA
+from schemas.tables import REWARDS as REWARDS_SCHEMA
+from schemas.tables import SCORES as SCORES_SCHEMA
 
 # Requests mostly wait for the network, so their number does not follow the cores.
 REMOTE_WORKERS = 16

@@ -6,7 +6,7 @@ import pytest
 
 from marin_rl.config import load_config, with_choices
 from marin_rl.errors import ConfigError
-from marin_rl.rollouts.recorded_defaults import CHOICES, as_begun
+from marin_rl.rollouts.pinned import CHOICES, as_begun
 from marin_rl.storage.runs import Run, refuse_other_content
 
 LONG = (

@@ -1,0 +1,181 @@
+"""Settings and rows that a run keeps from its first start.
+
+A new run records its choice for each key marked `AS_BEGUN` that its configuration leaves null.
+Each of them changes what is sampled or learned, so runs from before a choice go on as they were.
+Rows are recorded by digest next to run.json and compared at every start: with a changed file a run
+would go on with other examples in another order. Leaves out code of the user, which the
+configuration names by digest (`config.code`).
+"""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from marin_rl.chat_templates import ChatTemplate, prove, reads_clock
+from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choices
+from marin_rl.end_tokens import template_end
+from marin_rl.environments.base import ReadsRows
+from marin_rl.environments.episode import HasEpisodes
+from marin_rl.environments.registry import loaded_environment
+from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.rollouts.data_warnings import GENERATORS, training_environments
+from marin_rl.storage.commits import commit_object, new_attempt, record_errors
+from marin_rl.storage.runs import Run
+from marin_rl.storage.stores.filesystem import ObjectStore, open_store
+from marin_rl.tokenizer_files import tokenizer_folder
+from marin_rl.tokenizers import end_token_ids, tokenizer_for
+from schemas.manifests import open_record, sealed_json
+from schemas.records import RowsRecord
+
+FORMAT, VERSION = "marin-rl/rows", 1
+
+# From here on continued dialogues are measurably faster (bench/episodes.py). Prompts run in pieces
+# of as many positions as there are slots, and few at a time are slower than a whole prompt.
+CONTEXT_MIN = 512
+SLOTS_MIN = 64
+
+
+def as_begun(config: Config) -> Config:
+    """Return the configuration that a new run records. Raises as `CHOICES` do."""
+    return with_choices(config, lambda key: CHOICES[key](config))
+
+
+def policy_as_begun(policy: PolicyConfig) -> PolicyConfig:
+    """Return the policy that a new run records. Raises as `POLICY_CHOICES` do."""
+    return with_choices(policy, lambda key: POLICY_CHOICES[key](policy))
+
+
+def prefix_cache_of(config: Config) -> bool | None:
+    """True for a run of an embedded engine with long dialogues, else None: no choice.
+
+    Reads the environment, once per process. Raises ConfigError, InputError as `loaded_environment`.
+    """
+    inference = config.inference
+    if inference.endpoints:
+        return None
+    if inference.engine.slots < SLOTS_MIN or config.policy.context_length < CONTEXT_MIN:
+        return None
+    dialogues = any(map(has_dialogues, training_environments(config).values()))
+    return True if dialogues else None
+
+
+def has_dialogues(chosen: EnvironmentConfig) -> bool:
+    several = chosen.name not in GENERATORS and chosen.turns_max != 1
+    return several and isinstance(loaded_environment(chosen), HasEpisodes)
+
+
+def serve_merged_of(config: Config) -> bool | None:
+    """False where servers follow a run with an adapter; None where they do not: no choice.
+
+    They have the base once, and load a few megabytes for each version. True where weights change in
+    flight: requests end on the adapter that they began with, but go on with merged weights.
+    """
+    policy = config.policy
+    if policy.lora is None or policy.quantize_base is not None or not config.inference.pulled:
+        return None
+    return config.in_flight_updates
+
+
+def end_tokens_of(policy: PolicyConfig) -> tuple[str, ...] | None:
+    """The token that ends an answer by the policy's chat template; None where none does.
+
+    Raises InputError as `prove` and `template_end` do.
+    """
+    if tokenizer_folder(policy) is None:
+        return None  # its one end token ends everything
+    tokenizer = tokenizer_for(policy)
+    if ChatTemplate.of(tokenizer).is_built_in:
+        return None
+    prove(tokenizer)
+    listed = [str(tokenizer.decode([end])) for end in end_token_ids(tokenizer)]
+    end = template_end(tokenizer, listed)
+    return None if end is None else (end,)
+
+
+def template_options_of(policy: PolicyConfig) -> dict[str, Any] | None:
+    """The day on which the run begins, where the chat template asks for it. Raises InputError."""
+    if tokenizer_folder(policy) is None:
+        return None
+    # The local day, as templates have it from transformers.
+    today = datetime.now(UTC).astimezone().date().isoformat()
+    return {"date": today} if reads_clock(tokenizer_for(policy)) else None
+
+
+POLICY_CHOICES: Mapping[str, Callable[[PolicyConfig], Any]] = {
+    "end_tokens": end_tokens_of,
+    "chat_template_options": template_options_of,
+}
+CHOICES: Mapping[str, Callable[[Config], Any]] = {
+    "policy.end_tokens": lambda config: end_tokens_of(config.policy),
+    "policy.chat_template_options": lambda config: template_options_of(config.policy),
+    "inference.engine.prefix_cache": prefix_cache_of,
+    "inference.serve_merged": serve_merged_of,
+}
+
+
+def refuse_other_rows(config: Config) -> None:
+    """Raise ConfigError where a file has other rows than the run began with. Writes nothing."""
+    _unrecorded_rows(config, open_store(config.root, config.storage_options).at(config.run_id))
+
+
+def record_rows(run: Run) -> None:
+    """Record the digests of rows that the run reads for the first time. Raises ConfigError."""
+    for name, path, digest in _unrecorded_rows(run.config, run.folder):
+        attempt = new_attempt()
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "attempt": attempt,
+            "path": path,
+            "rows_digest": digest,
+        }
+        commit_object(
+            run.folder,
+            name,
+            sealed_json(record),
+            attempt=attempt,
+            fingerprint=digest,
+            identify=partial(_identified, source=run.folder.url_of(name)),
+        )
+
+
+def _unrecorded_rows(config: Config, store: ObjectStore) -> list[tuple[str, str, str]]:
+    """Record's name, path and digest of rows without one. Raises ConfigError for changed rows."""
+    sets = config.evaluation.sets or {}
+    environments: dict[str, EnvironmentConfig] = {
+        **training_environments(config),
+        **{f"evaluation.sets.{name}": one for name, one in sets.items()},
+    }
+    if config.policy.init == "sft" and config.sft.environment is not None:
+        environments["sft.environment"] = config.sft.environment
+    new, changed = list[tuple[str, str, str]](), list[str]()
+    for key, chosen in environments.items():
+        environment = None if chosen.name in GENERATORS else loaded_environment(chosen)
+        digest = environment.rows_digest if isinstance(environment, ReadsRows) else None
+        if environment is None or digest is None:
+            continue
+        name, path = f"data/{key}.json", str(chosen.options.get("path") or environment.name)
+        try:
+            data = store.read(name)
+        except ObjectMissing:
+            new.append((name, path, digest))
+            continue
+        _, recorded = _identified(data, source=store.url_of(name))
+        if recorded != digest:
+            changed.append(f"{key}: {path} had the digest {recorded}, and has {digest}")
+    if changed:
+        raise ConfigError(
+            f"run {config.run_id!r} was started with other rows ({store.url_of('data')}):\n  "
+            + "\n  ".join(changed)
+            + "\nFor a run with the changed file choose another --run-id, or fork this one. To go "
+            "on with this one, put the file back as it was: added rows change the order of all."
+        )
+    return new
+
+
+def _identified(data: bytes, source: str) -> tuple[str, str]:
+    """Attempt and digest of a record. Raises CorruptObject, NewerSchema."""
+    with record_errors(source):
+        record = open_record(data, RowsRecord, format=FORMAT, version=VERSION)
+    return str(record["attempt"]), str(record["rows_digest"])
