@@ -189,7 +189,6 @@ def without_date(source: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return a JSON value as Jinja writes it."""
     match value:
         case None:
             return "none"

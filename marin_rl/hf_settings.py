@@ -72,8 +72,7 @@ def checked_hf_config(tree: dict[str, Any], path: Path) -> PretrainedConfig:
     hf_config = HF_FAMILIES[name].settings(
         **(tree | {"rope_theta": rope_theta, "rope_scaling": rope_scaling})
     )
-    problems = _unsupported(name, tree, hf_config) + _unsupported_attention(name, tree, hf_config)
-    for expected, actual in problems:
+    for expected, actual in _unsupported(name, tree, hf_config):
         raise InputError(
             f"{path}: a {name} model with {actual} is not supported, expected {expected}: it "
             "would load and silently compute something else; choose another model"
@@ -82,13 +81,17 @@ def checked_hf_config(tree: dict[str, Any], path: Path) -> PretrainedConfig:
 
 
 def _unsupported(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, str]]:
-    """(expected, actual) of settings outside of attention that Levanter would ignore or misread."""
+    """(expected, actual) of settings that Levanter would ignore or misread."""
     activation = HF_FAMILIES[family].activation
     # Gemma was trained with the tanh form; where a folder names both, `hidden_activation` is meant.
     own_activation = (family == "gemma" and hf.hidden_activation) or hf.hidden_act
     partial = tree.get("partial_rotary_factor")
     scaled = hf.rope_scaling is not None and not HF_FAMILIES[family].rope_scaling
     tied = family == "mistral" and hf.tie_word_embeddings
+    layer_types = set(tree.get("layer_types") or ["full_attention"])
+    head_size = hf.hidden_size // hf.num_attention_heads
+    declared = hf.to_dict().get("head_dim")
+    odd_head = family != "qwen3" and declared not in (None, head_size)
     rules: list[tuple[bool, str, str]] = [
         (bool(tree.get("mlp_bias")), "mlp_bias false", "mlp_bias true"),
         ("quantization_config" in tree, "plain weights", "quantized weights"),
@@ -100,17 +103,6 @@ def _unsupported(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, 
         (scaled, "no rope_scaling", f"rope_scaling {hf.rope_scaling}"),
         (partial not in (None, 1, 1.0), "full rotary", f"partial rotary {partial}"),
         (tied, "tie_word_embeddings false", "tie_word_embeddings true"),
-    ]
-    return [(expected, actual) for wrong, expected, actual in rules if wrong]
-
-
-def _unsupported_attention(family: str, tree: dict[str, Any], hf: Any) -> list[tuple[str, str]]:
-    """(expected, actual) of attention settings that Levanter would ignore or misread."""
-    layer_types = set(tree.get("layer_types") or ["full_attention"])
-    head_size = hf.hidden_size // hf.num_attention_heads
-    declared = hf.to_dict().get("head_dim")
-    odd_head = family != "qwen3" and declared not in (None, head_size)
-    rules: list[tuple[bool, str, str]] = [
         (bool(tree.get("attention_bias")), "attention_bias false", "attention_bias true"),
         (_has_window(family, hf), "no sliding window", "an active sliding window"),
         (layer_types != {"full_attention"}, "full attention", f"layer types {layer_types}"),

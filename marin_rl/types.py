@@ -317,7 +317,6 @@ class Canary:
 
     @property
     def samples(self) -> list[CanarySample]:
-        """Token ids and logprobs of each sample."""
         ends = list(accumulate(self.lengths or (len(self.token_ids),)))
         return [
             (self.token_ids[start:end], self.logprobs[start:end])

@@ -185,7 +185,6 @@ def _with_rewards(scalars: pa.Table, round: int, rewards: Mapping[str, float | N
 def _step_rows(
     plan: RoundPlan, scalars: pa.Table, run: Run, manifest: Manifest, reused: Groups
 ) -> Iterator[StepRows]:
-    """The rows of each step in turn, tokens read as they are needed."""
     row_groups = iter_sources(run, manifest, reused, TOKENS)
     if plan.by_token:
         row_groups = iter_sources(run, manifest, reused, (*TOKENS, "turns"))
@@ -292,7 +291,6 @@ def _scalar_columns(
 def _totals(
     plan: RoundPlan, scalars: pa.Table, config: Config, round: int, steps: int
 ) -> dict[str, float]:
-    """Totals for the manifest: sizes, and the metrics of the round's rollouts."""
     kept, decision = plan.kept_N, plan.decision
     totals: dict[str, float] = {
         "rows": float(plan.packing.rows),

@@ -308,7 +308,6 @@ class _Rows:
 def _check_lengths(
     columns: Columns, at_k: np.ndarray, expected_k: np.ndarray, table: pa.Table
 ) -> None:
-    """Raise CorruptObject unless the lists of each rollout are as long as its counts say."""
     for name, (_, offsets) in columns.items():
         length_k = offsets[at_k + 1] - offsets[at_k]
         wrong = np.flatnonzero(length_k != expected_k)

@@ -61,7 +61,6 @@ class RoundPlan:
         return places
 
     def reasons_counted(self) -> dict[str, int]:
-        """Number of dropped rollouts by `disposition/reason`, sorted."""
         dropped = ~self.kept_N
         kinds, reasons = self.decision.disposition_N[dropped], self.decision.reason_N[dropped]
         pairs = zip(kinds, reasons, strict=True)

@@ -98,7 +98,6 @@ def cut(table: pa.Table) -> pa.Table:
 def _lengths(
     table: pa.Table, tokens_N: Int64[np.ndarray, " N"]
 ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " S"]]:
-    """Number of segments of each rollout, and the tokens of each segment."""
     column = table[LENGTHS].combine_chunks()
     count_N = column.value_lengths().fill_null(0).to_numpy().astype(np.int64)
     whole_N = count_N == 0  # no lengths are recorded: the rollout is one segment

@@ -93,7 +93,6 @@ class Turns:
 
     @classmethod
     def of(cls, table: pa.Table) -> "Turns":
-        """The turns in a table that `with_turns` made."""
         rewards, tokens = (table[n].combine_chunks() for n in ("turn_rewards", "turn_tokens"))
         return cls(
             offset_n=offsets_of(rewards),

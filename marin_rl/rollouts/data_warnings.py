@@ -97,22 +97,17 @@ def _small_sets(config: Config) -> Iterator[str]:
     wanted = config.evaluation.examples
     sets = config.evaluation.sets or training_environments(config)
     for name, chosen in sorted(sets.items()):
-        if chosen.name in GENERATORS:
-            continue
-        environment = loaded_environment(chosen)
+        environment = None if chosen.name in GENERATORS else loaded_environment(chosen)
         if not isinstance(environment, FixedSet) or environment.eval_size >= wanted:
             continue
         key = f"evaluation.sets.{name}" if config.evaluation.sets else name
         held_out = environment.eval_size
         every = f"every evaluation has {held_out} example{'' if held_out == 1 else 's'}"
         if environment.size is None:  # it makes its examples: there are no rows to hold out
-            yield (
-                f"evaluation.examples is {wanted}, but {key} has {held_out} different ones, so "
-                f"{every}"
+            there = f"has {held_out} different ones, so {every}"
+        else:
+            there = (
+                f"holds out {held_out} of its {held_out + environment.size} rows, so {every}; "
+                f"raise {key}.options.eval_fraction or add rows"
             )
-            continue
-        yield (
-            f"evaluation.examples is {wanted}, but {key} holds out {held_out} of its "
-            f"{held_out + environment.size} rows, so {every}; "
-            f"raise {key}.options.eval_fraction or add rows"
-        )
+        yield f"evaluation.examples is {wanted}, but {key} {there}"

@@ -238,7 +238,6 @@ class EpisodeDriver:
         answer: ChatAnswer,
         completion: Completion,
     ) -> Trajectory:
-        """Play a member from its first completion to its end."""
         turns: list[SampledTurn] = []
         messages, tools = prompt.messages, prompt.tools
         dialogue = list(messages)
@@ -409,7 +408,6 @@ async def _close(episode: PlayedEpisode) -> None:
 
 
 def _not_begun(request: GroupRequest, fault: RewardFault) -> Trajectory:
-    """The trajectory of an episode that could not be started."""
     return Trajectory(
         messages=request.example.messages,
         turns=(),

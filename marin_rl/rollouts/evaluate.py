@@ -61,7 +61,6 @@ class HeldOut:
     of_list: bool = False  # one of the run's own list, whose examples have ids with its label
 
     def example(self, index: int) -> Example:
-        """The example at `index`, the same in every round."""
         example = self.environment.example(self.config.eval_seed, index, "eval")
         if self.name is None:
             return example
@@ -157,7 +156,6 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
 def evaluation_fingerprint(
     run: Run, round: int, policy: ServedPolicy, sets: Sequence[HeldOut]
 ) -> str:
-    """Digest of the settings and the policy that decide an evaluation's content."""
     versions = {held_out.name: held_out.environment.version for held_out in sets}
     own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
     fields = sampling_fields(run.config, round, policy) | own

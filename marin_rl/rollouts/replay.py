@@ -17,17 +17,16 @@ from marin_rl.environments.episode_pool import PlayedEpisode, Replayable, open_e
 from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.registry import loaded_environment
-from marin_rl.environments.scoring import fault_of, scorer_for
+from marin_rl.environments.scoring import Score, fault_of, scorer_for
 from marin_rl.errors import InputError, MarinRLError
 from marin_rl.rollouts.concurrent import all_of
-from marin_rl.rollouts.tool_turns import ToolTurns, recorded_dialogues
+from marin_rl.rollouts.tool_turns import ToolTurns, score_recorded
 from marin_rl.rollouts.trajectories import (
     ENVIRONMENT_ERROR,
     LENGTH,
     TIMEOUT,
     TOOL_ERROR,
     end_of,
-    last_completion,
 )
 from marin_rl.storage.provenance import code_version
 from marin_rl.storage.runs import Run
@@ -155,7 +154,6 @@ class _Replayer:
         self._by_steps = {"steps"} if learned is None else {"steps", learned.name}
 
     async def group(self, group: RolloutGroup, wanted: set[str]) -> list[ReplayedEpisode]:
-        """The wanted rollouts of a group, in order."""
         chosen = [rollout for rollout in group.rollouts if rollout.rollout_id in wanted]
         episodes = await all_of(self._rollout(group, rollout) for rollout in chosen)
         scores = await self._scores(group)
@@ -202,7 +200,7 @@ class _Replayer:
                 difference = _step_difference(rollout, turn, observed, result, last=last)
             yield ReplayedTurn(turn=number, difference=difference)
 
-    async def _scores(self, group: RolloutGroup) -> Mapping[str, object]:
+    async def _scores(self, group: RolloutGroup) -> Mapping[str, Score]:
         """Scores of the members that the environment scored, by id."""
         scored = [
             rollout
@@ -210,13 +208,8 @@ class _Replayer:
             if _is_scored(rollout)
             and not {part.name for part in rollout.reward_components} <= self._by_steps
         ]
-        texts = [last_completion(rollout) or "" for rollout in scored]
-        lasts = [[t for t in r.turns if t.role == "assistant"][-1] for r in scored]
-        ids = [r.token_ids[t.start : t.end] for r, t in zip(scored, lasts, strict=True)]
         scorer = scorer_for(self._environment, self._settings)
-        dialogues = recorded_dialogues(self._tool_turns, scored)
-        scores = await scorer.score(group.example, texts, ids, dialogues) if scored else []
-        return {r.rollout_id: score for r, score in zip(scored, scores, strict=True)}
+        return await score_recorded(scorer, group.example, scored, self._tool_turns)
 
 
 def _exchanges(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -240,16 +233,14 @@ def _is_scored(rollout: Rollout) -> bool:
 
 
 def _scored(
-    rollout: Rollout, episode: ReplayedEpisode, scores: Mapping[str, object]
+    rollout: Rollout, episode: ReplayedEpisode, scores: Mapping[str, Score]
 ) -> Iterator[ReplayedTurn]:
-    """The comparison of a score, where there is one."""
     if rollout.rollout_id not in scores or not episode.equal:
         return
     score, number = scores[rollout.rollout_id], len(episode.turns)
     if isinstance(score, MarinRLError):
         yield ReplayedTurn(turn=number, difference=f"scored before, now {score}")
         return
-    assert isinstance(score, tuple), "components of a score"
     recorded = {component.name: component.value for component in rollout.reward_components}
     for component in score:  # a learned reward's component is not the environment's
         if recorded.get(component.name) != component.value:
@@ -273,7 +264,6 @@ def _messages_difference(then: Sequence[Turn], now: Sequence[Message]) -> str | 
 def _step_difference(
     rollout: Rollout, turn: Turn, observed: Sequence[Turn], result: StepResult, *, last: bool
 ) -> str | None:
-    """The first difference of a step: messages, reward, end."""
     if last and rollout.status == "error" and rollout.finish_reason in FAULTS:
         return f"{rollout.finish_reason} then, an answer now"
     if not last or observed:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from marin_rl.config import EnvironmentConfig
@@ -20,7 +19,7 @@ from marin_rl.environments.base import reward_of
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.rollouts.tool_turns import ToolTurns, recorded_dialogues
+from marin_rl.rollouts.tool_turns import ToolTurns, score_recorded
 from marin_rl.rollouts.trajectories import last_completion
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_records import keep_code
@@ -85,7 +84,6 @@ def rescore_round(run: Run, round: int, function: str, name: str) -> Rescored:
 
 
 def _compared(table: RewardTable, rows: pa.Table) -> Rescored:
-    """Differences between the table's rewards and the recorded ones."""
     before, after = (rows[name].to_pylist() for name in ("reward_before", "reward"))
     return Rescored(
         table=table,
@@ -132,17 +130,8 @@ async def _scored(
         for group in groups:
             sound = [r for r in group.rollouts if r.status in ("complete", "truncated")]
             answered = [r for r in sound if last_completion(r) is not None]
-            texts = [last_completion(r) or "" for r in answered]
-            lasts = [[t for t in r.turns if t.role == "assistant"][-1] for r in answered]
-            # None where the endpoint gave none.
-            ids = [
-                r.token_ids[t.start : t.end] if t.end is not None else np.zeros(0, np.int32)
-                for r, t in zip(answered, lasts, strict=True)
-            ]
-            dialogues = recorded_dialogues(tool_turns, answered)
-            scores = await scorer.score(group.example, texts, ids, dialogues) if texts else []
-            by_id = {r.rollout_id: s for r, s in zip(answered, scores, strict=True)}
-            rows += [_row(rollout, by_id.get(rollout.rollout_id)) for rollout in group.rollouts]
+            scores = await score_recorded(scorer, group.example, answered, tool_turns)
+            rows += [_row(rollout, scores.get(rollout.rollout_id)) for rollout in group.rollouts]
         return rows
     finally:
         scorer.close()

@@ -18,12 +18,13 @@ import numpy as np
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.environments.episode import Tool
+from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import BadResponse, InputError, TemplateRefusal
 from marin_rl.inference.client.answers import Completion
 from marin_rl.inference.stops import first_stop
 from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.tool_calls import ToolFormat, malformed_call, parse_tool_calls, tool_format
-from marin_rl.types import Message, Rollout, Turn
+from marin_rl.types import Example, Message, Rollout, Turn
 
 OUTPUT_CHARACTERS_MAX = 16_384
 # OpenAI's word for a turn that ends with calls; it is the model's own end like any other.
@@ -177,14 +178,23 @@ class ToolTurns:
         return text[: first_stop(text, stop)]
 
 
-def recorded_dialogues(
-    tool_turns: ToolTurns, rollouts: Sequence[Rollout]
-) -> list[tuple[Message, ...]]:
-    """Return the dialogues of recorded rollouts; none where each is one turn."""
+async def score_recorded(
+    scorer: Scorer, example: Example, rollouts: Sequence[Rollout], tool_turns: ToolTurns
+) -> dict[str, Score]:
+    """Score the last answers of recorded rollouts of one example; by their ids."""
+    if not rollouts:
+        return {}
+    lasts = [[turn for turn in r.turns if turn.role == "assistant"][-1] for r in rollouts]
+    texts = [turn.content for turn in lasts]
+    # None where the endpoint gave none.
+    ids = [
+        r.token_ids[turn.start : turn.end] if turn.end is not None else np.zeros(0, np.int32)
+        for r, turn in zip(rollouts, lasts, strict=True)
+    ]
     sampled = [sum(t.inference_metadata is not None for t in r.turns) for r in rollouts]
-    if max(sampled, default=0) < 2:
-        return []
-    return [tool_turns.dialogue(rollout) for rollout in rollouts]
+    dialogues = [tool_turns.dialogue(r) for r in rollouts] if max(sampled) > 1 else []
+    scores = await scorer.score(example, texts, ids, dialogues)
+    return {r.rollout_id: score for r, score in zip(rollouts, scores, strict=True)}
 
 
 def _names(tools: Sequence[Tool]) -> list[str]:

@@ -25,7 +25,7 @@ from support.run_factories import (
 
 from marin_rl.analysis.frames import columns_of, scan
 from marin_rl.storage.tables.pairs import encode_pairs, read_pairs
-from marin_rl.storage.tables.parquet import TableReader, TableWriter
+from marin_rl.storage.tables.parquet import TableReader
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of, identify_shard
 from marin_rl.storage.tables.scores import ScoredStep, score_table, scores_writer
 from marin_rl.types import NamedReward, PreferencePair, RolloutGroup, ToolCall, Turn, TurnTiming
@@ -35,6 +35,7 @@ from schemas.migrations import PAIRS as PAIRS_LADDER
 from schemas.migrations import REWARDS as REWARDS_LADDER
 from schemas.migrations import ROLLOUTS as ROLLOUTS_LADDER
 from schemas.migrations import SCORES as SCORES_LADDER
+from schemas.migrations import Ladder
 from schemas.rollouts import ROLLOUTS
 from schemas.tables import (
     DISPOSITIONS,
@@ -258,19 +259,6 @@ def test_every_reader_reads_batches() -> None:
     assert rows == [(0, 0, ["g/0"], 0.0), (0, 1, ["g/1"], 2.0)]
 
 
-def test_every_reader_reads_dispositions() -> None:
-    data = DISPOSITIONS_V1.read_bytes()
-    table = TableReader(data, "dispositions-v1", DISPOSITIONS_LADDER).table(DISPOSITIONS)
-    expected = [("g/0", "consumed", None, 0), ("g/1", "consumed", None, 1)]
-    expected += [("h/0", "filtered", "short_group", None), ("h/1", "failed", "no_reward", None)]
-    names = ["rollout_id", "disposition", "reason", "row"]
-    assert [tuple(row.values()) for row in table.select(names).to_pylist()] == expected
-    assert pl.read_parquet(DISPOSITIONS_V1).select(names).rows() == expected
-    with duckdb.connect() as connection:
-        query = f"select {', '.join(names)} from '{DISPOSITIONS_V1}'"
-        assert connection.sql(query).fetchall() == expected
-
-
 def scores_of(*, valued: bool = False, weighed: bool = False) -> pa.Table:
     """The table of the golden scores: a packed row of two segments, no reference."""
     mask = np.array([[0, 1, 1, 0, 1, 0]], np.bool_)
@@ -301,34 +289,6 @@ def encode_scores(*, valued: bool = False, weighed: bool = False) -> bytes:
     return writer.finish()
 
 
-def test_every_reader_reads_the_scores_of_a_critic() -> None:
-    reader = TableReader(SCORES_V2.read_bytes(), "scores-v2", SCORES_LADDER)
-    assert reader.stamp["schema_version"] == "2"
-    table, written = reader.table(SCORES), scores_of(valued=True)
-    assert table.select(written.column_names).equals(written)
-    assert all(table[name].null_count == 2 for name in WEIGHED)
-    expected = [("g/0", [0.5, 1.0]), ("g/1", [2.0])]
-    frame = pl.read_parquet(SCORES_V2)
-    assert frame.select("rollout_id", "old_values").rows() == expected
-    with duckdb.connect() as connection:
-        query = f"select rollout_id, returns from '{SCORES_V2}'"
-        assert connection.sql(query).fetchall() == expected
-
-
-def test_every_reader_reads_the_scores_of_an_optimal_token_baseline() -> None:
-    reader = TableReader(SCORES_V3.read_bytes(), "scores-v3", SCORES_LADDER)
-    assert reader.stamp["schema_version"] == "3"
-    table = reader.table(SCORES)
-    assert table.equals(scores_of(weighed=True))
-    assert all(table[name].null_count == 2 for name in VALUED)
-    expected = [("g/0", [0.125, 0.25]), ("g/1", [0.5])]
-    frame = pl.read_parquet(SCORES_V3)
-    assert frame.select("rollout_id", "squared_score_norms").rows() == expected
-    with duckdb.connect() as connection:
-        query = f"select rollout_id, squared_score_norms from '{SCORES_V3}'"
-        assert connection.sql(query).fetchall() == expected
-
-
 @pytest.mark.parametrize(
     ("version", "columns"), [(1, {}), (2, {"valued": True}), (3, {"weighed": True})]
 )
@@ -342,83 +302,114 @@ def test_scores_are_written_in_the_lowest_version_that_has_them(
     assert pq.read_table(pa.BufferReader(data)).equals(golden)
 
 
-def test_every_reader_reads_scores() -> None:
-    reader = TableReader(SCORES_V1.read_bytes(), "scores-v1", SCORES_LADDER)
-    assert reader.stamp["schema_version"] == "1"
-    table = reader.table(SCORES)
-    assert table.select(scores_of().column_names).equals(scores_of())
-    assert all(table[name].null_count == 2 for name in (*VALUED, *WEIGHED))
-    names = ["round", "rollout_id", "step", "row", "segment", "positions", "trainer_logprobs"]
-    expected = [
-        (7, "g/0", 3, 0, 1, [1, 2], [0.25, 0.5]),
-        (7, "g/1", 3, 0, 2, [1], [1.0]),
-    ]
-    assert [tuple(row.values()) for row in table.select(names).to_pylist()] == expected
-    frame = pl.read_parquet(SCORES_V1)
-    assert frame.select(names).rows() == expected
-    assert frame["reference_logprobs"].to_list() == [None, None]
-    with duckdb.connect() as connection:
-        query = f"select rollout_id, list_sum(ratios), clipped from '{SCORES_V1}'"
-        rows = connection.sql(query).fetchall()
-    assert rows == [("g/0", 0.75, [False, True]), ("g/1", 1.0, [False])]
-
-
-def pairs_v1() -> list[PreferencePair]:
-    """Pairs that the golden file was written from: one from rollouts, one from a user's file."""
+def pairs_v1() -> pa.Table:
+    """The golden pairs: one from rollouts, one from a user's file."""
     sampled = sampled_pair()
-    return [sampled, PreferencePair(id="b", messages=sampled.messages, chosen="x", rejected="y")]
-
-
-def encode_pairs_v1() -> bytes:
-    """The bytes of the golden pairs; equal to the file while version 1 is the newest."""
-    return encode_pairs(pairs_v1(), {"attempt": "attempt-1"})
-
-
-def test_every_reader_reads_pairs() -> None:
-    table = TableReader(PAIRS_V1.read_bytes(), "pairs-v1", PAIRS_LADDER).table(PAIRS)
-    assert table.equals(TableReader(encode_pairs_v1(), "now", PAIRS_LADDER).table(PAIRS))
-    assert [pair.margin for pair in read_pairs(PAIRS_V1).pairs] == [0.5, None]
-    names = ["id", "chosen", "rejected", "split", "chosen_token_ids", "chosen_reward"]
-    expected = [
-        ("run/round-00000/group-00001", "yes", "", "eval", [3, 4], 1.0),
-        ("b", "x", "y", None, None, None),
-    ]
-    assert pl.read_parquet(PAIRS_V1).select(names).rows() == expected
-    with duckdb.connect() as connection:
-        assert connection.sql(f"select {', '.join(names)} from '{PAIRS_V1}'").fetchall() == expected
+    typed = PreferencePair(id="b", messages=sampled.messages, chosen="x", rejected="y")
+    data = encode_pairs([sampled, typed], {"attempt": "attempt-1"})
+    return TableReader(data, "now", PAIRS_LADDER).table(PAIRS)
 
 
 def rewards_v1() -> pa.Table:
-    """Rewards that the golden file was written from: one that changed, and one that failed."""
-    component = {"name": "short", "value": 2.0, "weight": 0.25}
+    """The golden rewards, of attempt-1 and the function m:f: one that changed, one that failed."""
     rows = [
         {
             "rollout_id": "g/0",
             "reward": 0.5,
             "reward_before": 1.0,
-            "reward_components": [component],
+            "reward_components": [{"name": "short", "value": 2.0, "weight": 0.25}],
         },
         {"rollout_id": "g/1", "reward_before": 0.0, "reward_components": [], "error": "too long"},
     ]
     return pa.Table.from_pylist(rows, schema=REWARDS)
 
 
-def encode_rewards_v1() -> bytes:
-    """The bytes of the golden rewards; equal to the file while version 1 is the newest."""
-    writer = TableWriter(REWARDS_LADDER, REWARDS, {"attempt": "attempt-1", "function": "m:f"})
-    writer.write(rewards_v1())
-    return writer.finish()
+@pytest.mark.parametrize(
+    ("path", "ladder", "written"),
+    [
+        (SCORES_V1, SCORES_LADDER, scores_of()),
+        (SCORES_V2, SCORES_LADDER, scores_of(valued=True)),
+        (SCORES_V3, SCORES_LADDER, scores_of(weighed=True)),
+        (PAIRS_V1, PAIRS_LADDER, pairs_v1()),
+        (REWARDS_V1, REWARDS_LADDER, rewards_v1()),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_nothing_of_a_version_is_lost_and_later_columns_are_null(
+    path: Path, ladder: Ladder, written: pa.Table
+) -> None:
+    schema = SCORES if ladder is SCORES_LADDER else written.schema
+    table = TableReader(path.read_bytes(), path.name, ladder).table(schema)
+    assert table.select(written.column_names).equals(written)
+    for name in set(schema.names) - set(written.column_names):
+        assert table[name].null_count == table.num_rows
 
 
-def test_every_reader_reads_rewards() -> None:
-    table = TableReader(REWARDS_V1.read_bytes(), "rewards-v1", REWARDS_LADDER).table(REWARDS)
-    assert table.equals(rewards_v1())
-    expected = [("g/0", 0.5, 1.0, None), ("g/1", None, 0.0, "too long")]
-    names = ["rollout_id", "reward", "reward_before", "error"]
-    assert pl.read_parquet(REWARDS_V1).select(names).rows() == expected
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (
+            DISPOSITIONS_V1,
+            [
+                ("rollout_id", "disposition", "reason", "row"),
+                ("g/0", "consumed", None, 0),
+                ("g/1", "consumed", None, 1),
+                ("h/0", "filtered", "short_group", None),
+                ("h/1", "failed", "no_reward", None),
+            ],
+        ),
+        (
+            SCORES_V1,
+            [
+                ("round", "rollout_id", "step", "row", "segment", "positions", "trainer_logprobs"),
+                (7, "g/0", 3, 0, 1, [1, 2], [0.25, 0.5]),
+                (7, "g/1", 3, 0, 2, [1], [1.0]),
+            ],
+        ),
+        (
+            SCORES_V1,
+            [
+                ("ratios", "clipped", "reference_logprobs"),
+                ([0.25, 0.5], [False, True], None),
+                ([1.0], [False], None),
+            ],
+        ),
+        (SCORES_V2, [("rollout_id", "old_values"), ("g/0", [0.5, 1.0]), ("g/1", [2.0])]),
+        (
+            SCORES_V3,
+            [("rollout_id", "squared_score_norms"), ("g/0", [0.125, 0.25]), ("g/1", [0.5])],
+        ),
+        (
+            PAIRS_V1,
+            [
+                ("id", "chosen", "rejected", "split", "margin", "chosen_token_ids"),
+                ("run/round-00000/group-00001", "yes", "", "eval", 0.5, [3, 4]),
+                ("b", "x", "y", None, None, None),
+            ],
+        ),
+        (
+            REWARDS_V1,
+            [
+                ("rollout_id", "reward", "reward_before", "error"),
+                ("g/0", 0.5, 1.0, None),
+                ("g/1", None, 0.0, "too long"),
+            ],
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_every_reader_reads(path: Path, expected: list[tuple]) -> None:
+    names, *rows = expected
+    table = pq.read_table(path).select(names)
+    assert [tuple(row.values()) for row in table.to_pylist()] == rows
+    assert pl.read_parquet(path).select(names).rows() == rows
     with duckdb.connect() as connection:
-        query = f"select {', '.join(names)} from '{REWARDS_V1}'"
-        assert connection.sql(query).fetchall() == expected
+        assert connection.sql(f"select {', '.join(names)} from '{path}'").fetchall() == rows
+    if path is PAIRS_V1:
+        assert [pair.margin for pair in read_pairs(path).pairs] == [0.5, None]
+    if path is DISPOSITIONS_V1:
+        reader = TableReader(path.read_bytes(), path.name, DISPOSITIONS_LADDER)
+        assert reader.table(DISPOSITIONS).select(names).equals(table)
 
 
 @pytest.mark.parametrize(
