@@ -79,7 +79,7 @@ def trained_metrics(dispositions, reasons, **asynchrony):
     return round_metrics(scalars, kinds, why, config, 5)
 
 
-def test_what_is_trained_on_by_hand():
+def test_metrics_of_trained_rollouts_by_hand():
     metrics = trained_metrics(
         ["consumed", "consumed", "failed"], ["", "", "error"], sampler="windowed", max_staleness=4
     )
