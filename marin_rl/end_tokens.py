@@ -69,7 +69,7 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     except TemplateRefusal:
         return ()
     _, answered, after = text.rpartition(_REPLY)
-    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if answered else []
+    ids = tokenizer.encode(after, add_special_tokens=False) if answered else []
     added = tokenizer.added_tokens_decoder
     return tuple(str(added[token].content) for token in ids if token in added)
 
