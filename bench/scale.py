@@ -2,10 +2,10 @@
 
 Counts what each step asks of a store, over a store in memory, and how much CPU it takes; a small
 sample stands for steps that are alike for every group or shard, and the listing and the intake are
-of the full size. Groups of a window are an object each, or packed (`asynchrony.commit_every_s`):
-two packs a chunk, whose groups take turns, so that ranges are as short as they get. Seconds of
-waiting are computed: requests, by the number under way at once, times the latency of the store. No
-request is really slow, so that a busy machine changes nothing of them.
+of the full size. Groups of a window lie in two objects a chunk and take turns there, so that ranges
+are as short as they get. Seconds of waiting are computed: requests, by the number under way at
+once, times the latency of the store. No request is really slow, so that a busy machine changes
+nothing of them.
 
     python bench/scale.py --groups 100000 --workers 1000 --latency 0.05
 """
@@ -23,27 +23,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from machine import print_head
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config
-from marin_rl.rollouts.streaming import Claimant, group_id_of, now_utc, open_chunks
-from marin_rl.storage.layout import STREAM, claim_key, pack_key, pack_of, stream_key
+from marin_rl.rollouts.streaming import CHUNK, Claimant, group_id_of, now_utc, open_chunks
+from marin_rl.storage.layout import STREAM, claim_key, pack_key, pack_of
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import MemoryStore
+from marin_rl.storage.tables.group_log import groups_of_chunk
 from marin_rl.storage.tables.intakes import (
-    Seen,
     Settled,
     collect_shard,
     commit_intake,
     decide,
     read_intake,
 )
-from marin_rl.storage.tables.packs import PackChain
 from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX, fetches_at_once, in_order
 from marin_rl.storage.tables.rollouts import commit_shard, rollouts_manifest, seal_round
-from marin_rl.storage.tables.stream import GroupStream
-from marin_rl.storage.tables.streamed import StreamedGroup
+from marin_rl.storage.tables.stream import GroupStream, StreamedGroup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.run_factories import CHECKPOINT, checkpoint, configuration, group, policy
@@ -158,48 +157,45 @@ def with_shards_given_out(table: Table, options: argparse.Namespace) -> None:
     )
 
 
-def windowed(table: Table, options: argparse.Namespace, *, packed: bool) -> None:
-    """Steps of a round that takes groups of a stream, an object each or packed by chunk."""
-    name = "packed: " if packed else "an object each: "
+def windowed(table: Table, options: argparse.Namespace) -> None:
+    """Steps of a round that takes groups of a stream."""
     config = settings(options, max_staleness=1, sampler="windowed")
     run = Run.create_or_open(config)
     checkpoint(run, 0)
-    sampling(table, options, config, packed=packed)
-    stream = full_stream(run, options, packed=packed)
-    table.measure(f"{name}one listing of the stream", stream.look)
+    sampling(table, options)
+    stream = full_stream(run, options)
+    table.measure("windowed: one listing of the stream", stream.look)
     claimant = Claimant(worker="w", most=2 * options.groups, now=now_utc())
     table.measure(
-        f"{name}workers are given their chunks",
+        "windowed: workers are given their chunks",
         lambda: [next(open_chunks(stream, Settled(), claimant), None) for _ in range(10)],
         times=options.workers / 10,
     )
-    seen = Seen(
-        groups=[finished(options, number, packed=packed) for number in range(options.groups)]
-    )
+    groups = [finished(options, number) for number in range(options.groups)]
     intake = table.measure(
-        f"{name}the intake is decided", lambda: decide(0, seen, Settled(), run.config)
+        "windowed: the intake is decided", lambda: decide(0, groups, Settled(), run.config)
     )
-    table.measure(f"{name}the intake is committed", lambda: commit_intake(run, intake))
-    table.measure(f"{name}the intake is read", lambda: read_intake(run, 0))
+    table.measure("windowed: the intake is committed", lambda: commit_intake(run, intake))
+    table.measure("windowed: the intake is read", lambda: read_intake(run, 0))
     table.measure(
-        f"{name}groups of the sealed round are deleted",
+        "windowed: groups of the sealed round are deleted",
         lambda: list(in_order(run.store, run.store.delete, run.store.list(STREAM))),
         at_once=FETCHES_MAX,
     )
 
 
-def finished(options: argparse.Namespace, number: int, *, packed: bool) -> StreamedGroup:
+def finished(options: argparse.Namespace, number: int) -> StreamedGroup:
     """A group as the stream's reader gives it; half of a chunk ended before the other half."""
     chunk, place = divmod(number, options.groups // options.workers)
     key = pack_key(chunk_of(options, chunk), place % 2)
     return StreamedGroup(
         number=number,
-        sha256=f"{chunk * 2 + place % 2:064x}" if packed else f"{number:064x}",
+        sha256=f"{chunk * 2 + place % 2:064x}",
         version=0,
         version_max=0,
         rollouts=options.group_size,
         differs=True,
-        pack=key.rpartition("/")[2] if packed else "",
+        pack=key.rpartition("/")[2],
     )
 
 
@@ -209,54 +205,38 @@ def chunk_of(options: argparse.Namespace, chunk: int) -> range:
     return range(chunk * size, (chunk + 1) * size)
 
 
-def sampling(table: Table, options: argparse.Namespace, config: Config, *, packed: bool) -> None:
-    """Steps that are done with each group or pack, measured on the groups of four chunks."""
+def sampling(table: Table, options: argparse.Namespace) -> None:
+    """Steps that are done with each object of groups, measured on the groups of four chunks."""
     size, chunks = options.groups // options.workers, 4
     small = argparse.Namespace(**{**vars(options), "groups": chunks * size, "workers": chunks})
     run = Run.create_or_open(settings(small, max_staleness=1, sampler="windowed"))
     checkpoint(run, 0)
     stream = GroupStream(run, fingerprint="f" * 64)
     groups = [sampled_group(options, group_id_of(number)) for number in range(chunks * size)]
-    times, name = options.workers / chunks, "packed: " if packed else "an object each: "
+    times = options.workers / chunks
 
     def commit() -> None:
-        for number, each in enumerate(groups):
-            stream.commit(number, each, policy(0), "w")
-
-    def commit_packs() -> None:
         for chunk in range(chunks):
             numbers = chunk_of(options, chunk)
-            chain = PackChain(
-                run=run, numbers=numbers, policy=policy(0), fingerprint="f" * 64, worker="w"
-            )
-            chain.read()
+            log = groups_of_chunk(run, numbers, "f" * 64, policy(0), "w")
+            log.read([CHUNK])
             for half in (numbers[::2], numbers[1::2]):
-                chain.append([groups[number] for number in half])
-
-    def read() -> None:
-        stream.look()
-        stream.read(Settled())
+                log.complete(CHUNK, [groups[number] for number in half])
 
     table.measure(
-        f"{name}workers commit their groups",
-        commit_packs if packed else commit,
-        times=times,
-        at_once=options.workers,
+        "windowed: workers commit their groups", commit, times=times, at_once=options.workers
     )
     table.measure(
-        f"{name}groups are read as they come",
-        read,
-        times=times,
-        at_once=PARTS_MAX if packed else FETCHES_MAX,
+        "windowed: groups are read as they come", stream.look, times=times, at_once=PARTS_MAX
     )
-    intake = decide(0, Seen(groups=stream.groups.values()), Settled(), run.config)
+    intake = decide(0, stream.groups.values(), Settled(), run.config)
     assert intake is not None, "all groups are there"
     taken = commit_intake(run, intake)
     table.measure(
-        f"{name}shards are made of the groups",
+        "windowed: shards are made of the groups",
         lambda: [collect_shard(run, 0, shard, taken) for shard in range(chunks)],
         times=times,
-        at_once=min(SHARDS_IN_FLIGHT * (4 if packed else size), FETCHES_MAX * SHARDS_IN_FLIGHT),
+        at_once=min(SHARDS_IN_FLIGHT * 4, FETCHES_MAX * SHARDS_IN_FLIGHT),
     )
 
 
@@ -265,31 +245,24 @@ class FullStream(GroupStream):
 
     options: argparse.Namespace
 
-    def _each(self, keys: Sequence[str]) -> Iterator[tuple[StreamedGroup, ...]]:
-        for key in keys:
-            numbers = pack_of(key)
-            assert numbers is not None, "packs alone are read by a listing"
-            half = int(key[-len("0.parquet") :][0])
-            yield tuple(finished(self.options, n, packed=True) for n in numbers[half::2])
+    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+        return (pa.py_buffer(b"") for _ in keys)
+
+    def _decoded(self, key: str, data: pa.Buffer) -> tuple[StreamedGroup, ...]:
+        numbers, half = pack_of(key), int(key[-len("0.parquet") :][0])
+        assert numbers is not None, "other objects are no groups"
+        return tuple(finished(self.options, number) for number in numbers[half::2])
 
 
-def full_stream(run: Run, options: argparse.Namespace, *, packed: bool) -> GroupStream:
-    """A stream with the keys of all groups and claims; those of packs were read before."""
+def full_stream(run: Run, options: argparse.Namespace) -> GroupStream:
+    """A stream with the keys of all groups and claims."""
     stream = FullStream(run)
     stream.options = options
     now = datetime.now(UTC)
     for chunk in range(options.workers):
         stream.claim(chunk, f"w{chunk}", 0, now)
-    if packed:
-        keys = [
-            pack_key(chunk_of(options, chunk), half)
-            for chunk in range(options.workers)
-            for half in (0, 1)
-        ]
-    else:
-        keys = [stream_key(number) for number in range(options.groups)]
-    for key in keys:
-        run.store.put_part(key, b"")
+        for half in (0, 1):
+            run.store.put_part(pack_key(chunk_of(options, chunk), half), b"")
     assert run.store.read(claim_key(0, 0))
     return stream
 
@@ -309,8 +282,7 @@ def main() -> None:
     print(f"{'step':48} {'requests':>11} {'CPU s':>10} {'waits s':>10}")
     commit_shard(warm_run(), 0, 0, [sampled_group(options, "g")], "f" * 64, policy(0))
     with_shards_given_out(table, options)
-    windowed(table, options, packed=False)
-    windowed(table, options, packed=True)
+    windowed(table, options)
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / "scale.json"
     path.write_text(json.dumps(table.rows, indent=2) + "\n", encoding="utf-8")

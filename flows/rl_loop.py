@@ -13,10 +13,9 @@ from concurrent.futures import Future
 
 from prefect import flow
 
-from flows.ahead import play_ahead
 from flows.connection import play_flow
 from flows.evaluate import measure, round_after
-from flows.rounds import run_round
+from flows.play import InOrder, run_round
 from flows.server import prefect_api
 from flows.session import (
     HEAVY,
@@ -28,7 +27,7 @@ from flows.session import (
     resume_point,
 )
 from flows.sft import warm_start
-from flows.windowed import play_windowed
+from flows.window import Window
 from marin_rl.config import Config
 from marin_rl.doctor.stages import RL
 from marin_rl.storage.runs import RunRef
@@ -59,9 +58,13 @@ async def play_rounds(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     """Play the rounds after `checkpoint` as `asynchrony` says; return the last checkpoint."""
     config = open_run(run).config
     if config.windowed:
-        return await play_windowed(run, checkpoint)
-    play = play_ahead if config.max_staleness else play_in_turn
-    return await play(run, checkpoint)
+        return await Window(run, checkpoint).play()
+    if config.max_staleness:
+        return await InOrder(run, checkpoint).play()
+    for round in range(round_after(checkpoint), config.rounds):
+        await pause_if_suspended()
+        checkpoint = await run_round(run, round, checkpoint)
+    return checkpoint
 
 
 async def first_checkpoint(run: RunRef) -> SlotRef:
@@ -69,14 +72,6 @@ async def first_checkpoint(run: RunRef) -> SlotRef:
     config = open_run(run).config
     warm = await warm_start(run) if config.policy.init == "sft" else None
     return await StageRunner(config.flow).run(begin, run, warm)
-
-
-async def play_in_turn(run: RunRef, checkpoint: SlotRef) -> SlotRef:
-    """Play the rounds after `checkpoint`, each from the checkpoint of the one before."""
-    for round in range(round_after(checkpoint), open_run(run).config.rounds):
-        await pause_if_suspended()
-        checkpoint = await run_round(run, round, checkpoint)
-    return checkpoint
 
 
 def start(config: Config, stop: Future[None] | None = None) -> SlotRef:

@@ -268,16 +268,16 @@ class RunRuntime:
 
     def _leave_canary(self, policy: ServedPolicy, canary: Canary) -> None:
         """Record the canary by which clients prove this version while others are sampled by."""
-        from marin_rl.inference.client.fleet_sources import canary_board
-        from marin_rl.storage.canaries import ProvenVersion
-        from marin_rl.storage.fleet import run_sha256
+        from marin_rl.inference.client.fleet_sources import board_of
+        from marin_rl.storage.fleet import ProvenVersion, run_sha256
 
         proven = ProvenVersion(
             version=policy.weight_version,
             parameters_digest=policy.parameters_digest,
             canary=canary,
         )
-        canary_board(self._run).add(run_sha256(self._run.folder), proven)
+        board = board_of(self._run.config.inference, self._run.folder)
+        board.prove(run_sha256(self._run.folder), proven)
 
     def _transfer(self, seconds: float, size: int, endpoints: Sequence[str]) -> dict[str, float]:
         """Cost of the weight transfer. Endpoints that must have the weights already get none."""

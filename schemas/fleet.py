@@ -91,14 +91,14 @@ class ProvenRecord(Record):
 
 
 class CanariesRecord(Record):
-    """The canaries of the newest checkpoints of a run: see `storage.canaries`."""
+    """The canaries of the newest checkpoints of a run: see `storage.fleet`."""
 
     run_sha256: Sha256
     canaries: Annotated[list[ProvenRecord], Field(max_length=CANARIES_MAX)]
 
 
 class SamplingRecord(Record):
-    """The checkpoint that workers of a pool sample by: see `storage.sampling_target`.
+    """The checkpoint that workers of a pool sample by: see `storage.fleet`.
 
     `state` is open, or closed: no new groups until it is open again.
     """

@@ -12,7 +12,7 @@ from prefect import task
 
 from marin_rl.batching.build import build_round
 from marin_rl.errors import StorageError
-from marin_rl.rollouts.intake import take_groups
+from marin_rl.rollouts.streaming import take_groups
 from marin_rl.rounds import close_round
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.storage.tables.intakes import collect_shard

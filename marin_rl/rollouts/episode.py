@@ -33,8 +33,12 @@ from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.rollouts.concurrent import all_of
-from marin_rl.rollouts.continuing import Diverged, KeepsTurns, results_unless_interrupted
+from marin_rl.rollouts.interruption import (
+    Diverged,
+    KeepsTurns,
+    all_of,
+    results_unless_interrupted,
+)
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import (
     ABORTED,

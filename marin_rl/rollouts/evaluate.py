@@ -26,8 +26,14 @@ from marin_rl.environments.mixture import labelled, parts_of, sampling_for
 from marin_rl.environments.registry import construct, loaded_environment
 from marin_rl.environments.scoring import Judge
 from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.clients import policy_client
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
-from marin_rl.rollouts.generate import refuse_if_mostly_errors, sample_groups, sampling_fields
+from marin_rl.rollouts.generate import (
+    SamplingJob,
+    refuse_if_mostly_errors,
+    sample_groups,
+    sampling_fields,
+)
 from marin_rl.rollouts.trajectories import GroupRequest, last_completion
 from marin_rl.storage.commits import (
     commit_slot,
@@ -138,13 +144,13 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
         config = run.config.model_copy(update={"environment": held_out.config})
         # The same in every round but for the groups' names.
         requests = requests_of(run.config, f"eval/{round_name(round)}", held_out, run.seed_of)
-        groups += await sample_groups(
-            config,
-            policy,
-            held_out.environment,
-            requests,
-            ProgressEvent(run_id=run.run_id, stage="evaluate", round=round),
+        job = SamplingJob(
+            config=config,
+            policy=policy,
+            environment=held_out.environment,
+            progress=ProgressEvent(run_id=run.run_id, stage="evaluate", round=round),
         )
+        groups += await sample_groups(job, requests, policy_client(config, policy))
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"evaluation of {round_name(round)}"
     )

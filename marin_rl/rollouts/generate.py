@@ -1,18 +1,19 @@
 """The generate stage: one shard of a round's rollouts, sampled, scored and committed.
 
-What a shard asks for depends on the run's content, the round and the shard alone: its examples, and
-a seed per sample. So shards may be made in any order, at once, or again. Groups are sampled
-concurrently and scored as they arrive. Nothing is visible before the one create that commits all;
-with `rollouts.commit_groups` each group is durable before that, under a private name. Leaves out
-one group's sampling (`sampler`).
+    requests (examples, seeds) ─► sample_groups(job, requests, client, log) ─► commit_shard
+    GroupSampler.sample ─► EpisodeDriver.play_group ─► client.chat ─► Scorer ─► log.commit
+
+What a shard asks for depends on the run's content, the round and the shard alone, so shards may be
+made in any order, at once, or again. Groups are sampled concurrently and scored as they arrive.
+Nothing is visible before the one create that commits all. Leaves out one group's sampling
+(`sampler`), and what is durable before its shard (`early_groups`).
 """
 
 import asyncio
-import os
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from marin_rl.config import Config, fingerprint_fields
@@ -30,35 +31,30 @@ from marin_rl.errors import (
     ToolFault,
 )
 from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.proofs import PolicyProof
-from marin_rl.inference.client.publishing import Publisher
-from marin_rl.inference.client.routes import client_of
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
-from marin_rl.rollouts.concurrent import all_of
+from marin_rl.rollouts.clients import policy_client
 from marin_rl.rollouts.curriculum import Curriculum, chosen_example, decide
-from marin_rl.rollouts.early_end import first_done
+from marin_rl.rollouts.early_groups import (
+    CommittedMembers,
+    EarlyGroups,
+    FirstDone,
+    pushed_groups,
+)
 from marin_rl.rollouts.episode import Bridge, EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
-from marin_rl.rollouts.in_flight import fleet_options
-from marin_rl.rollouts.interruption import Interrupted, InterruptibleClient, Interruption
-from marin_rl.rollouts.partial import PartialSampling
-from marin_rl.rollouts.pushed import pushed_groups
+from marin_rl.rollouts.partial import in_pieces
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
-from marin_rl.rollouts.sampler import GroupSampler, Meter, Pieces
+from marin_rl.rollouts.sampler import GroupSampler, Meter
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import REQUEST_FAULTS, TURNS_MAX_DEFAULT, GroupRequest
 from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
-from marin_rl.storage.tables.partials import partials_of_shard
-from marin_rl.storage.tables.pieces import ShardPieces
+from marin_rl.storage.tables.group_log import members_of_shard, partials_of_shard
 from marin_rl.storage.tables.rollouts import commit_shard, commit_tables, shard_ref
 from marin_rl.tokenizers import template_options, unlisted_end_ids
 from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import CONTENT_VERSION, UNFINISHED
-
-Connect = Callable[..., PolicyClient]
 
 
 async def generate_shard(
@@ -85,20 +81,13 @@ async def generate_shard(
     if run.config.rollouts.source == "pushed":
         pushed = await pushed_groups(run, round, shard, replace(progress, total=len(requests)))
         return await asyncio.to_thread(commit_tables, run, round, shard, pushed, digest)
-    partial = PartialSampling.of(run.config, partials_of_shard(run, round, shard, digest, policy))
-    pieces = None
-    if run.config.rollouts.commit_groups or partial is not None:
-        pieces = ShardPieces(run, round, shard, digest, policy)
-    groups = await sample_groups(
-        run.config,
-        policy,
-        environment,
-        requests,
-        progress,
-        pieces=pieces,
-        first=groups_taken_of(run.config, shard),
-        partial_sampling=partial,
-    )
+    client = policy_client(run.config, policy)
+    if run.config.piece_tokens is not None:
+        partials = partials_of_shard(run, round, shard, digest, policy)
+        client = in_pieces(run.config, client, partials, requests)
+    job = SamplingJob(config=run.config, policy=policy, environment=environment, progress=progress)
+    log = _log_of(run, round, shard, digest, policy, requests)
+    groups = await sample_groups(job, requests, client, log)
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"{round_name(round)}, shard {shard}"
     )
@@ -147,12 +136,26 @@ def shard_fingerprint(
     return fingerprint("shard", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)
 
 
-def groups_taken_of(config: Config, shard: int) -> int | None:
-    """Number of finished groups with which a shard ends (`select: first_done`); None for all."""
-    if config.asynchrony is None or config.asynchrony.select != "first_done":
-        return None
-    groups, shards = config.rollouts.groups_per_round, config.rollouts.shards_per_round
-    return groups * (shard + 1) // shards - groups * shard // shards
+def _log_of(
+    run: Run,
+    round: int,
+    shard: int,
+    digest: str,
+    policy: ServedPolicy,
+    requests: Sequence[GroupRequest],
+) -> EarlyGroups:
+    """The log of a shard, which ends sampling by the first groups where a round selects those."""
+    rollouts, first_done = run.config.rollouts, None
+    if run.config.asynchrony is not None and run.config.asynchrony.select == "first_done":
+        groups, shards = rollouts.groups_per_round, rollouts.shards_per_round
+        count = groups * (shard + 1) // shards - groups * shard // shards
+        first_done = FirstDone(
+            policy=policy, requests=requests, count=count, members_min=rollouts.group_size_min
+        )
+    if rollouts.commit_groups or run.config.piece_tokens is not None:
+        members = members_of_shard(run, round, shard, digest, policy)
+        return CommittedMembers(members, first_done)
+    return EarlyGroups(first_done)
 
 
 def candidate_fields(config: Config) -> dict[str, Any]:
@@ -232,105 +235,59 @@ def group_request(config: Config, group_id: str, example: Example, seed: int) ->
     )
 
 
-async def sample_groups(  # noqa: PLR0913 - what is sampled, by whom, and how it ends
-    config: Config,
-    policy: ServedPolicy,
-    environment: Environment,
-    requests: Sequence[GroupRequest],
-    progress: ProgressEvent,
-    *,
-    connect: Connect | None = None,
-    bridge: Bridge | None = None,
-    pieces: Pieces | None = None,
-    first: int | None = None,
-    partial_sampling: PartialSampling | None = None,
-    interruption: Interruption | None = None,
-) -> list[RolloutGroup]:
-    """Sample and score groups concurrently; they come back in the order of `requests`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingJob:
+    """The policy and the environment that groups are sampled by, as `config` says.
 
-    With `pieces`, members that are committed are not sampled again, and groups are committed as
-    they are finished, or their members as those end. With `first`, that many finished groups are
-    waited for, and the others are cancelled: see `first_done`. With `partial_sampling`, groups
-    that are interrupted are committed as far as they got, and left out; without it, groups that
-    have not begun when `interruption` is requested between groups are left out.
-
-    `connect` makes the client, by default that of `inference.route`. `bridge` joins the turns of
-    episodes that have several, by default as the policy's chat template does. Publishes `progress`
-    with its numbers as each group is done. Raises what no single group can bear: StalePolicy,
-    InputError. Cancelling cancels every request.
+    `progress` is published with its numbers as each group is done. `bridge` joins the turns of
+    episodes that have several; None as the policy's chat template does.
     """
-    meter = Meter(replace(progress, total=len(requests)))
-    template = TemplateBridge(config.policy)
-    finished = await asyncio.to_thread(pieces.read) if pieces is not None else {}
-    async with _connected(config, policy, connect, template) as connected:
-        client: ChatClient = connected
-        if partial_sampling is not None:
-            client = await partial_sampling.client(connected, policy, requests)
-        elif interruption is not None:
-            inference = config.inference
-            at_once = inference.requests_in_flight_max * (inference.turns_per_request or 1)
-            client = InterruptibleClient(connected, interruption, at_once)
+
+    config: Config
+    policy: ServedPolicy
+    environment: Environment
+    progress: ProgressEvent
+    bridge: Bridge | None = None
+
+
+async def sample_groups(
+    job: SamplingJob,
+    requests: Sequence[GroupRequest],
+    client: AbstractAsyncContextManager[ChatClient],
+    log: EarlyGroups | None = None,
+) -> list[RolloutGroup]:
+    """Sample and score groups concurrently; in the order of `requests`.
+
+    How completions are asked for is the client's: whole, in pieces, or interrupted. What is durable
+    before all have ended, and how many are waited for, is the log's. Raises what no single group
+    can bear: StalePolicy, InputError. Cancelling cancels every request.
+    """
+    log, settings = log or EarlyGroups(), job.config.environment
+    meter = Meter(replace(job.progress, total=len(requests)))
+    async with client as connected:
+        finished = await asyncio.to_thread(log.read, [request.group_id for request in requests])
         samplers = {
             part.label: GroupSampler(
-                _driver_of(config, policy, part, client, bridge, template),
+                _driver_of(job, part, connected),
                 scorer_for(part.environment, part.config),
                 meter.count,
-                pieces,
+                log,
                 finished,
             )
-            for part in parts_of(environment, config.environment)
+            for part in parts_of(job.environment, settings)
         }
-        labels = [part_for(environment, config.environment, r.example).label for r in requests]
+        labels = [part_for(job.environment, settings, r.example).label for r in requests]
         pairs = zip(labels, requests, strict=True)
-        sampling = [samplers[label].sample(request) for label, request in pairs]
-        if partial_sampling is not None or interruption is not None:
-            return [group for group in await all_of(map(_unless_interrupted, sampling)) if group]
-        if first is None:
-            return await all_of(sampling)
-        return await first_done(sampling, requests, policy, first, config.rollouts.group_size_min)
+        return await log.collect([samplers[label].sample(request) for label, request in pairs])
 
 
-def _connected(
-    config: Config, policy: ServedPolicy, connect: Connect | None, template: TemplateBridge
-) -> AbstractAsyncContextManager[ChatClient]:
-    """The client of a policy's endpoints, by `connect` or as the configuration says."""
-    inference = config.inference
-    options: dict[str, Any] = {}
-    if connect is None:
-        connect = client_of(inference, template)
-        # A policy with a canary is served by a fleet, which the client proves as it joins.
-        if policy.canary is not None:
-            options = fleet_options(config, policy)
-            options["proof"] = PolicyProof(
-                canary=policy.canary, weights=_sent_weights(config, policy)
-            )
-            options["admin_key"] = os.environ.get(inference.server.admin_key_variable)
-    return connect(
-        endpoints=policy.endpoints,
-        model=policy.model,
-        api_key=os.environ.get(inference.api_key_variable),
-        timeout_s=inference.request_timeout_s,
-        attempts_max=inference.request_attempts_max,
-        in_flight_max=inference.requests_in_flight_max,
-        turns_per_request=inference.turns_per_request or 1,
-        **options,
-    )
-
-
-def _driver_of(
-    config: Config,
-    policy: ServedPolicy,
-    part: Part,
-    client: ChatClient,
-    bridge: Bridge | None,
-    template: TemplateBridge,
-) -> EpisodeDriver | FinishedDriver:
-    """The driver of an environment; `template` joins turns unless there is another `bridge`."""
+def _driver_of(job: SamplingJob, part: Part, client: ChatClient) -> EpisodeDriver | FinishedDriver:
+    config, template = job.config, TemplateBridge(job.config.policy)
     if isinstance(part.environment, ReturnsRollouts):
         from marin_rl.tokenizers import tokenizer_for  # seconds, which others do not need
 
         return FinishedDriver(
-            policy=policy,
+            policy=job.policy,
             environment=part.environment,
             settings=part.config,
             config=config,
@@ -341,46 +298,17 @@ def _driver_of(
         template = TemplateBridge(config.policy, options)
     return EpisodeDriver(
         client=client,
-        policy=policy,
+        policy=job.policy,
         environment=part.environment,
         settings=part.config,
-        bridge=bridge or template,
+        bridge=job.bridge or template,
         render=template.prompt if part.config.on_broken_prefix == "segments" else None,
         tool_turns=ToolTurns(config.policy, part.config),
         turns_max=part.config.turns_max or TURNS_MAX_DEFAULT,
         context_length=config.policy.context_length,
         template_options=options,
-        stop_token_ids=_asked_ends(config),
-    )
-
-
-def _asked_ends(config: Config) -> tuple[int, ...]:
-    """End tokens that endpoints are asked for; the embedded engine has them."""
-    return unlisted_end_ids(config.policy) if config.inference.endpoints else ()
-
-
-async def _unless_interrupted(
-    sampling: Coroutine[Any, Any, RolloutGroup],
-) -> RolloutGroup | None:
-    """A group; None where it was interrupted."""
-    try:
-        return await sampling
-    except Interrupted:
-        return None
-
-
-def _sent_weights(config: Config, policy: ServedPolicy) -> Publisher | None:
-    """The weights that endpoints are sent; None where they have, or take, them by themselves."""
-    publish = config.inference.publish
-    if policy.weights is None or (
-        publish != "vllm_reload" and publish != "update_weights_from_disk"
-    ):
-        return None
-    return Publisher(
-        kind=publish,
-        folder=policy.weights,
-        version=policy.weight_version,
-        digest=policy.parameters_digest,
+        # The embedded engine has them.
+        stop_token_ids=unlisted_end_ids(config.policy) if config.inference.endpoints else (),
     )
 
 

@@ -3,7 +3,7 @@
 A completion is asked for a piece of tokens at a time, from the exact ids of its prompt and of what
 was sampled. A token's random number follows from the seed and its position, so the pieces are what
 one request would have brought. After each piece the unfinished completions of a group are committed
-(`storage.tables.partials`). There they may be interrupted, and there another process, or the next
+(`storage.tables.group_log`). There they may be interrupted, and there another process, or the next
 policy, goes on. Borders are at multiples of the piece's length in every process: a run that was
 killed asks for what an undisturbed one asks for. A stop string may begin in one piece and end in
 the next, where no endpoint sees it whole: it is looked for here, and what was sampled after it is
@@ -11,7 +11,8 @@ left out. Leaves out scores and finished groups (`sampler`).
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from weakref import WeakKeyDictionary
@@ -26,9 +27,7 @@ from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.stops import StopWatch, text_before_stop
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart, total_seconds
-from marin_rl.rollouts.concurrent import all_of
-from marin_rl.rollouts.continuing import Diverged
-from marin_rl.rollouts.interruption import Interrupted, Interruption
+from marin_rl.rollouts.interruption import Diverged, Interrupted, Interruption, all_of
 from marin_rl.rollouts.partial_members import GOES_ON, GroupRecord, Member, records_of
 from marin_rl.rollouts.trajectories import (
     LENGTH,
@@ -37,7 +36,7 @@ from marin_rl.rollouts.trajectories import (
     check_identity,
     check_prompt,
 )
-from marin_rl.storage.tables.partials import PartialGroups
+from marin_rl.storage.tables.group_log import GroupLog
 from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.types import Message, RolloutGroup, Sampling, ServedPolicy
 
@@ -51,38 +50,17 @@ Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids
 class PartialSampling:
     """Settings of sampling in pieces of `tokens` tokens.
 
-    `groups` has what earlier processes sampled; parts by policies before `oldest` are sampled
-    again, for no round could take them any more. `proves` asks endpoints first whether they go on
-    from ids.
+    `log` has what earlier processes sampled; parts by policies before `oldest` are sampled again,
+    for no round could take them any more. `proves` asks endpoints first whether they go on from
+    ids.
     """
 
-    groups: PartialGroups
+    log: GroupLog
     tokens: int
     decode: Decode
     interruption: Interruption = field(default_factory=Interruption)
     oldest: int = 0
     proves: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        groups: PartialGroups,
-        interruption: Interruption | None = None,
-        *,
-        oldest: int = 0,
-    ) -> "PartialSampling | None":
-        """Settings of a run; None where its completions are sampled whole."""
-        if config.piece_tokens is None:
-            return None
-        return cls(
-            groups=groups,
-            tokens=config.piece_tokens,
-            decode=_decoder_of(config),
-            interruption=interruption or Interruption(),
-            oldest=oldest,
-            proves=bool(config.inference.endpoints),
-        )
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of some tokens."""
@@ -95,18 +73,44 @@ class PartialSampling:
             return text
         return text_before_stop(self.text_of, ids, stop)
 
+    @asynccontextmanager
     async def client(
-        self, client: ChatClient, policy: ServedPolicy, requests: Sequence[GroupRequest]
-    ) -> "PiecewiseClient":
-        """A client that samples in pieces, from what is committed of these groups on.
+        self,
+        endpoints: AbstractAsyncContextManager[ChatClient],
+        policy: ServedPolicy,
+        requests: Sequence[GroupRequest],
+    ) -> "AsyncIterator[PiecewiseClient]":
+        """Yield a client that samples in pieces, from what is committed of these groups on.
 
         Raises InputError for an endpoint that does not go on from ids.
         """
-        if self.proves and requests:
-            await _proofs_here().prove(client, policy, requests[0])
-        names = [request.group_id for request in requests]
-        chains = await asyncio.to_thread(self.groups.read, names)
-        return PiecewiseClient(self, client, policy, requests, chains)
+        async with endpoints as client:
+            if self.proves and requests:
+                await _proofs_here().prove(client, policy, requests[0])
+            chains = await asyncio.to_thread(self.log.read, [r.group_id for r in requests])
+            yield PiecewiseClient(self, client, policy, requests, chains)
+
+
+def in_pieces(
+    config: Config,
+    client: AbstractAsyncContextManager[ChatClient],
+    log: GroupLog,
+    requests: Sequence[GroupRequest],
+    interruption: Interruption | None = None,
+    *,
+    oldest: int = 0,
+) -> AbstractAsyncContextManager[ChatClient]:
+    """A client of the policy of `log` that samples groups in pieces, as a run is configured."""
+    assert config.piece_tokens is not None, "the run samples whole completions"
+    partial = PartialSampling(
+        log=log,
+        tokens=config.piece_tokens,
+        decode=_decoder_of(config),
+        interruption=interruption or Interruption(),
+        oldest=oldest,
+        proves=bool(config.inference.endpoints),
+    )
+    return partial.client(client, log.policy, requests)
 
 
 class PiecewiseClient(ChatClient):
@@ -297,13 +301,8 @@ class PiecewiseClient(ChatClient):
             if not parts:  # another member's commit has them
                 return
             maker = RolloutMaker(self._policy, record.request, datetime.now(UTC))
-            group = RolloutGroup(
-                group_id=record.request.group_id,
-                example=record.request.example,
-                rollouts=tuple(map(maker.part, parts)),
-                group_size=record.request.size,
-            )
-            await asyncio.to_thread(self._settings.groups.append, group)
+            group = record.request.group_of(tuple(map(maker.part, parts)))
+            await asyncio.to_thread(self._settings.log.go_on, group.group_id, group)
 
     def _joined(
         self, members: Sequence[Member], timings: Sequence[ServerTimings], stop: Sequence[str]

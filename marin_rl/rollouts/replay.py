@@ -19,7 +19,7 @@ from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.environments.scoring import Score, fault_of, scorer_for
 from marin_rl.errors import InputError, MarinRLError
-from marin_rl.rollouts.concurrent import all_of
+from marin_rl.rollouts.interruption import all_of
 from marin_rl.rollouts.tool_turns import ToolTurns, score_recorded
 from marin_rl.rollouts.trajectories import (
     ENVIRONMENT_ERROR,

@@ -1,8 +1,8 @@
-"""Sampling of one group: its members are played, scored, and committed where that is asked for.
+"""Sampling of one group: its members are played, scored, and committed where the log takes them.
 
 Members of a group with dialogues end at different times, so each may be durable before the others
 have ended: a process that is killed then costs the members that it was playing. Leaves out how a
-member is played (`episode`), and which groups a shard has (`generate`).
+member is played (`episode`), the log (`early_groups`), and which groups a shard has (`generate`).
 """
 
 import asyncio
@@ -10,45 +10,27 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Protocol, runtime_checkable
 
 from marin_rl.environments.episode import HasEpisodes
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import MarinRLError
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.assemble import RolloutMaker
+from marin_rl.rollouts.early_groups import EarlyGroups
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.trajectories import REQUEST_FAULTS, GroupRequest, Trajectory, score_group
 from marin_rl.types import Rollout, RolloutGroup
 
 
-@runtime_checkable
-class Pieces(Protocol):
-    """Store of groups that are committed one by one: of a shard, or of a stream."""
-
-    @property
-    def takes_members(self) -> bool:
-        """True where members may be committed without the rest of their group."""
-        ...
-
-    def read(self) -> Mapping[str, Mapping[int, Rollout]]:
-        """Members that are committed, by group and index."""
-        ...
-
-    def commit(self, group: RolloutGroup) -> Mapping[int, Rollout]:
-        """Commit a group, or some of its members; those that are committed now, by index."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """Samples and scores groups; `finished` are members that are committed, by group and index."""
+    """Samples and scores groups; `finished` are members that `log` had, by group and index."""
 
     driver: EpisodeDriver | FinishedDriver
     scorer: Scorer
     count: Callable[[RolloutGroup], None]
-    pieces: Pieces | None
+    log: EarlyGroups
     finished: Mapping[str, Mapping[int, Rollout]]
 
     async def sample(self, request: GroupRequest) -> RolloutGroup:
@@ -58,7 +40,7 @@ class GroupSampler:
         if missing:
             asked = replace(request, members=missing) if members else request
             members |= await self._played(asked)
-        group = _group_of(request, tuple(members[index] for index in range(request.size)))
+        group = request.group_of(tuple(members[index] for index in range(request.size)))
         self.count(group)
         return group
 
@@ -80,7 +62,7 @@ class GroupSampler:
 
         Members of one turn end together, and a score that compares members needs all of them.
         """
-        if self.pieces is None or not self.pieces.takes_members:
+        if not self.log.takes_members:
             return False
         several = isinstance(driver.environment, HasEpisodes) and driver.turns_max > 1
         return several and not await self.scorer.scores_groups()
@@ -93,25 +75,16 @@ class GroupSampler:
         Where a score depends on the other members, a group is committed whole or not at all.
         """
         good = tuple(r for r in played.values() if r.status not in ("error", "aborted"))
-        if self.pieces is None or not good:
+        if not self.log.takes_groups or not good:
             return {}
         if len(good) < request.size and await self.scorer.scores_groups():
             return {}
-        return await asyncio.to_thread(self.pieces.commit, _group_of(request, good))
-
-
-def _group_of(request: GroupRequest, rollouts: tuple[Rollout, ...]) -> RolloutGroup:
-    return RolloutGroup(
-        group_id=request.group_id,
-        example=request.example,
-        rollouts=rollouts,
-        group_size=request.size,
-    )
+        return await asyncio.to_thread(self.log.commit, request.group_of(good))
 
 
 @dataclass(slots=True)
 class _EndedMembers:
-    """Members of a group that have ended: scored, and committed where there are pieces."""
+    """Members of a group that have ended: scored, and committed where the log takes them."""
 
     sampler: GroupSampler
     request: GroupRequest

@@ -1,47 +1,57 @@
-"""Sampling into a stream (`asynchrony.sampler: windowed`): chunks of groups, claimed and committed.
+"""Sampling into a stream, and the rounds that take of it (`asynchrony.sampler: windowed`).
 
-A group is committed as soon as it is finished, by whichever policy this process was given. What a
-group asks for depends on its number alone, so any worker may sample any chunk. Leaves out what a
-round takes of the stream (`storage.tables.intakes`).
+Groups are claimed by chunks and committed as they end, by whichever policy this process was given.
+What a group asks for depends on its number alone, so any worker may sample any chunk. A round looks
+at the stream, decides, and commits its intake. Leaves out the records (`storage.tables`).
 """
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from threading import Lock
-from typing import Any, TypeVar
 
 from marin_rl.config import Config
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import StorageError
-from marin_rl.inference.client.fleet_sources import sampling_board
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.generate import group_request, refuse_if_mostly_errors, sample_groups
-from marin_rl.rollouts.in_flight import in_flight_client
-from marin_rl.rollouts.interruption import Interruption
-from marin_rl.rollouts.partial import PartialSampling
+from marin_rl.rollouts.clients import stream_client
+from marin_rl.rollouts.early_groups import EarlyGroups, Members, Sampling
+from marin_rl.rollouts.generate import (
+    SamplingJob,
+    group_request,
+    refuse_if_mostly_errors,
+    sample_groups,
+)
+from marin_rl.rollouts.interruption import Interruption, interruptible
+from marin_rl.rollouts.partial import in_pieces
 from marin_rl.rollouts.trajectories import GroupRequest
-from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.intakes import Settled
-from marin_rl.storage.tables.packs import PackChain
-from marin_rl.storage.tables.partials import partials_of_stream
+from marin_rl.storage.commits import committed_manifest
+from marin_rl.storage.runs import Run, checkpoint_slot
+from marin_rl.storage.tables.group_log import GroupLog, groups_of_chunk, partials_of_stream
+from marin_rl.storage.tables.intakes import (
+    Intake,
+    Settled,
+    commit_intake,
+    decide,
+    intake_ref,
+    settled_before,
+)
 from marin_rl.storage.tables.stream import (
     Claim,
     GroupStream,
     chunk_size,
-    groups_in,
+    groups_alone,
     numbers_of,
     stream_fingerprint,
 )
-from marin_rl.storage.tables.streamed import number_of
-from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
+from marin_rl.types import Rollout, RolloutGroup, ServedPolicy, SlotRef
 
+CHUNK = "chunk"  # the chain of a chunk's groups in its log
 TARGET_POLL_S = 0.5
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -152,60 +162,47 @@ def group_id_of(number: int) -> str:
     return f"stream/group-{number:08d}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Committing:
-    """Commits groups of the stream as they are finished: what `sample_groups` calls pieces."""
+class ChunkLog(EarlyGroups):
+    """Log of a chunk, which commits whole groups that ended since the last commit as one object.
 
-    stream: GroupStream
-    packs: PackChain
-    takes_members: bool = False  # a claim is of whole groups
+    `every_s` are the seconds between commits; 0: a group is committed as soon as it ends.
+    """
 
-    def read(self) -> dict[str, dict[int, Rollout]]:
+    takes_groups = True  # and no members: a claim is of whole groups
+
+    def __init__(self, log: GroupLog, numbers: range, every_s: float) -> None:
+        super().__init__()
+        self._log, self._numbers, self._every_s = log, numbers, every_s
+        self._waiting = list[RolloutGroup]()
+        self._lock = Lock()  # groups end in several threads
+
+    def read(self, group_ids: Sequence[str]) -> dict[str, dict[int, Rollout]]:
         """Members of groups that are finished, by group and index."""
-        groups = [*self.packs.read(), *groups_in(self.stream.run, self.packs.numbers)]
+        packed = self._log.read([CHUNK]).get(CHUNK, [])
+        groups = [*packed, *groups_alone(self._log.run, self._numbers)]
         return {g.group_id: {r.index_in_group: r for r in g.rollouts} for g in groups}
 
-    def commit(self, group: RolloutGroup) -> dict[int, Rollout]:
+    def commit(self, group: RolloutGroup) -> Members:
         """Commit a whole group; one that lacks members waits until its chunk is judged."""
         if len(group.rollouts) == group.group_size:
-            self.add(group)
+            self._waiting.append(group)
+            if not self._every_s:
+                self.flush()
         return {}
 
-    def add(self, group: RolloutGroup) -> None:
-        """Commit a whole group."""
-        number = number_of(group.group_id)
-        self.stream.commit(number, group, self.packs.policy, self.packs.worker)
-
     def flush(self) -> None:
-        """Commit what waits for further groups: nothing does."""
+        """Commit the groups that wait. Raises as `GroupLog.complete`; they wait on then."""
+        with self._lock:
+            groups = [*self._waiting]
+            self._log.complete(CHUNK, groups)
+            del self._waiting[: len(groups)]
 
-    async def flushing(self, sampling: Coroutine[Any, Any, T]) -> T:
-        """Sample, with what is finished committed in time."""
-        return await sampling
-
-
-@dataclass(frozen=True, slots=True)
-class _Packing(_Committing):
-    """Commits the groups that have ended since the last commit as one object, every so often."""
-
-    every_s: float = 1.0
-    waiting: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
-    lock: Lock = field(default_factory=Lock)  # groups end in several threads
-
-    def add(self, group: RolloutGroup) -> None:
-        """Have a group committed with the next pack."""
-        self.waiting.append(group)
-
-    def flush(self) -> None:
-        """Commit the groups that wait. Raises as `PackChain.append`; they wait on then."""
-        with self.lock:
-            groups = [*self.waiting]
-            self.packs.append(groups)
-            del self.waiting[: len(groups)]
-
-    async def flushing(self, sampling: Coroutine[Any, Any, T]) -> T:
-        """Sample, with a commit every so often, and a last one however sampling ends."""
-        tasks = asyncio.ensure_future(sampling), asyncio.ensure_future(self._flush_regularly())
+    async def collect(self, sampling: Sampling) -> list[RolloutGroup]:
+        """Groups, with a commit every so often, and a last one however sampling ends."""
+        collecting = super().collect(sampling)
+        if not self._every_s:
+            return await collecting
+        tasks = asyncio.ensure_future(collecting), asyncio.ensure_future(self._flush_regularly())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[1].done():
@@ -219,26 +216,19 @@ class _Packing(_Committing):
 
     async def _flush_regularly(self) -> None:
         while True:
-            await asyncio.sleep(self.every_s)
+            await asyncio.sleep(self._every_s)
             await asyncio.to_thread(self.flush)
 
-
-def _committing(
-    run: Run, chunk: int, policy: ServedPolicy, worker: str, environment: Environment
-) -> _Committing:
-    """Return the committer of a chunk's groups that the run's configuration asks for."""
-    decided = stream_fingerprint(
-        run.config, environment.version, policy.tokenizer_digest, policy.chat_template_digest
-    )
-    stream = GroupStream(run, fingerprint=decided)
-    numbers = numbers_of(run.config, chunk)
-    packs = PackChain(
-        run=run, numbers=numbers, policy=policy, fingerprint=decided, worker=worker
-    )  # fmt: skip
-    every_s = run.config.asynchrony.commit_every_s if run.config.asynchrony else None
-    if every_s is None:
-        return _Committing(stream, packs)
-    return _Packing(stream, packs, every_s=every_s)
+    def commit_failed(self, groups: Sequence[RolloutGroup]) -> None:
+        """Commit the groups with members that failed, which were not committed as they ended."""
+        failed = (
+            group
+            for group in groups
+            if any(rollout.status in ("error", "aborted") for rollout in group.rollouts)
+        )
+        for group in failed:
+            self.commit(group)
+        self.flush()
 
 
 async def sample_chunk(
@@ -255,46 +245,88 @@ async def sample_chunk(
     where completions are sampled in pieces. Raises as `generate_shard` does; the groups that
     are committed by then stay.
     """
-    environment = environment_of(run.config)
-    committing = _committing(run, chunk, policy, worker, environment)
+    config, environment = run.config, environment_of(run.config)
+    interruption = interruption or Interruption()
+    fingerprint = stream_fingerprint(
+        config, environment.version, policy.tokenizer_digest, policy.chat_template_digest
+    )
+    numbers = numbers_of(config, chunk)
+    every_s = config.asynchrony.commit_every_s if config.asynchrony else None
+    log = ChunkLog(
+        groups_of_chunk(run, numbers, fingerprint, policy, worker), numbers, every_s or 0.0
+    )
     # What a round took may be gone from the stream since.
-    left = [n for n in numbers_of(run.config, chunk) if n not in (settled or Settled())]
+    left = [number for number in numbers if number not in (settled or Settled())]
     requests = stream_requests(run, left, environment)
+    client = stream_client(run, policy)
+    if config.piece_tokens is None:
+        at_once = config.inference.requests_in_flight_max * (
+            config.inference.turns_per_request or 1
+        )
+        client = interruptible(client, interruption, at_once)
+    else:
+        # No round that starts from this checkpoint could take groups of earlier policies.
+        oldest = policy.weight_version - config.staleness_rounds_max
+        partials = partials_of_stream(run, fingerprint, policy, worker)
+        client = in_pieces(config, client, partials, requests, interruption, oldest=oldest)
     progress = ProgressEvent(
         run_id=run.run_id,
         stage="generate",
         round=policy.weight_version,
         message=f"chunk {chunk}",
     )
-    partials = partials_of_stream(run, committing.packs.fingerprint, policy, worker)
-    # No round that starts from this checkpoint could take groups of earlier policies.
-    oldest = policy.weight_version - run.config.staleness_rounds_max
-    partial = PartialSampling.of(run.config, partials, interruption, oldest=oldest)
-    sampling = sample_groups(
-        run.config,
-        policy,
-        environment,
-        requests,
-        progress,
-        connect=in_flight_client(run, policy),
-        pieces=committing,
-        partial_sampling=partial,
-        interruption=interruption,
-    )
-    groups = await committing.flushing(sampling)
+    job = SamplingJob(config=config, policy=policy, environment=environment, progress=progress)
+    groups = await sample_groups(job, requests, client, log)
     refuse_if_mostly_errors(
-        groups, run.config.rollouts.errors_max_fraction, f"chunk {chunk} of the stream"
+        groups, config.rollouts.errors_max_fraction, f"chunk {chunk} of the stream"
     )
-    await asyncio.to_thread(_commit_rest, committing, groups)
+    await asyncio.to_thread(log.commit_failed, groups)
     return len(groups)
 
 
-def _commit_rest(committing: _Committing, groups: list[RolloutGroup]) -> None:
-    """Commit the groups with members that failed, which were not committed on the way."""
-    for group in groups:
-        if any(rollout.status in ("error", "aborted") for rollout in group.rollouts):
-            committing.commit(group)
-    committing.flush()
+_streams: dict[str, GroupStream] = {}  # by run: what was read of its stream is not read again
+
+
+def is_ready(run: Run, round: int, *, ended: bool = False) -> bool:
+    """True if a round can take its groups now. Raises as `take_groups`."""
+    return intake_ref(run, round) is not None or _decided(run, round, ended=ended) is not None
+
+
+def take_groups(run: Run, round: int, *, ended: bool = False) -> SlotRef | None:
+    """The committed intake of a round; None where there are too few groups to decide it.
+
+    With `ended`, no further groups are sampled, and none under way is waited for. Raises
+    CommitConflict for groups of a worker with other settings, CorruptObject, StorageError.
+    """
+    existing = intake_ref(run, round)
+    if existing is not None:
+        return existing
+    intake = _decided(run, round, ended=ended)
+    return None if intake is None else commit_intake(run, intake)
+
+
+def _decided(run: Run, round: int, *, ended: bool) -> Intake | None:
+    stream, settled = _stream_of(run), settled_before(run, round)
+    stream.look()
+    versions = under_way(stream, settled, now_utc())
+    return decide(
+        round, stream.groups.values(), settled, run.config, under_way=versions, ended=ended
+    )
+
+
+def _stream_of(run: Run) -> GroupStream:
+    if run.folder.url not in _streams:
+        names = committed_manifest(run.store, checkpoint_slot(0)).extra
+        _streams[run.folder.url] = GroupStream(
+            run,
+            fingerprint=stream_fingerprint(
+                run.config,
+                environment_of(run.config).version,
+                str(names["tokenizer_digest"]),
+                str(names["chat_template_digest"]),
+            ),
+        )
+    return _streams[run.folder.url]
 
 
 def now_utc() -> datetime:
@@ -308,10 +340,10 @@ async def watch_target(run: Run, policy: ServedPolicy, interruption: Interruptio
     With `in_flight_updates` another policy ends nothing. For nodes of a pool or cluster: they get
     no request of another machine.
     """
-    board = sampling_board(run)
+    board = board_of(run.config.inference, run.folder)
     while True:
         try:
-            target = await asyncio.to_thread(board.read)
+            target = await asyncio.to_thread(board.sampling_target)
         except StorageError as error:
             _log.warning("cannot read the sampling target of %s: %s", run.run_id, error)
         else:

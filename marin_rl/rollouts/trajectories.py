@@ -30,6 +30,7 @@ from marin_rl.types import (
     Message,
     RewardComponent,
     Rollout,
+    RolloutGroup,
     Sampling,
     ServedPolicy,
     TurnTiming,
@@ -81,6 +82,12 @@ class GroupRequest:
         if self.greedy and index == self.size - 1:
             sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
         return sampling
+
+    def group_of(self, rollouts: tuple[Rollout, ...]) -> RolloutGroup:
+        """Return the group of these members, which may not be all."""
+        return RolloutGroup(
+            group_id=self.group_id, example=self.example, rollouts=rollouts, group_size=self.size
+        )
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -1,6 +1,6 @@
-"""Heartbeats of the servers of a run, and the checkpoint that a trainer has them serve.
+"""Board of a fleet: heartbeats of servers, and what servers and workers are to serve and sample by.
 
-Both are private objects below `.fleet/`, written again and again by one writer each. They commit
+They are private objects below `.fleet/`, written again and again by one writer each. They commit
 nothing: without them a run is what it is, gc may delete them at any time, and a server that is
 alive writes its own again. Whether a server is alive is never read off a clock: who wants to know
 asks the server. Where a run has an API token, records are signed with it, so that who can write
@@ -10,27 +10,36 @@ last, so that a copy of an old one, put back, leads no request to who has the ad
 """
 
 import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, ObjectMissing, StorageError
 from marin_rl.storage.commits import record_errors
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.stores.filesystem import ObjectStore
-from schemas.fleet import HeartbeatEnvelope, HeartbeatRecord, TargetEnvelope, TargetRecord
+from marin_rl.types import Canary, SlotRef
+from schemas.fleet import (
+    CANARIES_MAX,
+    CanariesEnvelope,
+    HeartbeatEnvelope,
+    HeartbeatRecord,
+    SamplingEnvelope,
+    TargetEnvelope,
+    TargetRecord,
+)
 from schemas.manifests import canonical_json, open_record, sealed_json, sha256_of
 from schemas.records import Record
 from schemas.strict_json import parse_json
 
 FLEET = ".fleet"
 TARGET_KEY = f"{FLEET}/target.json"
+CANARIES_KEY = f"{FLEET}/canaries.json"
+SAMPLING_KEY = f"{FLEET}/sampling.json"
 VERSION = 1
 READERS = 16  # a listing names the heartbeats, and each is a request of its own in a bucket
-
-Item = TypeVar("Item")
 
 _SUFFIX = ".heartbeat.json"
 _SETTINGS = ("policy.compute_dtype", "policy.context_length")
@@ -148,25 +157,154 @@ def run_sha256(folder: ObjectStore) -> str:
     return sha256_of(folder.read(RUN_KEY))
 
 
-class SignedRecords:
-    """Records below `.fleet/` in a run's own folder, read and written with one API token."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvenVersion:
+    """A version, the digest of its parameters, and the canary that proves endpoints with it."""
+
+    version: int
+    parameters_digest: str
+    canary: Canary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingTarget:
+    """`checkpoint` to sample by, while `open`: see `schemas.fleet.SamplingRecord`."""
+
+    checkpoint: SlotRef
+    open: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A heartbeat that cannot be taken, and why."""
+
+    name: str
+    error: str
+
+
+class FleetBoard:
+    """Records below `.fleet/` in a run's own folder, signed and read with one API token.
+
+    A record is replaced by its next one. Methods that write raise StorageError; those that read
+    raise CorruptObject for a record of another token, NewerSchema, StoreUnavailable.
+    """
 
     def __init__(self, folder: ObjectStore, api_key: str | None) -> None:
-        self.folder, self._key = folder, api_key
+        self.folder, self.api_key = folder, api_key
 
-    @property
-    def api_key(self) -> str | None:
-        """The token that records are signed with; None where there is none."""
-        return self._key
+    def announce(self, heartbeat: Heartbeat) -> None:
+        """Write a server's heartbeat."""
+        self.folder.replace(_key(heartbeat.server), self.signed("heartbeat", asdict(heartbeat)))
+
+    def withdraw(self, server: str) -> None:
+        """Remove a server's heartbeat."""
+        self.folder.delete(_key(server))
+
+    def heartbeats(self) -> list[Heartbeat | Unreadable]:
+        """Every heartbeat, the last one of each address; what cannot be read says why."""
+        names = [name for name in self.folder.children(FLEET) if name.endswith(_SUFFIX)]
+        # At once: in a bucket each record is a request, and a fleet has many.
+        with ThreadPoolExecutor(min(READERS, len(names) or 1)) as pool:
+            read = [item for item in pool.map(self._heartbeat, names) if item is not None]
+        # A server that was killed and started again at its address has two; its clock is one.
+        latest: dict[str, Heartbeat] = {}
+        for item in read:
+            if isinstance(item, Heartbeat):
+                before = latest.setdefault(item.url, item)
+                latest[item.url] = max(before, item, key=lambda each: each.started_at)
+        return [*latest.values(), *(item for item in read if isinstance(item, Unreadable))]
+
+    def _heartbeat(self, name: str) -> Heartbeat | Unreadable | None:
+        try:
+            record = self._opened("heartbeat", HeartbeatEnvelope, f"{FLEET}/{name}")
+        except StorageError as error:
+            if error.transient:
+                raise
+            return Unreadable(name=name, error=str(error))
+        if record is None:
+            return None  # withdrawn since the listing
+        fields: dict[str, Any] = {name: record.get(name) for name in HeartbeatRecord.model_fields}
+        return Heartbeat(**fields)
+
+    def aim(self, target: Target) -> None:
+        """Write which checkpoint servers are to serve."""
+        said = {name: value for name, value in asdict(target).items() if value is not None}
+        self.folder.replace(TARGET_KEY, self.signed("target", said))
+
+    def release(self) -> None:
+        """Let servers go on to the newest checkpoint."""
+        self.folder.delete(TARGET_KEY)
+
+    def target(self) -> Target | None:
+        """The checkpoint that servers are to serve, None for the newest."""
+        record = self._opened("target", TargetEnvelope, TARGET_KEY)
+        if record is None:
+            return None
+        fields: dict[str, Any] = {name: record.get(name) for name in TargetRecord.model_fields}
+        return Target(**fields)
+
+    def prove(self, run_sha256: str, proven: ProvenVersion) -> None:
+        """Add the canary of a version to those of the newest ones, in the place of its last one."""
+        try:
+            known = self.canaries(run_sha256)
+        except CorruptObject:  # of another token: none of it can be trusted
+            known = {}
+        known[proven.version] = proven
+        newest = [asdict(known[version]) for version in sorted(known)[-CANARIES_MAX:]]
+        record = {"run_sha256": run_sha256, "canaries": newest}
+        self.folder.replace(CANARIES_KEY, self.signed("canaries", record))
+
+    def canaries(self, run_sha256: str) -> dict[int, ProvenVersion]:
+        """The proven versions; none where no trainer of this run has proven one.
+
+        Clients of endpoints whose weights change while they answer prove by them whatever version
+        an endpoint names.
+        """
+        record = self._opened("canaries", CanariesEnvelope, CANARIES_KEY)
+        if record is None or record["run_sha256"] != run_sha256:
+            return {}
+        return {
+            each["version"]: ProvenVersion(
+                version=each["version"],
+                parameters_digest=each["parameters_digest"],
+                canary=_canary_in(each["canary"]),
+            )
+            for each in record["canaries"]
+        }
+
+    def direct(self, target: SamplingTarget) -> None:
+        """Write the checkpoint that workers of a pool or cluster sample a window by.
+
+        Workers that another machine started learn from it that their flow pauses, or has gone on.
+        One that reads an old record samples by an older policy, which its groups say.
+        """
+        record = {
+            "state": "open" if target.open else "closed",
+            "checkpoint": target.checkpoint.slot,
+            "checkpoint_sha256": target.checkpoint.sha256,
+        }
+        self.folder.replace(SAMPLING_KEY, self.signed("sampling", record))
+
+    def sampling_target(self) -> SamplingTarget | None:
+        """The checkpoint to sample by; None where no flow has written one."""
+        record = self._opened("sampling", SamplingEnvelope, SAMPLING_KEY)
+        if record is None:
+            return None
+        checkpoint = SlotRef(slot=record["checkpoint"], sha256=record["checkpoint_sha256"])
+        return SamplingTarget(checkpoint=checkpoint, open=record["state"] == "open")
 
     def signed(self, kind: str, record: Mapping[str, Any]) -> bytes:
         """The bytes of a record."""
         full = {kind: dict(record), "format": f"marin-rl/{kind}", "version": VERSION}
         return sealed_json({**full, "signature": self._signature(full)})
 
-    def opened(self, kind: str, shape: type[Record], key: str) -> dict[str, Any]:
-        """The record of an object. Raises ObjectMissing, CorruptObject, NewerSchema."""
-        data, source = self.folder.read(key), self.folder.url_of(key)
+    def _opened(self, kind: str, shape: type[Record], key: str) -> dict[str, Any] | None:
+        """The record of an object; None where there is none."""
+        try:
+            data = self.folder.read(key)
+        except ObjectMissing:
+            return None
+        source = self.folder.url_of(key)
         with record_errors(source):
             record = open_record(data, shape, format=f"marin-rl/{kind}", version=VERSION)
         signature = record.pop("signature", "")
@@ -180,89 +318,22 @@ class SignedRecords:
             )
         return record[kind]
 
-    def each(self, suffix: str, read: Callable[[str], Item | None]) -> list[Item]:
-        """Results of `read`, by the name of each record with a suffix; None is left out.
-
-        Raises StoreUnavailable.
-        """
-        names = [name for name in self.folder.children(FLEET) if name.endswith(suffix)]
-        # At once: in a bucket each record is a request, and a fleet has many.
-        with ThreadPoolExecutor(min(READERS, len(names) or 1)) as pool:
-            return [item for item in pool.map(read, names) if item is not None]
-
     def _signature(self, record: Mapping[str, Any]) -> str:
         """Code of a record under the API token; empty where there is no token."""
-        if self._key is None:
+        if self.api_key is None:
             return ""
         # Over the canonical bytes: another order of keys is the same record.
-        return hmac.digest(self._key.encode(), canonical_json(dict(record)), "sha256").hex()
+        return hmac.digest(self.api_key.encode(), canonical_json(dict(record)), "sha256").hex()
 
 
-class FleetBoard(SignedRecords):
-    """The records of the servers of a run, and of what they are to serve."""
-
-    def announce(self, heartbeat: Heartbeat) -> None:
-        """Write a server's heartbeat in the place of its last one. Raises StorageError."""
-        self.folder.replace(_key(heartbeat.server), self.signed("heartbeat", asdict(heartbeat)))
-
-    def withdraw(self, server: str) -> None:
-        """Remove a server's heartbeat. Raises StorageError."""
-        self.folder.delete(_key(server))
-
-    def heartbeats(self) -> "list[Heartbeat | Unreadable]":
-        """Every heartbeat, the last one of each address; what cannot be read says why.
-
-        Raises StoreUnavailable.
-        """
-        read = self.each(_SUFFIX, self._heartbeat)
-        # A server that was killed and started again at its address has two; its clock is one.
-        latest: dict[str, Heartbeat] = {}
-        for item in read:
-            if isinstance(item, Heartbeat):
-                before = latest.setdefault(item.url, item)
-                latest[item.url] = max(before, item, key=lambda each: each.started_at)
-        return [*latest.values(), *(item for item in read if isinstance(item, Unreadable))]
-
-    def aim(self, target: Target) -> None:
-        """Write which checkpoint servers are to serve. Raises StorageError."""
-        said = {name: value for name, value in asdict(target).items() if value is not None}
-        self.folder.replace(TARGET_KEY, self.signed("target", said))
-
-    def release(self) -> None:
-        """Let servers go on to the newest checkpoint. Raises StorageError."""
-        self.folder.delete(TARGET_KEY)
-
-    def target(self) -> Target | None:
-        """The checkpoint that servers are to serve, None for the newest.
-
-        Raises CorruptObject for a record of another run or token, StoreUnavailable.
-        """
-        try:
-            record = self.opened("target", TargetEnvelope, TARGET_KEY)
-        except ObjectMissing:
-            return None
-        fields: dict[str, Any] = {name: record.get(name) for name in TargetRecord.model_fields}
-        return Target(**fields)
-
-    def _heartbeat(self, name: str) -> "Heartbeat | Unreadable | None":
-        try:
-            record = self.opened("heartbeat", HeartbeatEnvelope, f"{FLEET}/{name}")
-        except ObjectMissing:
-            return None  # withdrawn since the listing
-        except StorageError as error:
-            if error.transient:
-                raise
-            return Unreadable(name=name, error=str(error))
-        fields: dict[str, Any] = {name: record.get(name) for name in HeartbeatRecord.model_fields}
-        return Heartbeat(**fields)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
-    """A heartbeat that cannot be taken, and why."""
-
-    name: str
-    error: str
+def _canary_in(record: Mapping[str, Any]) -> Canary:
+    return Canary(
+        temperature=record["temperature"],
+        token_ids=tuple(record["token_ids"]),
+        logprobs=tuple(record["logprobs"]),
+        tolerance=record["tolerance"],
+        lengths=tuple(record.get("lengths") or ()),
+    )
 
 
 def heartbeat_age_s(key: str, data: bytes, now: float) -> float | None:

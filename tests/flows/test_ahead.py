@@ -15,7 +15,7 @@ from support.fault_injection import inject_faults
 from support.faults import NamedOperations, Outcome, outcome
 from support.flow_runs import DEBUG, ForkServer, debug
 
-from flows.ahead import Results, run_together
+from flows.play import Results, run_together
 from flows.rl_loop import start
 from flows.session import resume_point
 from marin_rl.config import Config, load_config

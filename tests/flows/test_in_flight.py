@@ -14,6 +14,7 @@ import pytest
 from support.engines import wait_until
 from support.flow_runs import debug
 from support.models import full_logprobs
+from support.streams import groups_in
 from support.vllm_stand_in import VllmStandIn
 from support.windowed_runs import checked
 
@@ -22,7 +23,7 @@ from marin_rl.analysis.lineage import trace
 from marin_rl.config import Config
 from marin_rl.errors import MarinRLError, StalePolicy
 from marin_rl.inference.client import fleet_watch
-from marin_rl.inference.client.fleet_sources import board_of, canary_board
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.inference.engine import Engine
 from marin_rl.rollouts.streaming import sample_chunk
 from marin_rl.runtime import RunRuntime
@@ -30,14 +31,13 @@ from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint
 from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
-from marin_rl.storage.canaries import CANARIES_KEY
-from marin_rl.storage.fleet import run_sha256
+from marin_rl.storage.fleet import CANARIES_KEY, ProvenVersion, run_sha256
 from marin_rl.storage.layout import stream_key
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.parquet import FETCHES_MAX, iter_present
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of, iter_shards
-from marin_rl.storage.tables.stream import groups_in, numbers_of
+from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.model import build_model, named_parameters, with_parameters
 from marin_rl.training.replay import replay_round
@@ -141,7 +141,12 @@ def sampled_over(
         thread.join()
     if failed:
         raise failed[0]
-    return [*groups_in(run, numbers_of(run.config, chunk))]
+    return groups_in(run, numbers_of(run.config, chunk))
+
+
+def proven_by(run: Run) -> dict[int, ProvenVersion]:
+    """The versions that a trainer has proven."""
+    return board_of(run.config.inference, run.folder).canaries(run_sha256(run.folder))
 
 
 def tokens_of(engines: Sequence[Engine]) -> list[int]:
@@ -251,7 +256,7 @@ def test_servers_that_follow_go_on_with_the_weights_of_later_checkpoints(played:
                 groups = sampled_over(remote, runtime, policy, CHUNK + 2, 2, [server.engine])
     assert_tokens(remote, groups, CHUNK + 2)
     assert server.engine.stats.recomputed_sequences > 0
-    proven = canary_board(remote).read(run_sha256(run.folder))
+    proven = proven_by(remote)
     assert {version: each.parameters_digest for version, each in proven.items()} == {
         version: read_checkpoint(run, version).parameters_digest for version in (0, 2)
     }
@@ -270,7 +275,14 @@ def test_a_server_with_other_weights_under_the_right_name_is_lost_and_no_group_i
         scaled = {name: 1.5 * array for name, array in named_parameters(right.model).items()}
 
         def go_wrong() -> None:
-            wait_until(lambda: 2 in canary_board(remote).read(run_sha256(run.folder)))
+            wait_until(
+                lambda: (
+                    2
+                    in board_of(remote.config.inference, remote.folder).canaries(
+                        run_sha256(run.folder)
+                    )
+                )
+            )
             wrong = with_parameters(right.model, scaled)
             liar.engine.swap(wrong, 2, right.parameters_digest)
 
@@ -333,7 +345,7 @@ def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
                 [vllm.server.engine],
                 is_loaded=lambda: vllm.label.startswith("00002"),
             )
-            proven.extend(canary_board(remote).read(run_sha256(run.folder)))
+            proven.extend(proven_by(remote))
         assert [path.partition("?")[0] for path in vllm.asked] == [
             "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume",
         ]  # fmt: skip
@@ -404,7 +416,7 @@ def test_wrong_weights_that_vllm_loads_are_proven_by_no_token(
                     [vllm.server.engine],
                     is_loaded=lambda: vllm.label.startswith("00002"),
                 )
-    assert not [*groups_in(run, numbers_of(run.config, CHUNK + 5))]
+    assert not groups_in(run, numbers_of(run.config, CHUNK + 5))
 
 
 class Unproven:

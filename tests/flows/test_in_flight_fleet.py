@@ -14,7 +14,7 @@ from support.windowed_runs import checked
 
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
-from marin_rl.inference.client.fleet_sources import canary_board
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.storage.fleet import run_sha256
@@ -88,7 +88,7 @@ def test_completions_of_servers_that_follow_go_on_with_new_weights(
     assert replay_round(run, ROUNDS - 1).equal
     assert any(node.startswith("intakes/") for node in trace(run, ROUNDS - 1).nodes)
     checked_tokens(run)
-    proven = canary_board(run).read(run_sha256(run.folder))
+    proven = board_of(run.config.inference, run.folder).canaries(run_sha256(run.folder))
     sampled_by = {row[f"policy_version_{end}"] for row in rows_of(run) for end in ("min", "max")}
     assert sampled_by <= {*proven}, "a version that is replaced soon may be served by nobody"
     assert {*proven} <= {*range(ROUNDS + 1)}

@@ -27,7 +27,7 @@ from flows.rl_loop import start
 from flows.server import free_port
 from marin_rl.errors import RunLocked
 from marin_rl.inference.client.fleet import load_in
-from marin_rl.inference.client.fleet_sources import board_of, sampling_board
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.streaming import is_finished
 from marin_rl.storage.fleet import Heartbeat
 from marin_rl.storage.tables.intakes import Settled
@@ -213,7 +213,7 @@ def suspended_and_resumed(client: SyncPrefectClient, machines: Machines) -> None
 
 def may_sample(machines: Machines) -> bool:
     """True while nodes are to sample by a policy."""
-    target = sampling_board(machines.run).read()
+    target = board_of(machines.run.config.inference, machines.run.folder).sampling_target()
     return target is not None and target.open
 
 

@@ -16,7 +16,8 @@ from marin_rl.environments.episode_pool import pools
 from marin_rl.errors import BridgeFault
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.generate import sample_groups, shard_requests
+from marin_rl.rollouts.clients import policy_client
+from marin_rl.rollouts.generate import SamplingJob, sample_groups, shard_requests
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard
 
@@ -130,8 +131,10 @@ def rows(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
         policy = served_policy(server.url, MODEL)
         requests = shard_requests(run, 0, 0, environment)
         event = ProgressEvent(run_id="ends", stage="generate", round=0)
-        sampled = sample_groups(config, policy, environment, requests, event, bridge=bridge)
-        groups = asyncio.run(sampled)
+        job = SamplingJob(
+            config=config, policy=policy, environment=environment, progress=event, bridge=bridge
+        )
+        groups = asyncio.run(sample_groups(job, requests, policy_client(config, policy)))
     data = encode_shard(
         groups, run_id="ends", round=0, shard=0, attempt="a", replica="", fingerprint="f",
         policy=policy,

@@ -28,8 +28,9 @@ from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.clients import policy_client
 from marin_rl.rollouts.episode import Bridge
-from marin_rl.rollouts.generate import sample_groups
+from marin_rl.rollouts.generate import SamplingJob, sample_groups
 from marin_rl.rollouts.trajectories import GroupRequest, turn_seed
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of
 from marin_rl.types import (
@@ -162,17 +163,15 @@ def play(
         size=size,
         sampling=Sampling(max_tokens=max_tokens, seed=SEED),
     )
-    (group,) = asyncio.run(
-        sample_groups(
-            configured(overrides),
-            policy_of(server),
-            environment,
-            [request],
-            ProgressEvent(run_id="r", stage="generate", round=4),
-            connect=connect,
-            bridge=joined,
-        )
+    config, policy = configured(overrides), policy_of(server)
+    job = SamplingJob(
+        config=config,
+        policy=policy,
+        environment=environment,
+        progress=ProgressEvent(run_id="r", stage="generate", round=4),
+        bridge=joined,
     )
+    (group,) = asyncio.run(sample_groups(job, [request], policy_client(config, policy, connect)))
     return group
 
 

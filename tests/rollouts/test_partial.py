@@ -17,6 +17,7 @@ from support.flow_runs import DEBUG
 from support.run_factories import checkpoint, configuration, train
 from support.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.servers import serving
+from support.streams import groups_in
 
 from marin_rl.analysis.lineage import trace
 from marin_rl.analysis.verify import verify_run
@@ -27,29 +28,33 @@ from marin_rl.errors import CommitConflict, ConfigError, InputError, MarinRLErro
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.clients import policy_client
+from marin_rl.rollouts.early_groups import CommittedMembers
 from marin_rl.rollouts.generate import (
+    SamplingJob,
     generate_shard,
     sample_groups,
     shard_fingerprint,
     shard_requests,
 )
 from marin_rl.rollouts.interruption import Interrupted, Interruption
-from marin_rl.rollouts.partial import PartialSampling
-from marin_rl.rollouts.streaming import group_id_of, sample_chunk, stream_requests
+from marin_rl.rollouts.partial import PartialSampling, in_pieces
+from marin_rl.rollouts.streaming import CHUNK, group_id_of, sample_chunk, stream_requests
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.layout import STREAM, partial_key, partial_of
 from marin_rl.storage.runs import Run, checkpoint_slot, shard_key
-from marin_rl.storage.tables.intakes import Seen, Settled, collect_shard, commit_intake, decide
-from marin_rl.storage.tables.partials import (
-    PartialGroups,
+from marin_rl.storage.tables.group_log import (
+    GroupLog,
+    groups_of_chunk,
+    members_of_shard,
     partials_of_shard,
     partials_of_stream,
 )
-from marin_rl.storage.tables.pieces import ShardPieces
+from marin_rl.storage.tables.intakes import Settled, collect_shard, commit_intake, decide
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of, iter_shards, seal_round
-from marin_rl.storage.tables.stream import GroupStream, groups_in
+from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect
@@ -81,7 +86,7 @@ def request_of(run: Run, number: int = 0) -> GroupRequest:
     return request
 
 
-def chains_of(run: Run, version: int = 0, fingerprint: str = "f") -> PartialGroups:
+def chains_of(run: Run, version: int = 0, fingerprint: str = "f") -> GroupLog:
     return partials_of_stream(run, fingerprint, policy_at(version), "w")
 
 
@@ -97,7 +102,7 @@ def sampled(
     """Group 0, sampled in pieces from what is committed of it on. Raises Interrupted."""
     request = stopping(request_of(run), stop)
     partial = PartialSampling(
-        groups=chains_of(run, version),
+        log=chains_of(run, version),
         tokens=piece,
         decode=text_of,
         interruption=client.interruption,
@@ -105,9 +110,9 @@ def sampled(
     )
 
     async def sample() -> ChatAnswer:
-        pieces = await partial.client(client, policy_at(version), [request])
         name = request.group_id
-        return await pieces.chat(request.example.messages, 4, request.sampling, session=name)
+        async with partial.client(client, policy_at(version), [request]) as pieces:
+            return await pieces.chat(request.example.messages, 4, request.sampling, session=name)
 
     return asyncio.run(sample())
 
@@ -244,10 +249,10 @@ def test_one_process_goes_on_with_a_part_and_the_other_appends_no_more(run: Run)
     chains = [each.read([group_id]) for each in (first, second)]
     assert [len(chain[group_id]) for chain in chains] == [1, 1]
     part = chains[0][group_id][0]
-    assert first.append(part)
-    assert not second.append(part)
-    assert not second.append(part), "it leaves the group to the other"
-    assert first.append(part)
+    assert first.go_on(group_id, part)
+    assert not second.go_on(group_id, part)
+    assert not second.go_on(group_id, part), "it leaves the group to the other"
+    assert first.go_on(group_id, part)
     assert len(chains_of(run).read([group_id])[group_id]) == 3
 
 
@@ -275,19 +280,13 @@ def streamed(run: Run, client: ScriptedClient, version: int) -> list[RolloutGrou
     policy, environment = digested(version), environment_of(run.config)
     requests = stream_requests(run, range(4), environment)
     partial = PartialSampling(
-        groups=partials_of_stream(run, "f", policy, "w"), tokens=PIECE, decode=text_of,
+        log=partials_of_stream(run, "f", policy, "w"), tokens=PIECE, decode=text_of,
         interruption=client.interruption,
     )  # fmt: skip
     progress = ProgressEvent(run_id="", stage="generate", round=0)
-    groups = asyncio.run(
-        sample_groups(
-            run.config, policy, environment, requests, progress, connect=client.connect,
-            partial_sampling=partial,
-        )
-    )  # fmt: skip
-    stream = GroupStream(run, fingerprint="f")
-    for group in groups:
-        stream.commit(int(group.group_id.rpartition("-")[2]), group, policy, "w")
+    job = SamplingJob(config=run.config, policy=policy, environment=environment, progress=progress)
+    groups = asyncio.run(sample_groups(job, requests, partial.client(client, policy, requests)))
+    groups_of_chunk(run, range(4), "f", policy, "w").complete(CHUNK, groups)
     return groups
 
 
@@ -308,8 +307,7 @@ def test_a_round_of_several_policies_is_audited_and_its_tokens_are_traced(run: R
     assert waiting_rollouts(run) == sum(len(group.rollouts) for group in groups)
     stream = GroupStream(run, fingerprint="f")
     stream.look()
-    stream.read(Settled())
-    intake = decide(1, Seen(groups=stream.groups.values()), Settled(), run.config)
+    intake = decide(1, stream.groups.values(), Settled(), run.config)
     assert intake is not None
     assert {version for _, _, version, *_ in intake.taken} == {0}, "groups are as old as a token"
     first = replace(intake, round=0)
@@ -438,13 +436,17 @@ def test_a_shard_goes_on_with_what_a_process_left_of_it(
         ProgressEvent(run_id="", stage="generate", round=0),
     )
     digest = shard_fingerprint(run, 0, 0, policy, environment)
-    left = PartialSampling.of(run.config, partials_of_shard(run, 0, 0, digest, policy), EachPiece())
     requests = shard_requests(run, 0, 0, environment)
-    pieces = ShardPieces(run, 0, 0, digest, policy)
-    groups = sample_groups(
-        run.config, policy, environment, requests, progress, pieces=pieces, partial_sampling=left
-    )
-    assert len(asyncio.run(groups)) < len(requests)
+    job = SamplingJob(config=run.config, policy=policy, environment=environment, progress=progress)
+    log = CommittedMembers(members_of_shard(run, 0, 0, digest, policy))
+    partials = partials_of_shard(run, 0, 0, digest, policy)
+
+    async def left() -> list[RolloutGroup]:
+        endpoints = policy_client(run.config, policy)
+        client = in_pieces(run.config, endpoints, partials, requests, EachPiece())
+        return await sample_groups(job, requests, client, log)
+
+    assert len(asyncio.run(left())) < len(requests)
     names = [key.rpartition("/")[2] for key in run.store.list("rollouts")]
     assert any(name.startswith("partial-") for name in names)
     assert [f for f in check_run(run.config.root, run.run_id).faults if not f.harmless] == []

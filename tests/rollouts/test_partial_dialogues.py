@@ -12,6 +12,7 @@ from support.fakes import served_policy
 from support.flow_runs import DEBUG
 from support.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.servers import serving
+from support.streams import groups_in
 
 from marin_rl.config import Config, EnvironmentConfig, load_config
 from marin_rl.environments.checks import environment_of
@@ -19,14 +20,13 @@ from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
 from marin_rl.errors import ConfigError
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.generate import sample_groups
+from marin_rl.rollouts.generate import SamplingJob, sample_groups
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.partial import PartialSampling
 from marin_rl.rollouts.streaming import sample_chunk, stream_requests
 from marin_rl.storage.layout import STREAM
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.partials import partials_of_stream
-from marin_rl.storage.tables.stream import groups_in
+from marin_rl.storage.tables.group_log import partials_of_stream
 from marin_rl.storage.upkeep.streams import unfinished_groups
 from marin_rl.types import Example, Message, Rollout, RolloutGroup, Turn
 
@@ -92,20 +92,16 @@ def played(
     """Groups that one process finishes, from what is committed of them on."""
     policy = served_policy("http://127.0.0.1:1/v1", MODEL, weight_version=version)
     partial = PartialSampling(
-        groups=partials_of_stream(run, "f", policy, "w"), tokens=3, decode=text_of,
+        log=partials_of_stream(run, "f", policy, "w"), tokens=3, decode=text_of,
         interruption=client.interruption, oldest=oldest,
     )  # fmt: skip
-    sampling = sample_groups(
-        run.config,
-        policy,
-        environment,
-        stream_requests(run, GROUPS, environment),
-        ProgressEvent(run_id="", stage="generate", round=0),
-        connect=client.connect,  # pyright: ignore[reportArgumentType]
-        bridge=bridge,
-        partial_sampling=partial if pieces else None,
+    requests = stream_requests(run, GROUPS, environment)
+    progress = ProgressEvent(run_id="", stage="generate", round=0)
+    job = SamplingJob(
+        config=run.config, policy=policy, environment=environment, progress=progress, bridge=bridge
     )
-    return asyncio.run(sampling)
+    asked = partial.client(client, policy, requests) if pieces else client
+    return asyncio.run(sample_groups(job, requests, asked))
 
 
 def members(groups: Sequence[RolloutGroup]) -> dict[str, Rollout]:

@@ -16,7 +16,8 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.errors import BridgeFault, InputError
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.generate import sample_groups, shard_requests
+from marin_rl.rollouts.clients import policy_client
+from marin_rl.rollouts.generate import SamplingJob, sample_groups, shard_requests
 from marin_rl.rollouts.replay import replay_rollouts, round_of_rollout
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import commit_shard, seal_round
@@ -90,16 +91,12 @@ def played(config: Config) -> tuple[Run, ServedPolicy, list[RolloutGroup]]:
     with FakePolicyServer(MODEL) as server:
         policy = served_policy(server.url, MODEL, parameters_digest=DIGEST)
         environment = environment_of(config)
-        groups = asyncio.run(
-            sample_groups(
-                config,
-                policy,
-                environment,
-                shard_requests(run, 0, 0, environment),
-                ProgressEvent(run_id="words", stage="generate", round=0),
-                bridge=bridge,
-            )
+        progress = ProgressEvent(run_id="words", stage="generate", round=0)
+        job = SamplingJob(
+            config=config, policy=policy, environment=environment, progress=progress, bridge=bridge
         )
+        requests = shard_requests(run, 0, 0, environment)
+        groups = asyncio.run(sample_groups(job, requests, policy_client(config, policy)))
     return run, policy, groups
 
 

@@ -15,12 +15,12 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.errors import CommitConflict
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.rollouts.streaming import group_id_of, sample_chunk
+from marin_rl.rollouts.streaming import CHUNK, group_id_of, sample_chunk
 from marin_rl.storage.layout import STREAM, pack_of
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.packs import PackChain
+from marin_rl.storage.tables.group_log import groups_of_chunk
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
-from marin_rl.storage.tables.stream import groups_in, numbers_of
+from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.types import RolloutGroup, ServedPolicy
 
 MODEL = served_model_id("policy", 0, "ab" * 32)
@@ -67,7 +67,7 @@ def policy_of(server: HeldServer) -> ServedPolicy:
 
 
 def count_packed(run: Run) -> int:
-    return sum(len(groups) for groups in stream_of(run).packs.values())
+    return len(stream_of(run).groups)
 
 
 def test_groups_that_ended_do_not_wait_for_a_slow_one(
@@ -87,7 +87,7 @@ def test_groups_that_ended_do_not_wait_for_a_slow_one(
     assert 2 <= len(packs_in(run)) <= size
     alone = created(tmp_path / "alone")
     asyncio.run(sample_chunk(alone, 0, policy_of(server), "w"))
-    for group in groups_in(alone, numbers_of(run.config, 0)):
+    for group in groups_packed(alone).values():
         for ours, theirs in zip(packed[group.group_id].rollouts, group.rollouts, strict=True):
             assert ours.token_ids.tolist() == theirs.token_ids.tolist()
             assert ours.reward == theirs.reward
@@ -122,15 +122,13 @@ def test_groups_that_ended_are_committed_when_sampling_is_cancelled(
 def test_a_commit_that_is_refused_ends_the_sampling(run: Run, server: HeldServer) -> None:
     """A worker with other settings was first; a group is still under way when that is seen."""
     numbers, policy = numbers_of(run.config, 0), policy_of(server)
-    foreign = PackChain(
-        run=run, numbers=numbers, policy=policy, fingerprint="e" * 64, worker="node-7"
-    )
+    foreign = groups_of_chunk(run, numbers, "e" * 64, policy, "node-7")
     server.others.clear()
 
     async def refused() -> None:
         sampling = asyncio.ensure_future(sample_chunk(run, 0, policy, "w"))
         await until(lambda: bool(server.requests))  # by then the chunk was read
-        await asyncio.to_thread(foreign.append, made(numbers[:1]))
+        await asyncio.to_thread(foreign.complete, CHUNK, made(numbers[:1]))
         server.others.set()
         with pytest.raises(CommitConflict, match="is committed with fingerprint eee"):
             await sampling

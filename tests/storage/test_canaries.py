@@ -7,7 +7,7 @@ import pytest
 from support.policy_runs import small_run
 
 from marin_rl.errors import CorruptObject
-from marin_rl.storage.canaries import CANARIES_KEY, CanaryBoard, ProvenVersion
+from marin_rl.storage.fleet import CANARIES_KEY, FleetBoard, ProvenVersion
 from marin_rl.storage.runs import Run
 from marin_rl.types import Canary
 from schemas.fleet import CANARIES_MAX
@@ -26,32 +26,32 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_each_version_is_added_and_a_second_proof_takes_the_place_of_the_first(run: Run) -> None:
-    board = CanaryBoard(run.folder, None)
-    assert board.read(RUN) == {}
+    board = FleetBoard(run.folder, None)
+    assert board.canaries(RUN) == {}
     later = replace(FIRST, version=1, parameters_digest="b" * 64)
     # Of two samples; FIRST is as records were that knew of one.
     again = replace(later, canary=replace(later.canary, tolerance=0.1, lengths=(1, 1)))
     assert FIRST.canary.samples == [((1, 2), (-0.5, -1.0))]
     assert again.canary.samples == [((1,), (-0.5,)), ((2,), (-1.0,))]
     for proven in (FIRST, later, again):
-        board.add(RUN, proven)
-    assert board.read(RUN) == {0: FIRST, 1: again}
-    assert board.read("1" * 64) == {}, "another run of that name"
+        board.prove(RUN, proven)
+    assert board.canaries(RUN) == {0: FIRST, 1: again}
+    assert board.canaries("1" * 64) == {}, "another run of that name"
 
 
 def test_the_newest_are_kept(run: Run) -> None:
-    board = CanaryBoard(run.folder, None)
+    board = FleetBoard(run.folder, None)
     for version in range(CANARIES_MAX + 3):
-        board.add(RUN, replace(FIRST, version=version))
-    assert sorted(board.read(RUN)) == [*range(3, CANARIES_MAX + 3)]
+        board.prove(RUN, replace(FIRST, version=version))
+    assert sorted(board.canaries(RUN)) == [*range(3, CANARIES_MAX + 3)]
 
 
 def test_records_of_another_token_prove_nothing_and_are_replaced(run: Run) -> None:
-    CanaryBoard(run.folder, None).add(RUN, FIRST)
-    board = CanaryBoard(run.folder, "secret")
+    FleetBoard(run.folder, None).prove(RUN, FIRST)
+    board = FleetBoard(run.folder, "secret")
     with pytest.raises(CorruptObject, match="expected a record signed with this process's API"):
-        board.read(RUN)
+        board.canaries(RUN)
     later = replace(FIRST, version=1)
-    board.add(RUN, later)
-    assert board.read(RUN) == {1: later}, "nothing is taken over that this token did not sign"
+    board.prove(RUN, later)
+    assert board.canaries(RUN) == {1: later}, "nothing is taken over that this token did not sign"
     assert b"secret" not in run.folder.read(CANARIES_KEY)

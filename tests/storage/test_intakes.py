@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.run_factories import group, policy
-from support.streams import Streaming, settings
+from support.streams import Streaming, put_alone, settings
 
 from marin_rl.batching.build import build_round
 from marin_rl.errors import CommitConflict, CorruptObject
@@ -26,16 +25,13 @@ from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.intakes import (
     STALE,
     Entry,
-    Seen,
     Settled,
     commit_intake,
     decide,
     read_intake,
-    settled_before,
 )
 from marin_rl.storage.tables.rollouts import iter_shards
-from marin_rl.storage.tables.stream import GroupStream, numbers_of
-from marin_rl.storage.tables.streamed import StreamedGroup
+from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, numbers_of
 from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect, retire
@@ -62,7 +58,7 @@ def numbers(entries: Sequence[Entry]) -> list[int]:
 def test_a_round_takes_the_oldest_groups_within_the_bound() -> None:
     """By policy and number; what is too old is dropped, and what is settled is not seen again."""
     groups = [streamed(5, 3), streamed(9, 2), streamed(4, 3), streamed(7, 1), streamed(0, 2)]
-    intake = decide(3, Seen(groups=groups), Settled(floor=1), settings())
+    intake = decide(3, groups, Settled(floor=1), settings())
     assert intake is not None
     assert numbers(intake.taken) == [9, 4]
     assert [(e[0], e[3]) for e in intake.dropped] == [(7, STALE)]
@@ -71,24 +67,24 @@ def test_a_round_takes_the_oldest_groups_within_the_bound() -> None:
 
 
 def test_too_few_groups_are_waited_for() -> None:
-    assert decide(0, Seen(groups=[streamed(0, 0)]), Settled(), settings()) is None
+    assert decide(0, [streamed(0, 0)], Settled(), settings()) is None
 
 
 def test_with_wait_a_round_waits_for_groups_that_would_be_too_old_for_the_next() -> None:
     groups, config = [streamed(0, 2), streamed(1, 2)], settings(over_staleness="wait")
-    assert decide(2, Seen(groups=groups, under_way=[1]), Settled(), config) is None
-    assert decide(2, Seen(groups=groups, under_way=[2]), Settled(), config) is not None
-    assert decide(2, Seen(groups=groups, under_way=[1]), Settled(), settings()) is not None
-    ended = decide(2, Seen(groups=groups, under_way=[1]), Settled(), config, ended=True)
+    assert decide(2, groups, Settled(), config, under_way=[1]) is None
+    assert decide(2, groups, Settled(), config, under_way=[2]) is not None
+    assert decide(2, groups, Settled(), settings(), under_way=[1]) is not None
+    ended = decide(2, groups, Settled(), config, under_way=[1], ended=True)
     assert ended is not None
 
 
 def test_with_dynamic_sampling_groups_that_do_not_differ_are_taken_and_not_counted() -> None:
     config = settings(dynamic_sampling="filter", max_sample_batches=3)
     flat = [streamed(number, 0, differs=False) for number in range(5)]
-    assert decide(0, Seen(groups=[*flat, streamed(5, 0)]), Settled(), config) is not None, "short"
+    assert decide(0, [*flat, streamed(5, 0)], Settled(), config) is not None, "short"
     two = [streamed(5, 0), streamed(6, 0), streamed(7, 0)]
-    intake = decide(0, Seen(groups=[*flat[:3], *two]), Settled(), config)
+    intake = decide(0, [*flat[:3], *two], Settled(), config)
     assert intake is not None
     assert numbers(intake.taken) == [0, 1, 2, 5, 6]
 
@@ -110,7 +106,7 @@ def test_groups_are_taken_once_and_are_never_too_old(data: st.DataObject) -> Non
     there = [streamed(number, number // 4) for number in range(24)]
     for round in range(6):
         visible = data.draw(st.sets(st.sampled_from(range(24))))
-        intake = decide(round, Seen(groups=[there[n] for n in visible]), settled, config)
+        intake = decide(round, [there[n] for n in visible], settled, config)
         if intake is None:
             continue
         assert all(round - version <= 1 for _, _, version, why, _ in intake.groups if not why)
@@ -144,7 +140,7 @@ def test_groups_that_no_round_can_take_any_more_give_their_room_to_others(tmp_pa
     stream = GroupStream(run)
     for chunk, version in enumerate((0, 0, 1)):
         assert stream.claim(chunk, "w", version, NOW)
-    stream.numbers = frozenset(range(6))
+    stream.groups = {number: streamed(number, 0) for number in range(6)}
     assert first_open(stream, Settled(), claimant("w", most=4)) is None
     fresh = replace(claimant("w", most=4), oldest=1)
     assert first_open(stream, Settled(), fresh) == 3
@@ -231,7 +227,7 @@ def test_gc_deletes_what_sealed_rounds_have_collected(streaming: Streaming) -> N
     streaming.put((0, 0))  # a late worker
     streaming.put((3, 1))
     assert numbers(read_intake(run, 0).taken) == [0, 1]
-    assert numbers(decide(1, streaming.seen(1), settled_before(run, 1), run.config).taken) == [2, 3]  # pyright: ignore
+    assert sorted(streaming.waiting(1)) == [2, 3]
 
 
 def test_a_run_that_is_played_deletes_what_its_sealed_rounds_have(streaming: Streaming) -> None:
@@ -251,7 +247,7 @@ def test_a_run_that_is_played_deletes_what_its_sealed_rounds_have(streaming: Str
 
 def test_the_first_intake_of_two_processes_is_that_of_both(streaming: Streaming) -> None:
     streaming.put((0, 0), (1, 0))
-    first = decide(0, streaming.seen(0), Settled(), streaming.run.config)
+    first = decide(0, streaming.waiting(0).values(), Settled(), streaming.run.config)
     streaming.put((2, 0))
     assert first is not None
     ours = commit_intake(streaming.run, first)
@@ -279,10 +275,9 @@ def test_an_intake_that_names_a_lost_group_is_one_clear_error(streaming: Streami
 
 def test_a_worker_with_other_settings_is_refused_by_its_digest(streaming: Streaming) -> None:
     streaming.put((0, 0))
-    other = GroupStream(streaming.run, fingerprint="e" * 64)
-    other.commit(1, group(group_id_of(1), [0.0, 1.0]), policy(), "node-7")
+    put_alone(streaming.run, 1, 0, "e" * 64, "node-7")
     with pytest.raises(CommitConflict, match="worker node-7 sampled it with other settings"):
-        streaming.seen(0)
+        streaming.waiting(0)
 
 
 def test_a_worker_of_another_run_is_refused_by_its_name(
@@ -291,11 +286,10 @@ def test_a_worker_of_another_run_is_refused_by_its_name(
     foreign = Run.create_or_open(
         settings(str(tmp_path), groups=3).model_copy(update={"run_id": "b"})
     )
-    stream = GroupStream(foreign, fingerprint="f" * 64)
-    stream.commit(0, group(group_id_of(0), [0.0, 1.0]), policy(), "node-8")
+    put_alone(foreign, 0, 0, worker="node-8")
     streaming.run.store.put_part(stream_key(0), foreign.store.read(stream_key(0)))
     with pytest.raises(CommitConflict, match="node-8 sampled it for run 'b', expected 'run'"):
-        streaming.seen(0)
+        streaming.waiting(0)
 
 
 def test_an_altered_intake_is_refused(streaming: Streaming) -> None:

@@ -13,9 +13,9 @@ from marin_rl.rollouts.streaming import group_id_of, now_utc
 from marin_rl.storage.layout import STREAM
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import MemoryStore
-from marin_rl.storage.tables.intakes import Settled, collect_shard
+from marin_rl.storage.tables.intakes import collect_shard
 from marin_rl.storage.tables.parquet import FETCHES_MAX
-from marin_rl.storage.tables.stream import GroupStream, groups_in
+from marin_rl.storage.tables.stream import GroupStream, groups_alone
 from marin_rl.storage.upkeep.streams import waiting_rollouts
 
 GROUPS = 3 * FETCHES_MAX
@@ -90,7 +90,6 @@ def test_a_trainer_reads_its_stream_with_as_few_objects_in_memory() -> None:
     stream = GroupStream(run)
     stream.look()
     assert len(stream.claims) == GROUPS
-    stream.read(Settled())
     assert len(stream.groups) == GROUPS
     store.check(2 * GROUPS)
     run, store = counted(streaming.run)
@@ -102,6 +101,6 @@ def test_a_trainer_reads_its_stream_with_as_few_objects_in_memory() -> None:
 def test_a_worker_reads_its_chunk_with_as_few_objects_in_memory() -> None:
     streaming = filled()
     run, store = counted(streaming.run)
-    read = (group.group_id for group in groups_in(run, range(GROUPS + 1)))
+    read = (group.group_id for group in groups_alone(run, range(GROUPS + 1)))
     assert [*read] == [group_id_of(number) for number in range(GROUPS)]
     store.check(GROUPS)

@@ -16,15 +16,15 @@ from support.simulated_process import identify
 
 from marin_rl.rollouts.streaming import group_id_of
 from marin_rl.storage.commits import commit_object
+from marin_rl.storage.tables.group_log import GroupLog, partials_of_stream
 from marin_rl.storage.tables.parquet import load_or_none
-from marin_rl.storage.tables.partials import PartialGroups, partials_of_stream
 from marin_rl.types import RolloutGroup
 
 FIRST = "nothing"  # what the first part goes on from
 Append = Callable[["SmallParts", str, bytes], bool]
 
 
-class SmallParts(PartialGroups):
+class SmallParts(GroupLog):
     """Chains whose objects are a few bytes of JSON, read one after the other."""
 
     def use(self, player: Any, version: int) -> "SmallParts":
@@ -35,18 +35,19 @@ class SmallParts(PartialGroups):
     def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
         return (load_or_none(self.run.store, key) for key in keys)
 
-    def _decoded(self, key: str, data: pa.Buffer) -> RolloutGroup:
+    def _decoded(self, key: str, data: bytes | pa.Buffer) -> Sequence[RolloutGroup]:
         part = group_of(key, ())
-        example = replace(part.example, metadata=json.loads(data.to_pybytes()))
-        return replace(part, example=example)
+        return [replace(part, example=replace(part.example, metadata=json.loads(bytes(data))))]
 
-    def _commit(self, key: str, group: RolloutGroup) -> bool:
+    def _commit(
+        self, key: str, groups: Sequence[RolloutGroup]
+    ) -> tuple[Sequence[RolloutGroup], bool]:
         attempt = self.player.new_attempt()
         record = {"attempt": attempt, "fingerprint": "stream", "version": self.version}
         data = json.dumps(record | {"after": self.last}).encode()
         ours = self.player.world.append(self, key, data)
         self.last = attempt
-        return ours
+        return groups, ours
 
 
 def appends(parts: SmallParts, key: str, data: bytes) -> bool:
@@ -87,7 +88,7 @@ def sampled_in_pieces(player: Any, number: int, version: int) -> list[int]:
     if chain:
         parts.last = chain[-1]["attempt"]
     while len(versions) < world.pieces:
-        parts.append(group_of(name, ()))
+        parts.go_on(name, group_of(name, ()))
         versions.append(version)
     return [*versions, version]
 

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -29,10 +28,6 @@ class ScriptedClient(ChatClient):
     interruption: Interruption = field(default_factory=Interruption)
     pieces_max: int = 1000
     asked: list[tuple[int, int]] = field(default_factory=list)  # prompt's length, max_tokens
-
-    def connect(self, **_: Any) -> "ScriptedClient":
-        """Take the place of `PolicyClient`."""
-        return self
 
     async def __aenter__(self) -> "ScriptedClient":
         return self

@@ -18,7 +18,7 @@ from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatRequest, message_body, served_model_id
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.generate import sample_groups, shard_requests
+from marin_rl.rollouts.generate import SamplingJob, sample_groups, shard_requests
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import commit_shard, seal_round
 from marin_rl.tokenizers import tokenizer_for
@@ -65,10 +65,6 @@ class ScriptedClient(PolicyClient):
         self._tokenizer, self._script = tokenizer_for(config.policy), script
         self.prompts: list[str] = []
 
-    def connect(self, **_: Any) -> "ScriptedClient":
-        """Take the place of `PolicyClient`."""
-        return self
-
     async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer with turns of the script."""
         prompt_ids, messages = request.prompt_ids, request.messages
@@ -110,16 +106,14 @@ def served() -> ServedPolicy:
 def play(config: Config, script: Script) -> list[RolloutGroup]:
     """Sample and score round 0 with a scripted policy."""
     run, environment = Run.create_or_open(config), environment_of(config)
-    return asyncio.run(
-        sample_groups(
-            config,
-            served(),
-            environment,
-            shard_requests(run, 0, 0, environment),
-            ProgressEvent(run_id=config.run_id, stage="generate", round=0),
-            connect=ScriptedClient(config, script).connect,
-        )
+    job = SamplingJob(
+        config=config,
+        policy=served(),
+        environment=environment,
+        progress=ProgressEvent(run_id=config.run_id, stage="generate", round=0),
     )
+    requests = shard_requests(run, 0, 0, environment)
+    return asyncio.run(sample_groups(job, requests, ScriptedClient(config, script)))
 
 
 def record(config: Config, script: Script) -> tuple[Run, list[RolloutGroup]]:

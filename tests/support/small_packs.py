@@ -5,7 +5,7 @@ a sealed round has it.
 """
 
 import json
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -15,15 +15,14 @@ from support.run_factories import group_of
 from support.simulated_process import identify
 
 from marin_rl.config import RetentionConfig
-from marin_rl.rollouts.streaming import group_id_of
+from marin_rl.rollouts.streaming import CHUNK, group_id_of
 from marin_rl.storage.commits import commit_object
 from marin_rl.storage.layout import STREAM, pack_of
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.group_log import GroupLog, groups_of_chunk
 from marin_rl.storage.tables.intakes import intake_in
-from marin_rl.storage.tables.packs import PackChain
 from marin_rl.storage.tables.parquet import load_or_none
-from marin_rl.storage.tables.stream import numbers_of
-from marin_rl.storage.tables.streamed import number_of
+from marin_rl.storage.tables.stream import number_of, numbers_of
 from marin_rl.storage.upkeep.gc import Collection
 from marin_rl.storage.upkeep.inventory import take_inventory
 from marin_rl.storage.upkeep.streams import collected_keys
@@ -33,7 +32,7 @@ Versions = dict[int, list[int]]  # of the pieces of groups, by their numbers
 CommitPack = Callable[["SmallChain", str, bytes], bytes]
 
 
-class SmallChain(PackChain):
+class SmallChain(GroupLog):
     """A chain whose objects are a few bytes of JSON, read one after the other."""
 
     def use(self, player: Any) -> "SmallChain":
@@ -42,10 +41,15 @@ class SmallChain(PackChain):
         self.versions: Versions = {}
         return self
 
-    def _decoded(self, key: str, data: pa.Buffer) -> Sequence[RolloutGroup]:
-        return [group_of(group_id_of(number), ()) for number in groups_of_pack(data.to_pybytes())]
+    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+        return (load_or_none(self.run.store, key) for key in keys)
 
-    def _commit(self, key: str, groups: Sequence[RolloutGroup]) -> Iterable[int]:
+    def _decoded(self, key: str, data: bytes | pa.Buffer) -> Sequence[RolloutGroup]:
+        return [group_of(group_id_of(number), ()) for number in groups_of_pack(bytes(data))]
+
+    def _commit(
+        self, key: str, groups: Sequence[RolloutGroup]
+    ) -> tuple[Sequence[RolloutGroup], bool]:
         numbers = [number_of(group.group_id) for group in groups]
         versions = {number: self.versions[number] for number in numbers}
         record = {
@@ -55,7 +59,8 @@ class SmallChain(PackChain):
             "versions": versions,
         }
         data = json.dumps(record).encode()
-        return groups_of_pack(self.player.world.commit_pack(self, key, data))
+        committed = self.player.world.commit_pack(self, key, data)
+        return self._decoded(key, committed), committed == data
 
 
 def commits_pack(chain: SmallChain, key: str, data: bytes) -> bytes:
@@ -69,16 +74,18 @@ def commits_pack(chain: SmallChain, key: str, data: bytes) -> bytes:
 def samples_packs(player: Any, chunk: int, left: Sequence[int], version: int) -> None:
     """Sample groups of a chunk, and commit those that end together as a pack."""
     world = player.world
+    numbers = numbers_of(player.run.config, chunk)
+    made = groups_of_chunk(player.run, numbers, "stream", served_policy("", "policy"), "w")
     chain = SmallChain(
-        run=player.run, numbers=numbers_of(player.run.config, chunk), fingerprint="stream",
-        policy=served_policy("", "policy"), worker=player.process.name,
-    ).use(player)  # fmt: skip
+        run=made.run, policy=made.policy, fingerprint="stream", key=made.key, round=0
+    ).use(player)
     world.read_packs(chain)
-    left = [number for number in left if number not in chain.finished]
+    finished = chain.group_ids.get(CHUNK, ())
+    left = [number for number in left if group_id_of(number) not in finished]
     for first in range(0, len(left), world.packs):
         ended = left[first : first + world.packs]
         chain.versions |= {n: sampled_in_pieces(player, n, version) for n in ended}
-        chain.append([group_of(group_id_of(number), ()) for number in ended])
+        chain.complete(CHUNK, [group_of(group_id_of(number), ()) for number in ended])
 
 
 def groups_of_pack(data: bytes) -> dict[int, int]:
@@ -101,13 +108,13 @@ def check_pack(
 
 def reads_packs(chain: SmallChain) -> None:
     """Read which groups are committed: the protocol."""
-    chain.read()
+    chain.read([CHUNK])
 
 
 def reads_no_packs(chain: SmallChain) -> None:
     """Wrong: goes on behind the packs of others without a look at their groups."""
-    while load_or_none(chain.run.store, chain._next_key) is not None:
-        chain.length += 1
+    while load_or_none(chain.run.store, chain._next_key(CHUNK)) is not None:
+        chain.lengths[CHUNK] += 1
 
 
 def writes_over_packs(chain: SmallChain, key: str, data: bytes) -> bytes:

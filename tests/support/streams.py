@@ -1,24 +1,25 @@
 """Runs whose groups are put into a stream by hand, an object each or packed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from support.run_factories import checkpoint, configuration, group, policy
 
 from marin_rl.config import Config
-from marin_rl.rollouts.streaming import group_id_of
+from marin_rl.rollouts.streaming import CHUNK, group_id_of
+from marin_rl.storage.layout import STREAM, numbers_in, stream_key
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.group_log import WORKER, GroupLog, commit_groups, groups_of_chunk
 from marin_rl.storage.tables.intakes import (
-    Seen,
     collect_shard,
     commit_intake,
     decide,
     settled_before,
 )
-from marin_rl.storage.tables.packs import PackChain
-from marin_rl.storage.tables.rollouts import seal_round
-from marin_rl.storage.tables.stream import GroupStream, numbers_of
+from marin_rl.storage.tables.rollouts import decode_shard, groups_of, seal_round
+from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, number_of, numbers_of
 from marin_rl.types import RolloutGroup, SlotRef
 
 FINGERPRINT = "f" * 64
@@ -38,6 +39,37 @@ def stream_of(run: Run) -> GroupStream:
     return stream
 
 
+@dataclass(frozen=True)
+class Chain:
+    """The packs of one chunk."""
+
+    log: GroupLog
+
+    @property
+    def length(self) -> int:
+        return self.log.lengths[CHUNK]
+
+    @property
+    def finished(self) -> set[int]:
+        """Numbers of the groups that it has."""
+        return set(map(number_of, self.log.group_ids.get(CHUNK, ())))
+
+    def append(self, groups: Sequence[RolloutGroup]) -> None:
+        """Commit those that are missing."""
+        self.log.complete(CHUNK, groups)
+
+
+def put_alone(
+    run: Run, number: int, version: int, fingerprint: str = FINGERPRINT, worker: str = "w"
+) -> None:
+    """Commit a group by itself, as older versions did."""
+    made = group(group_id_of(number), [0.0, 1.0], version=version)
+    commit_groups(
+        run, stream_key(number), [made], round=version, shard=0, fingerprint=fingerprint,
+        policy=policy(version), stamp={WORKER: worker},
+    )  # fmt: skip
+
+
 class Streaming:
     """A run whose groups are put into the stream by hand."""
 
@@ -49,35 +81,40 @@ class Streaming:
     def put(self, *placed: tuple[int, int]) -> None:
         """Commit groups by number and policy version."""
         for number, version in placed:
-            made = group(group_id_of(number), [0.0, 1.0], version=version)
-            self.stream.commit(number, made, policy(version), "w")
+            put_alone(self.run, number, version)
 
-    def seen(self, round: int) -> Seen:
+    def waiting(self, round: int) -> dict[int, StreamedGroup]:
+        """Groups that no round before this one has settled, by number."""
         self.stream.look()
-        self.stream.read(settled_before(self.run, round))
-        return Seen(groups=self.stream.groups.values())
+        settled = settled_before(self.run, round)
+        return {n: group for n, group in self.stream.groups.items() if n not in settled}
 
     def take(self, round: int) -> SlotRef:
         settled = settled_before(self.run, round)
-        intake = decide(round, self.seen(round), settled, self.run.config)
+        intake = decide(round, self.waiting(round).values(), settled, self.run.config)
         assert intake is not None
         return commit_intake(self.run, intake)
 
     def sealed(self, round: int, intake: SlotRef) -> SlotRef:
         return seal_round(self.run, round, [collect_shard(self.run, round, 0, intake)], [intake])
 
-    def chain(self, chunk: int, version: int = 0, fingerprint: str = FINGERPRINT) -> PackChain:
+    def chain(self, chunk: int, version: int = 0, fingerprint: str = FINGERPRINT) -> Chain:
         """The packs of a chunk, as a worker knows them that has read what is there."""
         numbers = numbers_of(self.run.config, chunk)
-        chain = PackChain(
-            run=self.run,
-            numbers=numbers,
-            policy=policy(version),
-            fingerprint=fingerprint,
-            worker="w",
-        )
-        chain.read()
+        chain = Chain(groups_of_chunk(self.run, numbers, fingerprint, policy(version), "w"))
+        chain.log.read([CHUNK])
         return chain
+
+
+def groups_in(run: Run, numbers: Sequence[int]) -> list[RolloutGroup]:
+    """The finished groups of a stream with these numbers, in order."""
+    objects = [key for key in run.store.list(STREAM) if numbers_in(key)]
+    groups = {
+        number_of(group.group_id): group
+        for key in objects
+        for group in groups_of(decode_shard(run.store.read(key)))
+    }
+    return [groups[number] for number in numbers if number in groups]
 
 
 def made(numbers: Sequence[int], version: int = 0) -> list[RolloutGroup]:

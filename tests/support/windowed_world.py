@@ -57,7 +57,6 @@ from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.intakes import (
     Entry,
     Intake,
-    Seen,
     Settled,
     decide,
     intake_in,
@@ -65,8 +64,7 @@ from marin_rl.storage.tables.intakes import (
     settled_before,
 )
 from marin_rl.storage.tables.parquet import load_or_none
-from marin_rl.storage.tables.stream import GroupStream, numbers_of
-from marin_rl.storage.tables.streamed import StreamedGroup
+from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, numbers_of
 from marin_rl.storage.upkeep.gc import Collection as Collected
 from marin_rl.storage.upkeep.inventory import take_inventory
 from marin_rl.types import SlotRef
@@ -156,11 +154,6 @@ class SmallStream(GroupStream):
             for name, version in versions.items()
         )
 
-    def _each(self, keys: Sequence[str]) -> Iterator[tuple[StreamedGroup, ...]]:
-        for key in keys:
-            data = load_or_none(self.run.store, key)
-            yield () if data is None else self._decoded(key, data)
-
 
 Take = Callable[["WindowedPlayer", int], SlotRef | None]
 
@@ -172,7 +165,9 @@ def takes(player: "WindowedPlayer", round: int) -> SlotRef | None:
     if existing is not None:
         return ref_of(existing[0], reused=True)
     settled = settled_before(run, round)
-    intake = decide(round, player.seen(settled), settled, run.config)
+    stream = player.stream()
+    claims = under_way(stream, settled, player.world.clock) if player.world.waits else ()
+    intake = decide(round, stream.groups.values(), settled, run.config, under_way=claims)
     if intake is None:
         return None
     manifest = intake_manifest(run, intake, player.new_attempt())
@@ -262,13 +257,6 @@ class WindowedPlayer(Player):
         stream = SmallStream(self.run, patience=self.patience)
         stream.look()
         return stream
-
-    def seen(self, settled: Settled) -> Seen:
-        """Groups that may be taken now."""
-        stream = self.stream()
-        stream.read(settled)
-        claims = under_way(stream, settled, self.world.clock) if self.world.waits else ()
-        return Seen(groups=stream.groups.values(), under_way=claims)
 
     def _settled(self, version: int) -> Settled:
         """Numbers that are settled as far as a process that has this checkpoint can know."""

@@ -15,11 +15,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from marin_rl.config import REGISTERED, Config, InferenceConfig, split_labels
 from marin_rl.errors import ConfigError
-from marin_rl.storage.canaries import CanaryBoard
 from marin_rl.storage.fleet import FleetBoard, Identity, Unreadable, run_sha256, served_settings
 from marin_rl.storage.provenance import code_digest
-from marin_rl.storage.runs import Run
-from marin_rl.storage.sampling_target import SamplingBoard
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 
 LINES_MAX = 10_000  # of a file of endpoints
@@ -156,16 +153,6 @@ def _advice(place: str) -> str:
 def board_of(inference: InferenceConfig, folder: ObjectStore) -> FleetBoard:
     """The fleet's records of a run, with the API token of this process's environment."""
     return FleetBoard(folder, os.environ.get(inference.api_key_variable))
-
-
-def sampling_board(run: Run) -> SamplingBoard:
-    """The sampling target of a run, with the API token of this process's environment."""
-    return SamplingBoard(run.folder, os.environ.get(run.config.inference.api_key_variable))
-
-
-def canary_board(run: Run) -> CanaryBoard:
-    """The canaries of a run, with the API token of this process's environment."""
-    return CanaryBoard(run.folder, os.environ.get(run.config.inference.api_key_variable))
 
 
 def identity_of(

@@ -33,7 +33,7 @@ from marin_rl.storage.runs import Run, committed
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import iter_present, verified
 from marin_rl.storage.tables.rollouts import commit_tables, decode_shard, shard_ref
-from marin_rl.storage.tables.streamed import StreamedGroup, object_key, rows_by_group
+from marin_rl.storage.tables.stream import StreamedGroup, object_key, rows_by_group
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Parent
 from schemas.rollouts import CONTENT_VERSION
@@ -124,32 +124,32 @@ class _Kept:
 _kept: "WeakKeyDictionary[ObjectStore, _Kept]" = WeakKeyDictionary()  # by the store of the run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """View of the stream at a moment: finished groups, and the policies of those under way."""
-
-    groups: Collection[StreamedGroup]
-    under_way: Collection[int] = field(default=())
-
-
 def decide(
-    round: int, seen: Seen, settled: Settled, config: Config, *, ended: bool = False
+    round: int,
+    groups: Collection[StreamedGroup],
+    settled: Settled,
+    config: Config,
+    *,
+    under_way: Collection[int] = (),
+    ended: bool = False,
 ) -> Intake | None:
-    """The intake of a round by what was seen; None where it is to wait for more.
+    """The intake of a round by the finished groups that were seen; None where it is to wait.
 
-    With `ended`, sampling has: nothing under way is waited for.
+    `under_way` are the policies of groups that are being sampled. With `ended`, sampling has
+    ended: nothing under way is waited for.
     """
     oldest = round - config.staleness_rounds_max
     waits = config.asynchrony is not None and config.asynchrony.over_staleness == "wait"
     # Before anything is taken: a group under way that would be too old next time is worth the wait.
-    if waits and not ended and any(version <= oldest for version in seen.under_way):
+    if waits and not ended and any(version <= oldest for version in under_way):
         return None
     # Oldest policy first, so that little becomes stale; then by number, so that the order is no
     # race of workers.
-    ordered = sorted(seen.groups, key=lambda group: (group.version, group.number))
-    fresh = [group for group in ordered if group.version >= oldest and group.number not in settled]
+    waiting = [group for group in groups if group.number not in settled]
+    waiting.sort(key=lambda group: (group.version, group.number))
+    fresh = [group for group in waiting if group.version >= oldest]
     # Dropped by name in the record: each group that was sampled is accounted for once.
-    stale = [group for group in ordered if group.version < oldest and group.number not in settled]
+    stale = [group for group in waiting if group.version < oldest]
     taken = _first(fresh, config)
     if taken is None:
         return None

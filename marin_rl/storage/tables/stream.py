@@ -1,52 +1,49 @@
-"""Groups that wait in a stream for the round that takes them (`asynchrony.sampler: windowed`).
+"""Finished groups that wait in a stream for the round that takes them, and claims on chunks.
 
-A group has a number, and one private object that is created once, by whichever worker ends it
-first; with `commit_every_s` several groups share one (`packs`). Who samples which numbers is agreed
-on by claims, which spare work and decide nothing: where two workers sample one group, the first
-object stays. Leaves out what rounds take (`intakes`).
+A group has a number, and is in one private object: with the groups of its chunk that ended at about
+the same time (`group_log`), or by itself in runs of older versions. Who samples which numbers is
+agreed on by claims, which spare work and decide nothing. Leaves out what rounds take (`intakes`).
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.errors import CorruptObject
+from marin_rl.errors import CommitConflict, CorruptObject
 from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
 from marin_rl.storage.layout import (
     STREAM,
     claim_key,
     claim_of,
+    numbers_in,
     pack_of,
     stream_group_of,
     stream_key,
 )
 from marin_rl.storage.runs import Run
-from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.tables.group_log import WORKER
 from marin_rl.storage.tables.parquet import (
     PARTS_MAX,
-    in_order,
+    TableReader,
+    digest_of,
     iter_present,
-    load_or_none,
+    select,
 )
-from marin_rl.storage.tables.pieces import commit_groups
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
-from marin_rl.storage.tables.streamed import WORKER, Sampled, StreamedGroup, streamed_groups
-from marin_rl.types import RolloutGroup, ServedPolicy
+from marin_rl.types import RolloutGroup
 from schemas import Malformed, NewerVersion
 from schemas.manifests import open_sealed_json, sealed_json
-from schemas.rollouts import CONTENT_VERSION
+from schemas.migrations import ROLLOUTS as LADDER
+from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
 
 CLAIM_FORMAT, CLAIM_VERSION = "marin-rl/claim", 1
-
-Packs = dict[str, tuple[StreamedGroup, ...]]  # groups by the key of their pack
-
-# By the store of the run, and the fingerprint that they were checked by: each is read once.
-_packs: "WeakKeyDictionary[ObjectStore, dict[str | None, Packs]]" = WeakKeyDictionary()
+SCALARS = ("run_id", "group_id", "reward", "status", "policy_version_min", "policy_version_max")
+VALID = ("complete", "truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +60,33 @@ class Claim:
         """True while others leave the chunk to the worker, by clocks that may differ."""
         # Either way: a clock that runs ahead must not make a claim live for ever.
         return abs((now - self.claimed_at).total_seconds()) <= seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedGroup:
+    """A finished group of the stream: its number, oldest and newest policy, and rollouts.
+
+    `sha256` is the digest of its object, and `pack` that object's name where it may have several
+    groups. `differs` says that the rewards of its valid members are not all equal.
+    """
+
+    number: int
+    sha256: str
+    version: int
+    version_max: int
+    rollouts: int
+    differs: bool
+    pack: str = ""
+
+
+def number_of(group_id: str) -> int:
+    """The number of a group of the stream, by its id. Raises ValueError."""
+    return int(group_id.rpartition("-")[2])
+
+
+def object_key(number: int, pack: str) -> str:
+    """The object that has a group: the pack of this name, or its own."""
+    return f"{STREAM}/{pack}" if pack else stream_key(number)
 
 
 def chunk_size(config: Config) -> int:
@@ -106,115 +130,42 @@ class GroupStream:
     """The stream of a run, as this process knows it. Methods are called one at a time.
 
     A listing may lack what was committed lately: that costs freshness, for what a round takes is
-    what was seen.
+    what was seen. `fingerprint` is that of the run's workers, where it is known.
     """
 
     run: Run
-    numbers: frozenset[int] = frozenset()  # of groups that were listed as objects of their own
-    groups: dict[int, StreamedGroup] = field(default_factory=dict[int, StreamedGroup])
-    claims: dict[int, Claim] = field(default_factory=dict[int, Claim])
     fingerprint: str | None = None
     patience: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of commits, for tests
-    packs: Packs = field(default_factory=Packs)  # that were listed and read
-    packed: dict[int, StreamedGroup] = field(default_factory=dict[int, StreamedGroup])
+    objects: dict[str, tuple[StreamedGroup, ...]] = field(
+        default_factory=dict[str, tuple[StreamedGroup, ...]]
+    )
+    # Finished groups by number; settled ones are among them until gc takes their objects.
+    groups: dict[int, StreamedGroup] = field(default_factory=dict[int, StreamedGroup])
+    claims: dict[int, Claim] = field(default_factory=dict[int, Claim])
 
     def look(self) -> None:
-        """List the stream: which groups are finished, and claims. Raises as `read`."""
-        keys = self.run.store.list(STREAM)
-        listed = (stream_group_of(key) for key in keys)
-        self.numbers = frozenset(number for number in listed if number is not None)
-        self._read_packs([key for key in keys if pack_of(key) is not None])
-        self._read_claims(keys)
-
-    def has(self, numbers: set[int]) -> bool:
-        """Return True if these groups are finished, as far as was listed."""
-        # First, since most groups of a packed stream are there: the loop below is for mixed ones.
-        if numbers <= self.packed.keys():
-            return True
-        return all(number in self.numbers or number in self.packed for number in numbers)
-
-    def read(self, settled: Container[int]) -> None:
-        """Read what was listed and is new; forget groups that are `settled`.
+        """List the stream, and read what is new: finished groups, and claims.
 
         Raises CommitConflict for groups of a worker with other settings, CorruptObject,
         NewerSchema, StoreUnavailable.
         """
-        # A group may be gone because gc took it after a round had sealed it, so it must not be
-        # taken again.
-        for number in [*self.groups]:
-            if number in settled or not (number in self.numbers or number in self.packed):
-                del self.groups[number]
-        packed = (item for item in self.packed.items() if item[0] not in settled)
-        self.groups |= {number: group for number, group in packed if number not in self.groups}
-        new = [n for n in sorted(self.numbers) if n not in settled and n not in self.groups]
-        keys = [stream_key(number) for number in new]
-        for key, item in zip(keys, self._load(keys), strict=True):
-            if item is not None:
-                self.groups |= {group.number: group for group in self._decoded(key, item)}
+        keys = self.run.store.list(STREAM)
+        listed = [key for key in keys if numbers_in(key)]
+        # An object may be gone because gc took it after a round had sealed its groups, so they must
+        # not be taken again.
+        known = {key: self.objects[key] for key in listed if key in self.objects}
+        new = [key for key in listed if key not in known]
+        if new or len(known) < len(self.objects):
+            for key, data in zip(new, self._load(new), strict=True):
+                if data is not None:
+                    known[key] = self._decoded(key, data)
+            self.objects = known
+            self.groups = {group.number: group for groups in known.values() for group in groups}
+        self._read_claims(keys)
 
-    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
-        return iter_present(self.run.store, keys)
-
-    def _read_packs(self, keys: Sequence[str]) -> None:
-        """Read the packs that were not read before, a few at a time; forget those that are gone."""
-        listed = {*keys}
-        known = _packs.setdefault(self.run.store, {}).setdefault(self.fingerprint, {})
-        for key in [key for key in self.packs if key not in listed]:
-            for group in self.packs.pop(key):
-                self.packed.pop(group.number, None)
-            known.pop(key, None)
-        new = [key for key in keys if key not in self.packs]
-        unread = [key for key in new if key not in known]
-        known |= zip(unread, self._each(unread), strict=True)
-        self.packs |= {key: known[key] for key in new}
-        self.packed |= {group.number: group for key in new for group in known[key]}
-
-    def _each(self, keys: Sequence[str]) -> Iterator[tuple[StreamedGroup, ...]]:
-        """Groups of each object, none where it is gone."""
-
-        def groups_of_object(key: str) -> tuple[StreamedGroup, ...]:
-            data = load_or_none(self.run.store, key)
-            return () if data is None else self._decoded(key, data)
-
-        return in_order(self.run.store, groups_of_object, keys, PARTS_MAX)
-
-    def _decoded(self, key: str, data: pa.Buffer) -> tuple[StreamedGroup, ...]:
-        sampled = Sampled(self.run.run_id, self.fingerprint)
-        return streamed_groups(key, data, self.run.store.url_of(key), sampled)
-
-    def _read_claims(self, keys: Iterable[str]) -> None:
-        """Read the latest claim of each chunk."""
-        latest: dict[int, tuple[int, str]] = {}
-        for key in keys:
-            if (claim := claim_of(key)) is not None:
-                # The highest number: a later claim stands in the place of those that ran out.
-                latest[claim[0]] = max(latest.get(claim[0], (-1, "")), (claim[1], key))
-        known = {c: self.claims[c] for c, (n, _) in latest.items() if self._knows(c, n)}
-        new = [(c, key) for c, (_, key) in sorted(latest.items()) if c not in known]
-        data = self._load([key for _, key in new])
-        for (chunk, key), item in zip(new, data, strict=True):
-            if item is not None:
-                known[chunk] = claim_in(item.to_pybytes(), self.run.store.url_of(key))
-        self.claims = known
-
-    def _knows(self, chunk: int, number: int) -> bool:
-        return chunk in self.claims and self.claims[chunk].number == number
-
-    def commit(self, number: int, group: RolloutGroup, policy: ServedPolicy, worker: str) -> bool:
-        """Create a group; False where another worker was first. Raises StorageError."""
-        assert self.fingerprint is not None, "a worker knows its settings"
-        _, ours = commit_groups(
-            self.run,
-            stream_key(number),
-            [group],
-            # Which round takes it is open: `commit_tables` writes that into the shard.
-            round=policy.weight_version,
-            shard=0,
-            fingerprint=self.fingerprint,
-            policy=policy,
-            stamp={WORKER: worker},
-        )
-        return ours
+    def has(self, numbers: set[int]) -> bool:
+        """Return True if these groups are finished, as far as was listed."""
+        return numbers <= self.groups.keys()
 
     def claim(self, chunk: int, worker: str, policy_version: int, now: datetime) -> bool:
         """Claim a chunk; False where another worker was first. Raises StorageError."""
@@ -246,6 +197,113 @@ class GroupStream:
         # read.
         self.claims[chunk] = claim_in(committed, source)
         return committed == data
+
+    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+        return iter_present(self.run.store, keys, PARTS_MAX)  # a pack may be as large as a part
+
+    def _decoded(self, key: str, data: pa.Buffer) -> tuple[StreamedGroup, ...]:
+        """The groups of an object. Raises CommitConflict, CorruptObject, NewerSchema."""
+        source = self.run.store.url_of(key)
+        reader = TableReader(data, source, LADDER)
+        columns = reader.table(select(ROLLOUTS, SCALARS)).to_pydict()  # its footer is read once
+        self._check(source, reader.stamp, columns["run_id"])
+        rows = zip(*(columns[name] for name in SCALARS[1:]), strict=True)
+        sha256 = digest_of(data)
+        # Rows of a group lie together: an object is written group by group.
+        return tuple(
+            _streamed_group(key, group_id, [*members], sha256, source)
+            for group_id, members in groupby(rows, key=lambda row: row[0])
+        )
+
+    def _check(self, source: str, stamp: Mapping[str, str], run_ids: Sequence[str]) -> None:
+        """Refuse what a worker of another run, or with other settings, put into the stream."""
+        worker, theirs = stamp.get(WORKER, "unknown"), stamp.get("fingerprint", "")
+        if set(run_ids) != {self.run.run_id}:
+            raise CommitConflict(
+                f"{source}: worker {worker} sampled it for run {run_ids[0]!r}, expected "
+                f"{self.run.run_id!r}: stop that worker, and remove the file"
+            )
+        if self.fingerprint is not None and theirs != self.fingerprint:
+            raise CommitConflict(
+                f"{source}: worker {worker} sampled it with other settings, code or tokenizer: "
+                f"expected fingerprint {self.fingerprint}, found {theirs}. Stop that worker, start "
+                "it with this run's configuration, and remove the file"
+            )
+
+    def _read_claims(self, keys: Iterable[str]) -> None:
+        """Read the latest claim of each chunk."""
+        latest: dict[int, tuple[int, str]] = {}
+        for key in keys:
+            if (claim := claim_of(key)) is not None:
+                # The highest number: a later claim stands in the place of those that ran out.
+                latest[claim[0]] = max(latest.get(claim[0], (-1, "")), (claim[1], key))
+        known = {c: self.claims[c] for c, (n, _) in latest.items() if self._knows(c, n)}
+        new = [(c, key) for c, (_, key) in sorted(latest.items()) if c not in known]
+        data = self._load([key for _, key in new])
+        for (chunk, key), item in zip(new, data, strict=True):
+            if item is not None:
+                known[chunk] = claim_in(item.to_pybytes(), self.run.store.url_of(key))
+        self.claims = known
+
+    def _knows(self, chunk: int, number: int) -> bool:
+        return chunk in self.claims and self.claims[chunk].number == number
+
+
+def _streamed_group(
+    key: str, group_id: str, members: Sequence[Sequence[Any]], sha256: str, source: str
+) -> StreamedGroup:
+    _, rewards, statuses, oldest, newest = zip(*members, strict=True)
+    valid = {
+        reward
+        for reward, status in zip(rewards, statuses, strict=True)
+        if reward is not None and status in VALID
+    }
+    return StreamedGroup(
+        number=number_in(key, group_id, source),
+        sha256=sha256,
+        version=min(oldest),
+        version_max=max(newest),
+        rollouts=len(statuses),
+        # Equal rewards give no advantage: dynamic sampling counts the groups that differ.
+        differs=len(valid) > 1,
+        pack="" if stream_group_of(key) is not None else key.rpartition("/")[2],
+    )
+
+
+def number_in(key: str, group_id: str, source: str) -> int:
+    """The number of a group of an object. Raises CorruptObject where it is not among its own."""
+    if (own := stream_group_of(key)) is not None:
+        return own
+    numbers = pack_of(key)
+    assert numbers is not None, f"{key} is a pack"
+    try:
+        number = number_of(group_id)
+    except ValueError:
+        number = -1
+    # The name is a promise that readers rely on before they open the object: it says which groups
+    # may be inside.
+    if number not in numbers:
+        raise CorruptObject(
+            f"{source}: expected groups {numbers[0]} to {numbers[-1]}, found {group_id!r}"
+        )
+    return number
+
+
+def rows_by_group(table: pa.Table, key: str, source: str) -> Iterator[tuple[int, pa.Table]]:
+    """Number and rows of each group of an object. Raises CorruptObject."""
+    first = 0
+    for group_id, rows in groupby(table["group_id"].to_pylist()):
+        count = sum(1 for _ in rows)
+        yield number_in(key, group_id, source), table.slice(first, count)
+        first += count
+
+
+def groups_alone(run: Run, numbers: Sequence[int]) -> Iterator[RolloutGroup]:
+    """Yield groups that an older version committed each by itself, those that are there."""
+    keys = [stream_key(number) for number in numbers]
+    for key, data in zip(keys, iter_present(run.store, keys), strict=True):
+        if data is not None:
+            yield from groups_of(decode_shard(data, source=run.store.url_of(key)))
 
 
 def _claim_bytes(claim: Claim, attempt: str) -> bytes:
@@ -283,11 +341,3 @@ def _record(data: bytes, source: str) -> dict[str, Any]:
         return open_sealed_json(data, format=CLAIM_FORMAT, version=CLAIM_VERSION)
     except (Malformed, NewerVersion) as error:
         raise CorruptObject(f"{source}: {error}") from None
-
-
-def groups_in(run: Run, numbers: Sequence[int]) -> Iterator[RolloutGroup]:
-    """Yield the committed groups of the stream by number, those that are there."""
-    keys = [stream_key(number) for number in numbers]
-    for key, data in zip(keys, iter_present(run.store, keys), strict=True):
-        if data is not None:
-            yield from groups_of(decode_shard(data, source=run.store.url_of(key)))

@@ -27,8 +27,7 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.intakes import Intake, Settled, intake_in
 from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX, iter_present
 from marin_rl.storage.tables.rollouts import decode_shard
-from marin_rl.storage.tables.stream import numbers_of
-from marin_rl.storage.tables.streamed import rows_by_group
+from marin_rl.storage.tables.stream import numbers_of, rows_by_group
 from marin_rl.storage.upkeep.integrity import Fault
 from marin_rl.storage.upkeep.inventory import Inventory
 
