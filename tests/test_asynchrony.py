@@ -104,7 +104,7 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
     [
         (
             ["asynchrony.curriculum_window_rounds=2"],
-            "a setting of curriculum solve_rate: found none",
+            "expected curriculum solve_rate, found none",
         ),
         (
             [
@@ -116,7 +116,7 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
         ),
         (
             ["asynchrony.curriculum=solve_rate", "rollouts.source=pushed"],
-            "chooses what the run samples: found rollouts.source pushed",
+            "asynchrony.curriculum is for groups that the run samples",
         ),
         ([REPLAY], "nothing older than 0 is trained on: set batching.staleness_rounds_max=1"),
         (

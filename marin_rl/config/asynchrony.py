@@ -46,6 +46,19 @@ _SPELLED = {
     "shared_device": "time_sliced",
 }  # fmt: skip
 
+# Keys that say more of another one, its mode that they need, and what it is by default.
+_SETTINGS_OF = {
+    "max_sample_batches": ("dynamic_sampling", "filter", "none"),
+    "recompute_kv_cache": ("in_flight_updates", "true", "false"),
+    "partial_tokens": ("partial_rollout", "true", "false"),
+    "curriculum_window_rounds": ("curriculum", "solve_rate", "none"),
+    "shared_device": ("max_staleness", "of 1 to 8", "0"),
+    "over_staleness": ("sampler", "windowed", "in_order"),
+    "max_inflight_groups": ("sampler", "windowed", "in_order"),
+    "claim_s": ("sampler", "windowed", "in_order"),
+    "commit_every_s": ("sampler", "windowed", "in_order"),
+}
+
 
 class ReplayConfig(Section):
     """Groups that later rounds train on again."""
@@ -114,8 +127,8 @@ class AsynchronyConfig(Section):
     commit_every_s: Seconds | None = optional_field(
         runtime_only=True,
         description="windowed: groups of a chunk that end within this time are committed as "
-        "one object, which a killed worker loses with those under way; null: each is an object of "
-        "its own, as soon as it ends",
+        "one object, which a killed worker loses with those under way; null: a group is committed "
+        "as soon as it ends",
     )
     in_flight_updates: Literal[True] | None = optional_field(
         description="windowed: true, a new checkpoint is served while completions are sampled, "
@@ -190,58 +203,36 @@ class AsynchronyConfig(Section):
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> "AsynchronyConfig":
-        if self.max_sample_batches is not None and self.dynamic_sampling is None:
-            raise ValueError(
-                f"max_sample_batches is {self.max_sample_batches}, which bounds dynamic_sampling: "
-                "expected dynamic_sampling filter, found none"
-            )
+        for name, (key, mode, default) in _SETTINGS_OF.items():
+            value = getattr(self, name)
+            if value is not None and not getattr(self, key):
+                raise ValueError(
+                    f"{name} is {str(value).lower()}, a setting of {key} {mode}: expected {key} "
+                    f"{mode}, found {default}"
+                )
         if self.select is not None and not (self.over_sampling_factor or self.dynamic_sampling):
             raise ValueError(
                 f"select {self.select} chooses among more groups than a round takes: set "
                 "over_sampling_factor (1.5, say) or dynamic_sampling filter"
             )
-        self._filter_is_known()
-        self._window_is_whole()
-        self._pieces_can_be_kept()
-        self._curriculum_is_whole()
-        if self.shared_device is not None and not self.max_staleness:
+        self._check_filter()
+        self._check_window()
+        if self.partial_rollout and self.select == "first_done":
             raise ValueError(
-                f"shared_device is {self.shared_device}, a setting of sampling ahead: expected "
-                "max_staleness of 1 to 8, found 0"
+                "partial_rollout with select first_done: what a round cancels belongs to its own "
+                "examples, and no later round goes on with it; expected sampler windowed, whose "
+                "groups belong to no round until they are finished, or partial_rollout false"
             )
         return self
 
-    def _curriculum_is_whole(self) -> None:
-        if self.curriculum is None and self.curriculum_window_rounds is not None:
-            raise ValueError(
-                f"curriculum_window_rounds is {self.curriculum_window_rounds}, a setting of "
-                "curriculum solve_rate: found none"
-            )
-        if self.curriculum is not None and self.sampler is not None:
-            raise ValueError(
-                f"curriculum {self.curriculum} is decided once a round, and groups of sampler "
-                "windowed belong to none when they are sampled: expected sampler in_order, which "
-                "max_staleness overlaps with training too"
-            )
-
-    def _window_is_whole(self) -> None:
-        if self.recompute_kv_cache is not None and self.in_flight_updates is None:
-            raise ValueError(
-                "recompute_kv_cache is false, a setting of in_flight_updates: expected "
-                "in_flight_updates true, found false"
-            )
-        if self.in_flight_updates and self.sampler is None:
-            raise ValueError(
-                "in_flight_updates with sampler in_order: there the policy of a round follows from "
-                "its number, and here from the moment at which a checkpoint comes; expected "
-                "sampler windowed, or in_flight_updates false"
-            )
+    def _check_window(self) -> None:
         if self.sampler is None:
-            for name in ("over_staleness", "max_inflight_groups", "claim_s", "commit_every_s"):
-                if (value := getattr(self, name)) is not None:
-                    raise ValueError(
-                        f"{name} is {value}, a setting of sampler windowed: found in_order there"
-                    )
+            if self.in_flight_updates:
+                raise ValueError(
+                    "in_flight_updates with sampler in_order: there the policy of a round follows "
+                    "from its number, and here from the moment at which a checkpoint comes; "
+                    "expected sampler windowed, or in_flight_updates false"
+                )
             return
         if self.max_staleness == 0:
             raise ValueError(
@@ -254,35 +245,27 @@ class AsynchronyConfig(Section):
                 "over_sampling_factor null and select index, found "
                 f"{self.over_sampling_factor} and {self.select or 'index'}"
             )
-
-    def _pieces_can_be_kept(self) -> None:
-        if self.partial_tokens is not None and self.partial_rollout is None:
+        if self.curriculum is not None:
             raise ValueError(
-                f"partial_tokens is {self.partial_tokens}, a setting of partial_rollout: expected "
-                "partial_rollout true, found false"
-            )
-        if self.partial_rollout and self.select == "first_done":
-            raise ValueError(
-                "partial_rollout with select first_done: what a round cancels belongs to its own "
-                "examples, and no later round goes on with it; expected sampler windowed, whose "
-                "groups belong to no round until they are finished, or partial_rollout false"
+                f"curriculum {self.curriculum} is decided once a round, and groups of sampler "
+                "windowed belong to none when they are sampled: expected sampler in_order, which "
+                "max_staleness overlaps with training too"
             )
 
-    def _filter_is_known(self) -> None:
+    def _check_filter(self) -> None:
         name, least = self.group_filter, self.group_filter_min
+        known = ", ".join(GROUP_FILTERS)
         if name is None:
             if least is not None:
                 raise ValueError(
                     f"group_filter_min is {least:g}, the least score of group_filter: found null "
-                    f"there; expected one of {', '.join(GROUP_FILTERS)}, or FILE.py:function"
+                    f"there; expected one of {known}, or FILE.py:function"
                 )
-            return
-        if name not in GROUP_FILTERS and parse_spec(name) is None:
+        elif name not in GROUP_FILTERS and parse_spec(name) is None:
             raise ValueError(
-                f"group_filter {name!r} is not known: expected one of "
-                f"{', '.join(GROUP_FILTERS)}, or FILE.py:function"
+                f"group_filter {name!r} is not known: expected one of {known}, or FILE.py:function"
             )
-        if least is None and GROUP_FILTERS.get(name, 0.0) is None:
+        elif least is None and GROUP_FILTERS.get(name, 0.0) is None:
             raise ValueError(f"group_filter {name} needs group_filter_min: found null")
 
     @property

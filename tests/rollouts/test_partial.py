@@ -523,7 +523,7 @@ def test_endpoints_are_asked_once_for_a_policy_and_again_after_a_refusal(tmp_pat
         (
             {"partial_rollout": True},
             {"rollouts": {"source": "pushed"}},
-            "partial_rollout keeps what the run samples",
+            "partial_rollout is for groups that the run samples",
         ),
         ({"partial_rollout": True, "partial_tokens": 0}, {}, "partial_tokens"),
     ],

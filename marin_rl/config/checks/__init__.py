@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 from marin_rl.config.checks.adapters import check_merged_adapter, check_quantised_base
 from marin_rl.config.checks.asynchrony import (
-    check_curriculum,
     check_in_flight,
     check_machines,
-    check_pieces,
     check_pushed_groups,
     check_replay,
     check_sampling_ahead,
@@ -27,11 +25,9 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_merged_adapter,
     check_quantised_base,
     check_selection,
-    check_curriculum,
     check_replay,
     check_window,
     check_in_flight,
-    check_pieces,
     check_sampling_ahead,
     check_machines,
     check_lengths,

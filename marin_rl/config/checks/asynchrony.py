@@ -1,10 +1,17 @@
-"""Conditions of what is sampled for a round: selection, curriculum, replay, windows and endpoints.
+"""Conditions of what is sampled for a round: selection, replay, windows, weights in flight.
 
-Leaves out what must fit within `asynchrony` (asynchrony.py).
+Leaves out what must fit within `asynchrony` (asynchrony.py), and environments.
 """
 
-from marin_rl.config.in_flight import check_endpoints, check_objective
 from marin_rl.config.sections import RunSections
+from marin_rl.config.serving import InferenceConfig
+
+# Keys of `asynchrony` that choose among what a run samples, or keep it.
+OF_SAMPLING = (
+    "dynamic_sampling", "over_sampling_factor", "group_filter", "curriculum", "replay",
+    "partial_rollout",
+)  # fmt: skip
+IN_FLIGHT = "asynchrony.in_flight_updates"
 
 
 def check_pushed_groups(config: RunSections) -> None:
@@ -21,17 +28,16 @@ def check_pushed_groups(config: RunSections) -> None:
             f"asynchrony.max_staleness is {config.max_staleness}: environments that push groups "
             "(rollouts.source) are ahead of the rounds by themselves; expected 0"
         )
+    for name in OF_SAMPLING:
+        if getattr(config.asynchrony, name, None) is not None:
+            raise ValueError(
+                f"asynchrony.{name} is for groups that the run samples: found rollouts.source "
+                f"pushed; expected {name} null"
+            )
 
 
 def check_selection(config: RunSections) -> None:
     """Refuse to choose among groups where there is nothing to choose by."""
-    if not config.selects_groups:
-        return
-    if config.rollouts.source == "pushed":
-        raise ValueError(
-            "asynchrony.dynamic_sampling, over_sampling_factor and group_filter choose among "
-            "groups that the run samples: found rollouts.source pushed; expected null"
-        )
     within = config.objective.estimator.within_groups
     if config.samples_on and not (within and config.filters.zero_signal):
         found = f"filters.zero_signal {config.filters.zero_signal}".lower()
@@ -43,25 +49,11 @@ def check_selection(config: RunSections) -> None:
         )
 
 
-def check_curriculum(config: RunSections) -> None:
-    """Refuse to choose the examples of groups that others sample."""
-    if config.curriculum is not None and config.rollouts.source == "pushed":
-        raise ValueError(
-            f"asynchrony.curriculum {config.curriculum} chooses what the run samples: found "
-            "rollouts.source pushed; expected none"
-        )
-
-
 def check_replay(config: RunSections) -> None:
     """Refuse to use groups again that are too old to be trained on."""
     replay, most = config.replay, config.staleness_rounds_max
     if replay is None:
         return
-    if config.rollouts.source == "pushed":
-        raise ValueError(
-            "asynchrony.replay uses groups again that the run samples: found rollouts.source "
-            "pushed; expected replay null"
-        )
     oldest = replay.window_rounds + (0 if config.windowed else config.max_staleness)
     if oldest > most:
         raise ValueError(
@@ -88,17 +80,67 @@ def check_window(config: RunSections) -> None:
 
 def check_in_flight(config: RunSections) -> None:
     """Refuse new weights in flight for objectives and endpoints that cannot bear them."""
-    if config.in_flight_updates:
-        check_objective(config.objective)
-        check_endpoints(config.inference, recompute_kv_cache=config.recompute_kv_cache)
-
-
-def check_pieces(config: RunSections) -> None:
-    """Refuse to keep pieces of what the run does not sample."""
-    if config.piece_tokens is not None and config.rollouts.source == "pushed":
+    if not config.in_flight_updates:
+        return
+    objective = config.objective
+    if objective.surrogate == "reinforce" and objective.importance_correction == "none":
         raise ValueError(
-            "asynchrony.partial_rollout keeps what the run samples: found rollouts.source "
-            "pushed; expected false"
+            f"{IN_FLIGHT} gives completions tokens of several policies, but objective.surrogate "
+            "reinforce takes every token for one of the policy that it updates: set "
+            "objective.importance_correction to truncated or masked, or choose a surrogate with a "
+            "ratio (ppo_clip, say)"
+        )
+    _check_endpoints_in_flight(config.inference, recompute_kv_cache=config.recompute_kv_cache)
+
+
+def _check_endpoints_in_flight(inference: InferenceConfig, *, recompute_kv_cache: bool) -> None:
+    """Raise ValueError where requests name the weights of one version, or tokens have none."""
+    if inference.serve_merged is False or inference.publish == "lora_adapter":
+        key = "serve_merged false" if inference.serve_merged is False else "publish lora_adapter"
+        raise ValueError(
+            f"{IN_FLIGHT} with inference.{key}: requests end on the adapter that they began with; "
+            "expected the adapter merged (serve_merged null, publish update_weights_from_disk), or "
+            "in_flight_updates false"
+        )
+    if inference.route == "sglang":
+        raise ValueError(
+            f"{IN_FLIGHT} with inference.route sglang: these endpoints do not answer with the "
+            "policy of each token; expected the embedded engine, endpoints of `marin-rl serve` "
+            "with publish update_weights_from_disk, or in_flight_updates false"
+        )
+    if inference.publish == "vllm_reload" or inference.route == "vllm_generate":
+        _check_vllm_in_flight(inference, recompute_kv_cache=recompute_kv_cache)
+    elif inference.has_fleet and not inference.pulled:
+        raise ValueError(
+            f"{IN_FLIGHT} with endpoints that come and go ({', '.join(inference.endpoints)}, "
+            f"publish {inference.publish}): one that joins would be sent the weights that sampling "
+            "began with, whatever the others have by then; expected publish pull (servers that "
+            "follow the run), a list of URLs with publish update_weights_from_disk, the embedded "
+            "engine, or in_flight_updates false"
+        )
+
+
+def _check_vllm_in_flight(inference: InferenceConfig, *, recompute_kv_cache: bool) -> None:
+    """Raise ValueError unless vLLM is sent weights, and asked where it names those of tokens."""
+    if inference.publish != "vllm_reload" or inference.route != "vllm_generate":
+        raise ValueError(
+            f"{IN_FLIGHT} with inference.publish {inference.publish} and route "
+            f"{inference.route or 'chat'}: vLLM answers with the policy of each token on one route "
+            "alone, by labels that publish vllm_reload sets; expected publish vllm_reload and "
+            "route vllm_generate together, for endpoints of `marin-rl serve` the route chat, or "
+            "in_flight_updates false"
+        )
+    if not inference.is_listed:
+        raise ValueError(
+            f"{IN_FLIGHT} with endpoints that come and go ({', '.join(inference.endpoints)}, "
+            "publish vllm_reload): one that joins would have no weights of the run until the next "
+            "checkpoint; expected a list of URLs without labels, or in_flight_updates false"
+        )
+    if not recompute_kv_cache:
+        raise ValueError(
+            "asynchrony.recompute_kv_cache false with inference.publish vllm_reload: vLLM drops "
+            "what its prefix cache has of the old weights only together with the caches of "
+            "completions under way; expected recompute_kv_cache true"
         )
 
 
