@@ -203,7 +203,7 @@ class Rounds(ABC):
         """Seconds of a round's sampling, and the measurements of its weight transfer."""
 
     def _while_trained(self, round: int) -> AbstractAsyncContextManager[None]:
-        """What goes on beside the training of a round."""
+        """Work beside the training of a round."""
         return nullcontext()
 
     async def _train_rounds(self) -> None:

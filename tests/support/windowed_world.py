@@ -258,6 +258,10 @@ class WindowedPlayer(Player):
         stream.look()
         return stream
 
+    def seen(self, settled: Settled) -> list[StreamedGroup]:
+        """Groups that may be taken now."""
+        return [g for n, g in self.stream().groups.items() if n not in settled]
+
     def _settled(self, version: int) -> Settled:
         """Numbers that are settled as far as a process that has this checkpoint can know."""
         for round in (version, version - 1):
@@ -445,7 +449,7 @@ def takes_any_age(player: WindowedPlayer, round: int) -> SlotRef | None:
     if existing is not None:
         return ref_of(existing[0], reused=True)
     settled = settled_before(player.run, round)
-    seen = sorted(player.seen(settled).groups, key=lambda group: group.number)[:GROUPS]
+    seen = sorted(player.seen(settled), key=lambda group: group.number)[:GROUPS]
     if len(seen) < GROUPS:
         return None
     entries = tuple(Entry(group.number, group.sha256, group.version) for group in seen)
