@@ -60,7 +60,7 @@ def ours(model: Path, work: Work, _cores: int) -> Round:
     from marin_rl.compilation import keep_freed_memory
     from marin_rl.config import EngineConfig
     from marin_rl.inference.engine import Engine, GenerationRequest
-    from marin_rl.training.model import load_hf
+    from marin_rl.training.hf_folders import load_hf
     from marin_rl.types import Sampling
 
     keep_freed_memory()  # as a run does
@@ -87,7 +87,7 @@ def levanter(model: Path, work: Work, _cores: int) -> Round:
     from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
     from levanter.inference.jit_scheduler import SeqDecodingParams
 
-    from marin_rl.training.model import load_hf
+    from marin_rl.training.hf_folders import load_hf
 
     length = work.prompt_tokens + work.new_tokens
     config = InferenceEngineConfig(

@@ -23,8 +23,8 @@ from marin_rl.config import EngineConfig, LoraConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.lora import Adapter, adapter_of, configured_modules, initial_arrays, merged
 from marin_rl.lora.quantization import quantize_base
+from marin_rl.training.adapters import with_quantized
 from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
-from marin_rl.training.quantized_layers import with_quantized
 
 RANK = 8
 MIXED = "8 adapters in each lane"

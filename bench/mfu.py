@@ -29,10 +29,10 @@ from marin_rl.config import Config
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
-from marin_rl.training.flops import peak_of_devices, training_flops
 from marin_rl.training.logprobs import packing_of
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.optimizer import policy_adamw
+from marin_rl.training.round_stats import peak_of_devices, training_flops
 from marin_rl.training.state import fresh_state
 from marin_rl.training.step_types import StepSettings
 from marin_rl.types import TrainingBatch, segment_lengths, segment_starts

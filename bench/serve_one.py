@@ -73,7 +73,8 @@ def tiny_model(folder: Path) -> Path:
     """A folder with random weights, for trying the script."""
     from marin_rl.config import parse_config
     from marin_rl.tokenizers import character_tokenizer
-    from marin_rl.training.model import build_model, save_hf
+    from marin_rl.training.hf_folders import save_hf
+    from marin_rl.training.model import build_model
 
     tokenizer, policy = character_tokenizer(), parse_config({}).policy
     save_hf(build_model(policy, len(tokenizer), 0), tokenizer, folder)

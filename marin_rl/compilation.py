@@ -3,7 +3,7 @@
 A restarted run finds the programs of the one before in a cache on disk, a CPU keeps the memory that
 programs free instead of asking the kernel for zeroed pages at every step, what compiling freed goes
 back once, what lives as long as the process is not looked at again and again, arrays reach the
-device without a program of their own, and float32 is float32 on accelerators too.
+device without compiling a program, and float32 is float32 on accelerators too.
 """
 
 import gc
@@ -47,7 +47,7 @@ _YOUNG_OBJECTS = 10_000
 def programs_folder() -> Path | None:
     """The folder of this machine's compiled programs, or None where the cache is switched off.
 
-    It lies in that of the environment variable MARIN_RL_COMPILATION_CACHE (empty: no cache), of
+    It is in the folder of the environment variable MARIN_RL_COMPILATION_CACHE (empty: no cache), of
     JAX's own setting, or ~/.cache/marin-rl/xla, and is named after instruction set and threads:
     JAX's keys have the flags that it is given, but neither the processor nor the size of the pool.
     """
@@ -99,7 +99,7 @@ def _warn_of_no_cache(error: Exception) -> None:
 
 
 def device_array(array: Any, dtype: Any = None) -> jax.Array:
-    """An array of JAX, of its own dtype or another; one of NumPy is copied, so that it may be
+    """An array of JAX, in another dtype if given; NumPy's are copied, so that they may be
     written to afterwards.
 
     `jnp.asarray` would compile a program for each shape of NumPy's arrays.
@@ -182,7 +182,7 @@ def prepare_for_training() -> None:
 
 @cache
 def spare_long_lived_objects() -> None:
-    """Leave all that is there now out of garbage collections; for a process that has started up.
+    """Freeze the heap (`gc.freeze`) after start-up.
 
     The libraries' objects number a million. A full collection looks at every one of them, for 0.4 s
     of a core, and a server's requests bring one about every thousand or so.

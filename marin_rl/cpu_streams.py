@@ -22,7 +22,7 @@ from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, cores, pool_threads
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 
-# A lane of fewer slots spends more on reading weights than a core of its own saves.
+# A lane of fewer slots spends more on reading weights than its core saves.
 LANE_SLOTS_MIN = 16
 
 
@@ -35,11 +35,9 @@ class Lanes:
 
     @property
     def size(self) -> int:
-        """Slots of each lane."""
         return self.slots // self.count
 
     def of(self, slot: int) -> int:
-        """The lane of a slot."""
         return slot // self.size
 
     def part(self, lane: int, rows: Tree) -> Tree:
@@ -80,7 +78,7 @@ def shares_prompts(
 
     That makes every block of the cache two programs: for a small model on a CPU, where reading the
     cache is a quarter of a step, that is worth compiling them. A single query per key has a kernel
-    of its own, which does not add up in the order of the one for several.
+    for itself, which does not add up in the order of the one for several.
     """
     small = gains_from_lanes(weights_bytes, on_mesh=on_mesh)
     return small and queries_per_kv > 1 and lanes.size % together == 0

@@ -47,7 +47,7 @@ class Stopwatch:
 def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     """Commit the metrics of a trained round and publish them.
 
-    `measured` are those that no file has: `timing_s/*` and `weights/*`. A round that was closed
+    `measured` are metrics that no file has: `timing_s/*` and `weights/*`. A round that was closed
     before keeps its first metrics. Raises StorageError.
     """
     manifests = _manifests(run, round)
@@ -113,7 +113,6 @@ def overlap_metrics(
 
 
 def _stages_s(timings: Mapping[str, float]) -> float:
-    """Seconds of the stages of one side."""
     others = ("timing_s/trainer_idle", "timing_s/sampler_idle", "timing_s/round")
     return sum((seconds for name, seconds in timings.items() if name not in others), 0.0)
 

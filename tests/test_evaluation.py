@@ -23,8 +23,9 @@ from marin_rl.evaluation import (
 )
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.loop import init_policy
-from marin_rl.training.model import build_model, save_hf
+from marin_rl.training.hf_folders import save_hf
+from marin_rl.training.loop import Trainer
+from marin_rl.training.model import build_model
 from marin_rl.training.sft import WarmStart
 from marin_rl.types import Example, Message
 
@@ -110,7 +111,7 @@ def test_a_configuration_gives_environment_and_sampling(
 @pytest.mark.slow
 def test_a_run_in_its_own_environment_and_in_another(prompts: Path, tmp_path: Path) -> None:
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}"]))
-    init_policy(run, character_tokenizer())
+    Trainer(run, character_tokenizer()).init_policy()
     before = run.store.list()
     found = evaluate_target(Target(name=str(tmp_path / "debug")), EvaluationRequest())
     assert found.metrics["eval/examples"] == 4
@@ -138,7 +139,7 @@ def test_one_checkpoint_by_its_own_name(tmp_path: Path) -> None:
     sft = ["policy.init=sft", "sft.steps=2", *averaged]
     run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *sft]))
     warm = WarmStart(run, character_tokenizer()).run_segment(0)
-    first = init_policy(run, character_tokenizer())
+    first = Trainer(run, character_tokenizer()).init_policy()
     request = EvaluationRequest(k=(1,), samples=3, temperature=1.0, max_tokens=4)
     ours, warms = (
         evaluate_target(Target(name=f"{tmp_path}/debug/{slot}"), request)

@@ -24,7 +24,8 @@ from marin_rl.hf_settings import HF_FAMILIES
 from marin_rl.model_folders import WEIGHTS_FILE, WEIGHTS_INDEX, weight_files
 from marin_rl.planning import plan
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
-from marin_rl.training.model import hf_template, load_hf, parameters_digest, save_hf
+from marin_rl.training.hf_folders import hf_template, load_hf, save_hf
+from marin_rl.training.model import parameters_digest
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

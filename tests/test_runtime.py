@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from levanter.models.lm_model import LmHeadModel
 from support.engine_adapters import adapter_for
-from support.policy_runs import commit, small_run
+from support.policy_runs import commit, embedded_server, in_memory, small_run
 from support.servers import RawLogprobs, check_told, deaf_server
 
 from marin_rl.config import Config, load_config
@@ -136,9 +136,7 @@ def test_other_weights_under_the_right_id_are_detected(embedded: RunRuntime) -> 
     policy = embedded.serve(checkpoint)
     config = debug(Path("unused"))
     other = build_model(config.policy, len(embedded.tokenizer), seed=7)
-    server = embedded._server
-    assert server is not None
-    server.swap(other, policy.weight_version, policy.parameters_digest)
+    embedded_server(embedded).swap(other, policy.weight_version, policy.parameters_digest)
     with pytest.raises(StalePolicy, match=r"expected a log-probability of .* found .*tolerance"):
         prove(policy, embedded.trainer.model, config.inference)
     assert embedded.serve(checkpoint) == policy
@@ -147,9 +145,7 @@ def test_other_weights_under_the_right_id_are_detected(embedded: RunRuntime) -> 
 def test_a_round_of_the_past_is_not_served_for_the_present(embedded: RunRuntime) -> None:
     checkpoint = embedded.init_policy()
     policy = embedded.serve(checkpoint)
-    server = embedded._server
-    assert server is not None
-    server.swap(embedded.trainer.model, 1, "f" * 64)
+    embedded_server(embedded).swap(embedded.trainer.model, 1, "f" * 64)
     with pytest.raises(StalePolicy, match="policy@00001-ffffffff") as caught:
         prove(policy, embedded.trainer.model, debug(Path("unused")).inference)
     assert policy.model in str(caught.value)
@@ -228,7 +224,7 @@ def test_the_last_rounds_weights_under_this_rounds_id_stop_the_loop(tmp_path: Pa
     run = small_run(tmp_path)
     runtime = RunRuntime(run)
     first, second = runtime.init_policy(), commit(run, 1)
-    runtime._server = server = deaf_server(run, 0)
+    in_memory(runtime).server = server = deaf_server(run, 0)
     try:
         runtime.serve(first)
         with pytest.raises(StalePolicy, match=r"found those of round 0, .* above") as caught:
@@ -245,11 +241,10 @@ def test_a_server_whose_engine_ended_is_replaced(tmp_path: Path) -> None:
     try:
         checkpoint = runtime.init_policy()
         first = runtime.serve(checkpoint)
-        ended = runtime._server
-        assert ended is not None
+        ended = embedded_server(runtime)
         ended.engine.close()
         again = runtime.serve(checkpoint)
-        assert runtime._server is not ended
+        assert embedded_server(runtime) is not ended
         assert again.model == first.model
         assert again.endpoints != first.endpoints
     finally:

@@ -31,9 +31,14 @@ from marin_rl.training.losses import log_ratios
 from marin_rl.training.optimizer import learning_rate_schedule, policy_adamw
 from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import kl_coefficient
-from marin_rl.training.step import step_arrays
 from marin_rl.training.step_metrics import step_metrics
-from marin_rl.training.step_types import StepArrays, StepRows, StepSettings
+from marin_rl.training.step_types import (
+    ForwardOutputs,
+    StepArrays,
+    StepRows,
+    StepSettings,
+    step_arrays,
+)
 from marin_rl.types import TrainingBatch
 from schemas.manifests import Manifest
 
@@ -230,10 +235,12 @@ def _reporter(
         )
         metrics = _step_metrics(
             settings,
-            TokenScores(step.rows("trainer_logprobs"), step.rows("entropies")),  # type: ignore[arg-type]
-            step.rows("reference_logprobs") if in_loss else None,
+            ForwardOutputs(
+                TokenScores(step.rows("trainer_logprobs"), step.rows("entropies")),  # type: ignore[arg-type]
+                step.rows("reference_logprobs") if in_loss else None,  # type: ignore[arg-type]
+                step.rows("values") if settings.critic else None,  # type: ignore[arg-type]
+            ),
             weight,
-            step.rows("values") if settings.critic else None,
             arrays,
         )
         return {name: float(value) for name, value in metrics.items()}

@@ -10,7 +10,7 @@ signal against its own mean: all 0.
 
 Returns over time (discounted sums, generalised advantage estimation) are of one trajectory of T
 steps, in float64; training has the same estimation over padded rows on the device
-(training/critic.py), and a test compares them.
+(training/token_advantages.py), and a test compares them.
 
 Axes: G members of a group; `*P G` is one group or a stack of them.
 """

@@ -86,7 +86,7 @@ def round_advantages(
 
     `group_N` is in [0, groups). Advantages of `gae` and `optimal_token_baseline` are 0 here: they
     wait for a critic's values (training/critic.py) and for the policy's probabilities
-    (training/token_baseline.py). Scales: `none`; `group_std` and `batch_std`,
+    (training/token_advantages.py). Scales: `none`; `group_std` and `batch_std`,
     the std (ddof 1) of the rewards of the group or round; `batch_whitening`, which subtracts the
     mean of the advantages over the round's rollouts and divides by their std; `token_whitening`,
     the same over the round's tokens, of which a rollout has `tokens_N` (REINFORCE++, Hu et al.

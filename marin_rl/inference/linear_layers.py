@@ -1,7 +1,7 @@
 """Linear layers in the place of Haliax's own: with an adapter next to the weight, or quantised.
 
 Owns the modules alone, which training computes with and the engine reads. Leaves out which layers
-of a model they replace (`training.adapters`, `training.quantized_layers`).
+of a model they replace (`training.adapters`).
 """
 
 import dataclasses

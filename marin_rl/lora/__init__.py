@@ -6,26 +6,24 @@ Knows nothing of models, JAX or servers: a base is its parameters' shapes by pat
 """
 
 from marin_rl.lora.adapter import (
-    Adapter,
-    adapter_of,
-    check_adapter_name,
-    initial_arrays,
-    merged,
-    merged_weight,
-    policy_digest,
-)
-from marin_rl.lora.configured import configured_modules
-from marin_rl.lora.peft import check_adapter_folder, read_peft, write_peft
-from marin_rl.lora.spec import (
     ALL_LINEAR,
+    Adapter,
     LinearShape,
     LoraModule,
     Shapes,
     a_name,
+    adapter_of,
     b_name,
+    check_adapter_name,
+    initial_arrays,
     linear_shapes,
+    merged,
+    merged_weight,
     module_name,
+    policy_digest,
 )
+from marin_rl.lora.configured import configured_modules
+from marin_rl.lora.peft import check_adapter_folder, read_peft, write_peft
 
 __all__ = [
     "ALL_LINEAR",

@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 
 from marin_rl.config import LoraConfig
 from marin_rl.errors import InputError
-from marin_rl.lora.peft import read_peft
-from marin_rl.lora.spec import (
+from marin_rl.lora.adapter import (
     ALL_LINEAR,
     LoraModule,
     Shapes,
@@ -18,6 +17,7 @@ from marin_rl.lora.spec import (
     linear_shapes,
     module_name,
 )
+from marin_rl.lora.peft import read_peft
 
 
 def configured_modules(lora: LoraConfig | None, shapes: Shapes) -> dict[str, LoraModule]:
@@ -57,5 +57,4 @@ def _module(lora: LoraConfig, name: str) -> LoraModule:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Return True if a name, its last part, or a pattern over either is `pattern`."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)

@@ -20,12 +20,13 @@ from safetensors.numpy import save_file
 
 from marin_rl.data_paths import CAREFULLY, folder_below
 from marin_rl.errors import InputError
-from marin_rl.lora.adapter import Adapter, adapter_of
-from marin_rl.lora.spec import (
+from marin_rl.lora.adapter import (
+    Adapter,
     LinearShape,
     LoraModule,
     Shapes,
     a_name,
+    adapter_of,
     b_name,
     check_rank,
     linear_shapes,
@@ -35,7 +36,7 @@ from marin_rl.model_folders import SETTINGS_BYTES_MAX, check_model_folder
 from marin_rl.plain_files import check_regular, object_in
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-# Far above that of any adapter; bounds what a damaged file makes us parse.
+# Far above any adapter's; bounds what a damaged file makes us parse.
 HEADER_BYTES_MAX = 2**24
 # Far above those of any adapter; beyond them logits overflow, and what is sampled is uniform noise.
 VALUE_MAX = SETTING_MAX = 1e6

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jaxtyping import Float, Float32
 
-from marin_rl.lora.spec import Shapes, linear_shapes
+from marin_rl.lora.adapter import Shapes, linear_shapes
 
 Scheme = Literal["int8", "nf4"]
 SCHEMES: tuple[str, ...] = get_args(Scheme)
@@ -120,7 +120,7 @@ def is_quantized(name: str) -> bool:
 
 
 def quantized_digest(base_digest: str, scheme: str | None) -> str:
-    """Identity of a base that lies quantised: its own, where it does not."""
+    """Identity of a base in its quantisation; without one, its own digest."""
     if scheme is None:
         return base_digest
     text = f"{base_digest} {scheme} {FORMAT_VERSION}"

@@ -55,7 +55,8 @@ from marin_rl.serving.weights.weight_updates import canary_ids
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
-from marin_rl.training.model import LmHeadModel, load_hf, parameter_shapes, parameters_digest
+from marin_rl.training.hf_folders import load_hf
+from marin_rl.training.model import LmHeadModel, parameter_shapes, parameters_digest
 from marin_rl.types import ServedPolicy, SlotRef
 
 # Adapters that a server which is given some has room for, and the step of their rank: rows of the

@@ -72,7 +72,7 @@ def checkpoint_fingerprint(content: Mapping[str, Any], parents: Sequence[SlotRef
 
 
 @phase("writing the checkpoint")
-def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds and comes from, and how it lies
+def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds, comes from, and its layout
     run: Run,
     slot: str,
     tree: Tree,
@@ -95,7 +95,7 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds and comes from
     attempt = new_attempt() if extra_parts is None else extra_parts.attempt
     # Gathered on the host: sharded arrays would be written in files that depend on the devices.
     arrays = jax.tree.map(np.asarray, dict(tree))
-    # A slot may refer to arrays that lie elsewhere, and have none.
+    # A slot may refer to arrays elsewhere, and have none.
     write = _write_packed if pack and _bytes_of(arrays) < PACKED_BYTES_MAX else _write
     parts = write(run, f"{slot}/{attempt}", attempt, arrays) if arrays else []
     # After the arrays: a writer of scores closes its last part here, when all of them are known.
@@ -158,7 +158,7 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
             _save(staged, arrays)
 
         def upload(file: Path) -> Part:
-            # One read for both, so the recorded digest is that of the uploaded bytes.
+            # One read for both, so the recorded digest matches the uploaded bytes.
             relative, data = file.relative_to(staged).as_posix(), file.read_bytes()
             run.store.put_part(f"{prefix}/{relative}", data)
             return _part(f"{attempt}/{relative}", data)
@@ -169,7 +169,7 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
 def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
     """Write the arrays as one file below the key `prefix`, durably; its record."""
     data = packed(arrays)
-    # Not a create: the name has the attempt, and readers come by the manifest alone.
+    # Not a create: the name has the attempt, and only the manifest leads readers here.
     run.store.put_part(f"{prefix}/{PACKED}", data)
     return [_part(f"{attempt}/{PACKED}", data)]
 
@@ -300,7 +300,7 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
 
 
 def _read_array(run: Run, slot: str, key: str) -> pa.Buffer:
-    """The bytes of one file, mapped where it lies on this machine."""
+    """The bytes of one file, mapped if it is on this machine."""
     try:
         return load(run.store, key)
     except ObjectMissing:

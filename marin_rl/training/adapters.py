@@ -2,22 +2,30 @@
 
 A base's parameters keep their names, and an adapter's are named PATH:A and PATH:B after the weights
 they change (see `marin_rl.lora`). So a policy with an adapter is one dictionary of arrays, of which
-those named by `trained_names` are trained, and a template decides which names there are.
+those named by `trained_names` are trained, and a template decides which names there are. The base
+may be quantised: its weight PATH is then the arrays PATH:codes, PATH:scales and so on. No array is
+cut into layers, which would copy the base: each layer reads its part of the whole
+(`marin_rl.inference.quantized_matrix`).
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from haliax.nn import Linear
 from jaxtyping import Array
 from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.compilation import device_array
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import InputError
-from marin_rl.inference.linear_layers import LoraLinear
+from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedWeight, axes_of
 from marin_rl.lora import (
     Adapter,
     LoraModule,
@@ -28,17 +36,17 @@ from marin_rl.lora import (
     merged_weight,
     read_peft,
 )
-from marin_rl.training.model import parameter_shapes, parameter_structs, with_parameters
-from marin_rl.training.step_types import Parameters
+from marin_rl.lora.quantization import FIELDS, dequantized
+from marin_rl.training.model import Parameters, parameter_shapes, parameter_structs, with_parameters
 
 Modules = Mapping[str, LoraModule]
+
 M = TypeVar("M", bound=eqx.Module)
 
 HEAD = "head/"  # of a scalar model, which is trained whatever its trunk is
 
 
 def modules_of(policy: PolicyConfig, template: LmHeadModel) -> dict[str, LoraModule]:
-    """Adapted weights of a policy, by path; none without an adapter. Raises InputError."""
     return configured_modules(policy.lora, parameter_shapes(template))
 
 
@@ -76,8 +84,6 @@ def with_adapter(template: LmHeadModel, modules: Modules, dtype: str = "float32"
 
 
 def without_adapter(template: M) -> M:
-    """The template of the base."""
-
     def unwrapped(node: Any) -> Any:
         return node.wrapped if isinstance(node, LoraLinear) else node
 
@@ -85,7 +91,6 @@ def without_adapter(template: M) -> M:
 
 
 def is_adapters(name: str) -> bool:
-    """True for the name of an adapter's array."""
     return name.endswith((":A", ":B"))
 
 
@@ -103,7 +108,7 @@ def trained_names(names: Iterable[str]) -> list[str]:
 
 
 def policy_module(template: LmHeadModel, parameters: Parameters) -> LmHeadModel:
-    """The model of these parameters: the base alone where they have no adapter's arrays."""
+    """The model of these parameters; without an adapter's arrays it is the base."""
     if not any(map(is_adapters, parameters)):
         template = without_adapter(template)
     return with_parameters(template, parameters)
@@ -133,7 +138,6 @@ def _merged(
 
 
 def without_lora(config: Config) -> Config:
-    """Return the configuration of a stage that trains all parameters."""
     policy = config.policy.model_copy(update={"lora": None, "quantize_base": None})
     return config.model_copy(update={"policy": policy})
 
@@ -151,3 +155,106 @@ def trained_shapes(template: eqx.Module) -> dict[str, jax.ShapeDtypeStruct]:
         name: structs[name] if is_adapters(name) else structs[name].update(dtype=jnp.float32)
         for name in trained_names(structs)
     }
+
+
+def with_quantized(template: LmHeadModel, scheme: str | None) -> LmHeadModel:
+    """The template with its linear layers quantised, those next to adapters too; None: itself."""
+    if scheme is None:
+        return template
+
+    def changed(node: Any) -> Any:
+        return QuantizedLinear.like(node, scheme) if isinstance(node, Linear) else node
+
+    # Only linear layers within blocks: embeddings, norms and the head stay as they are.
+    layers = template.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
+    stacked = jax.tree.map(changed, layers.stacked, is_leaf=lambda node: isinstance(node, Linear))
+    return eqx.tree_at(lambda model: model.transformer.layers.stacked, template, stacked)
+
+
+def lies_quantized(layers: Any) -> bool:
+    leaves = jax.tree.leaves(layers, is_leaf=_is_quantized)
+    return any(map(_is_quantized, leaves))
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedWeight)
+
+
+def _is_linear(node: Any) -> bool:
+    return isinstance(node, QuantizedLinear)
+
+
+class Blocks:
+    """Layers one by one: of the arrays that are not quantised each has its part."""
+
+    def __init__(self, layers: Any) -> None:
+        leaves, self._structure = jax.tree.flatten(
+            layers.stacked, is_leaf=lambda node: _is_quantized(node) or isinstance(node, NamedArray)
+        )
+        name = layers.Block.name
+        stacked = [isinstance(x, NamedArray) and name in {a.name for a in x.axes} for x in leaves]
+        self._leaves = list(zip(leaves, stacked, strict=True))
+        # Stacked on the first axis.
+        self.arrays = [leaf.array for leaf, cut in self._leaves if cut]
+
+    def of(self, layer: Any, arrays: list[jax.Array]) -> Any:
+        """The layer of this index, which has these parts of `arrays`."""
+        own = iter(arrays)
+        leaves = [NamedArray(next(own), leaf.axes[1:]) if c else leaf for leaf, c in self._leaves]
+        block = self._structure.unflatten(leaves)
+
+        def at(node: Any) -> Any:
+            return node.at(layer) if _is_linear(node) else node
+
+        return jax.tree.map(at, block, is_leaf=_is_linear)
+
+    def __getitem__(self, layer: int) -> Any:
+        return self.of(np.int32(layer), [array[layer] for array in self.arrays])
+
+
+def folded(layers: Any, count: int) -> Callable[..., Any]:
+    """The first `count` layers as one block, in a scan."""
+    blocks = Blocks(layers)
+
+    def fold(states: NamedArray, mask: Any, *, pos_ids: Any) -> NamedArray:
+        def body(states: NamedArray, own: Any) -> tuple[NamedArray, None]:
+            index, arrays = own
+            return blocks.of(index, arrays)(states, mask, pos_ids=pos_ids), None
+
+        if not layers.gradient_checkpointing.disable:
+            # A scan computes nothing in its forward pass that its backward pass could share.
+            body = jax.checkpoint(body, prevent_cse=False)
+        # Codes and scales are not among what the scan cuts: a layer reads its part by its index.
+        own = jnp.arange(count), [array[:count] for array in blocks.arrays]
+        return jax.lax.scan(body, states, own)[0]
+
+    return fold
+
+
+def merged_model(model: LmHeadModel) -> LmHeadModel:
+    """The model with plain linear layers: weights dequantised, adapters merged; in float32.
+
+    Itself where it has neither.
+    """
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, LoraLinear):
+            linear = plain(node.wrapped)
+            # In float32, so that a merged model is the same whatever dtype the adapter was trained
+            # in.
+            a, b = (jnp.asarray(array.array, jnp.float32) for array in (node.lora_A, node.lora_B))
+            weight = merged_weight(linear.weight.array, a, b, node.scale)
+            return dataclasses.replace(linear, weight=NamedArray(weight, linear.weight.axes))
+        return _plain(node) if isinstance(node, QuantizedLinear) else node
+
+    replaced = (LoraLinear, QuantizedLinear)
+    return jax.tree.map(plain, model, is_leaf=lambda node: isinstance(node, replaced))
+
+
+def _plain(linear: QuantizedLinear) -> Linear:
+    layer = linear.weight.scales.axes[0]
+    axes = (layer, *axes_of(linear.Out), *axes_of(linear.In))
+    named = {field: getattr(linear.weight, field) for field in FIELDS}
+    arrays = {field: each.array for field, each in named.items() if each is not None}
+    weight = device_array(dequantized(arrays, tuple(axis.size for axis in axes)))
+    return Linear(NamedArray(weight, axes), linear.bias, linear.In, linear.Out)

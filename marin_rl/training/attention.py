@@ -1,10 +1,12 @@
-"""Attention within rows of several sequences, over the blocks of keys that can be seen at all.
+"""Attention of our own in Levanter's layers: over the blocks in sight, and by cuDNN's kernel.
 
-A row is cut into blocks of positions. The blocks of keys that a block of queries sees are
-determined once for all layers; attention then takes one of them after the other, for all blocks of
-queries together, with a running maximum and sum (FlashAttention, arXiv:2205.14135, algorithm 1).
-Time and memory so go with what is seen, not with the square of the row. The backward pass computes
-the weights again (ibid., algorithm 4). Visibility between tokens is defined in logprobs.py.
+Rows of several sequences are cut into blocks of positions (`RowAttention`). The blocks of keys that
+a block of queries sees are determined once for all layers; attention then takes one of them after
+the other, for all blocks of queries together, with a running maximum and sum (FlashAttention,
+arXiv:2205.14135, algorithm 1). Time and memory so go with what is seen, not with the square of the
+row. The backward pass computes the weights again (ibid., algorithm 4). On an NVIDIA GPU a kernel
+does the same for models that compute in 16 bits (`FusedAttention`). Visibility between tokens is
+defined in logprobs.py.
 
 Also rotary embedding by a table of cosines and sines that all layers of a pass share: Levanter
 computes both from the positions in every layer, for queries and keys each, and XLA again in the
@@ -19,7 +21,7 @@ heads, G query heads of each, Q = G times C, H head size.
 import dataclasses
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import haliax as hax
 import jax
@@ -28,6 +30,8 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array, Bool, Float, Int
 from levanter.layers.attention import Attention
 from levanter.layers.rotary import RotaryEmbeddings
+
+from marin_rl.machine import xla_flags
 
 # Larger blocks take fewer iterations, smaller ones see less that is out of sight. With prompts of
 # 32 and completions of 64 in rows of 544 a step took 11 % less CPU time by the small ones, with
@@ -116,7 +120,7 @@ A = TypeVar("A", bound="ProjectedAttention")
 class ProjectedAttention(Attention, ABC):
     """Levanter's projections around an attention of our own, whose mask is another than its."""
 
-    # Linear layers of Haliax, or those that have their place in models with adapters.
+    # Linear layers of Haliax, or `LoraLinear` in models with adapters.
     q_proj: Any
     k_proj: Any
     v_proj: Any
@@ -143,7 +147,7 @@ class ProjectedAttention(Attention, ABC):
     def __call__(  # type: ignore[override]  # a mask says more than Levanter's can
         self, x: NamedArray, mask: Any, *, key: Any = None, pos_ids: Any = None
     ) -> NamedArray:
-        """Attend over x [batch, position, embed]; `key` is for dropout, which there is none of."""
+        """Attend over x [batch, position, embed]; `key` is unused: there is no dropout."""
         del key
         query, keys, values = self._compute_qkv(x, key=None, pos_ids=pos_ids)
         batch, position = x.resolve_axis("batch"), x.resolve_axis("position")
@@ -168,7 +172,6 @@ class RowAttention(ProjectedAttention):
         mask: Sight,
         scale: float,
     ) -> Float[Array, "B T K G H"]:
-        """See ProjectedAttention."""
         # The query is scaled once, and not the scores of each block.
         return attend(query_BTKGH * scale, keys_BTKH, values_BTKH, mask)
 
@@ -214,7 +217,6 @@ def _picked(blocks: Float[Array, "B N K D H"], at_BN: Array) -> Float[Array, "B 
 
 
 def _scores(query: Array, keys: Array, block: _KeyBlock) -> Float[Array, "B N K Q D"]:
-    """Scores of a block of keys, the lowest where nothing is seen."""
     scores = jnp.einsum("bnkqh,bnkdh->bnkqd", query, keys, preferred_element_type=jnp.float32)
     return _where(block, scores, LOWEST)
 
@@ -354,3 +356,93 @@ def _rotation(
     )
     axes = (*(axis for axis in cos.axes if axis.name != head_size.name), head_size)
     return Rotation(*(hax.named(each, axes) for each in arrays))
+
+
+# ---------------------------------------------------------------- cuDNN's kernel
+
+# Of cuDNN: head sizes are multiples of 8, and up to 128 on every GPU that has the kernel.
+HEAD_SIZE_MULTIPLE, HEAD_SIZE_MAX = 8, 128
+
+# Compute capability of the first GPUs with bfloat16, and with the kernel (Ampere).
+CAPABILITY_MIN = 8.0
+
+# Flags of XLA with which the kernel fails to compile: it adds up in any order.
+DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_deterministic_ops")
+
+
+class Pairs(NamedTuple):
+    """Pairs of positions that see each other, causality apart; None where all of a row do."""
+
+    seen: NamedArray | None
+
+
+def takes_fused(head_size: int, dtype: jnp.dtype) -> bool:
+    """True where the kernel is there for this process's device, on its own, and takes the heads."""
+    if jax.default_backend() != "gpu" or jax.sharding.get_abstract_mesh().shape:
+        return False
+    if asks_for_determinism():
+        return False
+    fits = head_size % HEAD_SIZE_MULTIPLE == 0 and head_size <= HEAD_SIZE_MAX
+    sixteen_bits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0")
+    return fits and sixteen_bits and float(capability) >= CAPABILITY_MIN
+
+
+def asks_for_determinism() -> bool:
+    """True where XLA_FLAGS leaves only operations that give the same bits every time."""
+    flags = xla_flags()
+    return any(flags.get(name, "false").lower() not in ("false", "0") for name in DETERMINISTIC)
+
+
+def pairs_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"] | None) -> Pairs:
+    """The pairs of rows with several sequences: of one segment, or of a prompt and its own."""
+    keys_B1T = segments_BT[:, None, :]
+    seen_BTT = segments_BT[:, :, None] == keys_B1T
+    if prompts_BT is not None:
+        seen_BTT |= prompts_BT[:, :, None] == keys_B1T
+    batch, position = (
+        Axis(name, size)
+        for name, size in zip(("batch", "position"), segments_BT.shape, strict=True)
+    )
+    return Pairs(hax.named(seen_BTT, (batch, position, position.alias("key_position"))))
+
+
+class FusedAttention(ProjectedAttention):
+    """Attention by the kernel over `Pairs`."""
+
+    def attended(
+        self,
+        query_BTKGH: Float[Array, "B T K G H"],
+        keys_BTKH: Float[Array, "B T K H"],
+        values_BTKH: Float[Array, "B T K H"],
+        mask: Pairs,
+        scale: float,
+    ) -> Float[Array, "B T K G H"]:
+        seen = None if mask.seen is None else mask.seen.array
+        return attend_fused(query_BTKGH, keys_BTKH, values_BTKH, seen, scale)
+
+
+def attend_fused(
+    query_BTKGH: Float[Array, "B T K G H"],
+    keys_BTKH: Float[Array, "B T K H"],
+    values_BTKH: Float[Array, "B T K H"],
+    seen_BTT: Bool[Array, "B T T"] | None,
+    scale: float,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B T K G H"]:
+    """Causal softmax attention over the pairs that are seen, all pairs where that is None.
+
+    A query that sees nothing, such as padding, gets some finite mean. "xla" gives the same on any
+    device, with an array of positions by positions.
+    """
+    B, T, K, G, H = query_BTKGH.shape
+    attended: Any = jax.nn.dot_product_attention(
+        query_BTKGH.reshape(B, T, K * G, H),
+        keys_BTKH,
+        values_BTKH,
+        mask=None if seen_BTT is None else seen_BTT[:, None],
+        scale=scale,
+        is_causal=True,
+        implementation=implementation,
+    )
+    return attended.reshape(B, T, K, G, H)

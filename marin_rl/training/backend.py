@@ -1,8 +1,8 @@
 """The training backend: gradients, updates and weights of one policy, for loops of any kind.
 
 A loop queues operations and gets a `Future` for each; they run one after the other, in the order in
-which they were queued, while the loop goes on. The trainer's own loop (loop.py) is written on
-`Backend`, and so can a user's be. `DeviceBackend` computes on one device or a mesh of this process.
+which they were queued, while the loop goes on. The loop of all phases (phases.py) is written on
+`DeviceBackend`, and so can a user's be.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,11 @@ from marin_rl.errors import InputError
 from marin_rl.memory import memory_errors
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.training.adapters import first_adapter
-from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, policy_settings
-from marin_rl.training.gradients import combine
+from marin_rl.training.compiled_step import Program, compiled_step_of, policy_settings
 from marin_rl.training.logprobs import ALONE
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.state import CheckpointSlot, first_parameters
-from marin_rl.training.step import Gradients, trainable_of
+from marin_rl.training.step import Gradients, combine, trainable_of
 from marin_rl.training.step_metrics import TokenMeasures
 from marin_rl.training.step_types import (
     Parameters,
@@ -56,7 +55,6 @@ class Future(Generic[T]):
         return self._fetch(self._pending.result(timeout_s))
 
     def __await__(self) -> Any:
-        """Wait in a thread, so that the event loop is not blocked."""
         return asyncio.to_thread(self.result).__await__()
 
 
@@ -88,45 +86,15 @@ class Updated:
     refused: int
 
 
-class Backend(Protocol):
-    """Operations of a training loop. Every method queues an operation and returns its future."""
-
-    def forward_backward(self, batch: StepRows, loss: Loss) -> Future[Forward]:
-        """Add the gradients of a batch to those that the next update applies."""
-        ...
-
-    def optim_step(self) -> Future[Updated]:
-        """Update the parameters by the gradients so far, and begin with none."""
-        ...
-
-    def get_weights(self) -> Future[Parameters]:
-        """Parameters of the policy by path, as references: they are never written to."""
-        ...
-
-    def load_weights(self, weights: Mapping[str, Any]) -> Future[None]:
-        """Replace trainable parameters by copies; the optimizer's moments stay."""
-        ...
-
-    def save(
-        self,
-        checkpoint: CheckpointSlot,
-        totals: Mapping[str, float],
-        extra: Mapping[str, Any] | None = None,
-        extra_parts: ExtraParts | None = None,
-    ) -> Future[SlotRef]:
-        """Commit the training state as a checkpoint: see `CheckpointSlot.commit`."""
-        ...
-
-
 class DeviceBackend:
-    """A `Backend` on the devices of this process.
+    """Operations of a training loop on the devices of this process; each returns its future.
 
     `state` is taken over: its optimizer's part is donated to the first update. `frozen` are the
     policy's parameters that the state does not have and no update changes.
     """
 
     def __init__(
-        self, program: CompiledStep, state: TrainState, frozen: Parameters | None = None
+        self, program: Program, state: TrainState, frozen: Parameters | None = None
     ) -> None:
         self._program, self._state, self._frozen = program, state, frozen or {}
         self._gradients: Gradients = ()
@@ -156,9 +124,10 @@ class DeviceBackend:
         return self._state
 
     def forward_backward(self, batch: StepRows, loss: Loss) -> Future[Forward]:
-        """See Backend. A loss is compiled when it is first used.
+        """Add the gradients of a batch to those that the next update applies.
 
-        Raises InputError for rows of several sequences whose loss counts on one a row.
+        A loss is compiled when it is first used. Raises InputError for rows of several sequences
+        whose loss counts on one a row.
         """
 
         def fetch(outcome: Any) -> Forward:
@@ -168,7 +137,10 @@ class DeviceBackend:
         return self._queued(fetch, self._forward_backward, batch, loss)
 
     def optim_step(self) -> Future[Updated]:
-        """See Backend. Raises InputError without gradients."""
+        """Update the parameters by the gradients so far, and begin with none.
+
+        Raises InputError without gradients.
+        """
 
         def fetch(outcome: Any) -> Updated:
             metrics, refused = jax.device_get(outcome)
@@ -177,12 +149,14 @@ class DeviceBackend:
         return self._queued(fetch, self._optim_step)
 
     def get_weights(self) -> Future[Parameters]:
-        """See Backend."""
-        # In its turn: the weights after all updates that were called before.
+        """Parameters by path after all updates so far, as references: they are never written to."""
         return self._queued(_same, lambda: combine(self._state.parameters, self._frozen))
 
     def load_weights(self, weights: Mapping[str, Any]) -> Future[None]:
-        """See Backend. Raises InputError for other names or shapes than the trainable ones."""
+        """Replace trainable parameters by copies; the optimizer's moments stay.
+
+        Raises InputError for other names or shapes than the trainable ones.
+        """
         return self._queued(_same, self._load_weights, weights)
 
     def save(
@@ -192,7 +166,7 @@ class DeviceBackend:
         extra: Mapping[str, Any] | None = None,
         extra_parts: ExtraParts | None = None,
     ) -> Future[SlotRef]:
-        """See Backend."""
+        """Commit the training state as a checkpoint: see `CheckpointSlot.commit`."""
         return self._queued(
             _same, lambda: checkpoint.commit(self._state, totals, extra, extra_parts)
         )
@@ -210,7 +184,13 @@ class DeviceBackend:
 
     def _forward_backward(self, batch: StepRows, loss: Loss) -> Any:
         program = self._program
-        _check_packing(batch, loss.settings)
+        sequences = int(np.max(batch.arrays.segment_ids, initial=0))
+        # A GPU's attention sees all of a row where the settings say that it is one sequence.
+        if sequences > 1 and loss.settings.packing == ALONE:
+            raise InputError(
+                f"expected one sequence a row, found rows of {sequences}: give the loss settings "
+                "whose packing is that of the rows (training.logprobs.packing_of)"
+            )
         passes = program.forward_backward(loss.settings)
         trainable, frozen = trainable_of(self._state, self._frozen, warming=loss.warming)
         with program.layout.active():
@@ -257,16 +237,6 @@ class DeviceBackend:
         copies = {name: device_array(array, dtypes[name]) for name, array in weights.items()}
         layout, template = self._program.layout, self._program.template
         self._state = self._state._replace(parameters=layout.place_parameters(copies, template))
-
-
-def _check_packing(batch: StepRows, settings: StepSettings) -> None:
-    # A GPU's attention sees all of a row where the settings say that it is one sequence.
-    sequences = int(np.max(batch.arrays.segment_ids, initial=0))
-    if sequences > 1 and settings.packing == ALONE:
-        raise InputError(
-            f"expected one sequence a row, found rows of {sequences}: give the loss settings whose "
-            "packing is that of the rows (training.logprobs.packing_of)"
-        )
 
 
 def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:

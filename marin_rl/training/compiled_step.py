@@ -1,55 +1,79 @@
-"""The compiled programs of a run: both halves of a step, and the passes that train nothing.
+"""The compiled programs of a training phase: both halves of a step, and passes that train nothing.
 
-A CompiledStep has the layout of devices and knows what a state looks like. It holds no parameters
-and knows no run: runs of a process whose shapes and settings are the same share one.
+A program has the layout of devices and knows what a state looks like. It holds no parameters and
+knows no run. `CompiledStep` is a policy's; runs of a process whose shapes and settings are the same
+share one. That of a reward model is in preference.py.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import equinox as eqx
 import numpy as np
 from jaxtyping import Float32
+from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import device_array, set_matmul_precision
-from marin_rl.config import Config
+from marin_rl.config import Config, PolicyConfig
 from marin_rl.cpu_streams import gains_from_lanes
 from marin_rl.errors import NonFiniteUpdate
+from marin_rl.lora import Adapter
 from marin_rl.lora.quantization import is_quantized, quantize_base
 from marin_rl.machine import STEP_LANES
 from marin_rl.memory import memory_errors
 from marin_rl.planning import memory_keys
-from marin_rl.training.adapters import Modules, modules_of, with_adapter
-from marin_rl.training.critic import make_critic
+from marin_rl.training.adapters import (
+    Modules,
+    merged_parameters,
+    modules_of,
+    with_adapter,
+    with_quantized,
+)
+from marin_rl.training.critic import Critic, make_critic
 from marin_rl.training.logprobs import packing_of
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
-from marin_rl.training.model import matrix_mask, parameter_shapes, with_gradient_checkpointing
+from marin_rl.training.model import (
+    matrix_mask,
+    parameter_shapes,
+    with_gradient_checkpointing,
+    with_parameters,
+)
 from marin_rl.training.optimizer import AdamW, learning_rate_schedule, make_optimizer
-from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.state import fresh_state, state_like, template_of, vocabulary_of
 from marin_rl.training.step import (
     ForwardBackward,
+    Gradients,
     RowsPass,
     Update,
-    as_array,
     make_score,
     make_score_norms,
     make_update,
     make_values,
-    step_arrays,
 )
+from marin_rl.training.step_metrics import Metrics, TokenMeasures
 from marin_rl.training.step_types import (
     Parameters,
+    Reference,
     StepRows,
     StepSettings,
     TrainableParams,
     TrainState,
+    as_array,
+    step_arrays,
 )
 from marin_rl.types import TrainingBatch
 
 PROGRAMS_KEPT_MAX = 4
+
+# Gradients of rows, metrics of their loss, and measures of each token, from trainable and frozen
+# parameters, the reference, arrays, and the number of microbatches that hold anything.
+Passes = Callable[
+    [TrainableParams, Parameters, Reference | None, Any, int],
+    tuple[Gradients, Metrics, TokenMeasures | None],
+]
 
 
 def policy_settings(config: Config) -> StepSettings:
@@ -66,44 +90,48 @@ def policy_settings(config: Config) -> StepSettings:
 
 
 def supervised_settings(config: Config) -> StepSettings:
-    """Return the settings of the warm start's loss: the mean negative log-likelihood."""
     return StepSettings(objective=None, compute_dtype=config.policy.compute_dtype)
 
 
-class CompiledStep:
-    """The compiled step of one run and one optimizer, and what a state looks like to it."""
+class Program(ABC):
+    """Base of every phase's programs: update of a state, shapes and places of its arrays.
+
+    `modules` are those of an adapter where they are recorded; None: as the configuration says.
+    """
 
     def __init__(
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
         adamw: AdamW,
-        settings: StepSettings,
         modules: Modules | None = None,
+        *,
+        settings: StepSettings | None = None,
     ) -> None:
-        set_matmul_precision(settings.compute_dtype)
-        self.settings = settings
+        policy = config.policy
+        set_matmul_precision(policy.compute_dtype)
         self.memory_keys = tuple(memory_keys(config))
-        self.quantize_base = config.policy.quantize_base
+        self._policy = policy
         self.layout: Layout = layout_of(config.mesh)
         # Without an adapter, as the engine and exports have the model.
-        self.base_template = template_of(config.policy, tokenizer)
+        self.base_template = template_of(policy, tokenizer)
         # Recorded ones first: the folder that `init_from` names may have changed since.
-        self.modules = modules_of(config.policy, self.base_template) if modules is None else modules
-        self.template = self.base_template
+        self.modules = modules_of(policy, self.base_template) if modules is None else modules
+        template = self.base_template
         if config.training.gradient_checkpointing:
-            self.template = with_gradient_checkpointing(self.template)
-        if config.policy.lora is not None:
-            self.template = with_adapter(self.template, self.modules, config.policy.lora.dtype)
-            self.template = with_quantized(self.template, config.policy.quantize_base)
-            rate = adamw.learning_rate * config.policy.lora.learning_rate_factor
+            template = with_gradient_checkpointing(template)
+        self.template: Any = self._trained_template(with_adapter_of(policy, template, self.modules))
+        if policy.lora is not None:
+            rate = adamw.learning_rate * policy.lora.learning_rate_factor
             adamw = dataclasses.replace(adamw, learning_rate=rate)
         # Raises here, before anything is written, where the mesh cannot share a parameter out.
         self.layout.parameter_shardings(self.template)
         self.optimizer = make_optimizer(adamw, matrix_mask(self.template))
-        self.critic = make_critic(config.training, self.template) if settings.critic else None
+        self.critic: Critic | None = None
+        if settings is not None and settings.critic is not None:
+            self.critic = make_critic(config.training, self.template)
         # The supervised loss has no reference, and so no average of parameters to keep.
-        objective = settings.objective
+        objective = None if settings is None else settings.objective
         averaged = objective is not None and objective.reference == "average"
         self.like = state_like(self.template, self.optimizer, averaged=averaged, critic=self.critic)
         self.update: Update = make_update(
@@ -114,30 +142,15 @@ class CompiledStep:
             self.critic,
             average_decay=objective.reference_decay if objective else None,
         )
-        weights = sum(int(np.prod(shape)) for shape in parameter_shapes(self.template).values())
-        # 4 bytes each: masters are float32.
-        lanes = gains_from_lanes(4 * weights, on_mesh=self.layout.mesh is not None)
-        self._forward_backward = partial(
-            ForwardBackward,
-            layout=self.layout,
-            critic=self.critic,
-            lanes=STEP_LANES if lanes else 1,
-        )
-        self._losses: dict[StepSettings, ForwardBackward] = {}
-        # Each is compiled at its first call.
-        self.score: RowsPass = make_score(self.template, settings)
-        self.score_norms: RowsPass = make_score_norms(self.template, settings)
-        if self.critic is not None:
-            self.values: RowsPass = make_values(self.template, settings, self.critic)
 
-    def forward_backward(self, settings: StepSettings) -> ForwardBackward:
+    def _trained_template(self, template: LmHeadModel) -> eqx.Module:
+        return template
+
+    @abstractmethod
+    def forward_backward(self, settings: StepSettings) -> Passes:
         """Return the passes of the loss that `settings` describe, compiled at their first call."""
-        if settings not in self._losses:
-            self._losses[settings] = self._forward_backward(self.template, settings)
-        return self._losses[settings]
 
     def place(self, state: TrainState) -> TrainState:
-        """The state on the devices, sharded as the step wants it."""
         return self.layout.place_state(state, self.template, self.optimizer, self.critic)
 
     def first_state(self, parameters: Parameters, seed: int) -> TrainState:
@@ -148,16 +161,57 @@ class CompiledStep:
         return self.place(state)
 
     def place_frozen(self, base: Mapping[str, Any]) -> Parameters:
-        """The base of an adapter on the devices, quantised or in the dtype that is computed in."""
-        dtype = self.settings.compute_dtype
-        if self.quantize_base is not None:
-            base = quantize_base(base, self.quantize_base)
-        # Cast once and not by each step: no update ever needs the digits that this drops.
-        cast = {
-            name: array if is_quantized(name) else device_array(array).astype(dtype)
-            for name, array in base.items()
-        }
-        return self.layout.place_parameters(cast, self.template)
+        return self.layout.place_parameters(frozen_parameters(self._policy, base), self.template)
+
+
+class CompiledStep(Program):
+    """The programs of a policy: of reinforcement learning, or of a warm start."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        adamw: AdamW,
+        settings: StepSettings,
+        modules: Modules | None = None,
+    ) -> None:
+        super().__init__(config, tokenizer, adamw, modules, settings=settings)
+        self.settings = settings
+        weights = sum(int(np.prod(shape)) for shape in parameter_shapes(self.template).values())
+        # 4 bytes each: masters are float32.
+        lanes = gains_from_lanes(4 * weights, on_mesh=self.layout.mesh is not None)
+        self._lanes = STEP_LANES if lanes else 1
+        self._losses: dict[StepSettings, ForwardBackward] = {}
+        # Each is compiled at its first call.
+        self.score: RowsPass = make_score(self.template, settings)
+        self.score_norms: RowsPass = make_score_norms(self.template, settings)
+        if self.critic is not None:
+            self.values: RowsPass = make_values(self.template, settings, self.critic)
+
+    def forward_backward(self, settings: StepSettings) -> ForwardBackward:
+        if settings not in self._losses:
+            self._losses[settings] = ForwardBackward(
+                self.template, settings, self.layout, self.critic, lanes=self._lanes
+            )
+        return self._losses[settings]
+
+    def base_and_adapter(
+        self, frozen: Parameters, trained: Parameters
+    ) -> tuple[LmHeadModel, Adapter]:
+        with self.layout.active():
+            base = with_parameters(self.base_template, frozen)
+        return base, Adapter(modules=self.modules, arrays=trained)
+
+    def served_model(self, frozen: Parameters, trained: Parameters) -> LmHeadModel:
+        """The model that engines decode; an adapter is merged into its base."""
+        if not self.modules:
+            return with_parameters(self.template, trained)
+        if self._policy.quantize_base is not None:
+            # Merged weights could not be quantised as the base is: engines decode both apart.
+            return with_parameters(self.template, {**frozen, **trained})
+        adapter = Adapter(modules=self.modules, arrays=trained)
+        with self.layout.active():
+            return with_parameters(self.base_template, merged_parameters(frozen, adapter))
 
     def rows(
         self, run: RowsPass, trainable: TrainableParams, frozen: Parameters, rows: StepRows
@@ -169,8 +223,26 @@ class CompiledStep:
             return np.asarray(run(trainable, frozen, placed, as_array(rows.used)))
 
     def warms_up(self, round: int) -> bool:
-        """True for the first rounds of a run where these are for the critic alone."""
+        """True for rounds of the critic's warm-up, which leave the policy as it is."""
         return self.critic is not None and round < self.critic.config.warmup_rounds
+
+
+def with_adapter_of(policy: PolicyConfig, template: LmHeadModel, modules: Modules) -> LmHeadModel:
+    """The template with a policy's adapter next to its base, which may be quantised."""
+    if policy.lora is None:
+        return template
+    return with_quantized(with_adapter(template, modules, policy.lora.dtype), policy.quantize_base)
+
+
+def frozen_parameters(policy: PolicyConfig, base: Mapping[str, Any]) -> Parameters:
+    """The base of an adapter, quantised or in the dtype that is computed in."""
+    if policy.quantize_base is not None:
+        base = quantize_base(base, policy.quantize_base)
+    # Cast once and not by each step: no update ever needs the digits that this drops.
+    return {
+        name: array if is_quantized(name) else device_array(array).astype(policy.compute_dtype)
+        for name, array in base.items()
+    }
 
 
 _programs: dict[Any, CompiledStep] = {}
@@ -188,7 +260,7 @@ def compiled_step_of(
     So a run that is continued in its process, or one that differs in no shape, compiles nothing.
     `modules` are those of its adapter, where they are recorded; None: as the configuration says.
     """
-    # What lies in a folder may be another model, or another adapter, by now.
+    # A folder may hold another model, or another adapter, by now.
     if config.policy.hf_path is not None or (config.policy.lora and config.policy.lora.init_from):
         return CompiledStep(config, tokenizer, adamw, settings, modules)
     training = config.training

@@ -2,19 +2,17 @@
 
 Value functions and reward models are the same module, a trunk without its output head and a
 `ScalarHead`; only where they are read and how they are trained differs. The critic is a scalar head
-on the policy's own trunk (`shared`), or a model of its own that begins as the policy (`own`). The
+on the policy's own trunk (`shared`), or a second model that begins as the policy (`own`). The
 value of a token is that of its past, before it is chosen, so a shared trunk gives it with the
-log-probability, from the same state. Advantages are made here from values and rewards; passes over
-the rows are precompute.py's, the update is step.py's.
+log-probability, from the same state. Advantages are in token_advantages.py, passes over the rows in
+precompute.py, the update in step.py.
 
-Axes: M microbatches, R rows of one, B rows (M times R), T positions,
-E embedding.
+Axes: B rows, T positions, E embedding.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -24,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from haliax import Axis, NamedArray
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Int
 from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.batching.round_advantages import whitened as whitened_tokens
 from marin_rl.compilation import device_array
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
@@ -40,12 +37,7 @@ from marin_rl.training.logprobs import (
     token_values,
 )
 from marin_rl.training.losses import FloatArray, Values
-from marin_rl.training.model import (
-    matrix_mask,
-    named_parameters,
-    parameter_shapes,
-    with_parameters,
-)
+from marin_rl.training.model import matrix_mask, named_parameters, parameter_shapes, with_parameters
 from marin_rl.training.optimizer import (
     Schedule,
     first_moments,
@@ -80,7 +72,6 @@ class ScalarHead(eqx.Module):
         return ScalarHead(hax.named(weight, Axis(EMBED, width)), zero)
 
     def __call__(self, states: Float[Array, "*N E"]) -> Float[Array, "*N"]:
-        """Scalar of every state, in float32 for any dtype of states and weights."""
         product = jnp.einsum(
             "...e,e->...", states, self.weight.array, preferred_element_type=jnp.float32
         )
@@ -111,32 +102,11 @@ class ScalarModel(eqx.Module):
         segment_ids_BT: Int[Array, "B T"],
         positions_BT: Int[Array, "B T"],
     ) -> Float[Array, "B T"]:
-        """The number of every token, given itself and those before it in its segment."""
         return self.head(final_states(self.trunk, token_ids_BT, segment_ids_BT, positions_BT))
 
 
-class SquaredProbabilities(eqx.Module):
-    """The sum over the vocabulary of squared probabilities, of the token after every state.
-
-    `words` are the output head's weights, [V, E]; probabilities are softmax(logits / temperature).
-    """
-
-    words: Float[Array, "V E"]
-    temperature: float = eqx.field(static=True)
-
-    @staticmethod
-    def of(model: LmHeadModel, temperature: float) -> "SquaredProbabilities":
-        """Return the head of a model's own predictions, as a reference to its array."""
-        return SquaredProbabilities(model.get_lm_head().array, temperature)
-
-    def __call__(self, states: Float[Array, "*N E"]) -> Float[Array, "*N"]:
-        """Return the sum for every state, in float32."""
-        logits = jnp.einsum("...e,ve->...v", states, self.words, preferred_element_type=jnp.float32)
-        return jnp.sum(jnp.square(jax.nn.softmax(logits / self.temperature, axis=-1)), axis=-1)
-
-
 def trunk_of(model: LmHeadModel) -> LmHeadModel:
-    """The model without an output head of its own; one of tied embeddings as it is."""
+    """The model without its output head; a model with tied embeddings as it is."""
     # A head that nothing reads would still get moments, and a place in every checkpoint.
     policy: Any = model
     return model if policy.lm_head is None else eqx.tree_at(lambda m: m.lm_head, policy, None)
@@ -157,7 +127,7 @@ class Critic:
     def first_state(self, policy: Parameters, policy_template: LmHeadModel) -> CriticState:
         """State of the critic before its first update, for a policy with these parameters.
 
-        Its head returns 0; a trunk of its own begins as a copy of the policy's.
+        Its head returns 0; its own trunk begins as a copy of the policy's.
         """
         # Weights of 0: random values would be noise in the advantages of the first rounds.
         head = named_parameters(ScalarHead.init(policy_template.Embed.size))
@@ -177,11 +147,10 @@ class Critic:
         return CriticState(parameters, first_moments(self.optimizer, parameters), updates)
 
     def state_like(self) -> CriticState:
-        """A state with shapes in place of arrays."""
         return jax.eval_shape(self._fresh, trained_shapes(self.template))
 
     def _module(self, parameters: Parameters, policy: LmHeadModel) -> ScalarModel | ScalarHead:
-        """Return the critic of these parameters; what it does not train is the policy's own."""
+        """Return the critic of these parameters; what it does not train is the policy's."""
         names = parameter_shapes(self.template)
         base = {f"{TRUNK}{name}": array for name, array in named_parameters(policy).items()}
         # References to the policy's own arrays: what the critic leaves as it is has no second copy.
@@ -192,7 +161,7 @@ class Critic:
         """Metrics of an update that are known before it is applied."""
         return {
             "critic/grad_norm": jnp.asarray(optax.global_norm(gradients)),
-            # The critic counts steps of its own: it also takes some while the policy waits for it.
+            # The critic counts its steps itself: it takes some while the policy waits for it.
             "critic/lr": self.schedule(state.step),
         }
 
@@ -223,7 +192,7 @@ class Critic:
         options = {"temperature": settings.temperature, "packing": settings.packing}
         if isinstance(module, ScalarHead):
             return token_logprobs_and_values(policy, module, *rows.inputs, **options)
-        # A trunk of its own has other states than the policy: values need a second pass.
+        # Its own trunk has other states than the policy: values need a second pass.
         scores = token_logprobs(policy, *rows.inputs, **options)
         return scores, self.values(parameters, policy, rows, settings)
 
@@ -245,60 +214,6 @@ def make_critic(training: TrainingConfig, template: LmHeadModel) -> Critic | Non
     )
 
 
-@partial(jax.jit, static_argnames=("gamma", "lambda_"))
-def token_gae(
-    rewards_BT: FloatBT,
-    values_BT: FloatBT,
-    mask_BT: Bool[Array, "B T"],
-    segment_ids_BT: Int[Array, "B T"],
-    *,
-    gamma: float,
-    lambda_: float,
-) -> FloatBT:
-    """Generalised advantage estimation over the trained tokens of every segment; 0 elsewhere.
-
-    A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the
-    next trained token of the segment, and V and A are 0 after the last (Schulman et al. 2016,
-    arXiv:1506.02438, equation 16). `batching.advantages.gae` is the same of one trajectory.
-    """
-
-    def body(after: tuple[Array, ...], at: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
-        reward_B, value_B, trained_B, segment_B = at
-        advantage_after_B, value_after_B, segment_after_B = after
-        # Another segment is another trajectory: no value crosses from a neighbour in the row.
-        goes_on_B = jnp.where(segment_after_B == segment_B, gamma, 0.0)
-        delta_B = reward_B + goes_on_B * value_after_B - value_B
-        advantage_B = delta_B + goes_on_B * lambda_ * advantage_after_B
-        now = advantage_B, value_B, segment_B
-        # Tokens that were not sampled, such as a tool's, are skipped: the token before them is
-        # followed by the next trained one.
-        before = tuple(jnp.where(trained_B, n, a) for n, a in zip(now, after, strict=True))
-        return before, jnp.where(trained_B, advantage_B, 0.0)
-
-    # The scan starts behind the row's end, in segment 0, which no trained token has.
-    nothing_B = jnp.zeros(mask_BT.shape[0], jnp.float32)
-    start = nothing_B, nothing_B, jnp.zeros(mask_BT.shape[0], segment_ids_BT.dtype)
-    # [T, B]: scan goes over the first axis.
-    columns = tuple(array.T for array in (rewards_BT, values_BT, mask_BT, segment_ids_BT))
-    _, advantages_TB = jax.lax.scan(body, start, columns, reverse=True)
-    return advantages_TB.T
-
-
-def whitened(
-    advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]
-) -> list[Float32[np.ndarray, "M R T"]]:
-    """`(A - mean) / sqrt(var + 1e-8)`, ddof 1, over all trained tokens given; 0 elsewhere."""
-    # All steps together: a token's scale must not depend on the step that its row came into.
-    advantage_N = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)])
-    white_N = whitened_tokens(advantage_N.astype(np.float64), np.ones(len(advantage_N), np.int64))
-    result, start = [np.zeros(a.shape, np.float32) for a in advantages], 0
-    for array, mask in zip(result, masks, strict=True):
-        count = int(mask.sum())
-        array[mask] = white_N[start : start + count]
-        start += count
-    return result
-
-
 def value_losses(
     values_BT: FloatArray, old_values_BT: FloatArray, returns_BT: FloatArray, clip: float | None
 ) -> Values:
@@ -317,7 +232,7 @@ def _squares(
     plain_BT = jnp.square(jnp.asarray(values_BT) - returns_BT)
     if clip is None:
         return plain_BT, plain_BT
-    # What lies within the bound must stay what it is, to the bit, not to count as clipped.
+    # Values within the bound must keep every bit, not to count as clipped.
     near_BT = jnp.clip(values_BT, old_values_BT - clip, old_values_BT + clip)
     return plain_BT, jnp.square(near_BT - returns_BT)
 
@@ -335,7 +250,7 @@ def value_metrics(
         return jnp.sum(jnp.where(mask_BT, values, 0.0)) / jnp.maximum(jnp.sum(mask_BT), 1)
 
     def variance(values: Array) -> Array:
-        # Not E[x^2] - E[x]^2, which cancels in float32 where values lie far from 0.
+        # Not E[x^2] - E[x]^2, which cancels in float32 where values are far from 0.
         return mean(jnp.square(values - mean(values)))
 
     plain_BT, clipped_BT = _squares(values_BT, old_values_BT, returns_BT, config.value_clip)

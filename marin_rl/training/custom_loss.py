@@ -178,7 +178,7 @@ def check_loss(objective: ObjectiveConfig) -> str:
         (value, metrics), gradient = compiled(batch.logprobs)
     except (ConfigError, InputError):
         raise
-    except Exception as error:  # the function's own, or that of a trace through it
+    except Exception as error:  # of the function, or of tracing it
         detail = str(error).partition("\n")[0]
         raise ConfigError(
             f"{_shown(objective)} failed: {type(error).__name__}: {detail}"
@@ -209,7 +209,7 @@ def _tiny_batch() -> LossArrays:
     mask[0, 2:7] = mask[1, 1:4] = True
     logprobs = -random.uniform(0.1, 3.0, shape).astype(np.float32)
     old = logprobs + random.normal(0, 0.1, shape).astype(np.float32)
-    # The third row is padding alone, where a function that divides by a row's tokens fails.
+    # The third row is only padding, where a function that divides by a row's tokens fails.
     signs = np.asarray([[1.0], [-1.0], [0.0]], np.float32)
     arrays = LossArrays(
         logprobs=logprobs,

@@ -19,10 +19,18 @@ from jaxtyping import Array, Float, Int
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.gemma import GemmaLMHeadModel
 
-from marin_rl.training import fused_attention
-from marin_rl.training.attention import Rotation, RowAttention, Sight, sight_of, with_rotation
-from marin_rl.training.fused_attention import FusedAttention, Pairs
-from marin_rl.training.quantized_layers import Blocks, folded, lies_quantized
+from marin_rl.training.adapters import Blocks, folded, lies_quantized
+from marin_rl.training.attention import (
+    FusedAttention,
+    Pairs,
+    Rotation,
+    RowAttention,
+    Sight,
+    pairs_of,
+    sight_of,
+    takes_fused,
+    with_rotation,
+)
 
 # More layers than this are scanned: see `_blocks` for what either way costs.
 UNROLLED_LAYERS_MAX = 8
@@ -57,11 +65,15 @@ def states_before_last_mlp(
     # Positions within a sequence and not within the row: a packed completion is rotated as it was
     # when it was sampled.
     positions: NamedArray | Rotation = named(positions_BT)
-    if prompts_BT is None and _too_long(position.size):
+    if (
+        prompts_BT is None
+        and jax.default_backend() == "gpu"
+        and position.size > PLAIN_POSITIONS_MAX_GPU
+    ):
         prompts_BT = segment_ids_BT
-    if fused_attention.takes(layers.stacked.self_attn.config.HeadSize.size, states.dtype):
+    if takes_fused(layers.stacked.self_attn.config.HeadSize.size, states.dtype):
         layers = _with_attention(layers, FusedAttention.of)
-        mask = Pairs(None) if alone else fused_attention.pairs_of(segment_ids_BT, prompts_BT)
+        mask = Pairs(None) if alone else pairs_of(segment_ids_BT, prompts_BT)
     elif prompts_BT is not None:
         layers = _with_attention(layers, RowAttention.of)
         mask = sight_of(segment_ids_BT, prompts_BT)
@@ -69,7 +81,7 @@ def states_before_last_mlp(
     *body, last = _blocks(layers, model.config.num_layers)
     for block in body:
         states = block(states, mask, pos_ids=positions)
-    # The last MLP is left out: it works on each token alone, so `_Tail` runs it on the mask only.
+    # Without the last MLP, which works on each token by itself: `_Tail` runs it on the mask only.
     seen = last.self_attn(last.input_layernorm(states), mask, pos_ids=positions)
     return (states + seen).rearrange((batch, position, model.Embed)).array
 
@@ -80,16 +92,9 @@ def is_plain(model: Any) -> bool:
     return attention.config.attn_backend is AttentionBackend.VANILLA
 
 
-def _too_long(positions: int) -> bool:
-    """True for rows that plain attention would need too much memory for."""
-    return jax.default_backend() == "gpu" and positions > PLAIN_POSITIONS_MAX_GPU
-
-
 def _with_attention(layers: Any, of: Callable[[Any], Any]) -> Any:
-    """The layers with another attention, that `of` makes of theirs."""
-    stacked = layers.stacked
-    changed = dataclasses.replace(stacked, self_attn=of(stacked.self_attn))
-    return dataclasses.replace(layers, stacked=changed)
+    stacked = dataclasses.replace(layers.stacked, self_attn=of(layers.stacked.self_attn))
+    return dataclasses.replace(layers, stacked=stacked)
 
 
 def _embedded(model: Any, token_ids: NamedArray) -> NamedArray:
@@ -101,7 +106,6 @@ def _embedded(model: Any, token_ids: NamedArray) -> NamedArray:
 
 
 def last_layer(layers: Any, count: int) -> Any:
-    """The last of `count` stacked layers."""
     return Blocks(layers)[count - 1] if lies_quantized(layers) else layers.get_layer(count - 1)
 
 

@@ -8,7 +8,7 @@ vocabulary never exists. On a mesh each device does so for the rows that it has.
 Axes: B sequences, T positions, N flattened tokens, C tokens of a chunk, E embedding, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
+from equinox import filter_jit
 from haliax.partitioning import physical_axis_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.training.hidden_states import is_plain, last_layer, states_before_last_mlp
@@ -57,7 +59,6 @@ ALONE = Packing()
 
 
 def packing_of(layout: str) -> Packing:
-    """The packing that `batching.packing` names."""
     return Packing(packed_rows=layout != "none", shared_prompts=layout == "shared_prompt")
 
 
@@ -84,20 +85,12 @@ def token_logprobs(
 
 
 def token_values(
-    model: LmHeadModel,
-    head: Head,
-    token_ids_BT: Int[Array, "B T"],
-    segment_ids_BT: Int[Array, "B T"],
-    positions_BT: Int[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
-    *,
-    packing: Packing = ALONE,
+    model: LmHeadModel, head: Head, *rows: Array, packing: Packing = ALONE
 ) -> Float[Array, "B T"]:
     """Values by `head` of the states that masked tokens are predicted from; 0 off the mask.
 
     That is the value of a token's past, before it is chosen. Rows are as in `token_logprobs`.
     """
-    rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
     (values_BT,) = _scored(model, rows, head, words=False, packing=packing)
     return values_BT
 
@@ -105,16 +98,11 @@ def token_values(
 def token_logprobs_and_values(
     model: LmHeadModel,
     head: Head,
-    token_ids_BT: Int[Array, "B T"],
-    segment_ids_BT: Int[Array, "B T"],
-    positions_BT: Int[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
-    *,
+    *rows: Array,
     temperature: float = 1.0,
     packing: Packing = ALONE,
 ) -> tuple[TokenScores, Float[Array, "B T"]]:
     """`token_logprobs` and `token_values` of one model, from one pass."""
-    rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
     logprobs_BT, entropies_BT, values_BT = _scored(
         model, rows, head, temperature=temperature, packing=packing
     )
@@ -123,7 +111,7 @@ def token_logprobs_and_values(
 
 def _scored(
     model: LmHeadModel,
-    rows: tuple[Array, Array, Array, Array],
+    rows: tuple[Array, ...],
     head: Head | None = None,
     *,
     words: bool = True,
@@ -148,6 +136,10 @@ def _scored(
         prompts_BT,
         alone=packing == ALONE,
     )
+    # The axes of the mesh that rows are spread over. One of size 1 spreads nothing: left out, the
+    # program is the same as on a single device.
+    sizes = jax.sharding.get_abstract_mesh().shape
+    axes = tuple(axis for axis in physical_axis_name("batch") or () if sizes.get(axis, 1) > 1)
     # Flat, so that chunks run on over the ends of rows and only the last one has to be filled up.
     flat: Any = _scores_where(
         states_BTE.reshape(-1, states_BTE.shape[-1]),
@@ -156,16 +148,9 @@ def _scored(
         sources_BT.reshape(-1),
         mask_BT.reshape(-1),
         temperature,
-        _row_axes(),
+        axes,
     )
     return tuple(scores.reshape(token_ids_BT.shape) for scores in flat)
-
-
-def _row_axes() -> tuple[str, ...]:
-    """The axes of the mesh that rows are spread over; none without a mesh."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    # An axis of size 1 spreads nothing: left out, the program is that of a single device.
-    return tuple(axis for axis in physical_axis_name("batch") or () if sizes.get(axis, 1) > 1)
 
 
 def final_states(
@@ -174,8 +159,7 @@ def final_states(
     segment_ids_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
 ) -> Float[Array, "B T E"]:
-    """Final hidden states of every token, the output head's input; differentiable; for short rows,
-    or few.
+    """Final hidden states of every token, the output head's input; for short rows, or few.
 
     A token sees itself and what precedes it in its own segment (0 is padding).
     """
@@ -208,7 +192,7 @@ def _predecessors(
     # Indexes of roots ascend, so a running maximum carries the last one forward.
     root_BT = jax.lax.cummax(roots_BT, axis=1)
     prompts_BT = jnp.take_along_axis(segment_ids_BT, root_BT, axis=1)
-    # A completion's positions go on from its prompt's, which count from the root.
+    # A completion's positions continue its prompt's, which count from the root.
     continues_BT = begins_BT & (positions_BT > 0)
     sources_BT = jnp.where(continues_BT, root_BT + positions_BT - 1, jnp.maximum(index_BT - 1, 0))
     return rows_B1 + sources_BT, prompts_BT
@@ -228,12 +212,10 @@ class _Tail(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of every token."""
         return 2 * (self.words is not None) + (self.scalar is not None)
 
     @classmethod
     def of(cls, model: Any, scalar: Head | None = None, *, words: bool = True) -> "_Tail":
-        """The tail of a model, as references to its arrays."""
         layers: Any = model.transformer.layers
         last = last_layer(layers, model.config.num_layers)
         final_norm, weights = model.transformer.norm, model.get_lm_head().array if words else None
@@ -275,8 +257,8 @@ def _scores_where(
     """Scores of the masked targets, each from the state that predicts it; 0 elsewhere.
 
     Masked tokens are brought to the front, and a loop of as many chunks as they fill runs over
-    them; the backward pass computes a chunk again instead of keeping it. `axes` are those of the
-    mesh along which each device has rows of its own, and does this for these.
+    them; the backward pass computes a chunk again instead of keeping it. `axes` are the axes of
+    the mesh that rows are spread over: each device does this for its own rows.
     """
 
     def score(
@@ -304,8 +286,8 @@ def _scores_where(
 def _on_each_device(run: Callable[..., Any], axes: tuple[str, ...], results: Any) -> Any:
     """`run` of the whole tail and, along the axes of the mesh, each device's part of the rest.
 
-    `results` says how what it gives is spread. XLA by itself would have every device compute the
-    chunks of all. It shares out a tensor axis, within `run`.
+    `results` are the partition specs of its results. XLA by itself would have every device compute
+    the chunks of all. It shares out a tensor axis, within `run`.
     """
     if not axes:
         return run
@@ -319,20 +301,20 @@ def _on_each_device(run: Callable[..., Any], axes: tuple[str, ...], results: Any
 
 
 def _own(indexes_N: Int[Array, " N"], axes: tuple[str, ...]) -> Int[Array, " N"]:
-    """Indexes of all devices' tokens as those of this device's; none is another's."""
+    """Turn indexes into all tokens into indexes into this device's, which they all are."""
     return indexes_N - jax.lax.axis_index(axes) * indexes_N.size if axes else indexes_N
 
 
 def _masked_first(mask_N: Bool[Array, " N"], axes: tuple[str, ...]) -> tuple[Array, Array, int]:
     """An order that puts masked entries first, the number of chunks they fill, and its size.
 
-    The number is that of the device with the most: what a tensor axis exchanges within a chunk
+    The number is the largest of all devices: what a tensor axis exchanges within a chunk
     needs all devices, and one that is done sooner would only wait.
     """
     size = mask_N.shape[0]
     on_gpu = jax.default_backend() == "gpu"
     chunk = min(TOKENS_PER_CHUNK_GPU if on_gpu else TOKENS_PER_CHUNK, size)
-    # Stable, so that the mask alone decides the order in which gradients are summed.
+    # Stable, so that only the mask decides the order in which gradients are summed.
     order_N = jnp.argsort(~mask_N, stable=True).astype(jnp.int32)
     # The last chunk is filled up with an index past the end: reads give 0, writes are dropped.
     order_N = jnp.pad(order_N, (0, -size % chunk), constant_values=size)
@@ -433,3 +415,50 @@ def _scores_backward(
 
 
 _scores_where.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
+
+
+# ---------------------------------------------------------------- samples of one prompt
+
+LENGTH_STEP = 64
+
+
+def sequence_logprobs(
+    model: LmHeadModel,
+    prompt: Int32[np.ndarray, " P"],
+    samples: Sequence[Int32[np.ndarray, " _"]],
+    temperature: float,
+) -> Float32[np.ndarray, " N"]:
+    """The trainer's log-probability of each token of the samples, one sample after the other.
+
+    For comparisons with an engine's.
+    """
+    longest = max(map(len, samples))
+    token_ids = np.zeros((len(samples), rounded_up(len(prompt) + longest)), np.int32)
+    mask, segments = np.zeros_like(token_ids), np.zeros_like(token_ids)
+    for row, sampled in enumerate(samples):
+        used = len(prompt) + len(sampled)
+        token_ids[row, :used] = np.concatenate([prompt, sampled])
+        mask[row, len(prompt) : used] = 1
+        segments[row, :used] = 1
+    return np.asarray(sequence_scores(model, token_ids, segments, mask, temperature))[mask > 0]
+
+
+def rounded_up(length: int) -> int:
+    """Few lengths, so that few programs are compiled."""
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+@filter_jit
+def sequence_scores(
+    model: LmHeadModel,
+    token_ids_BT: Int[Array | np.ndarray, "B T"],
+    segment_ids_BT: Int[Array | np.ndarray, "B T"],
+    mask_BT: Int[Array | np.ndarray, "B T"],
+    temperature: float,
+) -> Float[Array, "B T"]:
+    """The program of `sequence_logprobs`."""
+    positions = jnp.arange(token_ids_BT.shape[1], dtype=jnp.int32)
+    positions_BT = jnp.broadcast_to(positions, token_ids_BT.shape)
+    ids_BT, segments_BT, trained_BT = map(jnp.asarray, (token_ids_BT, segment_ids_BT, mask_BT > 0))
+    rows = ids_BT, segments_BT, positions_BT, trained_BT
+    return token_logprobs(model, *rows, temperature=temperature).logprobs

@@ -1,8 +1,7 @@
-"""The training stage: from checkpoint r and a round's batches to checkpoint r + 1, committed.
+"""Reinforcement learning: from checkpoint r and a round's batches to checkpoint r + 1, committed.
 
-A Trainer keeps the compiled step and the state of the checkpoint it made or read last, so that the
-next round starts from memory; the committed checkpoint decides in any case. It also makes
-checkpoint 0 of a run.
+This phase is one of rounds (see phases.py). What its loss needs of the policy before the first
+update is computed first (precompute.py). A Trainer also makes checkpoint 0 of a run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,43 +17,44 @@ from marin_rl.config import Config, fingerprint_fields
 from marin_rl.lora import Adapter
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.metrics import over_steps
-from marin_rl.progress import ProgressEvent, publish
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.run_progress import as_continued
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter
-from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.adapters import changes_nothing, first_adapter
+from marin_rl.training.adapters import changes_nothing
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import (
-    check_finite,
+    CompiledStep,
     compiled_step_of,
     policy_settings,
     rows_compiled_for,
     to_fixed_shape,
 )
-from marin_rl.training.frozen import FrozenBase
-from marin_rl.training.gradients import combine
 from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import policy_adamw
-from marin_rl.training.policy_source import policy_parameters, recorded_modules
+from marin_rl.training.phases import Phase
+from marin_rl.training.policy_source import (
+    adapter_before_training,
+    policy_parameters,
+    recorded_modules,
+)
 from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import groups_of, kl_coefficient, reference_round
 from marin_rl.training.round_stats import RoundAccount, scored_step
 from marin_rl.training.state import (
     CheckpointSlot,
-    CommittedState,
     Identity,
     identity_of,
     restore_parameters,
     sft_result,
 )
-from marin_rl.training.step import trainable_of
+from marin_rl.training.step import combine, trainable_of
 from marin_rl.training.step_types import (
     Parameters,
     Reference,
+    StepArrays,
     StepRows,
     TrainableParams,
     TrainState,
@@ -63,35 +63,27 @@ from marin_rl.types import SlotRef, TrainingBatch
 
 # Counts up when the same batches would train other parameters, or leave other scores.
 PROGRAM_VERSION = 4
-
-
 Batches = Callable[[], Iterable[TrainingBatch]]  # the steps of a round, read again at each call
 
 
-class Trainer:
-    """Trains one run. `identity` is that of the checkpoint loaded last, None before the first."""
+class Trainer(Phase):
+    """Trains one run. `identity` belongs to the checkpoint loaded last; None before the first."""
+
+    stage = "train"
+    _program: CompiledStep
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
         config = run.config
-        self._run, self._tokenizer = run, tokenizer
-        self._names = TokenizerIdentity.of(tokenizer)
         self._settings = policy_settings(config)
-        self._program = compiled_step_of(
-            config,
-            tokenizer,
-            policy_adamw(config.training),
-            self._settings,
-            recorded_modules(run) if config.policy.lora else None,
-        )
-        program = self._program
-        self._base = FrozenBase(run, tokenizer, program)
-        self._committed = CommittedState(run, self._names, program.like, program.place)
+        modules = recorded_modules(run) if config.policy.lora else None
+        adamw = policy_adamw(config.training)
+        program = compiled_step_of(config, tokenizer, adamw, self._settings, modules)
+        super().__init__(run, tokenizer, program)
         self._reference_policy: tuple[int, Parameters] | None = None
         self.identity: Identity | None = None
 
     @property
     def checkpoint(self) -> SlotRef | None:
-        """The checkpoint that is loaded."""
         return self._committed.checkpoint
 
     @property
@@ -103,12 +95,11 @@ class Trainer:
     @property
     def served_model(self) -> LmHeadModel:
         """The same for an engine: an adapter is merged into its base."""
-        return self._base.served(self._loaded.parameters)
+        return self._program.served_model(self._base.parameters, self._loaded.parameters)
 
     @property
     def served_apart(self) -> tuple[LmHeadModel, Adapter]:
-        """The base of the loaded adapter, and the adapter."""
-        return self._base.apart(self._loaded.parameters)
+        return self._program.base_and_adapter(self._base.parameters, self._loaded.parameters)
 
     @property
     def _loaded(self) -> TrainState:
@@ -134,7 +125,14 @@ class Trainer:
         warm = (sft_result(run),) if run.config.policy.init == "sft" else ()
         # The base of an adapter first: it is a parent, and names the warm start that made it.
         base = self._base.commit()
-        slot = self._slot(0, self._first_content(), (*base, *warm))
+        critic = run.config.training.critic
+        content = {
+            "program": PROGRAM_VERSION,
+            "policy": fingerprint_fields(run.config.policy),
+            "seed": run.config.seed,
+            **({} if critic is None else {"critic": critic.trunk}),
+        }
+        slot = self._slot(checkpoint_slot(0), content, (*base, *warm))
         if (existing := slot.find()) is not None:
             return existing
         state = program.first_state(self._first_parameters(), run.config.seed)
@@ -145,12 +143,10 @@ class Trainer:
     def _first_parameters(self) -> Parameters:
         """The trained parameters of checkpoint 0."""
         run, program = self._run, self._program
-        policy, template = run.config.policy, program.base_template
-        if policy.lora is None:
+        template = program.base_template
+        if not program.modules:
             return policy_parameters(run, self._names, self._tokenizer, template)
-        if policy.init == "sft" and policy.lora.begins == "sft":
-            return restore_parameters(run, sft_result(run), program.like, self._names)
-        return first_adapter(run.config, program.modules, template)
+        return adapter_before_training(run, self._names, program.modules, template)
 
     def train_round(self, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
         """Train on a round's batches from `checkpoint`, and commit checkpoint `round` + 1.
@@ -162,7 +158,7 @@ class Trainer:
         """
         # Before anything is loaded: a round that is trained already costs one read of its slot.
         content = decisive_content(self._run.config)
-        slot = self._slot(round + 1, content, (checkpoint, batches))
+        slot = self._slot(checkpoint_slot(round + 1), content, (checkpoint, batches))
         if (existing := slot.find()) is not None:
             return existing
         # One attempt names scores and checkpoint: both are parts of one slot, committed by one
@@ -241,30 +237,27 @@ class Trainer:
         # has to be read again.
         backend = DeviceBackend(program, self._committed.take(checkpoint), self._base.parameters)
         history: list[Mapping[str, float]] = []
-        for batch, extra in self._steps(batches, extras):
-            rows = extra(self._rows(batch))
-            # Both are queued before either is awaited: the device does not wait for metrics to be
-            # read.
-            forward, update = backend.forward_backward(rows, loss), backend.optim_step()
-            before, after = forward.result(), update.result()
-            metrics = {**before.metrics, **after.metrics, **known}
-            check_finite(metrics, after.refused, config.training.nonfinite_updates_max)
-            history.append(metrics)
+        rows = self._epochs(batches, extras)
+        for (batch, extra, arrays), before, measured in self._steps(backend, loss, rows):
+            history.append({**measured, **known})
             # Scores are of the policy before the round; rows of a second epoch have been trained
             # on.
             if len(history) <= steps:  # the first pass
-                keep(scored_step(batch, rows.arrays, before.measures, extra))
+                keep(scored_step(batch, arrays, before.measures, extra))
                 account.add(batch, program.template)
-            self._publish(round, len(history), steps * epochs, metrics)
+            total = max(steps * epochs, len(history))
+            self._publish(len(history), total, history[-1], round)
         return backend, over_steps(history) | account.totals(epochs, program.layout.devices)
 
-    def _steps(
+    def _epochs(
         self, batches: SlotRef, extras: Sequence[RowExtras]
-    ) -> Iterator[tuple[TrainingBatch, RowExtras]]:
-        """The batch of each optimizer step, epoch after epoch, and what else is known of it."""
+    ) -> Iterator[tuple[tuple[TrainingBatch, RowExtras, StepArrays], StepRows]]:
+        """Rows of each optimizer step, epoch after epoch, with their batch and what is known."""
         for _ in range(self._run.config.training.epochs):
             for step, batch in enumerate(read_batches(self._run, batches)):
-                yield batch, extras[step] if extras else RowExtras()
+                extra = extras[step] if extras else RowExtras()
+                rows = extra(self._rows(batch))
+                yield (batch, extra, rows.arrays), rows
 
     def _before_updates(
         self,
@@ -302,18 +295,6 @@ class Trainer:
             precompute.weigh(norms, groups_of(self._run, round))
         return precompute.extras, precompute.metrics
 
-    def _publish(self, round: int, done: int, total: int, metrics: Mapping[str, float]) -> None:
-        publish(
-            ProgressEvent(
-                run_id=self._run.run_id,
-                stage="train",
-                round=round,
-                done=done,
-                total=max(total, done),
-                metrics=metrics,
-            )
-        )
-
     def _rows(self, batch: TrainingBatch) -> StepRows:
         config = self._run.config
         rollouts = config.rollouts.groups_per_round * config.rollouts.group_size
@@ -350,28 +331,6 @@ class Trainer:
             self._reference_policy = number, placed
         return Reference(self._reference_policy[1], coefficient)
 
-    def _first_content(self) -> dict[str, Any]:
-        config = self._run.config
-        critic = config.training.critic
-        return {
-            "program": PROGRAM_VERSION,
-            "policy": fingerprint_fields(config.policy),
-            "seed": config.seed,
-            **({} if critic is None else {"critic": critic.trunk}),
-        }
-
-    def _slot(
-        self, round: int, content: Mapping[str, Any], parents: Sequence[SlotRef]
-    ) -> CheckpointSlot:
-        return CheckpointSlot(
-            run=self._run,
-            slot=checkpoint_slot(round),
-            tokenizer=self._names,
-            content=content,
-            parents=parents,
-            adapter=self._base.adapter,
-        )
-
     def _commit(
         self,
         backend: DeviceBackend,
@@ -388,11 +347,6 @@ class Trainer:
             self._committed.keep(backend.close(), ref)
             self.identity = identity
         return ref
-
-
-def init_policy(run: Run, tokenizer: PreTrainedTokenizerBase) -> SlotRef:
-    """Commit checkpoint 0 of a run, or return it if it is there."""
-    return Trainer(run, tokenizer).init_policy()
 
 
 def decisive_content(config: Config) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Every function maps per-token arrays to per-token arrays; a loss is `weighted_su
 where the weights are those of the whole step. A sum is the same however the rows are split, so
 microbatches and devices change nothing but rounding. Off the mask nothing counts, in values or
 gradients: not even NaN or infinity. Leaves out weights of tokens that another program drew
-(`importance_correction`).
+(`step_loss`).
 
 Axes: B rows, T positions. `mask` is 1, or true, on trained tokens, `segment_ids` tells the
 sequences of a row apart (0 is padding), log-probabilities are in nats.
@@ -120,7 +120,7 @@ def log_ratios(
     segment_ids_BT: IntBT,
     level: str,
 ) -> FloatBT:
-    """Log importance ratio of each token, or at each token that of its whole completion.
+    """Log importance ratio of each token, or of its whole completion at each token.
 
     token          log pi(y_t|...) - log pi_old(y_t|...)   (PPO, arXiv:1707.06347, eq. 6)
     sequence       the sum of these over the completion    (RLOO, arXiv:2402.14740, section 3.2)

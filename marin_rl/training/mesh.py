@@ -32,8 +32,6 @@ STORED = {"embed": "fsdp", **TENSOR}
 # In a step fsdp spreads rows in the place of `embed`: a layer's weights are gathered for its
 # products.
 COMPUTED = {"batch": ("data", "fsdp"), **TENSOR}
-
-
 Optimizer = optax.GradientTransformationExtraArgs
 
 
@@ -45,21 +43,18 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of devices that the arrays are spread over."""
         return 1 if self.mesh is None else self.mesh.size
 
     def place_parameters(
         self, parameters: dict[str, Any], template: eqx.Module
     ) -> dict[str, jax.Array]:
-        """Parameters keyed by path, on the devices."""
-        if self.mesh is None:
-            return {name: jax.device_put(array) for name, array in parameters.items()}
+        """Parameters, or gradients, of any of the template's names on the devices."""
         return self._parameters(parameters, template, jax.device_put)
 
     def place_state(
         self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
     ) -> Any:
-        """A training state on the devices; moments lie as their parameters do."""
+        """A training state on the devices; moments are sharded as their parameters."""
         if self.mesh is None:
             return jax.tree.map(jax.device_put, state)
         return self._state(state, template, optimizer, critic, jax.device_put)
@@ -86,6 +81,12 @@ class Layout:
             of_critic = self._parameters(of_critic, critic.template, put)
         return TrainableParams(policy, of_critic)
 
+    def _parameters(self, parameters: Any, template: eqx.Module, put: Any) -> dict[str, Any]:
+        shardings = self.parameter_shardings(template)
+        if shardings is None:
+            return {name: put(array) for name, array in parameters.items()}
+        return {name: put(array, shardings[name]) for name, array in parameters.items()}
+
     def _state(
         self,
         state: Any,
@@ -96,48 +97,36 @@ class Layout:
     ) -> Any:
         assert self.mesh is not None
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        average, critic_state = state.average, state.critic
+
+        def trained(state: Any, template: eqx.Module, optimizer: Optimizer) -> Any:
+            """Parameters and moments of a policy or a critic, and the number of its updates."""
+            shardings = self.parameter_shardings(template)
+            assert shardings is not None
+            # By structure, not by name: optax nests moments of parameters in its own states.
+            moments = optax.tree_utils.tree_map_params(
+                optimizer,
+                put,
+                state.optimizer,
+                {name: shardings[name] for name in state.parameters},
+                transform_non_params=lambda leaf: put(leaf, everywhere),
+            )
+            return state._replace(
+                parameters=self._parameters(state.parameters, template, put),
+                optimizer=moments,
+                step=put(state.step, everywhere),
+            )
+
+        average, of_critic = state.average, state.critic
         if average is not None:
             average = self._parameters(average, template, put)
-        if critic is not None and critic_state is not None:
-            critic_state = critic_state._replace(
-                **self._trained(critic_state, critic.template, critic.optimizer, put)
-            )
-        return state._replace(
-            **self._trained(state, template, optimizer, put),
+        if critic is not None and of_critic is not None:
+            of_critic = trained(of_critic, critic.template, critic.optimizer)
+        return trained(state, template, optimizer)._replace(
             rng=put(state.rng, everywhere),
             refused=put(state.refused, everywhere),
             average=average,
-            critic=critic_state,
+            critic=of_critic,
         )
-
-    def _parameters(self, parameters: Any, template: eqx.Module, put: Any) -> dict[str, Any]:
-        """Parameters, or gradients, of any of the template's names."""
-        shardings = self.parameter_shardings(template)
-        assert shardings is not None
-        return {name: put(array, shardings[name]) for name, array in parameters.items()}
-
-    def _trained(
-        self, state: Any, template: eqx.Module, optimizer: Optimizer, put: Any
-    ) -> dict[str, Any]:
-        """Parameters and step of a policy or a critic; each moment lies where its parameter is."""
-        assert self.mesh is not None
-        shardings = self.parameter_shardings(template)
-        assert shardings is not None
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        # By structure, not by name: optax nests moments of parameters in states of its own.
-        moments = optax.tree_utils.tree_map_params(
-            optimizer,
-            put,
-            state.optimizer,
-            {name: shardings[name] for name in state.parameters},
-            transform_non_params=lambda leaf: put(leaf, everywhere),
-        )
-        return {
-            "parameters": self._parameters(state.parameters, template, put),
-            "optimizer": moments,
-            "step": put(state.step, everywhere),
-        }
 
     def whole_rows(self, rows: int, together: int = 1) -> int:
         """The fewest rows, `rows` or more, that data and fsdp share out evenly; of `together`.
@@ -153,7 +142,7 @@ class Layout:
         """Arrays [M, R, T] with the rows of each microbatch spread over data and fsdp."""
         if self.mesh is None:
             return arrays
-        # Rows over fsdp too: its devices hold other weights, but work on rows of their own.
+        # Rows over fsdp too: its devices hold other weights, but work on their own rows.
         sharding = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp"), None))
         return jax.tree.map(lambda array: jax.device_put(array, sharding), arrays)
 

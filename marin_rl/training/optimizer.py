@@ -35,7 +35,6 @@ class AdamW:
 
 
 def policy_adamw(training: TrainingConfig) -> AdamW:
-    """The optimizer of the reinforcement learning stage."""
     return _adamw(training, training, training.schedule_steps)
 
 

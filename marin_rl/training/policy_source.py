@@ -1,11 +1,12 @@
 """Sources of a policy's parameters: first weights, other checkpoints, and an adapter's base.
 
-The base of a run's adapter is committed once, in a slot of its own: its parameters, or the digest
+The base of a run's adapter is committed once, in its own slot: its parameters, or the digest
 of a Hugging Face folder that has them. Checkpoints of the run hold the adapter and that digest.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,13 @@ from marin_rl.training.adapters import (
     merged_parameters,
     trained_shapes,
     with_adapter,
+    with_quantized,
     without_lora,
 )
-from marin_rl.training.model import (
-    digest_of,
-    load_hf,
-    matrix_mask,
-    named_parameters,
-    with_parameters,
-)
+from marin_rl.training.compiled_step import Program
+from marin_rl.training.hf_folders import load_hf
+from marin_rl.training.model import digest_of, matrix_mask, named_parameters, with_parameters
 from marin_rl.training.optimizer import make_optimizer, policy_adamw
-from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.state import (
     UNSERVED,
     AdapterOf,
@@ -57,8 +54,6 @@ from marin_rl.training.state import (
 )
 from marin_rl.training.step_types import Parameters
 from marin_rl.types import SlotRef
-
-# Parameters by their digest and shapes, from elsewhere than the run's files. The caller compares.
 
 # Counts up when the same configuration would commit another base.
 PROGRAM_VERSION = 1
@@ -117,7 +112,7 @@ class CommittedPolicy:
 
 
 def served_template(identity: Identity, template: LmHeadModel, dtype: str) -> LmHeadModel:
-    """The template of `CommittedPolicy.served`; `dtype` is that of an adapter's arrays."""
+    """The template of `CommittedPolicy.served`; `dtype` is the adapter's."""
     adapter = identity.adapter
     if adapter is None or adapter.quantize_base is None:
         return template
@@ -139,13 +134,12 @@ def read_policy(run: Run, ref: SlotRef, template: LmHeadModel) -> CommittedPolic
 
 
 def dtype_of(run: Run) -> str:
-    """Dtype of an adapter's arrays."""
     lora = run.config.policy.lora
     return "float32" if lora is None else lora.dtype
 
 
 def read_trained(run: Run, ref: SlotRef, template: LmHeadModel) -> Mapping[str, np.ndarray]:
-    """Trained parameters of a checkpoint on the host alone: an adapter's arrays, where it has one.
+    """Trained parameters of a checkpoint on the host; of an adapter run, the adapter's arrays.
 
     Raises as `read_policy` does, but that it reads no base.
     """
@@ -173,7 +167,7 @@ def policy_parameters(
     """Return all parameters that `policy.init` names: another checkpoint's, or the first weights.
 
     `template` is the model's, without an adapter; a checkpoint's adapter is merged. Without
-    `warm_start`, those that a warm start itself begins at. Raises ConfigError until the warm start
+    `warm_start`, the ones that a warm start begins at. Raises ConfigError until the warm start
     is committed, InputError for another tokenizer's checkpoint, and as `read_policy` does.
     """
     config = run.config
@@ -200,7 +194,7 @@ def commit_base(
     and CommitConflict.
     """
     config, lora = run.config, run.config.policy.lora
-    assert lora is not None, "a base is that of an adapter"
+    assert lora is not None, "only adapters have a base"
     from_warm_start = config.policy.init == "sft" and lora.begins == "training"
     parents = [sft_result(run)] if from_warm_start else []
     content = {
@@ -250,7 +244,7 @@ def read_base(run: Run, digest: str, template: LmHeadModel) -> dict[str, Any]:
             f"{run.store.url_of(ref.slot)} has the digest {recorded}, expected that of the "
             f"adapter's base, {digest}: run fsck, and restore the folder from a copy"
         )
-    # A base without arrays is that of a folder, which anyone may have changed since: the digest
+    # A base without arrays is in a folder, which anyone may have changed since: the digest
     # decides.
     if array_parts(manifest):
         return restore_checkpoint(run, ref, {"parameters": trained_shapes(template)})["parameters"]
@@ -264,15 +258,21 @@ def read_base(run: Run, digest: str, template: LmHeadModel) -> dict[str, Any]:
     return parameters
 
 
-def adapter_before_training(run: Run, modules: Modules, template: LmHeadModel) -> Mapping[str, Any]:
-    """A and B that the stage after the warm start begins with: the warm start's, or the first.
+def adapter_before_training(
+    run: Run, names: TokenizerIdentity, modules: Modules, template: LmHeadModel
+) -> Parameters:
+    """A and B that the phase after the warm start begins with: the warm start's, or the first.
 
-    `template` is the model's, without an adapter. Raises as `first_adapter` and `read_trained` do.
+    `template` is the model's, without an adapter. Raises InputError for another tokenizer's
+    checkpoint, and as `first_adapter` and `read_trained` do.
     """
     policy = run.config.policy
     assert policy.lora is not None, "the run has an adapter"
     if policy.init == "sft" and policy.lora.begins == "sft":
-        return read_trained(run, sft_result(run), template)
+        warm = sft_result(run)
+        check_restored(run, warm, names)
+        arrays = read_trained(run, warm, template)
+        return {name: device_array(array) for name, array in arrays.items()}
     return first_adapter(run.config, modules, template)
 
 
@@ -286,9 +286,35 @@ def recorded_modules(run: Run, ref: SlotRef | None = None) -> Modules | None:
     return adapter and adapter.modules
 
 
-def adapter_of_run(run: Run, modules: Modules) -> AdapterOf | None:
-    """Base and modules of a run's adapter; None without one. Raises ObjectMissing."""
-    if not modules:
-        return None
-    scheme = run.config.policy.quantize_base
-    return AdapterOf(base_digest=base_of(run)[1], modules=modules, quantize_base=scheme)
+class FrozenBase:
+    """The base of a run's adapter, by its committed slot; nothing for a run that has no adapter."""
+
+    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, program: Program) -> None:
+        self._run, self._tokenizer, self._program = run, tokenizer, program
+
+    def commit(self) -> tuple[SlotRef, ...]:
+        """Commit the base, or find it committed; the parents that the first checkpoint has by it.
+
+        Raises as `commit_base` does.
+        """
+        if not self._program.modules:
+            return ()
+        names, template = TokenizerIdentity.of(self._tokenizer), self._program.base_template
+        return (commit_base(self._run, names, self._tokenizer, template),)
+
+    @cached_property
+    def adapter(self) -> AdapterOf | None:
+        """Base and modules of the adapter; None without one. Raises ObjectMissing."""
+        if not self._program.modules:
+            return None
+        scheme, modules = self._run.config.policy.quantize_base, self._program.modules
+        return AdapterOf(base_digest=base_of(self._run)[1], modules=modules, quantize_base=scheme)
+
+    # Read on first use and kept: no update changes the base, and every round needs it.
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The base's parameters on the devices, none without an adapter. Raises as `read_base`."""
+        if self.adapter is None:
+            return {}
+        base = read_base(self._run, self.adapter.base_digest, self._program.base_template)
+        return self._program.place_frozen(base)

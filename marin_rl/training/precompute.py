@@ -3,7 +3,7 @@
 That is the trainer's own log-probabilities, where the objective corrects by them and takes more
 than one update, those of the reference, where KL is a part of the reward, and what advantages are
 made of token by token: the values of a critic, or the squared norms of scores. Leaves out what the
-penalty is (reference_policy.py), what an advantage is (critic.py, token_baseline.py) and what the
+penalty is (reference_policy.py), what an advantage is (token_advantages.py) and what the
 step does with all of it (step.py).
 
 Axes: M microbatches, R rows of one, T positions.
@@ -17,11 +17,15 @@ from jaxtyping import Float32
 
 from marin_rl.batching.advantages import rewards_of
 from marin_rl.config import CriticConfig, ObjectiveConfig
-from marin_rl.training.critic import whitened
-from marin_rl.training.reference_policy import reward_penalty, token_penalty
+from marin_rl.training.reference_policy import KlPenalty
+from marin_rl.training.segments import rollouts_of_tokens
 from marin_rl.training.step_types import StepArrays, StepRows
-from marin_rl.training.token_baseline import return_weights, round_token_advantages
-from marin_rl.training.trajectories import rollout_gae, rollouts_of_tokens
+from marin_rl.training.token_advantages import (
+    return_weights,
+    rollout_gae,
+    round_token_advantages,
+    whitened,
+)
 from marin_rl.types import TrainingBatch
 
 RowsPass = Callable[[StepRows], Float32[np.ndarray, "M R T"]]
@@ -46,7 +50,6 @@ class RowExtras:
     norms: Float32[np.ndarray, "M R T"] | None = None
 
     def __call__(self, rows: StepRows) -> StepRows:
-        """Return the rows with the extra arrays."""
         arrays = rows.arrays._replace(
             old_logprobs=self.old_logprobs, old_values=self.values, returns=self.returns
         )
@@ -89,17 +92,15 @@ class RowPrecompute:
         """
         objective, batches, arrays = self._objective, self._batches, self._arrays
         ref_logprobs = [score(rows) for rows in self._rows]
+        penalty = KlPenalty(objective, batches, arrays, ref_logprobs, coefficient)
         # A critic learns penalised rewards, so they are needed token by token; without one, the
         # advantage is linear in the rewards and the penalty's own is added to it.
-        if objective.estimator.needs_critic or objective.kl_by_token:
-            penalty = token_penalty(objective, batches, arrays, ref_logprobs, coefficient)
-            if objective.kl_by_token:
-                self._add(advantages=_penalised(batches, arrays, penalty.additions))
-            else:
-                self._add(rewards=penalty.additions)
+        if objective.kl_by_token:
+            self._add(advantages=_penalised(batches, arrays, penalty.of_tokens()))
+        elif objective.estimator.needs_critic:
+            self._add(rewards=penalty.of_tokens())
         else:
-            penalty = reward_penalty(objective, groups, batches, arrays, ref_logprobs, coefficient)
-            self._add(advantages=penalty.additions)
+            self._add(advantages=penalty.of_completions(groups))
         # Kept for the scores: the step itself is given no reference in this case.
         self._add(ref_logprobs=ref_logprobs)
         self.metrics = {**penalty.metrics, "objective/kl_coefficient": coefficient}

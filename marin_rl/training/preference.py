@@ -1,62 +1,58 @@
-"""Reward models: the Bradley-Terry loss and its jitted step, and scoring with a trained model.
+"""Reward models: the Bradley-Terry loss and its programs, and scoring with a trained model.
 
 P(chosen beats rejected) = sigmoid(r_chosen - r_rejected), with r the number that a `ScalarModel`
 gives a sequence at its last token (Bradley and Terry 1952; arXiv:2009.01325, eq. 1; the margin is
-that of arXiv:2307.09288, eq. 2). Microbatches are a loop on the device, as in step.py.
-When scoring, each sequence is padded to its own power of two, in batches of a fixed number of rows;
-so its reward depends on nothing but itself, not on its neighbours in the batch.
+that of arXiv:2307.09288, eq. 2). Microbatches are a loop on the device, as in step.py. A reward
+model with an adapter trains A and B of its trunk, and its head: `trunk/PATH:A` and `head/…`; the
+base's are `trunk/PATH`. When scoring, each sequence is padded to its own power of two, in batches
+of a fixed number of rows; so its reward depends on nothing but itself, not on its neighbours.
 
 Axes: M microbatches, R rows of one (two neighbouring rows a pair), P pairs, T positions.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float, Float32, Float64, Int32
+from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import PairBatch, padded
 from marin_rl.batching.plan import bucket
-from marin_rl.compilation import device_array, set_matmul_precision
-from marin_rl.config import BatchingConfig, PolicyConfig
+from marin_rl.compilation import compiled_apart, device_array, set_matmul_precision
+from marin_rl.config import BatchingConfig, Config, PolicyConfig
 from marin_rl.errors import CorruptObject
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.rollouts.rewards import RewardIdentity, RewardModelSlot
 from marin_rl.storage.checkpoints import restore_checkpoint
-from marin_rl.training.adapters import HEAD, trained_shapes
-from marin_rl.training.critic import ScalarModel
+from marin_rl.training.adapters import HEAD, Modules, trained_shapes
+from marin_rl.training.compiled_step import Passes, Program, frozen_parameters, with_adapter_of
+from marin_rl.training.critic import TRUNK, ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
-from marin_rl.training.model import digest_of, with_parameters
-from marin_rl.training.optimizer import Schedule
+from marin_rl.training.model import digest_of, parameter_shapes, with_parameters
+from marin_rl.training.optimizer import AdamW
 from marin_rl.training.policy_source import read_base
-from marin_rl.training.scalar_adapters import frozen_trunk, scalar_template
 from marin_rl.training.state import identity_of, template_of
-from marin_rl.training.step import updated_state
+from marin_rl.training.step import Gradients
 from marin_rl.training.step_metrics import Metrics
-from marin_rl.training.step_types import Parameters, TrainState, in_microbatches
-
-
-class PairArrays(NamedTuple):
-    """The pairs of one step, cut into microbatches and filled up with empty rows.
-
-    `segment_ids` is 1 on tokens and 0 after them; `margins` is that of a row's pair.
-    """
-
-    token_ids: Int32[Any, "M R T"]
-    segment_ids: Int32[Any, "M R T"]
-    margins: Float32[Any, "M R 1"]
-
+from marin_rl.training.step_types import (
+    PairArrays,
+    Parameters,
+    Reference,
+    StepRows,
+    StepSettings,
+    TrainableParams,
+    as_array,
+    in_microbatches,
+)
 
 Rewards = Callable[[Parameters, Int32[Any, "R T"], Int32[Any, "R T"]], Float[Array, " R"]]
-PreferenceStep = Callable[
-    [TrainState, PairArrays, Int32[Any, ""], Parameters], tuple[TrainState, Metrics]
-]
 
 
 def preference_losses(
@@ -84,8 +80,8 @@ def preference_totals(
 
 def pair_arrays(
     batch: PairBatch, microbatch_pairs: int, pairs_max: int, layout: Layout = SINGLE_DEVICE
-) -> tuple[PairArrays, int]:
-    """A batch in the fixed shape of steps of up to `pairs_max` pairs; its microbatches in use.
+) -> StepRows:
+    """A batch in the fixed shape of steps of up to `pairs_max` pairs.
 
     The rows of a microbatch are a multiple that the devices of the layout share evenly.
     """
@@ -98,7 +94,7 @@ def pair_arrays(
         segment_ids=cut(batch.inside, np.int32),
         margins=cut(np.repeat(batch.margins, 2)[:, None], np.float32),
     )
-    return arrays, -(-len(batch.token_ids) // rows)
+    return StepRows(arrays, -(-len(batch.token_ids) // rows))
 
 
 def rewards_of(template: ScalarModel, compute_dtype: str) -> Rewards:
@@ -111,7 +107,9 @@ def rewards_of(template: ScalarModel, compute_dtype: str) -> Rewards:
         # The head stays in float32: the loss is of differences of rewards, whose digits bfloat16
         # loses.
         cast = {
-            name: array if _stays(name) else array.astype(compute_dtype)
+            name: array
+            if name.startswith(HEAD) or is_quantized(name)
+            else array.astype(compute_dtype)
             for name, array in parameters.items()
         }
         positions_RT = jnp.broadcast_to(jnp.arange(token_ids_RT.shape[1]), token_ids_RT.shape)
@@ -126,42 +124,79 @@ def rewards_of(template: ScalarModel, compute_dtype: str) -> Rewards:
     return rewards
 
 
-def _stays(name: str) -> bool:
-    """True for parameters that are not cast: the head's, and codes and scales."""
-    return name.startswith(HEAD) or is_quantized(name)
+class PreferenceProgram(Program):
+    """The programs of a reward model: a scalar head on a policy's trunk, or on an adapter of it."""
+
+    template: ScalarModel
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        adamw: AdamW,
+        modules: Modules | None = None,
+    ) -> None:
+        super().__init__(config, tokenizer, adamw, modules)
+        dtype = config.policy.compute_dtype
+        self._passes = make_preference_passes(self.template, dtype, self.layout)
+
+    def _trained_template(self, template: LmHeadModel) -> ScalarModel:
+        return eqx.filter_eval_shape(ScalarModel.of, template)
+
+    def forward_backward(self, settings: StepSettings) -> Passes:
+        return self._passes
+
+    def place_frozen(self, base: Mapping[str, Any]) -> Parameters:
+        frozen = frozen_trunk(self._policy, self.template, base)
+        return self.layout.place_parameters(frozen, self.template)
 
 
-def make_preference_step(
-    template: ScalarModel,
-    optimizer: optax.GradientTransformationExtraArgs,
-    schedule: Schedule,
-    compute_dtype: str,
-    layout: Layout,
-) -> PreferenceStep:
-    """The jitted step: state (donated), arrays, microbatches in use, and what is not in the state.
+def scalar_template(policy: PolicyConfig, trunk: LmHeadModel, modules: Modules) -> ScalarModel:
+    return eqx.filter_eval_shape(ScalarModel.of, with_adapter_of(policy, trunk, modules))
 
-    The last is the base of an adapter, else empty. Returns the new state and the metrics. The loss
-    is the mean over the pairs of the step, however it is cut into microbatches.
+
+def frozen_trunk(
+    policy: PolicyConfig, template: ScalarModel, base: Mapping[str, Any]
+) -> Parameters:
+    """The base of a scalar model's adapter: see `frozen_parameters`."""
+    # What is neither trained nor read, the output head, would take the memory of a layer or more.
+    names = parameter_shapes(template).keys() - trained_shapes(template).keys()
+    frozen = {f"{TRUNK}{name}": array for name, array in frozen_parameters(policy, base).items()}
+    return {name: array for name, array in frozen.items() if name in names}
+
+
+def make_preference_passes(
+    template: ScalarModel, compute_dtype: str, layout: Layout = SINGLE_DEVICE
+) -> Passes:
+    """The jitted passes of the Bradley-Terry loss.
+
+    The loss is the mean over the pairs of a step, however they are cut into microbatches.
     """
     rewards = rewards_of(template, compute_dtype)
 
-    def step(
-        state: TrainState, arrays: PairArrays, used: Array, frozen: Parameters
-    ) -> tuple[TrainState, Metrics]:
+    def gather(
+        trained: Parameters, frozen: Parameters, arrays: PairArrays, used: Array
+    ) -> tuple[TrainableParams, Metrics]:
         def of_trained(parameters: Parameters, *rows: Array) -> Array:
             return rewards({**frozen, **parameters}, *rows)
 
-        gradients, metrics = _accumulate(of_trained, state.parameters, arrays, used)
-        metrics["grad_norm"] = jnp.asarray(optax.global_norm(gradients))
-        metrics["lr"] = schedule(state.step)
-        ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        metrics["updates/skipped"] = jnp.where(ok, 0.0, 1.0)
-        state = updated_state(optimizer, state, gradients, ok)
-        state = state._replace(refused=jnp.where(ok, 0, state.refused + 1))
-        return layout.constrain_state(state, template, optimizer), metrics
+        gradients, metrics = _accumulate(of_trained, trained, arrays, used)
+        return layout.constrain_gradients(TrainableParams(gradients), template), metrics
 
-    # All of the state: unlike a policy's, these parameters are served by no engine.
-    return jax.jit(step, donate_argnums=(0,))
+    jitted = compiled_apart(jax.jit(gather), "the training step")
+
+    def passes(
+        trainable: TrainableParams,
+        frozen: Parameters,
+        reference: Reference | None,
+        arrays: PairArrays,
+        used: int,
+    ) -> tuple[Gradients, Metrics, None]:
+        assert trainable.policy is not None, "a reward model is trained"
+        gradients, metrics = jitted(trainable.policy, frozen, arrays, as_array(used))
+        return [gradients], metrics, None
+
+    return passes
 
 
 def _accumulate(
@@ -221,7 +256,7 @@ class SequenceScorer:
         rewards_N = np.zeros(len(sequences), np.float64)
         lengths = np.array([padded_length(len(ids), self._longest) for ids in sequences], np.int64)
         for length in np.unique(lengths).tolist():
-            # By the length alone: a program of another number of rows could give other last bits.
+            # By the length only: a program of another number of rows could give other last bits.
             rows = max(1, min(ROWS_MAX, TOKENS_MAX // length))
             indices = np.flatnonzero(lengths == length)
             for start in range(0, len(indices), rows):

@@ -33,7 +33,7 @@ THREADS_MAX = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayDifference:
-    """Difference of one array from the recorded one: the largest, and where it lies."""
+    """Largest difference of one array from the recorded one, and the largest recorded value."""
 
     name: str
     largest: float
@@ -45,7 +45,7 @@ class Replay:
     """The outcome. Digests are of the parameters; `metrics` are (recorded, now) where they differ.
 
     `compared` counts arrays that were compared bit by bit: none where retention has
-    pruned the recorded ones, and the digest alone decides. `changed` are the parts of code and
+    pruned the recorded ones, and only the digest decides. `changed` are the parts of code and
     libraries and the facts of the machine that are others now than when the checkpoint was made, as
     (recorded, now).
     """
@@ -60,7 +60,6 @@ class Replay:
 
     @property
     def equal(self) -> bool:
-        """True if every bit is the same."""
         return self.digest == self.recorded_digest and not self.differing
 
 
@@ -74,10 +73,14 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
     """
     player = run.at_round(round)
     check_named(player, player.config, Consent(trust=trust), ("objective",))
-    recorded = _recorded(player, round)
+    hint = f"expected a trained round; `marin-rl status {player.run_id}` shows which there are"
+    recorded = committed_manifest(player.store, checkpoint_slot(round + 1), hint)
     start, batches = _parents(player, recorded, round)
     # Before JAX starts: sums of another thread pool differ in their last bits.
-    _request_recorded_threads(recorded)
+    # Another size than the recorded one stays where JAX has started; `changed` names it then.
+    threads = str(recorded.extra.get("machine", {}).get("threads", ""))
+    if threads.isascii() and threads.isdigit() and 0 < int(threads) <= THREADS_MAX:
+        request_threads(int(threads))
     trainer = Trainer(player, tokenizer_for(player.config.policy))
     state, metrics = trainer.replay_round(round, batches, start)
     tree = jax.tree.map(np.asarray, tree_of(state))
@@ -99,18 +102,6 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
         metrics=_apart(recorded.totals, finite),
         changed=_changed(recorded),
     )
-
-
-def _recorded(run: Run, round: int) -> Manifest:
-    hint = f"expected a trained round; `marin-rl status {run.run_id}` shows which there are"
-    return committed_manifest(run.store, checkpoint_slot(round + 1), hint)
-
-
-def _request_recorded_threads(recorded: Manifest) -> None:
-    """Another size than the recorded one stays where JAX has started; `_changed` names it."""
-    threads = str(recorded.extra.get("machine", {}).get("threads", ""))
-    if threads.isascii() and threads.isdigit() and 0 < int(threads) <= THREADS_MAX:
-        request_threads(int(threads))
 
 
 def _parents(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, SlotRef]:

@@ -2,7 +2,7 @@
 
 The same shards are processed twice, as the run's configuration says and as the other one does; the
 disposition of each rollout, the advantages and the gradient at the round's checkpoint are compared.
-JAX is imported for the gradient alone.
+Only the gradient needs JAX.
 """
 
 from collections import Counter
@@ -48,8 +48,8 @@ class Batched:
 class AdvantageDifference:
     """The advantages of the rollouts that both keep.
 
-    `correlation` is Pearson's, None where one of them is constant; `signs` counts those that are
-    encouraged by one and discouraged by the other.
+    `correlation` is Pearson's, None where one of them is constant; `signs` counts rollouts that
+    one encourages and the other discourages.
     """
 
     rollouts: int
@@ -109,13 +109,14 @@ def reprocess_round(
     # Planned again and not read: both sides are then of the code that runs now.
     before = preview_round(player, round, player.config)
     after = preview_round(player, round, config, other)
+    fates = zip(_fates(before), _fates(after), strict=True)
     return Reprocessed(
         round=round,
         settings=tuple(differences(fingerprint_fields(player.config), fingerprint_fields(config))),
         rewards=rewards,
         before=_batched(before),
         after=_batched(after),
-        moved=_moved(before, after),
+        moved=dict(sorted(Counter(f"{a} -> {b}" for a, b in fates if a != b).items())),
         advantages=_advantages(before, after),
         gradient=_gradients(player, config, round, before, after) if gradient else None,
     )
@@ -151,11 +152,6 @@ def _batched(preview: Preview) -> Batched:
         length=plan.length,
         rollouts={kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},
     )
-
-
-def _moved(before: Preview, after: Preview) -> dict[str, int]:
-    fates = zip(_fates(before), _fates(after), strict=True)
-    return dict(sorted(Counter(f"{a} -> {b}" for a, b in fates if a != b).items()))
 
 
 def _fates(preview: Preview) -> list[str]:

@@ -35,14 +35,8 @@ from marin_rl.storage.runs import Run, checkpoint_named, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
 from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import Critic
-from marin_rl.training.model import (
-    build_model,
-    digest_of,
-    hf_template,
-    load_hf,
-    model_template,
-    named_parameters,
-)
+from marin_rl.training.hf_folders import hf_template, load_hf
+from marin_rl.training.model import build_model, digest_of, model_template, named_parameters
 from marin_rl.training.optimizer import first_moments
 from marin_rl.training.step_types import CriticState, Parameters, TrainState
 from marin_rl.types import SlotRef
@@ -97,7 +91,7 @@ def fresh_state(
         parameters=parameters,
         optimizer=first_moments(optimizer, parameters),
         step=device_array(np.zeros((), np.int32)),
-        # Both halves of a 64-bit seed: without x64, JAX would make a key of the lower one alone.
+        # Both halves of a 64-bit seed: without x64, JAX would make a key of the lower one only.
         rng=device_array(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)),
         refused=device_array(np.zeros((), np.int32)),
         average=dict(parameters) if averaged else None,
@@ -112,7 +106,7 @@ def state_like(
     averaged: bool = False,
     critic: Critic | None = None,
 ) -> TrainState:
-    """A state with shapes in place of arrays; of what is trained, an adapter alone if it is one."""
+    """A state with shapes in place of arrays; of an adapter run it has only the adapter's."""
     shapes = trained_shapes(template)
     like = jax.eval_shape(
         lambda parameters: fresh_state(parameters, optimizer, 0, averaged=averaged), shapes
@@ -160,16 +154,13 @@ def _trained_tree(state: TrainState | CriticState) -> dict[str, Any]:
 
 
 def _trained_of(tree: Mapping[str, Any], like: TrainState | CriticState) -> dict[str, Any]:
+    leaves = _optimizer_leaves(like.optimizer)
+    moments = [device_array(tree["optimizer"][name]) for name, _ in leaves]
     return {
         "parameters": {name: device_array(tree["parameters"][name]) for name in like.parameters},
-        "optimizer": _optimizer_of(tree["optimizer"], like.optimizer),
+        "optimizer": jax.tree.unflatten(jax.tree.structure(like.optimizer), moments),
         "step": device_array(tree["step"]),
     }
-
-
-def _optimizer_of(tree: Mapping[str, Any], like: Any) -> Any:
-    leaves = [device_array(tree[name]) for name, _ in _optimizer_leaves(like)]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
@@ -183,7 +174,7 @@ def _optimizer_leaves(optimizer: Any) -> list[tuple[str, Any]]:
 class AdapterOf:
     """The base of an adapter, by its digest, and the modules that it adapts.
 
-    `quantize_base` is how the base lies while it is trained on and sampled with, if quantised.
+    `quantize_base` is the base's quantisation in training and sampling, if any.
     """
 
     base_digest: str
@@ -191,37 +182,18 @@ class AdapterOf:
     quantize_base: str | None = None
 
     def policy_digest(self, adapter_digest: str) -> str:
-        """Identity of the policy that an adapter makes of the base."""
         # The scheme is part of it: the same adapter next to rounded weights is another policy.
         base = quantized_digest(self.base_digest, self.quantize_base)
         return policy_digest(base, self.modules, adapter_digest)
 
-    def as_dict(self) -> dict[str, list[Any]]:
-        """Return the modules as a manifest keeps them: rank, alpha and rslora by path."""
-        return {path: [each.rank, each.alpha, each.rslora] for path, each in self.modules.items()}
-
-    @classmethod
-    def parsed(
-        cls,
-        base_digest: str,
-        modules: Mapping[str, Sequence[Any]],
-        quantize_base: str | None = None,
-    ) -> "AdapterOf":
-        """Return what `as_dict` described. Raises ValueError or TypeError for anything else."""
-        parsed = {
-            str(path): LoraModule(rank=int(rank), alpha=float(alpha), rslora=bool(rslora))
-            for path, (rank, alpha, rslora) in modules.items()
-        }
-        return cls(base_digest=base_digest, modules=parsed, quantize_base=quantize_base)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Identity of a checkpoint in its manifest; fields are None for what it does not have.
+    """Identity of a checkpoint in its manifest; fields that do not apply are None.
 
     `parameters_digest` identifies the policy: by all parameters or, with an adapter, by
-    `adapter_digest`, `base_digest` and `lora`, the rank and scale of each module. `base_digest` is
-    of the base as it was, before `quantize_base`.
+    `adapter_digest`, `base_digest` and `lora`, each module's rank, alpha and rslora by path.
+    `base_digest` is of the base as it was, before `quantize_base`.
     """
 
     parameters_digest: str
@@ -240,24 +212,35 @@ class Identity:
     ) -> "Identity":
         """The identity of a state that is trained and served with a tokenizer."""
         own = digest_of(state.parameters)
+        of_adapter: dict[str, Any] = {}
+        if adapter is not None:
+            modules = adapter.modules.items()
+            of_adapter = {
+                "adapter_digest": own,
+                "base_digest": adapter.base_digest,
+                "lora": {path: [each.rank, each.alpha, each.rslora] for path, each in modules},
+                "quantize_base": adapter.quantize_base,
+            }
         return cls(
             parameters_digest=own if adapter is None else adapter.policy_digest(own),
             tokenizer_digest=tokenizer.tokenizer_digest,
             chat_template_digest=tokenizer.chat_template_digest,
             step=int(state.step),
             critic_digest=None if state.critic is None else digest_of(state.critic.parameters),
-            adapter_digest=None if adapter is None else own,
-            base_digest=None if adapter is None else adapter.base_digest,
-            lora=None if adapter is None else adapter.as_dict(),
-            quantize_base=None if adapter is None else adapter.quantize_base,
+            **of_adapter,
         )
 
     @property
     def adapter(self) -> AdapterOf | None:
-        """The base and the modules of its adapter; None where all parameters are its own."""
         if self.base_digest is None or self.lora is None:
             return None
-        return AdapterOf.parsed(self.base_digest, self.lora, self.quantize_base)
+        modules = {
+            str(path): LoraModule(rank=int(rank), alpha=float(alpha), rslora=bool(rslora))
+            for path, (rank, alpha, rslora) in self.lora.items()
+        }
+        return AdapterOf(
+            base_digest=self.base_digest, modules=modules, quantize_base=self.quantize_base
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a manifest's `extra` keeps them."""
@@ -309,10 +292,10 @@ def check_restored(run: Run, ref: SlotRef, tokenizer: TokenizerIdentity) -> None
 def restore_parameters(
     run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
 ) -> Parameters:
-    """The trained parameters of a checkpoint alone. Raises as `restore_state` does."""
+    """Only the trained parameters of a checkpoint. Raises as `restore_state` does."""
     # Which other branches there are is up to the run that wrote the checkpoint.
-    alone = like._replace(average=None, critic=None)
-    return restore_state(run, ref, alone, tokenizer, unasked=UNSERVED).parameters
+    policy = like._replace(average=None, critic=None)
+    return restore_state(run, ref, policy, tokenizer, unasked=UNSERVED).parameters
 
 
 def sft_result(run: Run) -> SlotRef:
@@ -418,9 +401,7 @@ class CommittedState:
         return state
 
     def keep(self, state: TrainState, checkpoint: SlotRef) -> None:
-        """Keep a state that was committed as `checkpoint`, or read from it."""
         self.state, self.checkpoint = state, checkpoint
 
     def forget(self) -> None:
-        """Keep nothing."""
         self.state = self.checkpoint = None

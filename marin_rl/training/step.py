@@ -1,87 +1,190 @@
 """The optimizer step: jitted pure functions, old state in, new state and metrics out.
 
 A step is two halves. `ForwardBackward` gives the gradients of a batch and the metrics of its loss,
-`make_update` the function that applies gradients to a state. Arrays have one fixed size, so that a
-round's row count never compiles anything again; only a new padded length T does. Parameters are
-never donated, because the engine may be serving these very arrays; states of optimizer and critic
-are.
+`make_update` the function that applies gradients to a state. Microbatches are a loop on the device
+with as many iterations as the rows need, over arrays of one fixed size, so that a round's row count
+never compiles anything again; only a new padded length T does. Several loops may share them, each
+with its own sums, which are added up in a fixed order. Parameters are never donated, because the
+engine may be serving these very arrays; states of optimizer and critic are.
 
 Axes: M microbatches, R rows of one, B rows (M times R), T positions.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.compilation import compiled_apart
 from marin_rl.cpu_streams import side_by_side
+from marin_rl.lora.quantization import is_quantized
 from marin_rl.training.adapters import policy_module
 from marin_rl.training.critic import Critic
-from marin_rl.training.gradients import (
-    MicrobatchRange,
-    accumulate,
-    combine,
-    computing,
-    scorer_of,
-    sum_ranges,
-)
+from marin_rl.training.logprobs import TokenScores, token_logprobs
+from marin_rl.training.losses import weighted_sum
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.optimizer import Schedule, guarded_update
+from marin_rl.training.step_loss import critic_losses, row_weights, step_losses
 from marin_rl.training.step_metrics import Metrics, TokenMeasures, step_metrics, token_measures
 from marin_rl.training.step_types import (
     ForwardOutputs,
     Parameters,
     Reference,
     StepArrays,
-    StepRows,
     StepSettings,
     TrainableParams,
     TrainState,
-    in_microbatches,
 )
-from marin_rl.training.token_baseline import squared_score_norms
-from marin_rl.training.trajectories import rollout_shares
-from marin_rl.types import TrainingBatch
+from marin_rl.training.token_advantages import squared_score_norms
+
+Tree = TypeVar("Tree")
 
 # Gradients of a batch, in the parts that its loops summed: `Update` adds them up.
 Gradients = Sequence[TrainableParams]
+
 Update = Callable[[TrainState, Gradients, Float[Any, ""]], tuple[TrainState, Metrics]]
+
 RowsPass = Callable[
     [TrainableParams, Parameters, StepArrays, Int32[Any, ""]], Float[Array, "M R T"]
 ]
 
+Scorer = Callable[[Parameters, Parameters | None, StepArrays], tuple[TokenScores, Array | None]]
 
-def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:
-    """A batch as `microbatches` of `rows` rows, and how many of these hold anything.
 
-    Rows are dealt to the first microbatches in order; what is left over is padding, which carries
-    segment 0 and no mask. A token that nothing precedes in its segment is never trained on.
+class MicrobatchRange(NamedTuple):
+    """The microbatches of one loop: of `used` ones every `apart`-th, from `first` on."""
+
+    first: Int[Any, ""]
+    apart: Int[Any, ""]
+    used: Int[Any, ""]
+
+    @property
+    def size(self) -> Array:
+        return jnp.maximum(self.used - self.first + self.apart - 1, 0) // self.apart
+
+    def microbatch(self, number: Array) -> Array:
+        return self.first + number * self.apart
+
+    @classmethod
+    def of(cls, lane: int, lanes: int, used: int) -> "MicrobatchRange":
+        """Return the microbatches of one of `lanes` loops, as arrays, so that none recompiles."""
+        return cls(*(np.asarray(value, np.int32) for value in (lane, lanes, used)))
+
+
+def combine(trainable: Parameters | None, frozen: Parameters) -> Parameters:
+    return {**frozen, **(trainable or {})}
+
+
+def computing(parameters: Tree, dtype: str) -> Tree:
+    """Cast parameters to what is computed with; the masters stay float32.
+
+    Quantised weights stay as they are: they are dequantised to the dtype of their product.
     """
-    cut = partial(in_microbatches, rows=rows, microbatches=microbatches)
-    mask_BT = trained_mask(batch)
-    shares_BT = rollout_shares(batch, mask_BT)
-    arrays = StepArrays(
-        token_ids=cut(batch.token_ids, np.int32),
-        mask=cut(mask_BT, np.bool_),
-        segment_ids=cut(batch.segment_ids, np.int32),
-        positions=cut(batch.positions, np.int32),
-        policy_logprobs=cut(batch.policy_logprobs, np.float32),
-        advantages=cut(batch.advantages, np.float32),
-        rollout_shares=None if shares_BT is None else cut(shares_BT, np.float32),
+
+    def cast(path: Any, array: Array) -> Array:
+        return array if is_quantized(str(getattr(path[-1], "key", ""))) else array.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, parameters)
+
+
+def scorer_of(
+    template: LmHeadModel, settings: StepSettings, critic: Critic | None = None
+) -> Scorer:
+    """Return the function that scores rows by all of a policy's parameters.
+
+    It gives values too, where parameters of a critic are given.
+    """
+
+    def score(
+        parameters: Parameters, critic_params: Parameters | None, rows: StepArrays
+    ) -> tuple[TokenScores, Array | None]:
+        policy = policy_module(template, parameters)
+        if critic is not None and critic_params is not None:
+            return critic.scores(critic_params, policy, rows, settings)
+        scores = token_logprobs(
+            policy, *rows.inputs, temperature=settings.temperature, packing=settings.packing
+        )
+        return scores, None
+
+    return score
+
+
+def accumulate(
+    score: Scorer,
+    settings: StepSettings,
+    trainable: TrainableParams,
+    frozen: Parameters,
+    reference: Reference | None,
+    arrays: StepArrays,
+    microbatches: MicrobatchRange,
+) -> tuple[TrainableParams, ForwardOutputs]:
+    """Gradients summed over a range of the microbatches, and the forward outputs of their rows.
+
+    `frozen` are the policy's parameters that have no gradient: all of them where
+    `trainable.policy` is None. Outputs are 0 in rows of other microbatches.
+    """
+    # Over the whole step: a mean over one microbatch would weigh its tokens by its own number.
+    weights_MRT = row_weights(arrays, settings).reshape(arrays.mask.shape)
+    # Cast once, outside of the loop: every microbatch reads the same copy.
+    trained, frozen = computing((trainable, frozen), settings.compute_dtype)
+    coefficient = None if reference is None else reference.coefficient
+    ref_params = None
+    if reference is not None:
+        # With an adapter, the reference is another adapter on the same base.
+        ref_params = combine(computing(reference.parameters, settings.compute_dtype), frozen)
+    # The critic's loss is a mean over the step's tokens, whatever the policy's aggregation is.
+    tokens = jnp.sum(arrays.mask) if trained.critic is not None else None
+
+    def loss(
+        trained: TrainableParams, rows: StepArrays, weights: Array
+    ) -> tuple[Array, ForwardOutputs]:
+        scores, values = score(combine(trained.policy, frozen), trained.critic, rows)
+        ref_logprobs = None
+        if ref_params is not None:
+            ref_logprobs = jax.lax.stop_gradient(score(ref_params, None, rows)[0]).logprobs
+        outputs = ForwardOutputs(scores, ref_logprobs, values)
+        losses, regularisers = step_losses(settings, outputs, coefficient, rows)
+        total = weighted_sum(weights, losses + regularisers)
+        if values is not None and tokens is not None:
+            total += jnp.sum(critic_losses(settings, values, rows)) / jnp.maximum(tokens, 1)
+        return total, outputs
+
+    def body(number: Array, carry: Any) -> Any:
+        total, kept = carry
+        # One at a time, so that activations need the memory of one microbatch.
+        index = microbatches.microbatch(number)
+        rows = jax.tree.map(lambda array: array[index], arrays)
+        gradients, outputs = jax.grad(loss, has_aux=True)(trained, rows, weights_MRT[index])
+        # Summed in float32: bfloat16 would lose what many microbatches each add a little of.
+        total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, gradients)
+        return total, jax.tree.map(lambda k, f: k.at[index].set(f), kept, outputs)
+
+    blank = jnp.zeros(arrays.mask.shape, jnp.float32)
+    kept = ForwardOutputs(
+        scores=TokenScores(blank, blank),
+        ref_logprobs=None if ref_params is None else blank,
+        values=None if trained.critic is None else blank,
     )
-    return StepRows(arrays, -(-len(mask_BT) // rows))
+    total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+    # The number of iterations is an array: microbatches without rows cost nothing, and no number
+    # recompiles.
+    return jax.lax.fori_loop(0, microbatches.size, body, (total, kept))
 
 
-def trained_mask(batch: TrainingBatch) -> Bool[np.ndarray, "B T"]:
-    """The tokens that are trained on: never the first of a segment, for nothing precedes it."""
-    return (batch.loss_mask != 0) & (batch.positions > 0)
+def sum_ranges(parts: Sequence[Tree]) -> Tree:
+    """Add up the gradients, or the forward outputs, of several ranges of a step, in their order."""
+    first, *others = parts
+    # In a fixed order: floating point sums depend on it, and a resumed run must end in the same
+    # bits.
+    for other in others:
+        first = jax.tree.map(jnp.add, first, other)
+    return first
 
 
 class ForwardBackward:
@@ -119,9 +222,9 @@ class ForwardBackward:
         def measure(
             outputs: Sequence[ForwardOutputs], coefficient: Array | None, arrays: StepArrays
         ) -> tuple[Metrics, TokenMeasures | None]:
-            scores, ref_logprobs, values = sum_ranges(outputs)
-            metrics = step_metrics(settings, scores, ref_logprobs, coefficient, values, arrays)
-            return metrics, token_measures(settings, scores, ref_logprobs, values, arrays)
+            whole = sum_ranges(outputs)
+            metrics = step_metrics(settings, whole, coefficient, arrays)
+            return metrics, token_measures(settings, whole, arrays)
 
         # Two programs: lanes each run the first, and the metrics are of what all lanes gave.
         self._gather = compiled_apart(jax.jit(gather), "the training step")
@@ -160,7 +263,7 @@ class ForwardBackward:
 
 
 def make_update(
-    template: LmHeadModel,
+    template: eqx.Module,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     layout: Layout = SINGLE_DEVICE,
@@ -171,7 +274,7 @@ def make_update(
     """Return the jitted update of a state: its `optimizer` and `critic` are donated.
 
     Arguments of the result: state, gradients, and the loss that they are of. An update is refused
-    where loss or gradients are not finite. Gradients of the critic alone leave the policy as it is.
+    where loss or gradients are not finite. Gradients of only the critic leave the policy as it is.
     """
 
     def update(
@@ -312,8 +415,3 @@ def make_values(template: LmHeadModel, settings: StepSettings, critic: Critic) -
         return critic.values(critic_params, policy_module(template, policy), rows, settings)
 
     return rows_pass(settings, values)
-
-
-def as_array(value: int) -> Int[np.ndarray, ""]:
-    """A count as an array, so that no value of it causes a recompilation."""
-    return np.asarray(value, np.int32)

@@ -2,52 +2,53 @@
 
 That is, of every trained token, the surrogate times its correction, KL to the reference and entropy
 (`step_losses`), times the token's weight in the step (`row_weights`), and the critic's loss where
-there is one (`critic_losses`); `step_loss` is their sum. Each formula by itself is in losses.py,
-the call of a loss of the user's own in custom_loss.py,
-metrics of the same arrays are in step_metrics.py.
+there is one (`critic_losses`); `step_loss` is their sum. The correction weighs losses of tokens
+that another program drew than the trainer. Surrogates are in losses.py, the call of a loss of the
+user's own in custom_loss.py, metrics of the same arrays in step_metrics.py.
 
 Axes: M microbatches, R rows of one, B rows (M times R), T positions.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.critic import value_losses
 from marin_rl.training.custom_loss import LossArrays, custom_losses
-from marin_rl.training.importance_correction import correction_weights
-from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import (
     kl_estimate,
+    log_ratios,
     on_mask,
     policy_losses,
     token_weights,
     weighted_sum,
 )
-from marin_rl.training.step_types import StepArrays, StepSettings
+from marin_rl.training.segments import (
+    FloatArrayBT,
+    FloatBT,
+    IntBT,
+    MaskBT,
+    segment_maxima,
+    segment_sums,
+    trained_tokens,
+)
+from marin_rl.training.step_types import ForwardOutputs, StepArrays, StepSettings
 
 
 def step_loss(
-    settings: StepSettings,
-    scores: TokenScores,
-    ref_logprobs: Array | None,
-    coefficient: Array | None,
-    arrays: StepArrays,
-    values: Array | None = None,
+    settings: StepSettings, outputs: ForwardOutputs, coefficient: Array | None, arrays: StepArrays
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the loss of a step and its surrogate part, from scores of all its rows [M, R, T].
+    """Return the loss of a step and its surrogate part, from outputs of all its rows [M, R, T].
 
-    `ref_logprobs` and `coefficient` are None without a KL in the loss, `values` without a critic.
+    `coefficient` is None without a KL in the loss.
     """
-    rows = jax.tree.map(in_rows, arrays)
-    scores = jax.tree.map(in_rows, scores)
-    ref_logprobs = None if ref_logprobs is None else in_rows(ref_logprobs)
-    losses, regularisers = step_losses(settings, scores, ref_logprobs, coefficient, rows)
+    outputs, rows = jax.tree.map(in_rows, (outputs, arrays))
+    losses, regularisers = step_losses(settings, outputs, coefficient, rows)
     weights_BT = row_weights(arrays, settings)
     loss = weighted_sum(weights_BT, losses + regularisers)
-    if values is not None:
-        critic = critic_losses(settings, in_rows(values), rows)
+    if outputs.values is not None:
+        critic = critic_losses(settings, outputs.values, rows)
         # At least 1: a step without trained tokens has a loss of 0, and not NaN.
         loss += jnp.sum(critic) / jnp.maximum(jnp.sum(rows.mask), 1)
     return loss, weighted_sum(weights_BT, losses)
@@ -68,13 +69,10 @@ def row_weights(arrays: StepArrays, settings: StepSettings) -> Float[Array, "B T
 
 
 def step_losses(
-    settings: StepSettings,
-    scores: TokenScores,
-    ref_logprobs: Array | None,
-    coefficient: Array | None,
-    rows: StepArrays,
+    settings: StepSettings, outputs: ForwardOutputs, coefficient: Array | None, rows: StepArrays
 ) -> tuple[Array, Array]:
     """Per token the surrogate, and its weighted KL less its weighted entropy; 0 off the mask."""
+    scores, ref_logprobs, _ = outputs
     objective, mask = settings.objective, rows.mask.astype(jnp.float32)
     if objective is None:
         return -on_mask(scores.logprobs, rows.mask), jnp.zeros_like(scores.logprobs)
@@ -97,7 +95,7 @@ def step_losses(
 def surrogate_losses(
     objective: ObjectiveConfig, logprobs: Array, old: Array, rows: StepArrays
 ) -> Array:
-    """Return the surrogate of each token of rows [B, T]: the user's own, or that of its name."""
+    """Return the surrogate of each token of rows [B, T]: the user's, or `objective.surrogate`."""
     if objective.loss is not None:
         return own_losses(objective, logprobs, old, rows)[0]
     mask = rows.mask.astype(jnp.float32)
@@ -129,12 +127,11 @@ def old_logprobs(objective: ObjectiveConfig, logprobs: Array, rows: StepArrays) 
     """
     if objective.importance_correction == "none":
         return rows.policy_logprobs
-    # Stopped: the ratio is 1 in value, and its gradient is that of the logprobs.
+    # Stopped: the ratio is 1 in value, and has the gradient of the logprobs.
     return jax.lax.stop_gradient(logprobs) if rows.old_logprobs is None else rows.old_logprobs
 
 
 def corrections(objective: ObjectiveConfig, old: Array, rows: StepArrays) -> Array:
-    """Return the correction weight of each token of rows; see `losses.correction_weights`."""
     mask = rows.mask.astype(jnp.float32)
     return correction_weights(objective, old, rows.policy_logprobs, mask, rows.segment_ids)
 
@@ -153,3 +150,70 @@ def critic_targets(settings: StepSettings, rows: StepArrays) -> tuple[CriticConf
     assert rows.old_values is not None, "the rows of a critic have its old values"
     assert rows.returns is not None, "the rows of a critic have its returns"
     return settings.critic, rows.old_values, rows.returns
+
+
+def correction_weights(
+    objective: ObjectiveConfig,
+    old_logprobs_BT: FloatArrayBT,
+    sampler_logprobs_BT: FloatArrayBT,
+    mask_BT: MaskBT,
+    segment_ids_BT: IntBT,
+) -> FloatBT:
+    """Weight of each token's loss for having been drawn by another program than the trainer.
+
+    The ratio of the trainer's probability, before any update, to the sampler's. truncated: clamped
+    within `correction_low` and `correction_high` (Yao et al. 2025, "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training"). masked: 0 outside of these (IcePop, Ling team
+    2025). rejected: 1. With `rejection`, 0 for what it rejects (`accepted_tokens`).
+    """
+    ones_BT = jnp.ones(mask_BT.shape, jnp.float32)
+    if objective.importance_correction == "none":
+        return ones_BT
+    logs = (old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT)
+    low, high = objective.correction_low, objective.correction_high
+    weight_BT = ones_BT
+    if objective.importance_correction != "rejected":
+        weight_BT = jnp.exp(log_ratios(*logs, objective.correction_level))
+    # Biased, with a variance that is bounded: no single token decides a step.
+    if objective.importance_correction == "truncated":
+        weight_BT = jnp.clip(weight_BT, low, high)
+    # Further apart than by rounding, the two programs may differ by a fault: such a token is left
+    # out rather than weighed less.
+    if objective.importance_correction == "masked":
+        weight_BT = jnp.where((weight_BT >= low) & (weight_BT <= high), weight_BT, 0.0)
+    if objective.rejection is not None:
+        weight_BT = jnp.where(accepted_tokens(objective, *logs), weight_BT, 0.0)
+    # A factor of the loss and no part of it: a gradient through it would be another objective's.
+    return jax.lax.stop_gradient(weight_BT)
+
+
+def accepted_tokens(
+    objective: ObjectiveConfig,
+    old_logprobs_BT: FloatArrayBT,
+    sampler_logprobs_BT: FloatArrayBT,
+    mask_BT: MaskBT,
+    segment_ids_BT: IntBT,
+) -> Bool[Array, "B T"]:
+    """False for tokens, or whole completions, on which sampler and trainer are too far apart.
+
+    What is at most `rejection_high`, in nats, is accepted: of each token |k1|, k2 or k3 of the
+    sampler's KL to the trainer (k1 = -log r, k2 = (log r)^2 / 2, k3 = r - log r - 1, with r trainer
+    over sampler), or their sum, mean or maximum over a completion (of k1 the sum or mean is made
+    before its absolute value). As verl's `rollout_rs`.
+    """
+    assert objective.rejection is not None, "asked of an objective that rejects"
+    assert objective.rejection_high is not None, "it goes with rejection"
+    # By token, whatever `correction_level` is: `rejection_level` says how tokens are put together.
+    log_BT = log_ratios(old_logprobs_BT, sampler_logprobs_BT, mask_BT, segment_ids_BT, "token")
+    # The sampler takes the policy's place, so the estimators' d is -log r.
+    value_BT = kl_estimate(-log_BT, jnp.zeros_like(log_BT), objective.rejection)
+    match objective.rejection_level:
+        case "sequence_sum":
+            value_BT = segment_sums(value_BT, segment_ids_BT)
+        case "sequence_mean":
+            tokens_BT = trained_tokens(mask_BT, segment_ids_BT)
+            value_BT = segment_sums(value_BT, segment_ids_BT) / tokens_BT
+        case "sequence_max":
+            # k1 has either sign; k2 and k3 are never below 0 and stay as they are.
+            value_BT = segment_maxima(jnp.abs(value_BT), segment_ids_BT)
+    return jnp.abs(value_BT) <= objective.rejection_high

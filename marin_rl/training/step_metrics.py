@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 from marin_rl.config import ObjectiveConfig
 from marin_rl.metrics import LARGEST
 from marin_rl.training.critic import value_metrics
-from marin_rl.training.importance_correction import accepted_tokens
-from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import binary_kl, kl_estimate, log_ratios, on_mask, weighted_sum
 from marin_rl.training.segments import segment_sums, sequence_shares, trained_sequences
 from marin_rl.training.step_loss import (
+    accepted_tokens,
     corrections,
     critic_targets,
     in_rows,
@@ -30,7 +29,7 @@ from marin_rl.training.step_loss import (
     step_loss,
     surrogate_losses,
 )
-from marin_rl.training.step_types import StepArrays, StepSettings
+from marin_rl.training.step_types import ForwardOutputs, StepArrays, StepSettings
 
 Metrics = dict[str, jax.Array]
 FloatBT = Float[Array, "B T"]
@@ -54,17 +53,12 @@ class TokenMeasures(NamedTuple):
 
 
 def step_metrics(
-    settings: StepSettings,
-    scores: TokenScores,
-    ref_logprobs: Array | None,
-    coefficient: Array | None,
-    values: Array | None,
-    arrays: StepArrays,
+    settings: StepSettings, outputs: ForwardOutputs, coefficient: Array | None, arrays: StepArrays
 ) -> Metrics:
     """Return the loss and the metrics of a step, over all its rows at once."""
-    loss, surrogate = step_loss(settings, scores, ref_logprobs, coefficient, arrays, values)
+    loss, surrogate = step_loss(settings, outputs, coefficient, arrays)
     rows = jax.tree.map(in_rows, arrays)
-    logprobs, entropies = (in_rows(array) for array in scores)
+    (logprobs, entropies), references, values = jax.tree.map(in_rows, outputs)
     metrics = {"loss": loss, "entropy": _mean(entropies, rows.mask)}
     objective = settings.objective
     if objective is not None:
@@ -77,8 +71,7 @@ def step_metrics(
         if objective.loss is not None:
             old = old_logprobs(objective, logprobs, rows)
             metrics |= own_losses(objective, logprobs, old, rows)[1]
-    if objective is not None and ref_logprobs is not None and coefficient is not None:
-        references = in_rows(ref_logprobs)
+    if objective is not None and references is not None and coefficient is not None:
         estimate = kl_estimate(logprobs, references, objective.kl_estimator)
         metrics["kl"] = _mean(estimate, rows.mask)
         # k1, summed over a rollout: the KL that a penalty on rewards would subtract.
@@ -87,21 +80,18 @@ def step_metrics(
         metrics["objective/kl_coefficient"] = coefficient
     if values is not None:
         critic, old_values, returns = critic_targets(settings, rows)
-        metrics |= value_metrics(critic, in_rows(values), old_values, returns, rows.mask)
+        metrics |= value_metrics(critic, values, old_values, returns, rows.mask)
     return metrics
 
 
 def token_measures(
-    settings: StepSettings,
-    scores: TokenScores,
-    ref_logprobs: Array | None,
-    values: Array | None,
-    arrays: StepArrays,
+    settings: StepSettings, outputs: ForwardOutputs, arrays: StepArrays
 ) -> TokenMeasures | None:
     """Return the measures that are kept of every token, `[M, R, T]`; None when supervised."""
     if settings.objective is None:
         return None
     objective, rows = settings.objective, jax.tree.map(in_rows, arrays)
+    scores, ref_logprobs, values = outputs
     logprobs, mask = in_rows(scores.logprobs), rows.mask.astype(jnp.float32)
     old = old_logprobs(objective, logprobs, rows)
     sequences = mask, rows.segment_ids
@@ -207,7 +197,6 @@ def importance_ratios(
     mask_BT: FloatBT,
     segment_ids_BT: IntBT,
 ) -> FloatBT:
-    """The ratio of each token at the objective's level; see `losses.log_ratios`."""
     level = objective.ratio_level
     return jnp.exp(log_ratios(logprobs_BT, old_logprobs_BT, mask_BT, segment_ids_BT, level))
 
@@ -224,14 +213,14 @@ def clipped_tokens(
     Asked of the surrogate's own derivative, so that it holds for every surrogate there is: a PPO
     ratio beyond its bound, dual or not; a token whose probability dppo lets go no further; a whole
     completion where the ratio is a completion's; a correction weight of 0. reinforce, sapo and
-    cispo take no gradient away by themselves: cispo cuts the ratio, but what it weighs stays.
+    cispo take no gradient away: cispo cuts the ratio, but the term that it weighs stays.
     """
 
     def surrogate(logprobs: FloatBT) -> Array:
         losses_BT = surrogate_losses(objective, logprobs, old_logprobs_BT, rows)
         return weighted_sum(corrections_BT, losses_BT)
 
-    # Of logprobs alone, not of the model: a few elementwise operations.
+    # By the logprobs, not the model's parameters: a few elementwise operations.
     gradient_BT = jax.grad(surrogate)(logprobs_BT)
     mask_BT = rows.mask.astype(jnp.float32)
     # An advantage of 0 has no gradient either, and is no clip.

@@ -4,17 +4,18 @@ Axes: M microbatches, R rows of one, T positions.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from marin_rl.config import CriticConfig, ObjectiveConfig
 from marin_rl.training.logprobs import ALONE, Packing, TokenScores
-
-Parameters = dict[str, jax.Array]
+from marin_rl.training.model import Parameters
+from marin_rl.training.segments import rollout_shares
+from marin_rl.types import TrainingBatch
 
 
 class CriticState(NamedTuple):
@@ -62,8 +63,8 @@ class ForwardOutputs(NamedTuple):
     """Forward outputs of a step's rows before the update; None without a reference, or a critic."""
 
     scores: TokenScores
-    ref_logprobs: Array | None
-    values: Array | None
+    ref_logprobs: Array | None = None
+    values: Array | None = None
 
 
 class StepArrays(NamedTuple):
@@ -104,10 +105,21 @@ def in_microbatches(
     return filled.reshape(microbatches, rows, length)
 
 
+class PairArrays(NamedTuple):
+    """The preference pairs of one step, two neighbouring rows each, cut like `StepArrays`.
+
+    `segment_ids` is 1 on tokens and 0 after them; `margins` has the margin of each row's pair.
+    """
+
+    token_ids: Int32[Any, "M R T"]
+    segment_ids: Int32[Any, "M R T"]
+    margins: Float32[Any, "M R 1"]
+
+
 class StepRows(NamedTuple):
     """The rows of one step, and the number of microbatches that hold anything."""
 
-    arrays: StepArrays
+    arrays: Any  # StepArrays, or PairArrays of a reward model
     used: int
 
 
@@ -124,3 +136,34 @@ class StepSettings:
     packing: Packing = ALONE
     compute_dtype: str = "float32"
     critic: CriticConfig | None = None
+
+
+def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:
+    """A batch as `microbatches` of `rows` rows, and how many of these hold anything.
+
+    Rows are dealt to the first microbatches in order; what is left over is padding, which carries
+    segment 0 and no mask. A token that nothing precedes in its segment is never trained on.
+    """
+    cut = partial(in_microbatches, rows=rows, microbatches=microbatches)
+    mask_BT = trained_mask(batch)
+    shares_BT = rollout_shares(batch, mask_BT)
+    arrays = StepArrays(
+        token_ids=cut(batch.token_ids, np.int32),
+        mask=cut(mask_BT, np.bool_),
+        segment_ids=cut(batch.segment_ids, np.int32),
+        positions=cut(batch.positions, np.int32),
+        policy_logprobs=cut(batch.policy_logprobs, np.float32),
+        advantages=cut(batch.advantages, np.float32),
+        rollout_shares=None if shares_BT is None else cut(shares_BT, np.float32),
+    )
+    return StepRows(arrays, -(-len(mask_BT) // rows))
+
+
+def trained_mask(batch: TrainingBatch) -> Bool[np.ndarray, "B T"]:
+    """The tokens that are trained on: never the first of a segment, for nothing precedes it."""
+    return (batch.loss_mask != 0) & (batch.positions > 0)
+
+
+def as_array(value: int) -> Int[np.ndarray, ""]:
+    """A count as an array, so that no value of it causes a recompilation."""
+    return np.asarray(value, np.int32)

@@ -1,4 +1,4 @@
-"""Every program of a run, traced by shapes alone before the run starts.
+"""Every program of a run, traced by shapes before the run starts.
 
 JAX finds operands that do not fit, such as a scan whose carry changes its dtype, when it traces a
 program; without this a run would come to some of its programs after minutes. No weight is read,
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,34 +19,28 @@ from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.inference.adapters import BankSizes
 from marin_rl.inference.tracing import trace_engine
 from marin_rl.lora.quantization import is_quantized
-from marin_rl.training.adapters import Modules, modules_of, warm_start_config
+from marin_rl.training.adapters import Modules, warm_start_config
 from marin_rl.training.compiled_step import (
     CompiledStep,
+    Program,
     compiled_step_of,
     policy_settings,
     supervised_settings,
 )
-from marin_rl.training.frozen import base_and_adapter, served_model
-from marin_rl.training.gradients import combine
-from marin_rl.training.mesh import layout_of
-from marin_rl.training.model import (
-    matrix_mask,
-    parameter_structs,
-    with_gradient_checkpointing,
-    with_parameters,
+from marin_rl.training.logprobs import LENGTH_STEP, sequence_scores
+from marin_rl.training.model import parameter_structs, with_parameters
+from marin_rl.training.optimizer import policy_adamw, sft_adamw
+from marin_rl.training.preference import PreferenceProgram
+from marin_rl.training.step import RowsPass, combine, trainable_of
+from marin_rl.training.step_types import (
+    PairArrays,
+    Parameters,
+    Reference,
+    StepArrays,
+    StepSettings,
+    TrainState,
+    as_array,
 )
-from marin_rl.training.optimizer import (
-    learning_rate_schedule,
-    make_optimizer,
-    policy_adamw,
-    sft_adamw,
-)
-from marin_rl.training.preference import PairArrays, make_preference_step
-from marin_rl.training.scalar_adapters import scalar_template
-from marin_rl.training.sequence_scores import LENGTH_STEP, sequence_program
-from marin_rl.training.state import state_like, template_of
-from marin_rl.training.step import RowsPass, as_array, trainable_of
-from marin_rl.training.step_types import Parameters, Reference, StepArrays, TrainState
 
 # Settings that decide which operands meet in a program.
 KEYS = (
@@ -80,8 +73,22 @@ def trace_programs(
 
 def trace_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
     """Trace the step of a reward model, and return the number of programs. Raises as above."""
-    step = partial(_trace_preference_step, config, tokenizer)
-    return _traced(config, [("the step of the reward model", step)])
+
+    def trace() -> None:
+        policy = config.policy
+        if policy.lora is not None and policy.lora.init_from is not None:
+            # Its folder may be gone where a run is continued, and no dtype depends on its ranks.
+            lora = policy.lora.model_copy(update={"init_from": None, "rank": policy.lora.rank or 1})
+            policy = policy.model_copy(update={"lora": lora})
+        changed = config.model_copy(update={"policy": policy})
+        adamw = sft_adamw(config.sft, config.training)  # its numbers change no shape
+        program = PreferenceProgram(changed, tokenizer, adamw)
+        size = 1, program.layout.whole_rows(2, together=2), policy.context_length
+        ids = jax.ShapeDtypeStruct(size, jnp.int32)
+        pairs = PairArrays(ids, ids, jax.ShapeDtypeStruct((*size[:2], 1), jnp.float32))
+        _Shapes(changed, program, supervised_settings(changed)).trace_step(pairs, None)
+
+    return _traced(config, [("the step of the reward model", trace)])
 
 
 def _traced(config: Config, programs: Iterable[tuple[str, Callable[[], Any]]]) -> int:
@@ -126,12 +133,12 @@ def _programs(
         warm = warm_start_config(config)
         adamw, settings = sft_adamw(config.sft, config.training), supervised_settings(warm)
         program = compiled_step_of(warm, tokenizer, adamw, settings)
-        yield "the step of the warm start", _Shapes(warm, program).trace_step
+        yield "the step of the warm start", _PolicyShapes(warm, program).trace_policy_step
     adamw, settings = policy_adamw(config.training), policy_settings(config)
-    shapes = _Shapes(config, compiled_step_of(config, tokenizer, adamw, settings, modules))
-    yield "the training step", shapes.trace_step
+    shapes = _PolicyShapes(config, compiled_step_of(config, tokenizer, adamw, settings, modules))
+    yield "the training step", shapes.trace_policy_step
     if shapes.program.critic is not None:
-        yield "the step of the critic's warm-up", partial(shapes.trace_step, warming=True)
+        yield "the step of the critic's warm-up", partial(shapes.trace_policy_step, warming=True)
         yield "the pass of the critic's values", partial(shapes.trace_pass, shapes.program.values)
     yield "the pass of log-probabilities", partial(shapes.trace_pass, shapes.program.score)
     if config.objective.estimator.by_token and shapes.program.critic is None:
@@ -143,42 +150,63 @@ def _programs(
 
 
 class _Shapes:
-    """Shapes of the arrays of a run's program, and traces with them."""
+    """Shapes of the arrays of a phase's program, and traces with them."""
 
-    def __init__(self, config: Config, program: CompiledStep) -> None:
-        self.program = program
-        self._config, self._settings = config, program.settings
-        self._frozen = _frozen_shapes(config, program.template, program.like)
+    def __init__(self, config: Config, program: Program, settings: StepSettings) -> None:
+        self.program, self._config, self._settings = program, config, settings
+        # Parameters that no update changes, in the dtype that they are computed in.
+        self._frozen = {
+            name: struct if is_quantized(name) else struct.update(dtype=config.policy.compute_dtype)
+            for name, struct in parameter_structs(program.template).items()
+            if name not in program.like.parameters
+        }
 
-    def trace_step(self, *, warming: bool = False) -> None:
-        """Trace both halves of an optimizer step."""
+    def trace_step(self, rows: Any, reference: Any, *, warming: bool = False) -> None:
         program = self.program
         passes = program.forward_backward(self._settings)
 
         def step(
-            state: TrainState, frozen: Parameters, reference: Reference | None, rows: StepArrays
+            state: TrainState, frozen: Parameters, reference: Reference | None, rows: Any
         ) -> Any:
             trained = trainable_of(state, frozen, warming=warming)
             gradients, metrics, _ = passes(*trained, reference, rows, 1)
             return program.update(state, gradients, metrics["loss"])
 
-        self._trace(step, self._reference, self._rows)
+        self._trace(step, reference, rows)
+
+    def _trace(self, run: Callable[..., Any], *others: Any) -> None:
+        """Trace a function of the state, of the parameters that it has not, and of `others`."""
+        with self.program.layout.active():
+            jax.eval_shape(run, self.program.like, self._frozen, *others)
+
+
+class _PolicyShapes(_Shapes):
+    """Shapes and traces of a policy's programs."""
+
+    program: CompiledStep
+
+    def __init__(self, config: Config, program: CompiledStep) -> None:
+        super().__init__(config, program, program.settings)
+
+    def trace_policy_step(self, *, warming: bool = False) -> None:
+        objective, reference = self._settings.objective, None
+        if objective and objective.kl_coefficient and objective.kl_placement != "reward":
+            coefficient = jax.ShapeDtypeStruct((), jnp.float32)
+            reference = Reference(self.program.like.parameters, coefficient)
+        self.trace_step(self._rows, reference, warming=warming)
 
     def trace_pass(self, run: RowsPass) -> None:
-        """Trace a pass over rows that trains nothing."""
-
         def rows_pass(state: TrainState, frozen: Parameters, rows: StepArrays) -> Any:
             return run(*trainable_of(state, frozen), rows, as_array(1))
 
         self._trace(rows_pass, self._rows)
 
     def trace_canary(self) -> None:
-        """Trace the scores of the trainer's own model."""
         template, row = self.program.template, np.ones((1, LENGTH_STEP), np.int32)
 
         def scores(state: TrainState, frozen: Parameters) -> Any:
             model = with_parameters(template, combine(state.parameters, frozen))
-            return sequence_program()(model, row, row, row, 1.0)
+            return sequence_scores(model, row, row, row, 1.0)
 
         self._trace(scores)
 
@@ -191,26 +219,14 @@ class _Shapes:
         def engine(state: TrainState, frozen: Parameters) -> int:
             bank = None
             if apart:
-                model, adapter = base_and_adapter(self.program, frozen, state.parameters)
+                model, adapter = self.program.base_and_adapter(frozen, state.parameters)
                 bank = BankSizes(adapters=1, rank=adapter.rank_max)
             else:
-                model = served_model(self.program, frozen, state.parameters)
+                model = self.program.served_model(frozen, state.parameters)
             trace_engine(model, inference.engine, policy.context_length, dtype, bank)
             return 0
 
         self._trace(engine)
-
-    def _trace(self, run: Callable[..., Any], *others: Any) -> None:
-        """Trace a function of the state, of the parameters that it has not, and of `others`."""
-        with self.program.layout.active():
-            jax.eval_shape(run, self.program.like, self._frozen, *others)
-
-    @property
-    def _reference(self) -> Any:
-        objective = self._settings.objective
-        if objective is None or objective.kl_coefficient == 0 or objective.kl_placement == "reward":
-            return None
-        return Reference(self.program.like.parameters, jax.ShapeDtypeStruct((), jnp.float32))
 
     @property
     def _rows(self) -> StepArrays:
@@ -227,35 +243,3 @@ class _Shapes:
         if self.program.critic is not None:
             rows = rows._replace(old_values=numbers, returns=numbers)
         return rows
-
-
-def _frozen_shapes(config: Config, template: eqx.Module, like: TrainState) -> Any:
-    """Shapes of the parameters that no update changes, in the dtype that they are computed in."""
-    return {
-        name: struct if is_quantized(name) else struct.update(dtype=config.policy.compute_dtype)
-        for name, struct in parameter_structs(template).items()
-        if name not in like.parameters
-    }
-
-
-def _trace_preference_step(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    policy, layout = config.policy, layout_of(config.mesh)
-    if policy.lora is not None and policy.lora.init_from is not None:
-        # Its folder may be gone where a run is continued, and no dtype depends on its ranks.
-        lora = policy.lora.model_copy(update={"init_from": None, "rank": policy.lora.rank or 1})
-        policy = policy.model_copy(update={"lora": lora})
-    trunk = template_of(policy, tokenizer)
-    modules = modules_of(policy, trunk)
-    if config.training.gradient_checkpointing:
-        trunk = with_gradient_checkpointing(trunk)
-    template = scalar_template(policy, trunk, modules)
-    adamw = sft_adamw(config.sft, config.training)  # its numbers change no shape
-    optimizer = make_optimizer(adamw, matrix_mask(template))
-    schedule = learning_rate_schedule(adamw)
-    step = make_preference_step(template, optimizer, schedule, policy.compute_dtype, layout)
-    size = 1, layout.whole_rows(2, together=2), policy.context_length
-    ids = jax.ShapeDtypeStruct(size, jnp.int32)
-    pairs = PairArrays(ids, ids, jax.ShapeDtypeStruct((*size[:2], 1), jnp.float32))
-    like = state_like(template, optimizer)
-    with layout.active():
-        jax.eval_shape(step, like, pairs, as_array(1), _frozen_shapes(config, template, like))

@@ -31,7 +31,8 @@ from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
 from marin_rl.isolated.pool import Pool, WorkerLimits, WorkerSpec
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.model import build_model, save_hf
+from marin_rl.training.hf_folders import save_hf
+from marin_rl.training.model import build_model
 
 HANGS_S = 60
 STARTS_S = 240

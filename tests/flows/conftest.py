@@ -28,7 +28,7 @@ ROOMS = (
     "marin_rl.compilation",
     "marin_rl.environments.echo",
     "marin_rl.serving.weights.canary",
-    "marin_rl.inference.endpoints",
+    "marin_rl.weight_sync",
     "marin_rl.planning",
     "marin_rl.training.sft",
 )

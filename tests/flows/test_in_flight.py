@@ -14,6 +14,7 @@ import pytest
 from support.engines import wait_until
 from support.flow_runs import debug
 from support.models import full_logprobs
+from support.policy_runs import embedded_server
 from support.streams import groups_in
 from support.vllm_stand_in import VllmStandIn
 from support.windowed_runs import checked
@@ -113,8 +114,7 @@ def sampled_over(
     """
     if not engines:
         assert isinstance(runtime, RunRuntime)
-        assert runtime._server is not None
-        engines = [runtime._server.engine]
+        engines = [embedded_server(runtime).engine]
     failed, before = list[BaseException](), tokens_of(engines)
 
     def sample() -> None:
@@ -168,8 +168,7 @@ def test_each_token_has_the_logprob_of_the_policy_that_sampled_it(
 ) -> None:
     run, runtime, policy = served
     assert_tokens(run, sampled_over(run, runtime, policy, CHUNK, 2), CHUNK)
-    assert runtime._server is not None
-    assert runtime._server.engine.stats.recomputed_sequences > 0
+    assert embedded_server(runtime).engine.stats.recomputed_sequences > 0
 
 
 def assert_tokens(run: Run, groups: Sequence[RolloutGroup], chunk: int) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.flow_runs import Played
+from support.policy_runs import in_memory
 from support.servers import check_told, deaf_server
 
 from flows.rl_loop import start
@@ -22,7 +23,7 @@ def test_the_last_rounds_weights_stop_the_flow_with_both_digests(
     newest = latest_round(Run.create_or_open(config))  # another test may have gone on with it
     config = config.model_copy(update={"rounds": newest + 1})
     run = Run.create_or_open(config)
-    runtime_for(run)._server = server = deaf_server(run, newest - 1)
+    in_memory(runtime_for(run)).server = server = deaf_server(run, newest - 1)
     with pytest.raises(StalePolicy, match=f"found those of round {newest - 1}, ") as caught:
         start(config)
     assert server.model_id.startswith(f"policy@{newest:05d}-")  # it said that it changed them

@@ -34,7 +34,8 @@ from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.training.model import build_model, save_hf
+from marin_rl.training.hf_folders import save_hf
+from marin_rl.training.model import build_model
 
 PYTHON = os.environ.get("MARIN_RL_VLLM", "")
 STARTS_S = 1500

@@ -32,8 +32,9 @@ from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest, Sample
 from marin_rl.inference.weights import read_model
 from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.hf_folders import load_hf
 from marin_rl.training.logprobs import token_logprobs
-from marin_rl.training.model import load_hf, named_parameters, with_parameters
+from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.types import Sampling
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.policy_runs import small_run
+from support.policy_runs import small_run, weights_of
 
 from flows.server import free_port
 from marin_rl.errors import (
@@ -26,9 +26,9 @@ from marin_rl.errors import (
     StalePolicy,
 )
 from marin_rl.inference.client.publishing import Publisher, check_complete
-from marin_rl.inference.endpoints import Published
-from marin_rl.inference.endpoints import publish as publish_weights
 from marin_rl.storage.layout import round_name
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.weight_sync import FromFolder, Published, Weights
 
 LABEL = "00003-01234567"
 
@@ -151,11 +151,11 @@ def vllm(port: int) -> Iterator[int]:
 def published_to(
     port: int,
     root: Path,
-    folder: Path,
+    complete: Path,
     fleet_timeout_s: float,
     amid: Callable[[Path], None] = lambda _: None,
 ) -> Published:
-    """Publish the weights in `folder` to a vLLM on a port of this machine.
+    """Publish the weights in the folder `complete` to a vLLM on a port of this machine.
 
     `amid` is called with the unfinished folder, once the weights are in it.
     """
@@ -166,13 +166,14 @@ def published_to(
         "inference.request_attempts_max=1",
         f"inference.fleet_timeout_s={fleet_timeout_s}",
     )
-    tokenizer = "t" * 64, "c" * 64
+    weights = weights_of(3, "0123456789" * 6)
 
-    def save(path: Path) -> None:
-        shutil.copytree(folder, path)
-        amid(path)
+    class Copying(FromFolder):
+        def save(self, weights: Weights, folder: Path) -> None:
+            shutil.copytree(complete, folder)
+            amid(folder)
 
-    return publish_weights(run, 3, "0123456789" * 6, tokenizer, save, session="s")
+    return Copying(run, character_tokenizer()).publish(weights)
 
 
 def test_a_vllm_that_is_restarted_between_rounds_is_waited_for(

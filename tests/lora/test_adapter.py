@@ -19,7 +19,7 @@ from marin_rl.lora import (
     module_name,
     policy_digest,
 )
-from marin_rl.lora.spec import check_rank
+from marin_rl.lora.adapter import check_rank
 
 
 def test_every_linear_layer_is_adapted_by_default_and_nothing_else() -> None:

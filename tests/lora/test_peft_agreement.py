@@ -27,8 +27,9 @@ from marin_rl.lora import Adapter, read_peft, write_peft
 from marin_rl.serving.weights.adapter_folders import merge
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.adapters import policy_module, with_adapter
+from marin_rl.training.hf_folders import load_hf
 from marin_rl.training.logprobs import token_logprobs
-from marin_rl.training.model import load_hf, named_parameters, parameter_shapes
+from marin_rl.training.model import named_parameters, parameter_shapes
 
 MAKER = Path(__file__).parents[1] / "golden/make_peft.py"
 GOLDEN: dict[str, Any] = json.loads(MAKER.with_name("peft.json").read_text("utf-8"))

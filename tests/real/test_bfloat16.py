@@ -19,8 +19,9 @@ from marin_rl.errors import StalePolicy
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.canary import TOLERANCES, prove
 from marin_rl.tokenizers import load_tokenizer
+from marin_rl.training.hf_folders import load_hf
 from marin_rl.training.logprobs import token_logprobs
-from marin_rl.training.model import load_hf, named_parameters, parameters_digest, with_parameters
+from marin_rl.training.model import named_parameters, parameters_digest, with_parameters
 from marin_rl.types import ServedPolicy, SlotRef
 
 # Minutes of a busy machine's cores.

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from support.engine_adapters import adapter_for, merged
 from support.models import full_logprobs, tiny_model
-from support.policy_runs import small_run
+from support.policy_runs import small_run, weights_of
 from support.servers import ENGINE, serving
 
 from marin_rl.config import ServerConfig
 from marin_rl.errors import InputError, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.endpoints import Save, publish
 from marin_rl.lora import Adapter, policy_digest, write_peft
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.runs import Run
+from marin_rl.tokenizers import character_tokenizer
 from marin_rl.types import Message, Sampling
+from marin_rl.weight_sync import AsAdapter, Weights
 
 pytestmark = pytest.mark.slow
 BASE_DIGEST = "0123456789"
-NAMES = ("t" * 64, "c" * 64)  # digests of the tokenizer and of its chat template
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +58,24 @@ def run_of(root: Path, server: PolicyServer, name: str) -> Run:
         f"run_id={name}",
         f"inference.endpoints=[{server.base_url}]",
         "inference.publish=lora_adapter",
+        "policy.lora.rank=4",
         "inference.request_attempts_max=1",
     )
 
 
 def published(run: Run, version: int, adapter: Adapter) -> str:
     digest = policy_digest(BASE_DIGEST, adapter.modules, adapter.digest)
-    return publish(run, version, digest, NAMES, saving(adapter), session="this").model
+    return transport(run, adapter).publish(weights_of(version, digest)).model
 
 
-def saving(adapter: Adapter) -> Save:
-    """Write an adapter into the folder that is published."""
-    return lambda folder: write_peft(folder, adapter)
+def transport(run: Run, adapter: Adapter) -> AsAdapter:
+    """Publish an adapter that no checkpoint has."""
+
+    class Writing(AsAdapter):
+        def save(self, weights: Weights, folder: Path) -> None:
+            write_peft(folder, adapter)
+
+    return Writing(run, character_tokenizer())
 
 
 def check_samples(run: Run, model: str, adapter: Adapter) -> None:
@@ -137,7 +143,7 @@ def test_another_base_is_refused_by_the_digest_of_the_policy(root, server):
     run, adapter = run_of(root, server, "stale"), adapter_for(tiny_model(), 40)
     digest = policy_digest("another base", adapter.modules, adapter.digest)
     with pytest.raises(StalePolicy, match="trained on another base"):
-        publish(run, 0, digest, NAMES, saving(adapter), session="this")
+        transport(run, adapter).publish(weights_of(0, digest))
     assert server.adapters.names == []
 
 

@@ -25,11 +25,11 @@ from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.model import (
     build_model,
     named_parameters,
     parameters_digest,
-    save_hf,
     with_parameters,
 )
 from marin_rl.types import Sampling

@@ -25,7 +25,8 @@ from marin_rl.serving.weights.checkpoint_loader import (
 from marin_rl.serving.weights.weight_updates import Update, UpdateStats, WeightUpdater, canary_ids
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.model import named_parameters, parameters_digest, save_hf
+from marin_rl.training.hf_folders import save_hf
+from marin_rl.training.model import named_parameters, parameters_digest
 
 CONFIG = InferenceConfig(engine=EngineConfig(slots=2, chunk_steps=2, prefill_rows=1))
 

@@ -21,7 +21,8 @@ from marin_rl import cli
 from marin_rl.errors import ConfigError, InputError, StoreUnavailable
 from marin_rl.lora import write_peft
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.model import build_model, load_hf, named_parameters, save_hf
+from marin_rl.training.hf_folders import load_hf, save_hf
+from marin_rl.training.model import build_model, named_parameters
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

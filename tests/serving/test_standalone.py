@@ -34,7 +34,8 @@ from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.storage.runs import Run
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.model import build_model, save_hf
+from marin_rl.training.hf_folders import save_hf
+from marin_rl.training.model import build_model
 
 REPOSITORY = Path(__file__).parents[2]
 STARTS_S = 120

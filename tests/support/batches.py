@@ -20,8 +20,7 @@ from marin_rl.storage.tables.batches import BatchWriter, StepRows
 from marin_rl.training.model import build_model, matrix_mask, named_parameters
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import step_arrays
-from marin_rl.training.step_types import Reference, StepSettings
+from marin_rl.training.step_types import Reference, StepSettings, step_arrays
 from marin_rl.types import SlotRef, TrainingBatch
 
 LENGTH = 16

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
+from support.models import tiny_model
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
@@ -14,6 +15,7 @@ from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.rounds import Stopwatch, close_round, transfer_metrics
 from marin_rl.runtime import RunRuntime
+from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.checkpoints import commit_checkpoint
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.rollouts import seal_round
@@ -22,6 +24,7 @@ from marin_rl.training.model import build_model, matrix_mask, named_parameters, 
 from marin_rl.training.optimizer import make_optimizer, policy_adamw
 from marin_rl.training.state import Identity, fresh_state, tree_of
 from marin_rl.types import SlotRef
+from marin_rl.weight_sync import InMemory, Weights
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 
@@ -42,6 +45,28 @@ def weights(run: Run, seed: int) -> LmHeadModel:
     scaled = {name: np.asarray(array) * 8 for name, array in named_parameters(model).items()}
     norms = {name: array / 8 for name, array in scaled.items() if "norm" in name}
     return with_parameters(model, scaled | norms)
+
+
+def weights_of(version: int, digest: str) -> Weights:
+    """Weights of a small model under any digest, for transports."""
+    identity = Identity(
+        parameters_digest=digest, tokenizer_digest="t" * 64, chat_template_digest="c" * 64, step=0
+    )
+    model = tiny_model()
+    return Weights(version=version, model=model, trained=model, identity=identity)
+
+
+def in_memory(runtime: RunRuntime) -> InMemory:
+    """The transport of a run that samples in its own process."""
+    assert isinstance(runtime.transport, InMemory)
+    return runtime.transport
+
+
+def embedded_server(runtime: RunRuntime) -> PolicyServer:
+    """The server that a run has started."""
+    server = in_memory(runtime).server
+    assert server is not None
+    return server
 
 
 def commit(

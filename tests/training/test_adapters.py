@@ -28,20 +28,15 @@ from marin_rl.training.adapters import (
     with_adapter,
     without_adapter,
 )
+from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.hidden_states import UNROLLED_LAYERS_MAX
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.loop import Trainer
-from marin_rl.training.model import (
-    build_model,
-    named_parameters,
-    parameter_shapes,
-    save_hf,
-)
+from marin_rl.training.model import build_model, named_parameters, parameter_shapes
 from marin_rl.training.optimizer import make_optimizer
 from marin_rl.training.replay import replay_round
 from marin_rl.training.state import fresh_state, identity_of
-from marin_rl.training.step import step_arrays
-from marin_rl.training.step_types import StepSettings
+from marin_rl.training.step_types import StepSettings, step_arrays
 
 SPEC = LoraConfig(rank=3, alpha=6.0)
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4", "policy.lora.rank=4")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import others_slow
 
-from marin_rl.training import attention, fused_attention
+from marin_rl.training import attention
 from marin_rl.training.attention import attend, sight_of
 
 HEADS, GROUP, SIZE = 2, 3, 5
@@ -110,9 +110,9 @@ def test_attention_of_a_gpu_sees_the_same_pairs():
     shape = (2, length, HEADS, GROUP, SIZE)
     query = rng.normal(size=shape).astype(np.float32)
     keys, values = rng.normal(size=(2, 2, length, HEADS, SIZE)).astype(np.float32)
-    pairs = fused_attention.pairs_of(jnp.asarray(segments), jnp.asarray(prompts))
+    pairs = attention.pairs_of(jnp.asarray(segments), jnp.asarray(prompts))
     assert pairs.seen is not None
-    found = fused_attention.attend_fused(
+    found = attention.attend_fused(
         jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), pairs.seen.array, 1.0, "xla"
     )
     expected = dense(query, keys, values, segments, prompts)
@@ -132,4 +132,4 @@ def test_attention_of_a_gpu_sees_the_same_pairs():
 )
 def test_the_kernel_of_a_gpu_is_left_out_where_bits_are_to_be_the_same(flags, asks, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert fused_attention.asks_for_determinism() is asks
+    assert attention.asks_for_determinism() is asks

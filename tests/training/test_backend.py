@@ -22,8 +22,8 @@ from marin_rl.training.compiled_step import policy_settings, supervised_settings
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.state import CheckpointSlot, fresh_state, identity_of
-from marin_rl.training.step import make_score, step_arrays
-from marin_rl.training.step_types import Reference, StepSettings, TrainableParams
+from marin_rl.training.step import make_score
+from marin_rl.training.step_types import Reference, StepSettings, TrainableParams, step_arrays
 
 PAGE = Path(__file__).parents[2] / "docs/training-backend.md"
 OBJECTIVE = ObjectiveConfig(kl_coefficient=0.1, aggregation="token_mean")

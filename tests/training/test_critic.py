@@ -23,19 +23,12 @@ from marin_rl.training.critic import (
     ScalarHead,
     ScalarModel,
     make_critic,
-    token_gae,
     value_losses,
     value_metrics,
-    whitened,
 )
 from marin_rl.training.logprobs import final_states, token_values
 from marin_rl.training.loop import Trainer
-from marin_rl.training.model import (
-    build_model,
-    matrix_mask,
-    model_template,
-    named_parameters,
-)
+from marin_rl.training.model import build_model, matrix_mask, model_template, named_parameters
 from marin_rl.training.optimizer import make_optimizer, policy_adamw
 from marin_rl.training.precompute import RowPrecompute, token_rewards
 from marin_rl.training.state import (
@@ -45,8 +38,8 @@ from marin_rl.training.state import (
     state_of,
     tree_of,
 )
-from marin_rl.training.step import step_arrays
-from marin_rl.training.step_types import StepSettings
+from marin_rl.training.step_types import StepSettings, step_arrays
+from marin_rl.training.token_advantages import token_gae, whitened
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rlax-returns.json").read_text())
 GAE = [

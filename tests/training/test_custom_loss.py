@@ -14,7 +14,7 @@ from marin_rl.training.custom_loss import check_loss
 from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.step_loss import step_loss
 from marin_rl.training.step_metrics import step_metrics, token_measures
-from marin_rl.training.step_types import StepArrays, StepSettings
+from marin_rl.training.step_types import ForwardOutputs, StepArrays, StepSettings
 
 PAGE = (Path(__file__).parents[2] / "docs/objectives.md").read_text(encoding="utf-8")
 PYTHON, YAML = re.search(
@@ -80,8 +80,8 @@ def test_the_example_of_the_docs_with_equal_bounds_is_ppo_clip(tmp_path: Path) -
     arrays, scores = step()
 
     def loss(chosen: ObjectiveConfig, logprobs: jax.Array) -> jax.Array:
-        settings = StepSettings(objective=chosen)
-        return step_loss(settings, scores._replace(logprobs=logprobs), None, None, arrays)[0]
+        settings, moved = StepSettings(objective=chosen), scores._replace(logprobs=logprobs)
+        return step_loss(settings, ForwardOutputs(moved), None, arrays)[0]
 
     for function in (loss, jax.grad(loss, argnums=1)):
         function = jax.jit(function, static_argnums=0)
@@ -96,11 +96,11 @@ def test_its_metrics_and_clipped_tokens_are_measured(tmp_path: Path) -> None:
     chosen = objective(tmp_path, "asymmetric_clip", ratio_level="token")
     arrays, scores = step()
     settings = StepSettings(objective=chosen)
-    metrics = step_metrics(settings, scores, None, None, None, arrays)
+    metrics = step_metrics(settings, ForwardOutputs(scores), None, arrays)
     mask = np.asarray(arrays.mask)
     ratio = np.exp(np.asarray(scores.logprobs) - np.asarray(arrays.policy_logprobs))[mask]
     assert float(metrics["loss/custom/above_high"]) == pytest.approx((ratio > 1.28).mean())
-    measures = token_measures(settings, scores, None, None, arrays)
+    measures = token_measures(settings, ForwardOutputs(scores), arrays)
     assert measures is not None
     signs = np.asarray(arrays.advantages)[mask]
     clipped = ((ratio > 1.28) & (signs > 0)) | ((ratio < 0.8) & (signs < 0))
@@ -113,8 +113,7 @@ def test_one_number_is_averaged_over_microbatches_by_tokens(tmp_path: Path) -> N
     total, by_token = (
         step_loss(
             StepSettings(objective=objective(tmp_path, name, aggregation="token_mean")),
-            scores,
-            None,
+            ForwardOutputs(scores),
             None,
             arrays,
         )[0]

@@ -11,7 +11,8 @@ from marin_rl.config import ModelConfig, PolicyConfig
 from marin_rl.rollouts.pinned import as_begun, policy_as_begun
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import end_token_ids, load_tokenizer, tokenizer_for
-from marin_rl.training.model import build_model, save_hf
+from marin_rl.training.hf_folders import save_hf
+from marin_rl.training.model import build_model
 from marin_rl.training.sft import WarmStart
 
 STEPS = 40

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from marin_rl.config import ObjectiveConfig
-from marin_rl.training.importance_correction import correction_weights
 from marin_rl.training.logprobs import TokenScores
-from marin_rl.training.step_loss import step_loss
-from marin_rl.training.step_types import StepArrays, StepSettings
+from marin_rl.training.step_loss import correction_weights, step_loss
+from marin_rl.training.step_types import ForwardOutputs, StepArrays, StepSettings
 
 LENGTH_NORM = 7
 SURROGATES = [
@@ -263,9 +262,9 @@ def central_differences(function, at, step=1e-6):
 @partial(jax.jit, static_argnums=0)  # all choices are one program: it compiles much sooner
 def _found(choices, logprobs, entropies, reference, arrays):
     def loss(logprobs, entropies, settings):
-        scores = TokenScores(logprobs, entropies)
+        outputs = ForwardOutputs(TokenScores(logprobs, entropies), reference)
         coefficient = jnp.float32(settings.objective.kl_coefficient)
-        return step_loss(settings, scores, reference, coefficient, arrays)[0]
+        return step_loss(settings, outputs, coefficient, arrays)[0]
 
     of = jax.value_and_grad(loss, argnums=(0, 1))
     return [of(logprobs, entropies, settings) for settings in choices]

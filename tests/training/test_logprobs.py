@@ -12,7 +12,7 @@ from levanter.layers.attention import AttentionMask
 from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
 
-from marin_rl.training import fused_attention, hidden_states
+from marin_rl.training import attention, hidden_states
 from marin_rl.training import logprobs as trainer_logprobs
 from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
 from marin_rl.training.model import (
@@ -269,10 +269,10 @@ def test_rows_score_by_the_attention_of_a_gpu_as_by_that_of_a_cpu(name, monkeypa
     model, arrays = model_of(**MODELS["qwen3"] | {"layers": 1}), rows()
     expected = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)
     taken = []
-    kernel = partial(fused_attention.attend_fused, implementation="xla")
-    monkeypatch.setattr(fused_attention, "takes", lambda *_: True)
+    kernel = partial(attention.attend_fused, implementation="xla")
+    monkeypatch.setattr(hidden_states, "takes_fused", lambda *_: True)
     monkeypatch.setattr(
-        fused_attention, "attend_fused", lambda *given: taken.append(given[3]) or kernel(*given)
+        attention, "attend_fused", lambda *given: taken.append(given[3]) or kernel(*given)
     )
     found = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)
     assert [mask is None for mask in taken] == [name == "alone"]

@@ -30,8 +30,9 @@ from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.compiled_step import rows_compiled_for
+from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.loop import Trainer
-from marin_rl.training.model import build_model, parameters_digest, save_hf
+from marin_rl.training.model import build_model, parameters_digest
 from marin_rl.training.state import identity_of
 
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.config.objective import RATIO_LEVELS
-from marin_rl.training.importance_correction import correction_weights
 from marin_rl.training.losses import (
     binary_kl,
     cispo,
@@ -33,6 +32,7 @@ from marin_rl.training.losses import (
     weighted_sum,
 )
 from marin_rl.training.segments import segment_sums
+from marin_rl.training.step_loss import correction_weights
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl-losses.json").read_text())
 AGGREGATIONS = {

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from marin_rl.config import ModelConfig, ObjectiveConfig, PolicyConfig
-from marin_rl.training.flops import peak_flops, training_flops
 from marin_rl.training.losses import kl_estimate
 from marin_rl.training.model import model_template
+from marin_rl.training.round_stats import peak_flops, training_flops
 from marin_rl.training.segments import trained_sequences
 from marin_rl.training.step_metrics import (
     beyond_bounds,

@@ -15,17 +15,15 @@ from support.cases import others_slow
 from marin_rl.errors import InputError
 from marin_rl.hf_settings import check_hf_folder
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer
+from marin_rl.training.hf_folders import hf_template, load_hf, save_hf
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import (
     build_model,
-    hf_template,
-    load_hf,
     matrix_mask,
     model_template,
     named_parameters,
     parameter_shapes,
     parameters_digest,
-    save_hf,
     with_parameters,
 )
 

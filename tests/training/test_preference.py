@@ -20,13 +20,13 @@ from marin_rl.training.model import build_model, digest_of, matrix_mask, named_p
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
 from marin_rl.training.preference import (
     SequenceScorer,
-    make_preference_step,
+    make_preference_passes,
     pair_arrays,
     preference_losses,
     preference_totals,
 )
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import as_array
+from marin_rl.training.step import make_update, trainable_of
 from marin_rl.training.step_types import TrainState
 
 # r_chosen - r_rejected - margin, and what -log sigmoid of it is, to ten digits.
@@ -104,13 +104,14 @@ def test_no_sequences_have_no_rewards():
 
 
 @cache
-def compiled(layout: Layout) -> tuple[Any, Any]:
-    """One optimizer and one step for all tests: what differs is the shape of the arrays."""
+def compiled(layout: Layout) -> tuple[Any, Any, Any]:
+    """One optimizer, passes and update for all tests: what differs is the shape of the arrays."""
     model = scalar_model()
     adamw = policy_adamw(TrainingConfig(learning_rate=1e-2, warmup_steps=0))
     optimizer = make_optimizer(adamw, matrix_mask(model))
     schedule = learning_rate_schedule(adamw)
-    return optimizer, make_preference_step(model, optimizer, schedule, "float32", layout)
+    update = make_update(model, optimizer, schedule, layout)
+    return optimizer, make_preference_passes(model, "float32", layout), update
 
 
 def played(
@@ -118,15 +119,17 @@ def played(
 ) -> tuple[TrainState, list[dict[str, float]]]:
     """Some steps on the same pairs, in arrays with room for 8; the state and their metrics."""
     model = scalar_model()
-    optimizer, step = compiled(layout)
+    optimizer, passes, update = compiled(layout)
     state = fresh_state(named_parameters(model), optimizer, 0)
     state = layout.place_state(state, model, optimizer)
     arrays, used = pair_arrays(batch, microbatch, 8)
     rows = []
     for _ in range(steps):
         with layout.active():
-            state, metrics = step(state, layout.place_rows(arrays), as_array(used), {})
-        rows.append({name: float(value) for name, value in metrics.items()})
+            placed = layout.place_rows(arrays)
+            gradients, metrics, _ = passes(*trainable_of(state, {}), None, placed, used)
+            state, updated = update(state, gradients, metrics["loss"])
+        rows.append({name: float(value) for name, value in {**metrics, **updated}.items()})
     return state, rows
 
 

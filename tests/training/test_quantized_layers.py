@@ -13,7 +13,7 @@ from marin_rl.config import InferenceConfig, LoraConfig, ObjectiveConfig
 from marin_rl.lora import initial_arrays, merged
 from marin_rl.lora.quantization import dequantize_base, quantize_base
 from marin_rl.serving.weights.canary import rehearse
-from marin_rl.training.adapters import policy_module, with_adapter
+from marin_rl.training.adapters import merged_model, policy_module, with_adapter, with_quantized
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import (
     build_model,
@@ -22,10 +22,8 @@ from marin_rl.training.model import (
     with_gradient_checkpointing,
     with_parameters,
 )
-from marin_rl.training.quantized_layers import merged_model, with_quantized
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import step_arrays
-from marin_rl.training.step_types import StepSettings
+from marin_rl.training.step_types import StepSettings, step_arrays
 
 pytestmark = pytest.mark.slow
 SPEC = LoraConfig(rank=3, alpha=6.0)

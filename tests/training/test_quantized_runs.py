@@ -25,8 +25,7 @@ from marin_rl.planning import plan
 from marin_rl.serving.weights.checkpoint_loader import export_hf, read_checkpoint, read_folder
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, base_slot, committed
-from marin_rl.training.adapters import with_adapter
-from marin_rl.training.gradients import MicrobatchRange, accumulate, scorer_of
+from marin_rl.training.adapters import with_adapter, with_quantized
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import (
     model_template,
@@ -36,11 +35,10 @@ from marin_rl.training.model import (
     with_parameters,
 )
 from marin_rl.training.policy_source import read_base, read_policy
-from marin_rl.training.quantized_layers import with_quantized
 from marin_rl.training.replay import replay_round
 from marin_rl.training.state import identity_of
-from marin_rl.training.step import step_arrays
-from marin_rl.training.step_types import StepSettings, TrainableParams
+from marin_rl.training.step import MicrobatchRange, accumulate, scorer_of
+from marin_rl.training.step_types import StepSettings, TrainableParams, step_arrays
 
 SETTINGS = (
     "policy.model.layers=1",

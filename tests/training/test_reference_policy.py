@@ -15,13 +15,13 @@ from marin_rl.storage.upkeep.forks import reference_checkpoints
 from marin_rl.training.loop import Trainer
 from marin_rl.training.precompute import RowPrecompute
 from marin_rl.training.reference_policy import (
+    KlPenalty,
     adapt_kl_coefficient,
     kl_coefficient,
     reference_round,
-    reward_penalty,
 )
 from marin_rl.training.state import restore_parameters
-from marin_rl.training.step import step_arrays
+from marin_rl.training.step_types import step_arrays
 
 LENGTH = 32
 SETTINGS = (
@@ -64,12 +64,13 @@ def test_kl_in_the_reward_is_the_advantage_of_the_penalised_reward():
     referred = (arrays.policy_logprobs - 0.25 * arrays.mask).astype(np.float32)
     referred[0, 1] -= 0.5 * arrays.mask[0, 1]  # r1 has moved further
     objective = ObjectiveConfig(advantage="rloo", kl_estimator="k1")
-    penalty = reward_penalty(objective, groups, [batch], [arrays], [referred], 2.0)
+    penalty = KlPenalty(objective, [batch], [arrays], [referred], 2.0)
+    (added,) = penalty.of_completions(groups)
     tokens = arrays.mask.reshape(4, -1).sum(axis=1)
     kl = tokens * np.array([0.25, 0.75, 0.25, 0.25])
     # leave-one-out in groups of two: the difference to the other
     expected = -2.0 * (kl - kl[[1, 0, 3, 2]])
-    found = penalty.additions[0].reshape(4, -1)
+    found = added.reshape(4, -1)
     assert_allclose(found, expected[:, None] * arrays.mask.reshape(4, -1), rtol=1e-4, atol=1e-5)
     assert penalty.metrics["objective/kl"] == pytest.approx(kl.mean(), rel=1e-5)
     assert penalty.metrics["kl"] == pytest.approx(kl.sum() / tokens.sum(), rel=1e-5)

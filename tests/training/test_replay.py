@@ -27,7 +27,7 @@ from marin_rl.storage.tables.rewards import read_rewards
 from marin_rl.storage.upkeep.forks import fork_run
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect, rule_of
-from marin_rl.training.model import load_hf
+from marin_rl.training.hf_folders import load_hf
 from marin_rl.training.replay import replay_round
 from marin_rl.training.reprocess import reprocess_round
 

@@ -134,7 +134,7 @@ def test_one_with_an_adapter_trains_and_keeps_that_alone(begun, debug, tokenizer
     texts = [f"<|user|>say 7<|assistant|>{word}<|end|>" for word in ("ok", "no")]
     rows = [np.array(tokenizer.encode(text), np.int32) for text in texts]
     state = training._committed.load(refs[1])
-    frozen = training._frozen(identity.adapter)
+    frozen = training._base.parameters
     expected = training._scorer.score({**frozen, **state.parameters}, rows)
     assert expected[0] > expected[1]
     np.testing.assert_array_equal(LearnedReward(slot, tokenizer).score(rows), expected)
@@ -162,7 +162,7 @@ def test_one_whose_adapter_is_warm_started_begins_at_that(begun, tokenizer, tmp_
     assert all(is_adapters(name) for name in shown)
     assert any(name.endswith(":B") and array.any() for name, array in shown.items())
     training = RewardModelTraining(run, tokenizer)
-    first = training._first_state().parameters
+    first = training._first_parameters()
     for name, array in shown.items():
         np.testing.assert_array_equal(first[f"trunk/{name}"], array)
     pairs = training.prepare()

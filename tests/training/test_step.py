@@ -27,8 +27,14 @@ from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.losses import token_weights
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.state import fresh_state
-from marin_rl.training.step import as_array, make_score, step_arrays
-from marin_rl.training.step_types import Reference, StepSettings, TrainableParams
+from marin_rl.training.step import make_score
+from marin_rl.training.step_types import (
+    Reference,
+    StepSettings,
+    TrainableParams,
+    as_array,
+    step_arrays,
+)
 
 ROWS_MAX = 8
 MODEL = tiny_policy(layers=1)

@@ -17,9 +17,9 @@ from marin_rl.config import Config, load_config
 from marin_rl.planning import StepMemory, architecture_of
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.compiled_step import CompiledStep, policy_settings
-from marin_rl.training.gradients import MicrobatchRange
 from marin_rl.training.model import parameter_structs
 from marin_rl.training.optimizer import policy_adamw
+from marin_rl.training.step import MicrobatchRange
 from marin_rl.training.step_types import StepArrays, TrainableParams
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"

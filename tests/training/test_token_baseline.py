@@ -23,9 +23,9 @@ from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.precompute import RowPrecompute
 from marin_rl.training.reprocess import reprocess_round
 from marin_rl.training.state import Identity, first_parameters, identity_of
-from marin_rl.training.step import as_array, make_score_norms, step_arrays
-from marin_rl.training.step_types import StepSettings, TrainableParams
-from marin_rl.training.token_baseline import token_advantages
+from marin_rl.training.step import make_score_norms
+from marin_rl.training.step_types import StepSettings, TrainableParams, as_array, step_arrays
+from marin_rl.training.token_advantages import token_advantages
 
 OBJECTIVE = ObjectiveConfig(advantage="optimal_token_baseline", ratio_level="token")
 

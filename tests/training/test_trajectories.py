@@ -7,14 +7,12 @@ import pytest
 from numpy.testing import assert_allclose
 
 from marin_rl.config import ObjectiveConfig
-from marin_rl.training.critic import token_gae
 from marin_rl.training.losses import policy_losses, token_weights, weighted_sum
 from marin_rl.training.precompute import RowPrecompute, token_rewards
-from marin_rl.training.step import step_arrays
 from marin_rl.training.step_loss import row_weights
 from marin_rl.training.step_metrics import sequence_entropy, trained_rollouts
-from marin_rl.training.step_types import StepRows, StepSettings
-from marin_rl.training.trajectories import rollout_gae
+from marin_rl.training.step_types import StepRows, StepSettings, step_arrays
+from marin_rl.training.token_advantages import rollout_gae, token_gae
 from marin_rl.types import TrainingBatch
 
 # Rollout a has the trained tokens 1 to 5, b has 6 and 7; before each run of them something is read.

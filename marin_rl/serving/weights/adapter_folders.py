@@ -1,22 +1,77 @@
-"""Adapters out of runs into PEFT folders, and merged into whole models."""
+"""Folders of weights for others: the exports of a run, PEFT folders of adapters, merged models."""
 
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from marin_rl.errors import InputError, StalePolicy
+from marin_rl.errors import ConfigError, InputError, StalePolicy
 from marin_rl.lora import Adapter, merged, read_peft, write_peft
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
+from marin_rl.storage.stores.local import check_way
 from marin_rl.tokenizers import load_tokenizer, tokenizer_for
+from marin_rl.training.hf_folders import load_hf, save_hf
 from marin_rl.training.model import (
-    load_hf,
     named_parameters,
     parameter_shapes,
     parameters_digest,
-    save_hf,
     with_parameters,
 )
 from marin_rl.training.policy_source import read_trained
 from marin_rl.training.state import identity_of, template_of
+
+
+def exports_of(run: Run) -> Path:
+    """The folder of a run's exports, which its endpoints read. Raises ConfigError without one."""
+    root = run.config.inference.publish_root
+    if root is not None:
+        return Path(root, run.run_id)
+    local = run.store.local_path("exports")
+    if local is None:
+        raise ConfigError(
+            f"inference.publish needs a folder that the endpoints can read, and {run.store.url} is "
+            "an object store: set inference.publish_root to a shared folder"
+        )
+    check_way(local / "below", "exports/below")
+    return local.resolve()
+
+
+def export(folder: Path, save: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
+    """Have `save` write a folder unless it is complete; all but the newest older one are removed.
+
+    Folders next to it sort by age. Safe where other processes export the same.
+    """
+    if not is_complete(folder):
+        # hidden until it is complete, and of this process alone
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+        save(partial)
+        try:
+            partial.rename(folder)  # fails where there is a folder with anything in it
+        except OSError:
+            if not folder.exists():
+                raise
+            _replace(folder, partial, is_complete)
+    names = sorted(path.name for path in folder.parent.iterdir())
+    older = [name for name in names if not name.startswith(".") and name < folder.name]
+    # of processes that ended amid an older version: of this one another may be at work
+    cut_short = [name for name in names if name.startswith(".") and name[1:] < folder.name]
+    for name in (*older[:-1], *cut_short):  # an endpoint may still be reading the last one
+        with suppress(FileNotFoundError):  # another process removes them too
+            shutil.rmtree(folder.with_name(name))
+
+
+def _replace(folder: Path, partial: Path, is_complete: Callable[[Path], bool]) -> None:
+    """Give a complete export the name that another process has taken, unless theirs is complete."""
+    if is_complete(folder):  # endpoints may read it by now
+        shutil.rmtree(partial)
+        return
+    # cut short by someone: the new one takes its place in two renames
+    old = partial.with_suffix(".old")
+    folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,17 @@ template or attention show at once, and end the round before anything is sampled
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from marin_rl.config import EngineConfig, InferenceConfig
-from marin_rl.errors import BadResponse, InferenceError, StalePolicy
+from marin_rl.errors import BadResponse, InferenceError, MarinRLError, StalePolicy
 from marin_rl.inference.canary_prompt import (
     CANARY,
     CANARY_PROMPT,
@@ -26,14 +28,20 @@ from marin_rl.inference.canary_prompt import (
     mean_difference,
 )
 from marin_rl.inference.client.answers import ChatAnswer
+from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatRequest
+from marin_rl.inference.client.routes import client_of
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.lora import Adapter, merged
 from marin_rl.progress import phase
+from marin_rl.rollouts.bridge import TemplateBridge
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
+from marin_rl.storage.fleet import ProvenVersion, run_sha256
+from marin_rl.storage.runs import Run
+from marin_rl.training.logprobs import rounded_up, sequence_logprobs
 from marin_rl.training.model import LmHeadModel, named_parameters, with_parameters
-from marin_rl.training.sequence_scores import rounded_up, sequence_logprobs
 from marin_rl.types import Canary, Sampling, ServedPolicy
 
 PROMPT = CANARY_PROMPT
@@ -142,6 +150,49 @@ def prove(
             )
         worst = max(worst, gap.nats)
     return Proof(worst, _canary_of(model, answers[0], sampling.temperature, tolerance))
+
+
+def prove_version(run: Run, policy: ServedPolicy, model: LmHeadModel) -> ServedPolicy:
+    """Prove that a run's endpoints sample with `model`, its policy as it is trained.
+
+    The result has the canary by which clients prove endpoints of a fleet that come later. Raises as
+    `prove` does.
+    """
+    config, bridge, size = run.config, TemplateBridge(run.config.policy), CANARY
+    fleet = config.inference.has_fleet
+    if config.in_flight_updates:
+        # A server that is sent its weights may be of an earlier version of marin-rl.
+        sent = bool(config.inference.endpoints) and not fleet
+        room = config.policy.context_length - len(bridge.prompt(CANARY_PROMPT))
+        size = CanarySize.in_flight(room, probe=not sent)
+    canary = prove(
+        policy,
+        model,
+        config.inference,
+        partial(_round_before, run, policy.weight_version),
+        dtype=jnp.dtype(config.policy.compute_dtype),
+        temperature=config.sampling.temperature,
+        connect=client_of(config.inference, bridge),
+        size=size,
+    ).canary
+    if not fleet:
+        return policy
+    if config.in_flight_updates:
+        # Clients that sample by another version at the time prove this one by it.
+        version, digest = policy.weight_version, policy.parameters_digest
+        proven = ProvenVersion(version=version, parameters_digest=digest, canary=canary)
+        board_of(config.inference, run.folder).prove(run_sha256(run.folder), proven)
+    return dataclasses.replace(policy, canary=canary)
+
+
+def _round_before(run: Run, version: int) -> Iterator[Suspect]:
+    """Yield what an endpoint may serve by mistake: the checkpoint of the round before."""
+    if version == 0:
+        return
+    with suppress(MarinRLError):  # only a more telling message is at stake
+        loaded = read_checkpoint(run, version - 1)
+        digest = loaded.parameters_digest
+        yield Suspect(name=f"round {version - 1}", parameters_digest=digest, model=loaded.model)
 
 
 def _canary_of(

@@ -25,17 +25,10 @@ from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissi
 from marin_rl.inference.weights import DecoderSpec, read_model, rotary_table
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
-from marin_rl.training.model import (
-    LmHeadModel,
-    digest_of,
-    hf_template,
-    load_hf,
-    named_parameters,
-    parameter_shapes,
-    save_hf,
-)
+from marin_rl.training.adapters import merged_model
+from marin_rl.training.hf_folders import hf_template, load_hf, save_hf
+from marin_rl.training.model import LmHeadModel, digest_of, named_parameters, parameter_shapes
 from marin_rl.training.policy_source import dtype_of, read_policy, served_template
-from marin_rl.training.quantized_layers import merged_model
 from marin_rl.training.state import Identity, identity_of, template_of
 from marin_rl.types import SlotRef
 

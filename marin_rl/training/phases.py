@@ -1,0 +1,187 @@
+"""Phases: what trains a run, each a data source, a loss, and the checkpoints that it commits.
+
+All phases take their steps in one loop over a `DeviceBackend` (`Phase._steps`), from the state of
+one committed checkpoint to the next: reinforcement learning by rounds (loop.py), the warm start
+(sft.py) and a reward model (reward_model.py) by segments of steps. The batches of a segment depend
+only on the run's seed and the step, so a killed and resumed run ends in the same bits as any other.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.config import Config, RewardModelConfig, SFTConfig
+from marin_rl.progress import ProgressEvent, Stage, publish
+from marin_rl.storage.runs import Run, committed
+from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.backend import DeviceBackend, Forward, Loss
+from marin_rl.training.compiled_step import Program, check_finite
+from marin_rl.training.policy_source import FrozenBase
+from marin_rl.training.state import CheckpointSlot, CommittedState
+from marin_rl.training.step_types import Parameters, StepRows
+from marin_rl.types import SlotRef
+
+PREPARED_MAX = 4  # steps whose batches are made ahead
+STEPS_PER_EVENT = 10
+
+Batch = TypeVar("Batch")
+
+
+class Phase:
+    """A phase of one run. It keeps the program, and the state of its last checkpoint in memory."""
+
+    stage: ClassVar[Stage]
+
+    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, program: Program) -> None:
+        self._run, self._tokenizer, self._program = run, tokenizer, program
+        self._names = TokenizerIdentity.of(tokenizer)
+        self._base = FrozenBase(run, tokenizer, program)
+        self._committed = CommittedState(run, self._names, program.like, program.place)
+
+    def _steps(
+        self, backend: DeviceBackend, loss: Loss, batches: Iterable[tuple[Batch, StepRows]]
+    ) -> Iterator[tuple[Batch, Forward, dict[str, float]]]:
+        """Take a step on each of the rows; its batch, forward pass and metrics.
+
+        Raises NonFiniteUpdate when too many updates in a row were not finite.
+        """
+        limit = self._run.config.training.nonfinite_updates_max
+        for batch, rows in batches:
+            # Both are queued before either is awaited: the device does not wait for metrics to be
+            # read.
+            forward, update = backend.forward_backward(rows, loss), backend.optim_step()
+            before, after = forward.result(), update.result()
+            metrics = {**before.metrics, **after.metrics}
+            check_finite(metrics, after.refused, limit)
+            yield batch, before, metrics
+
+    def _slot(
+        self, name: str, content: Mapping[str, Any], parents: Sequence[SlotRef]
+    ) -> CheckpointSlot:
+        return CheckpointSlot(
+            run=self._run,
+            slot=name,
+            tokenizer=self._names,
+            content=content,
+            parents=parents,
+            adapter=self._base.adapter,
+        )
+
+    def _publish(
+        self, done: int, total: int, metrics: Mapping[str, float], round: int | None = None
+    ) -> None:
+        publish(
+            ProgressEvent(
+                run_id=self._run.run_id,
+                stage=self.stage,
+                round=round,
+                done=done,
+                total=total,
+                metrics=metrics,
+            )
+        )
+
+
+class SegmentedPhase(Phase, ABC):
+    """A phase of a fixed number of steps, every `steps_per_checkpoint` of which are committed."""
+
+    def __init__(
+        self,
+        run: Run,
+        tokenizer: PreTrainedTokenizerBase,
+        program: Program,
+        loss: Loss,
+        settings: SFTConfig | RewardModelConfig,
+    ) -> None:
+        super().__init__(run, tokenizer, program)
+        self._loss, self._settings = loss, settings
+
+    @abstractmethod
+    def _rows(self, step: int) -> StepRows:
+        """The rows of a step; a function of the run's seed and the step."""
+
+    @abstractmethod
+    def _slot_of(self, step: int) -> str:
+        """Name of the slot of the checkpoint after so many steps."""
+
+    @abstractmethod
+    def _content(self) -> Mapping[str, Any]:
+        """Settings that decide the checkpoints, besides their parents."""
+
+    @abstractmethod
+    def _first_parents(self) -> tuple[SlotRef, ...]:
+        """The slots that the first segment begins from."""
+
+    @abstractmethod
+    def _first_parameters(self) -> Parameters:
+        """The trained parameters before the first step."""
+
+    @abstractmethod
+    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step by their public names; without numbers that are not finite."""
+
+    @abstractmethod
+    def _summary(
+        self, backend: DeviceBackend, history: Sequence[Mapping[str, float]]
+    ) -> tuple[Mapping[str, float], Mapping[str, Any]]:
+        """Totals of a segment for its manifest, and other fields of it."""
+
+    def _segment(self, step_from: int, *parents: SlotRef) -> tuple[SlotRef, Mapping[str, float]]:
+        """Train from `step_from` to the segment's end, and commit; the commit and its totals.
+
+        `parents` are further ones than the checkpoint before. Totals are empty for a commit that
+        was there already. Raises NonFiniteUpdate, CommitConflict.
+        """
+        steps, every = self._settings.steps, self._settings.steps_per_checkpoint
+        assert 0 <= step_from < steps, (step_from, steps)
+        assert step_from % every == 0, (step_from, every)
+        step_to = min(step_from + every, steps)
+        if step_from:
+            ref = committed(self._run, self._slot_of(step_from))
+            assert ref is not None, f"step {step_from} is committed before what follows it"
+            before = (ref,)
+        else:
+            before = self._first_parents()
+        slot = self._slot(self._slot_of(step_to), self._content(), (*before, *parents))
+        if existing := slot.find():
+            return existing, {}
+        frozen = self._base.parameters
+        if step_from:
+            state = self._committed.take(before[0])
+        else:
+            state = self._program.first_state(self._first_parameters(), self._run.config.seed)
+        backend = DeviceBackend(self._program, state, frozen)
+        del state  # the backend's: its optimizer's part is donated
+        history = list[Mapping[str, float]]()
+        batches = made_ahead(self._rows, step_from, step_to)
+        for step, _, metrics in self._steps(backend, self._loss, batches):
+            history.append(self._named(metrics))
+            if (step + 1) % STEPS_PER_EVENT == 0 or step + 1 == step_to:
+                self._publish(step + 1, steps, history[-1])
+        totals, extra = self._summary(backend, history)
+        ref = backend.save(slot, totals, extra).result()
+        # Another attempt that was first may have other moments to the bit: its state is read then.
+        if not ref.reused:
+            self._committed.keep(backend.close(), ref)
+        return ref, totals
+
+
+def optimizer_content(config: Config) -> list[float]:
+    """Settings of `training` that the optimizer of a segment uses; changing the others keeps it."""
+    return [config.training.beta1, config.training.beta2, config.training.epsilon]
+
+
+def made_ahead(make: Callable[[int], Batch], start: int, end: int) -> Iterator[tuple[int, Batch]]:
+    """The batches of steps start … end - 1, made ahead in a thread while the device computes."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        first = range(start, min(start + PREPARED_MAX, end))
+        ahead = [pool.submit(make, step) for step in first]
+        for step in range(start, end):
+            batch = ahead.pop(0).result()
+            # A few steps ahead: tokenizing overlaps with training, and memory holds few batches.
+            if step + PREPARED_MAX < end:
+                ahead.append(pool.submit(make, step + PREPARED_MAX))
+            yield step, batch
