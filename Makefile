@@ -108,7 +108,7 @@ docs: install ## Write the generated pages of docs/ again
 .PHONY: library-facts
 library-facts: install ## Try the environments of other libraries again, and write what docs/other-libraries.md says of them
 	rm -f docs/data/libraries.json
-	MARIN_RL_WRITE_FACTS=1 $(BIN)/python -m pytest -m slow tests/environments tests/rollouts/test_verl_package.py tests/flows/test_atropos.py -k "package or verifiers_v1 or atropos"
+	MARIN_RL_WRITE_FACTS=1 $(BIN)/python -m pytest -m slow tests/integrations tests/flows/test_atropos.py -k "package or verifiers_v1 or atropos"
 
 .PHONY: site
 site: install ## Build the documentation as a site: build/site/index.html

@@ -23,6 +23,7 @@ from flows.run_log import logging_rounds
 from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.stages import EVALUATE, REWARD_MODEL
+from marin_rl.integrations import integration
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.pinned import as_begun, record_rows
 from marin_rl.runtime import release
@@ -35,7 +36,6 @@ from marin_rl.storage.runs import (
     metrics_key,
     round_of,
 )
-from marin_rl.trackers import open_trackers
 from marin_rl.types import SlotRef
 from tasks.fan_out import fanning_out
 
@@ -103,9 +103,11 @@ def open_session(config: Config, flow: str) -> Iterator[RunRef]:
             record_rows(run)
         if flow != EVALUATE:
             try_to_remember(run)
-        trackers = open_trackers(config)
-        stack.callback(trackers.close)
-        stack.enter_context(listening(trackers.listen))
+        named = config.trackers
+        if named.tensorboard or named.wandb_project or named.trackio_project:
+            trackers = integration("trackers").open_trackers(config)
+            stack.callback(trackers.close)
+            stack.enter_context(listening(trackers.listen))
         stack.enter_context(reporting(run))
         stack.enter_context(logging_rounds(run))
         stack.callback(release, run)

@@ -28,7 +28,7 @@ ELSEWHERE = {
         "serve-trajectories": "flows/test_atropos.py",
         "run atropos.yaml": "flows/test_atropos.py",
         "poll-trajectories": "flows/test_atropos.py",
-        "run lake.yaml": "environments/test_gymnasium_package.py",
+        "run lake.yaml": "integrations/test_gymnasium_package.py",
     },
     "docs/reading-runs.md": {"evaluate https://": "test_evaluation.py"},
     "docs/running-at-scale.md": {

@@ -11,40 +11,8 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from marin_rl.config import Config, Section, is_runtime_only, omitted_if_none, section_of
-from marin_rl.environments.chat import ChatOptions
-from marin_rl.environments.code_problems import CodeOptions
-from marin_rl.environments.echo import EchoOptions
-from marin_rl.environments.external.gymnasium import GymnasiumOptions
-from marin_rl.environments.external.nemo_gym import NemoGymOptions
-from marin_rl.environments.external.openenv import OpenEnvOptions
-from marin_rl.environments.external.textarena import TextArenaOptions
-from marin_rl.environments.external.verifiers import VerifiersOptions
-from marin_rl.environments.external.verifiers_v1 import VerifiersV1Options
-from marin_rl.environments.game import GameOptions
-from marin_rl.environments.judge import JudgeOptions
-from marin_rl.environments.math_problems import MathOptions
-from marin_rl.environments.python_tool import PythonOptions
-from marin_rl.environments.reasoning_gym_options import ReasoningGymOptions
-from marin_rl.environments.repository import RepositoryOptions
+from marin_rl.environments.registry import options_by_environment
 from marin_rl.metrics import DEFINITIONS, Definition
-
-_OPTIONS: dict[str, type[Section]] = {
-    "chat": ChatOptions,
-    "code": CodeOptions,
-    "echo": EchoOptions,
-    "game": GameOptions,
-    "gymnasium": GymnasiumOptions,
-    "judge": JudgeOptions,
-    "math": MathOptions,
-    "nemo_gym": NemoGymOptions,
-    "openenv": OpenEnvOptions,
-    "python": PythonOptions,
-    "reasoning_gym": ReasoningGymOptions,
-    "repository": RepositoryOptions,
-    "textarena": TextArenaOptions,
-    "verifiers": VerifiersOptions,
-    "verifiers_v1": VerifiersV1Options,
-}
 
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "max_length": "at most", "pattern": "like"}
 
@@ -141,7 +109,7 @@ def _titled_sections() -> Iterator[tuple[str, str, type[Section]]]:
     """Yield title, prefix and class of every section, and of the options of each environment."""
     for prefix, section in _sections(Config, ""):
         yield prefix.rstrip(".") or "Top level", prefix, section
-    for environment, options in _OPTIONS.items():
+    for environment, options in options_by_environment().items():
         yield f"environment.options of {environment}", "environment.options.", options
         for name, info in options.model_fields.items():
             for item in get_args(info.annotation):

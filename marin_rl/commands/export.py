@@ -19,6 +19,7 @@ from marin_rl.commands.options import (
     print_result,
 )
 from marin_rl.errors import ConfigError
+from marin_rl.integrations import integration
 from marin_rl.progress import phase
 
 if TYPE_CHECKING:
@@ -172,9 +173,7 @@ def _export_verl(
     name: str, folder: Path, overrides: list[str] | None, root: str, *, trust: bool, as_json: bool
 ) -> None:
     config = load(Path(name), overrides, trust=trust, root=None if root == "runs" else root)
-    from marin_rl.rollouts.verl.export import export_verl
-
-    written = export_verl(config, folder)
+    written = integration("verl").export_verl(config, folder)
     if as_json:
         print_json(asdict(written) | {"folder": str(folder)})
         return
@@ -191,10 +190,8 @@ def _export_verl(
 def _export_rollouts(
     run: "Run", name: str, output: Path | None, rounds: list[int] | None, *, as_json: bool
 ) -> None:
-    from marin_rl.rollouts.exchange import export_rollouts
-
     target = output or Path(f"{run.run_id}-{name}.jsonl")
-    written = export_rollouts(run, name, target, rounds)
+    written = integration("exchange").export_rollouts(run, name, target, rounds)
     line = f"{target}: {written.lines} lines; {written.left_out} rollouts failed and are left out"
     print_result(asdict(written) | {"path": target}, line, as_json=as_json)
 

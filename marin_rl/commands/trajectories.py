@@ -20,6 +20,7 @@ from marin_rl.commands.options import (
     print_json,
 )
 from marin_rl.errors import ConfigError
+from marin_rl.integrations import integration
 
 if TYPE_CHECKING:
     from marin_rl.config import Config
@@ -51,11 +52,10 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
     from marin_rl.serving.http.auth import check_address
 
     check_address(config.inference, host, port)
-    from marin_rl.serving.trajectories.app import serve_trajectories
-    from marin_rl.serving.trajectories.receiver import Receiver
     from marin_rl.storage.runs import Run
 
-    receiver = Receiver(Run.create_or_open(config))
+    atropos = integration("atropos")
+    receiver = atropos.Receiver(Run.create_or_open(config))
 
     def ready(url: str) -> None:
         print_error(f"receiving groups of run {config.run_id} at {url} (Ctrl-C ends)", style="")
@@ -64,7 +64,7 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again at the end
     with suppress(KeyboardInterrupt):
-        serve_trajectories(receiver, host, port, ready)
+        atropos.serve_trajectories(receiver, host, port, ready)
     if as_json:
         print_json({"state": "ended", **receiver.counts})
 
@@ -87,11 +87,10 @@ def poll_trajectories(
     """
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     _check_pushed(config)
-    from marin_rl.serving.trajectories.poller import poll_trajectories
-    from marin_rl.serving.trajectories.receiver import Receiver
     from marin_rl.storage.runs import Run
 
-    receiver = Receiver(Run.create_or_open(config))
+    atropos = integration("atropos")
+    receiver = atropos.Receiver(Run.create_or_open(config))
 
     def ready() -> None:
         print_error(f"taking groups of run {config.run_id} from {url} (Ctrl-C ends)", style="")
@@ -100,7 +99,7 @@ def poll_trajectories(
 
     batches = 0
     with suppress(KeyboardInterrupt):
-        batches = poll_trajectories(receiver, url, ready, print_error)
+        batches = atropos.poll_trajectories(receiver, url, ready, print_error)
     if as_json:
         print_json({"state": "ended", "batches": batches, **receiver.counts})
 

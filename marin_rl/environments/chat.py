@@ -87,7 +87,7 @@ class ChatOptions(Section):
     )
 
 
-@register("chat")
+@register("chat", ChatOptions)
 class Chat(FunctionScored):
     """Rewards what the function returns: a number, or a mapping of names to numbers."""
 

@@ -91,7 +91,7 @@ class CodeOptions(ProblemOptions):
     )
 
 
-@register("code")
+@register("code", CodeOptions)
 class Code(Problems):
     """Rewards a program that passes all tests, or by the share of tests that it passes."""
 

@@ -21,7 +21,7 @@ class EchoOptions(Section):
     )
 
 
-@register("echo")
+@register("echo", EchoOptions)
 class Echo(BaseEnvironment):
     """Rewards the share of characters that are right, in place: 1 for exactly the word."""
 

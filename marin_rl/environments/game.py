@@ -91,7 +91,7 @@ def split_starts(options: GameOptions, game: Game) -> Mapping[Split, Sequence[in
     return {"train": sorted(shuffled[held_out:]), "eval": sorted(shuffled[:held_out])}
 
 
-@register("game")
+@register("game", GameOptions)
 class GameEnvironment(BaseEnvironment):
     """Rewards a game that is won: 1, or less with each turn where fewer turns are better.
 

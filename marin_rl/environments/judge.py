@@ -93,7 +93,7 @@ class JudgeOptions(ChatOptions):
     )
 
 
-@register("judge")
+@register("judge", JudgeOptions)
 class Judge(Chat):
     """Rewards the judge's verdict, from 0 to 1, and maybe what a reward function returns."""
 

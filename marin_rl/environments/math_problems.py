@@ -59,7 +59,7 @@ class MathOptions(ProblemOptions):
     )
 
 
-@register("math")
+@register("math", MathOptions)
 class Math(Problems):
     """Rewards an answer that equals the row's, and in a component of its own the form of it."""
 

@@ -69,7 +69,7 @@ class PythonOptions(MalformedCallOptions, MathOptions):
     )
 
 
-@register("python")
+@register("python", PythonOptions)
 class Python(Math):
     """Rewards the answer that a dialogue with Python programs ends with, as `math` does."""
 

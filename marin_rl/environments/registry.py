@@ -1,24 +1,25 @@
 """Registry of environments by name, and environments made once per process.
 
-A name stands for one that comes with this package, one of another package, registered by its entry
-point in the group "marin_rl.environments", or a class in a file of the user (`custom`). Leaves out
-the protocol (`base`), and what a run must not do with its environments (`checks`).
+A name stands for an environment of this package, of one of its integrations (a file of that name),
+of another package, registered by its entry point in the group "marin_rl.environments", or for a
+class in a file of the user (`custom`). Leaves out the protocol (`base`), and what a run must not do
+with its environments (`checks`).
 """
 
-import ast
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.metadata import entry_points
+from functools import cache, lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.resources import files
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from marin_rl.config import EnvironmentConfig, code_in, environments_in
+from marin_rl.config import EnvironmentConfig, Section, code_in, environments_in
 from marin_rl.environments.base import SHIPPED, Environment
 from marin_rl.errors import ConfigError
 from marin_rl.types import Split
@@ -29,63 +30,78 @@ USER_CLASS = "FILE.py:Class"  # stands for all classes that are named as code
 # Methods of environments of several turns, as verifiers names them.
 TURNS = frozenset({"env_response", "is_completed", "setup_state", "call_tool"})
 
-_BUILT_IN = {
+INTEGRATIONS = "marin_rl.integrations"
+_OWN = {
     USER_CLASS: "marin_rl.environments.custom",
     "chat": "marin_rl.environments.chat",
     "code": "marin_rl.environments.code_problems",
     "echo": "marin_rl.environments.echo",
     "game": "marin_rl.environments.game",
-    "gymnasium": "marin_rl.environments.external.gymnasium",
     "judge": "marin_rl.environments.judge",
     "math": "marin_rl.environments.math_problems",
-    "nemo_gym": "marin_rl.environments.external.nemo_gym",
-    "openenv": "marin_rl.environments.external.openenv",
     "python": "marin_rl.environments.python_tool",
-    "reasoning_gym": "marin_rl.environments.reasoning_gym",
     "repository": "marin_rl.environments.repository",
-    "textarena": "marin_rl.environments.external.textarena",
-    "verifiers": "marin_rl.environments.external.verifiers",
-    "verifiers_v1": "marin_rl.environments.external.verifiers_v1",
 }
-
-# Played by an interpreter that has the package.
-_PACKAGES = {
-    "gymnasium": "gymnasium",
-    "textarena": "textarena",
-    "verifiers": "verifiers",
-    "verifiers_v1": "verifiers",
-}
-_SERVERS = ("nemo_gym", "openenv", "verifiers_v1")  # played by a server
-
-# Environments with several turns, and those whose model may call tools. None of them is imported to
-# be listed; a test compares their classes.
-SEVERAL_TURNS = frozenset(
-    {"game", "gymnasium", "nemo_gym", "openenv", "python", "repository", "textarena", "verifiers"}
-    | {"verifiers_v1"}
-)
-WITH_TOOLS = frozenset({"nemo_gym", "openenv", "python", "repository", "verifiers", "verifiers_v1"})
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 Factory = Callable[[EnvironmentConfig], Environment]
 FactoryT = TypeVar("FactoryT", bound=Factory)
 
-_registered: dict[str, Factory] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """An environment's factory, its options, and what is said of it."""
+
+    factory: Factory
+    options: type[Section] | None
+    tools: bool
+    package: str | None
+    server: bool
 
 
-def register(name: str) -> Callable[[FactoryT], FactoryT]:
-    """Decorate a class (or function) that makes an environment out of its configuration."""
+_registered: dict[str, _Registered] = {}
+
+
+def register(
+    name: str,
+    options: type[Section] | None = None,
+    *,
+    tools: bool = False,
+    package: str | None = None,
+    server: bool = False,
+) -> Callable[[FactoryT], FactoryT]:
+    """Decorate a class (or function) that makes an environment out of its configuration.
+
+    `tools` says that the model may call some that the class does not know, `package` what the
+    interpreter that plays must have, and `server` that a server plays.
+    """
 
     def decorate(factory: FactoryT) -> FactoryT:
-        _registered[name] = factory
+        _registered[name] = _Registered(factory, options, tools, package, server)
         return factory
 
     return decorate
 
 
+@cache
+def built_in() -> dict[str, str]:
+    """Module of each environment that comes with this package, by name; none is imported."""
+    integrated = {
+        file.name.removesuffix(".py"): file.read_text(encoding="utf-8")
+        for file in files(INTEGRATIONS).iterdir()
+        if file.name.endswith(".py")
+    }
+    return _OWN | {
+        name: f"{INTEGRATIONS}.{name}"
+        for name, source in sorted(integrated.items())
+        if "\n@register(" in source
+    }
+
+
 def known_environments() -> list[str]:
     """Names that a configuration may use, sorted."""
-    return sorted({*_BUILT_IN, *_registered, *(point.name for point in _points())})
+    return sorted({*built_in(), *_registered, *(point.name for point in _points())})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +120,8 @@ class EnvironmentEntry:
 
 
 def described_environments() -> list[EnvironmentEntry]:
-    """Environments that a configuration may name, sorted; none of them is imported."""
-    own = [
-        EnvironmentEntry(name, _first_line(_BUILT_IN[name]), *_abilities(name), _needs(name))
-        for name in _BUILT_IN
-    ]
+    """Environments that a configuration may name, sorted; those of other packages not imported."""
+    own = [_described(name) for name in built_in()]
     others = [
         EnvironmentEntry(point.name, f"registered as {point.value}", "", "", "")
         for point in _points()
@@ -116,29 +129,35 @@ def described_environments() -> list[EnvironmentEntry]:
     return sorted([*own, *others], key=lambda entry: entry.name)
 
 
-def _first_line(module: str) -> str:
-    spec = find_spec(module)
-    assert spec is not None, module
-    assert spec.origin is not None, module
-    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
-    return (text or "").partition("\n")[0].partition(": `environment.name")[0]
-
-
-def _abilities(name: str) -> tuple[str, str]:
-    """Turns and tools of an environment that comes with this package."""
+def _described(name: str) -> EnvironmentEntry:
+    importlib.import_module(built_in()[name])
+    made = _registered[name]
+    text = sys.modules[made.factory.__module__].__doc__ or ""
+    plays = text.partition("\n")[0].partition(": `environment.name")[0]
     if name == USER_CLASS:
-        return "", ""
-    turns = "several" if name in SEVERAL_TURNS else "one"
-    return turns, "yes" if name in WITH_TOOLS else "no"
-
-
-def _needs(name: str) -> str:
-    needs = ["a server"] if name in _SERVERS else []
-    if (package := _PACKAGES.get(name)) is not None:
-        there = find_spec(package) is not None
+        return EnvironmentEntry(name, plays, "", "", "")
+    several = hasattr(made.factory, "episode") or hasattr(made.factory, "rollouts")
+    tools = made.tools or hasattr(made.factory, "tools_offered")
+    needs = ["a server"] if made.server else []
+    if made.package is not None:
+        there = find_spec(made.package) is not None
         state = "installed" if there else "not installed here; see options.python"
-        needs.append(f"{package}: {state}")
-    return ", ".join(needs)
+        needs.append(f"{made.package}: {state}")
+    return EnvironmentEntry(
+        name,
+        plays,
+        "several" if several else "one",
+        "yes" if tools else "no",
+        ", ".join(needs),
+    )
+
+
+def options_by_environment() -> dict[str, type[Section]]:
+    """Options of each environment that comes with this package, by name, sorted."""
+    for module in built_in().values():
+        importlib.import_module(module)
+    made = ((name, _registered[name].options) for name in sorted(built_in()))
+    return {name: options for name, options in made if options is not None}
 
 
 def construct(config: EnvironmentConfig) -> Environment:
@@ -150,20 +169,7 @@ def construct(config: EnvironmentConfig) -> Environment:
         mixture = importlib.import_module("marin_rl.environments.mixture")
         return mixture.Mixture(config)
     name = USER_CLASS if parse_spec(config.name) is not None else config.name
-    if name not in _registered and name in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[name])
-    if name not in _registered:
-        for point in _points():
-            if point.name == name:
-                _registered[name] = point.load()
-    if name not in _registered:
-        known = known_environments()
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(
-            f"environment.name: expected one of {', '.join(known)}, found {name!r}{hint}"
-        )
-    environment = _registered[name](config)
+    environment = _factory(name)(config)
     if never_called := sorted(TURNS & set(dir(environment))):
         raise ConfigError(
             f"environment {config.name.partition('#')[0]!r} has {', '.join(never_called)}, never "
@@ -171,6 +177,24 @@ def construct(config: EnvironmentConfig) -> Environment:
             "methods are the tools (docs/your-environment.md), and remove these"
         )
     return environment
+
+
+def _factory(name: str) -> Factory:
+    """What makes the environment of a name, imported here. Raises ConfigError for no name."""
+    if name not in _registered and (module := built_in().get(name)) is not None:
+        importlib.import_module(module)
+    if name not in _registered:
+        for point in _points():
+            if point.name == name:
+                register(name)(point.load())
+    if name not in _registered:
+        known = known_environments()
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"environment.name: expected one of {', '.join(known)}, found {name!r}{hint}"
+        )
+    return _registered[name].factory
 
 
 def foreign_code(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -182,7 +206,7 @@ def foreign_code(tree: Mapping[str, Any]) -> dict[str, str]:
     named = {key: str(spec) for key, spec in code_in(tree) if str(spec) not in SHIPPED}
     for key, environment in environments_in(dict(tree)):
         name = environment.get("name")
-        if name not in _BUILT_IN and name not in _registered:
+        if name not in built_in() and name not in _registered:
             named |= {f"{key}.name": point.value for point in _points() if point.name == name}
     return named
 
@@ -224,5 +248,5 @@ def parse_options(kind: type[OptionsT], config: EnvironmentConfig) -> OptionsT:
         ) from None
 
 
-def _points() -> Any:
+def _points() -> Iterable[EntryPoint]:
     return entry_points(group=ENTRY_POINTS)

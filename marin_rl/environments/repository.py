@@ -120,7 +120,7 @@ class RepositoryOptions(MalformedCallOptions, ProblemOptions):
     )
 
 
-@register("repository")
+@register("repository", RepositoryOptions)
 class Repository(Problems):
     """Rewards a change of a repository after which all tests of the row pass."""
 

@@ -43,8 +43,8 @@ from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
-from marin_rl.rollouts.exchange import samples_of
 from marin_rl.rollouts.pinned import policy_as_begun
+from marin_rl.rollouts.samples import samples_of
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import TURNS_MAX_DEFAULT, GroupRequest, score_group
 from marin_rl.tokenizers import PolicyTokenizer

@@ -19,10 +19,10 @@ from support.openenv_server import openenv_server
 from marin_rl.config import EnvironmentConfig, parse_config
 from marin_rl.doctor.policy import tools
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
-from marin_rl.environments.external.openenv_session import server_facts
 from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask_once, ask_sync
 from marin_rl.environments.registry import construct
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, InputError, RewardFault
+from marin_rl.integrations.openenv_session import server_facts
 from marin_rl.isolated.worker import charged, uncharged
 from marin_rl.types import ToolCall, Turn
 

@@ -10,7 +10,7 @@ import pytest
 from support.run_factories import checkpoint
 from support.trajectories import push, pushed_config, receiving, registration, scored
 
-from marin_rl.serving.trajectories import receiver
+from marin_rl.integrations.atropos import receiver
 from marin_rl.storage.runs import Run
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from marin_rl.environments.external.interpreter import installed_version
+from marin_rl.integrations.hosted import installed_version
 from marin_rl.types import Rollout, RolloutGroup
 
 TOP = Path(__file__).parents[2]

@@ -1,0 +1,301 @@
+"""The API of atropos 0.4 as its environments use it, over HTTP.
+
+Owns routes, bodies (plain or gzip) and answers. A trainer of atropos has no part here: the run is
+the trainer, and takes groups from its files. So the routes that register one, hand batches out or
+forget what was accepted are refused. Leaves out what is done with a group (`receiver`) and who may
+call (`http.guard`).
+"""
+
+import asyncio
+import base64
+import binascii
+import sys
+import zlib
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from marin_rl.config import ServerConfig
+from marin_rl.errors import InputError, StorageError
+from marin_rl.integrations.atropos.receiver import Receiver
+from marin_rl.rollouts.scored_data import ScoredData
+from marin_rl.serving.http.addresses import Origins, http_server, listen
+from marin_rl.serving.http.auth import Keys, check_reach
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.http.guard import Guard, read_body
+from schemas import Malformed
+from schemas.strict_json import JsonLimits, parse_json
+
+RETRY_S = 1
+
+Kind = TypeVar("Kind")
+Work = Callable[..., Kind]
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+class RegisterEnvironment(BaseModel):
+    """POST /register-env."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    max_token_length: int = Field(ge=1)
+    # Environments are named in rollouts and metrics; one without a name sends null.
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = Field(
+        alias="desired_name"
+    )
+    weight: float = Field(ge=0, le=1e6, allow_inf_nan=False)
+    group_size: int
+    min_batch_allocation: float | None = Field(default=None, ge=0, le=1)
+
+
+class EnvironmentNumber(BaseModel):
+    """GET /status-env and POST /disconnect-env."""
+
+    env_id: int
+
+
+_ENVIRONMENT = TypeAdapter(RegisterEnvironment)
+_NUMBER = TypeAdapter(EnvironmentNumber)
+_GROUP = TypeAdapter(ScoredData)
+_GROUPS = TypeAdapter(Annotated[list[ScoredData], Field(max_length=4096)])
+
+
+class TrajectoryRoutes:
+    """The routes of one receiver, which they call one at a time, off the event loop."""
+
+    def __init__(self, receiver: Receiver, settings: ServerConfig) -> None:
+        self._receiver, self._settings = receiver, settings
+        # One thread: a request that ends early leaves its commit to finish before the next begins.
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="receiver")
+
+    def routes(self) -> list[Route]:
+        """Every route of atropos's server."""
+        get = {
+            "/": self.root, "/healthz": self.healthz, "/wandb_info": self.wandb_info,
+            "/info": self.info, "/status": self.status, "/status-env": self.status_env,
+            "/latest_example": self.latest_example, "/batch": self.trains_itself,
+            "/reset_data": self.keeps_groups,
+        }  # fmt: skip
+        post = {
+            "/register": self.trains_itself, "/register-env": self.register_env,
+            "/disconnect-env": self.disconnect_env, "/scored_data": self.scored_data,
+            "/scored_data_list": self.scored_data_list,
+        }  # fmt: skip
+        return [
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()),
+        ]
+
+    async def root(self, request: Request) -> Response:
+        """Name of the API."""
+        return JSONResponse({"message": "AtroposLib API", "run_id": self._receiver.run.run_id})
+
+    async def healthz(self, request: Request) -> Response:
+        """Return 200 while the process answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def wandb_info(self, request: Request) -> Response:
+        """Project and group under which environments log."""
+        run = self._receiver.run
+        project = run.config.trackers.wandb_project or "marin-rl"
+        return JSONResponse({"group": run.run_id, "project": project})
+
+    async def info(self, request: Request) -> Response:
+        """Sequences of a round, and the length that a sequence stays below."""
+        config = self._receiver.run.config
+        size = config.rollouts.groups_per_round * config.rollouts.group_size
+        # An environment drops sequences that are as long as this, or longer.
+        longest = config.policy.context_length + 1
+        return JSONResponse({"batch_size": size, "max_token_len": longest})
+
+    async def status(self, request: Request) -> Response:
+        """The round, the number of groups that wait, and how many were accepted and refused."""
+
+        def read() -> dict[str, int]:
+            receiver = self._receiver
+            size = receiver.queue_size
+            counts = {f"groups_{name}": count for name, count in receiver.counts.items()}
+            return {"current_step": receiver.round or 0, "queue_size": size, **counts}
+
+        return JSONResponse(await self._call(read))
+
+    async def status_env(self, request: Request) -> Response:
+        """The queue as an environment sees it."""
+        wanted = await self._body(request, _NUMBER)
+        return JSONResponse(await self._call(self._receiver.status_of, wanted.env_id))
+
+    async def latest_example(self, request: Request) -> Response:
+        """The group that was accepted last; empty lists before there is one."""
+        latest = self._receiver.latest
+        if latest is None:
+            names = ("tokens", "masks", "scores", "inference_logprobs", "messages")
+            return JSONResponse({name: list[Any]() for name in names})
+        return Response(latest.model_dump_json(), media_type="application/json")
+
+    async def register_env(self, request: Request) -> Response:
+        """Register an environment for good; it waits while the run has no policy."""
+        wanted = await self._body(request, _ENVIRONMENT)
+
+        def register() -> dict[str, Any]:
+            receiver = self._receiver
+            if receiver.round is None:
+                return {"status": "wait for trainer to start"}
+            environment = receiver.register({**wanted.model_dump(), "name": wanted.name or "env"})
+            return {
+                "status": "success",
+                "env_id": environment.number,
+                "wandb_name": environment.real_name,
+                "checkpoint_dir": "",
+                "starting_step": receiver.round,
+                "checkpoint_interval": -1,  # an environment keeps no checkpoints of its own
+                "num_steps": receiver.run.config.rounds,
+            }
+
+        return JSONResponse(await self._call(register))
+
+    async def disconnect_env(self, request: Request) -> Response:
+        """Take an environment out of the shares of the queue."""
+        wanted = await self._body(request, _NUMBER)
+        await self._call(self._receiver.disconnect, wanted.env_id)
+        return JSONResponse({"status": "success"})
+
+    async def scored_data(self, request: Request) -> Response:
+        """Commit a group."""
+        group = await self._body(request, _GROUP)
+        await self._call(self._receiver.accept, [group])
+        return JSONResponse({"status": "received"})
+
+    async def scored_data_list(self, request: Request) -> Response:
+        """Commit several groups, or none where one is refused."""
+        groups = await self._body(request, _GROUPS)
+        await self._call(self._receiver.accept, groups)
+        return JSONResponse({"status": "received", "groups_processed": len(groups)})
+
+    async def trains_itself(self, request: Request) -> Response:
+        """Refuse trainers: batches are never handed out."""
+        raise ApiError(
+            409,
+            f"run {self._receiver.run.run_id} is the trainer of these environments, and takes "
+            "groups from its files: expected no other trainer",
+            code="no_trainer",
+        )
+
+    async def keeps_groups(self, request: Request) -> Response:
+        """Refuse to forget groups that were accepted."""
+        raise ApiError(
+            409,
+            "groups that were accepted are part of the run and are never deleted: start a run "
+            "with another run_id",
+            code="durable",
+        )
+
+    async def _call(self, work: Work[Kind], *arguments: Any) -> Kind:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._worker, partial(work, *arguments))
+
+    async def _body(self, request: Request, kind: TypeAdapter[Kind]) -> Kind:
+        data = await read_body(request.scope, request.receive)
+        try:
+            if request.headers.get("content-encoding", "").lower() == "gzip":
+                data = _unzipped(data, self._settings.bodies_bytes_max)
+            limits = JsonLimits(bytes_max=self._settings.bodies_bytes_max)
+            return await asyncio.to_thread(lambda: kind.validate_python(parse_json(data, limits)))
+        except (ValidationError, Malformed) as error:
+            if kind in (_GROUP, _GROUPS):
+                self._receiver.counts["refused"] += 1
+            known = isinstance(error, ValidationError)
+            raise ApiError(422, _first(error) if known else f"the body: {error}") from None
+
+
+def _first(error: ValidationError) -> str:
+    """The first fault: its field, what was expected, and what was found."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(map(str, first["loc"])) or "the body"
+    return f"{place}: {first['msg']}, found {first['input']!r:.100}"
+
+
+def _unzipped(data: bytes, bytes_max: int) -> bytes:
+    unzip = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        plain = unzip.decompress(data, bytes_max)
+    except zlib.error as error:
+        raise ApiError(400, f"expected a body in gzip: {error}") from None
+    if unzip.unconsumed_tail:
+        raise ApiError(413, f"expected a body of at most {bytes_max} bytes", code="body_too_large")
+    if not unzip.eof:
+        raise ApiError(400, "expected a body in gzip, found a part of one")
+    return plain
+
+
+class BasicAsBearer:
+    """ASGI middleware: the password of Basic authentication is a bearer token.
+
+    Environments of atropos send no header of their own, and their HTTP client sends this one for an
+    address like http://any:TOKEN@host.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] == "http":
+            scope["headers"] = [(name, _bearer(name, value)) for name, value in scope["headers"]]
+        await self._app(scope, receive, send)
+
+
+def _bearer(name: bytes, value: bytes) -> bytes:
+    scheme, _, text = value.partition(b" ")
+    if name != b"authorization" or scheme.lower() != b"basic":
+        return value
+    try:
+        return b"Bearer " + base64.b64decode(text.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return value
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Return a refusal, with its line in the log: nothing is dropped silently."""
+    if isinstance(error, InputError):
+        error = ApiError(422, str(error))
+    elif isinstance(error, StorageError):
+        # Environments try again on 5xx alone.
+        error = ApiError(503, f"{type(error).__name__}: {error}", retry_s=RETRY_S)
+    assert isinstance(error, ApiError), "handlers are registered by type"
+    sys.stderr.write(f"{request.method} {request.url.path}: {error.status}: {error}\n")
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+def trajectory_server(receiver: Receiver, host: str) -> uvicorn.Server:
+    """Return a server of the routes, behind the checks that all servers of marin-rl have.
+
+    It was not started. Raises ConfigError for an open address without a token.
+    """
+    inference = receiver.run.config.inference
+    settings, keys = inference.server, Keys.from_environment(inference)
+    check_reach(keys, host)
+    handlers: dict[Any, Handler] = dict.fromkeys((ApiError, InputError, StorageError), _refused)
+    routes = TrajectoryRoutes(receiver, settings).routes()
+    application = Starlette(routes=routes, exception_handlers=handlers)
+    origins = Origins(settings, host, has_token=keys.api is not None)
+    guard = Guard(application, config=settings, keys=keys, origins=lambda: origins)
+    return http_server(BasicAsBearer(guard), settings, host)
+
+
+def serve_trajectories(
+    receiver: Receiver, host: str, port: int, ready: Callable[[str], None]
+) -> None:
+    """Answer until a signal; `ready` gets the address. Raises ConfigError for the address."""
+    server = trajectory_server(receiver, host)
+    listener = listen(host, port)
+    ready(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
+    server.run(sockets=[listener])

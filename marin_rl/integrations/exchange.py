@@ -1,0 +1,251 @@
+"""Rollouts in the formats of other libraries, a JSON object per line.
+
+- `trl`: what a `rollout_func` of TRL returns of a sample, with its messages and its reward;
+- `verl`: an `AgentLoopOutput` of verl;
+- `atropos`: a `ScoredDataGroup` of atropos, a line per group;
+- `traces`: an `Episode` of verifiers 0.3 (v1), which its own tools read as `traces.jsonl`.
+
+A rollout of several segments is as many samples for TRL and verl, each with the whole reward, and
+as many branches of one trace; atropos has nothing like it. Logprobs are in nats.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import orjson
+
+from marin_rl.errors import InputError
+from marin_rl.inference.client.protocol import message_body
+from marin_rl.rollouts.samples import Sample, samples_of
+from marin_rl.rollouts.scored_data import UNTRAINED_LABEL, UNTRAINED_LOGPROB
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.rollouts import groups_of, iter_shards
+from marin_rl.types import Rollout, RolloutGroup, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """Numbers of an export: lines written, and rollouts left out for want of a reward or tokens."""
+
+    lines: int
+    left_out: int
+
+
+def export_rollouts(
+    run: Run, name: str, target: Path, rounds: Sequence[int] | None = None
+) -> Exported:
+    """Write the rollouts of sealed rounds (all, or `rounds`) to `target` in the format `name`.
+
+    Nothing is at `target` until it is whole. Raises InputError for an unknown format, a file that
+    exists and a rollout that the format has no place for; ObjectMissing for a round not sealed.
+    """
+    if name not in FORMATS:
+        raise InputError(f"--format: expected one of {', '.join(FORMATS)}, found {name!r}")
+    if target.exists():
+        raise InputError(f"{target} exists, and is not overwritten: name another file")
+    partial = target.with_name(f".{target.name}.partial")
+    chosen = [p.round for p in progress(run).values() if p.rollouts] if rounds is None else rounds
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with partial.open("wb") as file:
+            written = _write(run, FORMATS[name], chosen, file)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return written
+
+
+def _write(run: Run, lines_of: "Lines", rounds: Sequence[int], file: BinaryIO) -> Exported:
+    lines = left_out = 0
+    for round in rounds:
+        for table in iter_shards(run, round):
+            for group in groups_of(table):
+                whole = [r for r in group.rollouts if r.reward is not None and len(r.token_ids)]
+                left_out += len(group.rollouts) - len(whole)
+                for line in lines_of(run, round, group, whole):
+                    file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+                    lines += 1
+    return Exported(lines=lines, left_out=left_out)
+
+
+def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return turns as chat messages in OpenAI's shape."""
+    return [message_body(turn.message) for turn in turns]
+
+
+Members = Sequence[Rollout]
+Lines = Callable[[Run, int, RolloutGroup, Members], Iterator[Mapping[str, Any]]]
+
+
+def _trl(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterator[dict[str, Any]]:
+    for rollout in members:
+        for sample in samples_of(rollout):
+            yield {
+                "prompt": _messages(sample.prompt),
+                "completion": _messages(sample.response),
+                "prompt_ids": sample.prompt_ids,
+                "completion_ids": sample.response_ids,
+                "logprobs": sample.logprobs,
+                "env_mask": sample.mask,
+                "reward": rollout.reward,
+                "answer": group.example.answer,
+                **_names(run, round, group, rollout, sample),
+            }
+
+
+def _verl(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterator[dict[str, Any]]:
+    for rollout in members:
+        for sample in samples_of(rollout):
+            yield {
+                "prompt_ids": sample.prompt_ids,
+                "response_ids": sample.response_ids,
+                "response_mask": sample.mask,
+                "response_logprobs": sample.logprobs,
+                "reward_score": rollout.reward,
+                "num_turns": len(sample.prompt) + len(sample.response),
+                "metrics": {
+                    "generate_sequences": _sum(rollout.timing.prefill_s, rollout.timing.decode_s),
+                    "tool_calls": _sum(*(turn.timing.environment_s for turn in rollout.turns)),
+                },
+                "extra_fields": _names(run, round, group, rollout, sample),
+            }
+
+
+def _sum(*seconds: float | None) -> float:
+    return float(sum(value for value in seconds if value is not None))
+
+
+def _names(
+    run: Run, round: int, group: RolloutGroup, rollout: Rollout, sample: Sample
+) -> dict[str, Any]:
+    """Return what leads from a sample back to the run."""
+    return {
+        "run_id": run.run_id,
+        "round": round,
+        "group_id": group.group_id,
+        "rollout_id": rollout.rollout_id,
+        "segment": sample.segment,
+        "environment": group.example.environment,
+        "policy_version": rollout.policy_version_min,
+    }
+
+
+def _atropos(
+    run: Run, round: int, group: RolloutGroup, members: Members
+) -> Iterator[dict[str, Any]]:
+    for rollout in members:
+        if len(rollout.segment_lengths or ()) > 1:
+            raise InputError(
+                f"rollout {rollout.rollout_id} has {len(rollout.segment_lengths or ())} segments: "
+                "expected one, since a member of an atropos group is one sequence; the formats "
+                "trl, verl and traces have a place for segments"
+            )
+    if members:
+        yield {
+            "tokens": [rollout.token_ids for rollout in members],
+            "masks": [_where(r, r.token_ids, UNTRAINED_LABEL) for r in members],
+            "scores": [rollout.reward for rollout in members],
+            "inference_logprobs": [_where(r, r.logprobs, UNTRAINED_LOGPROB) for r in members],
+            "messages": [_messages(rollout.turns) for rollout in members],
+            "generation_params": asdict(members[0].sampling),
+            "group_overrides": {"run_id": run.run_id, "round": round, "group_id": group.group_id},
+        }
+
+
+def _where(rollout: Rollout, values: np.ndarray, otherwise: float) -> np.ndarray:
+    """Return `values` of sampled tokens, and `otherwise` elsewhere."""
+    return np.where(rollout.loss_mask == 1, values, values.dtype.type(otherwise))
+
+
+def _traces(
+    run: Run, round: int, group: RolloutGroup, members: Members
+) -> Iterator[dict[str, Any]]:
+    prompt = [message_body(message) for message in group.example.messages]
+    data = {
+        "name": group.example.example_id,
+        "prompt": prompt,
+        "answer": group.example.answer,
+        **({"info": dict(group.example.metadata)} if group.example.metadata else {}),
+    }
+    task = {"type": group.example.environment, "data": data, "key": group.example.example_id}
+    for rollout in members:
+        policy = {"start": rollout.policy_version_min, "end": rollout.policy_version_max}
+        yield {
+            "id": rollout.rollout_id,
+            "env": {"id": group.example.environment},
+            "task": task,
+            "group": {"id": group.group_id},
+            "run": {
+                "type": "train",
+                "id": run.run_id,
+                "work": {"type": "train", "step": round, "policy": policy},
+            },
+            "ok": True,
+            "traces": [_trace(rollout, task)],
+        }
+
+
+def _trace(rollout: Rollout, task: Mapping[str, Any]) -> dict[str, Any]:
+    nodes: list[dict[str, Any]] = []
+    for sample in samples_of(rollout):
+        nodes += _nodes(rollout, sample, len(nodes))
+    parts = rollout.reward_components
+    rewards = {part.name: {"score": part.value, "weight": part.weight} for part in parts}
+    times = rollout.timing.started_at.timestamp(), rollout.timing.finished_at.timestamp()
+    return {
+        "version": 1,
+        "id": rollout.rollout_id,
+        "task": task,
+        "agent": {"config": {}, "name": "policy"},
+        "nodes": nodes,
+        "rewards": rewards or {"reward": {"score": rollout.reward}},
+        "is_completed": True,
+        "ok": True,
+        "stop_condition": rollout.finish_reason,
+        "timing": {"start": times[0], "agent": {"start": times[0], "end": times[1]}},
+    }
+
+
+def _nodes(rollout: Rollout, sample: Sample, first: int) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a segment as a path of nodes; node `first` is its root.
+
+    A sampled message has its own tokens and those before it that no one sampled.
+    """
+    done = sum((rollout.segment_lengths or ())[: sample.segment])
+    for number, turn in enumerate([*sample.prompt, *sample.response]):
+        end = done
+        if number >= len(sample.prompt) and turn.inference_metadata is not None:
+            assert turn.end is not None, "a sampled turn has its tokens"
+            end = turn.end
+        mask = rollout.loss_mask[done:end] == 1
+        yield {
+            "parent": first + number - 1 if number else None,
+            "message": _flat_calls(message_body(turn.message)),
+            "sampled": end > done,
+            "timestamp": rollout.timing.finished_at.timestamp(),
+            "token_ids": rollout.token_ids[done:end],
+            "mask": mask,
+            "logprobs": rollout.logprobs[done:end][mask],
+        }
+        done = end
+
+
+def _flat_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its calls as verifiers has them: name and arguments at their top."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    flat = [{"id": call["id"], "type": "function", **call["function"]} for call in calls]
+    return message | {"tool_calls": flat}
+
+
+FORMATS: Mapping[str, Lines] = {
+    "trl": _trl,
+    "verl": _verl,
+    "atropos": _atropos,
+    "traces": _traces,
+}

@@ -1,0 +1,298 @@
+"""Base of environments that another library plays, in an interpreter of its own.
+
+A subclass names the package and its adapter, and turns what the library answers into messages and
+rewards. Each process that plays episodes starts one interpreter: a worker of `marin_rl.isolated`
+that runs `host.py`, which says what can be asked. `options.python` names another interpreter, for a
+library whose dependencies differ. Leaves out limits on time and memory (`episode_pool`).
+"""
+
+import asyncio
+import atexit
+import itertools
+import json
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+from packaging.specifiers import SpecifierSet
+from pydantic import Field
+
+from marin_rl.config import EnvironmentConfig, Section
+from marin_rl.environments.base_environment import RewardedElsewhere
+from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.registry import parse_options
+from marin_rl.errors import InputError, RewardFault
+from marin_rl.isolated.pool import Worker, WorkerFault, WorkerLimits, WorkerSpec
+from marin_rl.isolated.processes import PrintedText, clean_environment
+from marin_rl.types import Example, Message, Split, Turn
+
+ROWS_KEPT = 1024
+ANSWER_BYTES_MAX = 64 << 20
+VERSION_TIMEOUT_S = 60.0
+FOLDER = Path(__file__).parent
+
+_VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A package that plays: its name, the versions that are supported, and its adapter."""
+
+    package: str
+    versions: str
+    adapter: str
+
+
+class HostedOptions(Section):
+    """Options of all environments that another library plays."""
+
+    id: str = Field(min_length=1, description="name of an environment in its library")
+    python: str | None = Field(
+        default=None,
+        description="Python interpreter that has the library, such as FOLDER/bin/python of a "
+        "virtual environment; null: the one that runs marin-rl",
+    )
+    workers: int = Field(
+        default=1, ge=1, le=64, description="processes that play episodes, each with a library"
+    )
+
+
+class HostedEnvironment(RewardedElsewhere):
+    """An environment of another library. Its interpreter starts when it is first needed."""
+
+    library: ClassVar[Library]
+    options_kind: ClassVar[type[HostedOptions]]
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self.options = parse_options(self.options_kind, config)
+        self.workers = self.options.workers
+        kind = self.library
+        installed = installed_version(self.options.python, kind.package, kind.versions)
+        self.version = f"1+{kind.package}.{installed}"
+        self._interpreter: Interpreter | None = None
+
+    @property
+    def interpreter(self) -> "Interpreter":
+        """The interpreter of this process; a new one after its end.
+
+        Raises InputError where the library refuses.
+        """
+        if self._interpreter is None or self._interpreter.ended:
+            self._interpreter = Interpreter(
+                self.options.python,
+                self.library.adapter,
+                self.host_options,
+                self._config.pass_environment,
+            )
+            atexit.register(self._interpreter.close)
+        return self._interpreter
+
+    @property
+    def host_options(self) -> dict[str, Any]:
+        """Options as the adapter in the other interpreter reads them."""
+        return self.options.model_dump(mode="json")
+
+    def load_examples(self) -> None:
+        _ = self.interpreter  # what the library refuses is known before any work
+
+    def described(self, text: str, seed: int, index: int, split: Split) -> Example:
+        """An example that is nothing but a seed; `text` stands for it where examples are shown."""
+        return self.make_example(text, seed=seed, index=index, split=split)
+
+
+class RowsOptions(HostedOptions):
+    """Options of environments whose library has the rows."""
+
+    eval_fraction: float = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="share of the rows kept for evaluation, where the environment has no "
+        "evaluation data of its own",
+    )
+
+
+class RowsEnvironment(HostedEnvironment):
+    """An environment whose examples are rows that its library has, and splits."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        super().__init__(config)
+        self._row = lru_cache(maxsize=ROWS_KEPT)(
+            lambda split, number: self.interpreter.ask("row", split=split, index=number)
+        )
+
+    def load_examples(self) -> None:
+        super().load_examples()
+        self.size = self._size("train")
+
+    @property
+    def eval_size(self) -> int:
+        return self._size("eval")
+
+    def row(self, seed: int, index: int, split: Split) -> dict[str, Any]:
+        """Row number `seed + index` of a split, starting over at the end."""
+        return self._row(split, (seed + index) % self._size(split))
+
+    def _size(self, split: Split) -> int:
+        return self.interpreter.ready["sizes"][split]
+
+
+_numbers = itertools.count()
+
+
+class HostedEpisode(ABC):
+    """Base of episodes: the calls of one in the interpreter of its environment.
+
+    Each raises RewardFault with the library's error.
+    """
+
+    def __init__(self, environment: HostedEnvironment, example: Example) -> None:
+        self._interpreter = environment.interpreter
+        self.number = next(_numbers)
+        self._example = example
+
+    @abstractmethod
+    async def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
+        """The messages of the first prompt, and the tools."""
+
+    @abstractmethod
+    async def step(self, turn: Turn) -> StepResult:
+        """The answer to a turn."""
+
+    async def begin(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Start the library's episode of a row."""
+        return await self._interpreter.answer(
+            "start", episode=self.number, row=row, seed=self._example.seed
+        )
+
+    async def take(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        """The library's answer to a turn."""
+        return await self._interpreter.answer("step", episode=self.number, turn=turn)
+
+    async def close(self) -> None:
+        await self._interpreter.answer("close", episode=self.number)
+
+
+class InterpreterEnded(RewardFault):
+    """The interpreter of a library ended, or was ended, before it answered."""
+
+
+class Interpreter:
+    """A process that has a library, and answers calls about its episodes. Thread safe."""
+
+    def __init__(
+        self, python: str | None, adapter: str, options: Mapping[str, Any], passed: tuple[str, ...]
+    ) -> None:
+        """Start it. `adapter` is a file beside this; `passed` are names of environment variables.
+
+        Raises InputError where the library cannot be used, with its own words.
+        """
+        self._python = python or sys.executable
+        spec = WorkerSpec(
+            module=str(FOLDER / "host.py"),
+            limits=WorkerLimits(  # those of the process that plays the episodes hold here too
+                wall_s=None, memory_bytes=None, answer_bytes=ANSWER_BYTES_MAX, sealed=False
+            ),
+            settings={"adapter": str(FOLDER / adapter), "options": dict(options)},
+            # data sets that a library maps would draw bars into the output of a command
+            environment={"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", **clean_environment(passed)},
+            interpreter=self._python,
+            name=f"the library of {self._python}",
+        )
+        self._worker = Worker(spec, PrintedText("library"))
+        try:
+            self.ready: dict[str, Any] = self._worker.ready.result()
+        except InputError as error:
+            raise InputError(f"environment.options: {error}") from None
+
+    @property
+    def ended(self) -> bool:
+        """True once the process has ended and cannot answer."""
+        return not self._worker.alive
+
+    def ask(self, call: str, **arguments: Any) -> Any:
+        """Ask, and block until the answer. Raises RewardFault with the library's error."""
+        with self._faults():
+            return _answer_in(self._call(call, arguments).result())
+
+    async def answer(self, call: str, **arguments: Any) -> Any:
+        """Ask, and wait for the answer. Raises as `ask` does."""
+        with self._faults():
+            return _answer_in(await asyncio.wrap_future(self._call(call, arguments)))
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _call(self, call: str, arguments: Mapping[str, Any]) -> "Future[Any]":
+        return self._worker.call(json.dumps({"call": call, **arguments}, allow_nan=False).encode())
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except WorkerFault as fault:
+            ended = f"the interpreter of the library ({self._python}) ended: {fault}"
+            raise InterpreterEnded(ended) from None
+
+
+def _answer_in(record: Mapping[str, Any]) -> Any:
+    if "error" in record:
+        raise RewardFault(record["error"])
+    return record["answer"]
+
+
+def installed_version(python: str | None, package: str, supported: str) -> str:
+    """Version of a package in an interpreter, None for this one.
+
+    Raises InputError, with the command that installs it, where it is missing or not `supported`,
+    which is a version specifier; and where there is no such interpreter.
+    """
+    shown = python or sys.executable
+    install = f"install it with: {shown} -m pip install '{package}{supported}'"
+    version = _own_version(package) if python is None else _version_in(python, package)
+    if version is None:
+        raise InputError(f"environment.options.python: {shown} has no package {package}; {install}")
+    if not SpecifierSet(supported).contains(version, prereleases=True):
+        raise InputError(
+            f"environment.options.python: {shown} has {package} {version}, expected {supported}; "
+            f"{install}"
+        )
+    return version
+
+
+def _own_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _version_in(python: str, package: str) -> str | None:
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _VERSION, package],
+            capture_output=True,
+            text=True,
+            timeout=VERSION_TIMEOUT_S,
+            env=clean_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(
+            f"environment.options.python: expected the path of a Python interpreter, such as "
+            f"FOLDER/bin/python of a virtual environment, found {python!r}: {error}"
+        ) from None
+    if done.returncode and "PackageNotFoundError" not in done.stderr:
+        raise InputError(
+            f"environment.options.python: {python} fails: {done.stderr.strip()[-300:]}"
+        )
+    return None if done.returncode else done.stdout.strip()

@@ -1,1 +1,0 @@
-"""Our environments under verl's trainer: data, reward, agent loop and configuration in a folder."""

@@ -1,0 +1,64 @@
+"""A player of a game that is the policy itself, against a server of written texts."""
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from support.chat_stand_in import chat_stand_in
+
+from marin_rl.errors import EndpointUnavailable, RewardFault
+from marin_rl.integrations.textarena import PolicyPlayer
+from marin_rl.types import Example, Message, Sampling
+
+
+def example(url: str | None) -> Example:
+    """An example as the driver gives it to an episode; None: as it is stored."""
+    sampling = asdict(Sampling(temperature=0.5, max_tokens=9, seed=4))
+    policy = {"endpoints": [url], "model": "m", "sampling": sampling}
+    return Example(
+        environment="textarena",
+        environment_version="1",
+        example_id="train-0-3",
+        split="train",
+        seed=3,
+        messages=(Message(role="user", content="play"),),
+        answer=None,
+        metadata={} if url is None else {"policy": policy},
+    )
+
+
+def moves(url: str, *texts: str) -> list[str]:
+    """Moves of a player that reads the texts in order."""
+
+    async def played() -> list[str]:
+        player = PolicyPlayer(example(url), None)
+        return [await player.move(text) for text in texts]
+
+    return asyncio.run(asyncio.wait_for(played(), 60))
+
+
+def test_it_keeps_a_dialogue_of_its_own_and_repeats_its_seeds() -> None:
+    requests: list[list[dict[str, Any]]] = []
+    for _ in range(2):
+        with chat_stand_in("[1]", "[2]") as (url, bodies):
+            assert moves(url, "your turn", "again") == ["[1]", "[2]"]
+        requests.append(bodies)
+    assert requests[0] == requests[1]
+    first, second = requests[0]
+    assert [first[name] for name in ("model", "temperature", "max_tokens")] == ["m", 0.5, 9]
+    assert [(m["role"], m["content"]) for m in second["messages"]] == [
+        ("user", "your turn"),
+        ("assistant", "[1]"),
+        ("user", "again"),
+    ]
+    assert first["seed"] != second["seed"]
+
+
+def test_an_endpoint_that_fails_is_named_and_a_policy_is_needed() -> None:
+    with chat_stand_in() as (url, _), pytest.raises(EndpointUnavailable, match="answers 500"):
+        moves(url, "your turn")
+    with pytest.raises(EndpointUnavailable, match="the other player"):
+        moves("http://127.0.0.1:1/v1", "your turn")
+    with pytest.raises(RewardFault, match="such a game is played by a run, which has one"):
+        PolicyPlayer(example(None), None)
