@@ -26,89 +26,72 @@ SHIPPED = frozenset(f"marin_rl.environments.answers:{name}" for name in _ANSWERS
 class Environment(Protocol):
     """Problems and their scoring.
 
-    `size` is the number of different examples of a split, None where there is no end of them;
-    an index beyond it starts over. `workers` is the number of processes that score, each with a
-    time limit that interrupts; 0 is for scoring that cannot hang and happens where it is called.
+    `version` changes whenever examples or scores may. `size` is the number of different training
+    examples, None where there is no end of them; an index beyond it starts over. `workers` is the
+    number of processes that score, each with a time limit that interrupts; 0 is for scoring that
+    cannot hang and happens where it is called.
+
+    `load_examples` loads what examples need, once, in the process that samples, and `load_scorer`
+    what scoring needs, once, in each process that scores; both raise InputError. `example` is a
+    pure function of its arguments, `demonstration` the answer for a supervised warm start, if
+    there is one. `score` gives the named components of a reward, and may raise any exception.
     """
 
     @property
-    def name(self) -> str:
-        """The registered name."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def version(self) -> str:
-        """Changes whenever examples or scores may."""
-        ...
+    def version(self) -> str: ...
 
     @property
-    def size(self) -> int | None:
-        """Number of different examples for training, if there is an end of them."""
-        ...
+    def size(self) -> int | None: ...
 
     @property
-    def workers(self) -> int:
-        """Processes that score."""
-        ...
+    def workers(self) -> int: ...
 
-    def load_examples(self) -> None:
-        """Load what examples need, in the process that samples, once. Raises InputError."""
-        ...
+    def load_examples(self) -> None: ...
 
-    def example(self, seed: int, index: int, split: Split) -> Example:
-        """The example at `index` of a split: a pure function of its arguments."""
-        ...
+    def example(self, seed: int, index: int, split: Split) -> Example: ...
 
-    def demonstration(self, example: Example) -> str | None:
-        """Answer for a supervised warm start; None where the example has none."""
-        ...
+    def demonstration(self, example: Example) -> str | None: ...
 
-    def load_scorer(self) -> None:
-        """Load what scoring needs, in the process that scores, once. Raises InputError."""
-        ...
+    def load_scorer(self) -> None: ...
 
-    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """Named components of the reward of one completion. May raise any exception."""
-        ...
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]: ...
+
+
+# Optional parts of an environment.
 
 
 @runtime_checkable
 class Extracts(Protocol):
-    """Optional part of an environment: the answer that a completion gives."""
+    """Extracts the answer that a completion gives, as votes are counted; None without one."""
 
-    def extract(self, completion: str) -> str | None:
-        """The answer in a completion, as votes are counted; None where there is none."""
-        ...
+    def extract(self, completion: str) -> str | None: ...
 
 
 @runtime_checkable
 class ExtractsHere(Protocol):
-    """Optional part of an environment: its `extract` is code of this package, and cannot hang."""
+    """Says whether `extract` is code of this package, which cannot hang and needs no worker."""
 
     @property
-    def extracts_here(self) -> bool:
-        """True where answers may be extracted outside of the process that scores."""
-        ...
+    def extracts_here(self) -> bool: ...
 
 
 @runtime_checkable
 class FixedSet(Protocol):
-    """Optional part of an environment: the number of different evaluation examples."""
+    """Has a number of different evaluation examples."""
 
     @property
-    def eval_size(self) -> int:
-        """Number of different examples of the split `eval`."""
-        ...
+    def eval_size(self) -> int: ...
 
 
 @runtime_checkable
 class FoldsSeeds(Protocol):
-    """An environment of a library whose seeds have fewer than 63 bits."""
+    """Seeds that differ by a multiple of `seed_period` may make one example; None: no two do."""
 
     @property
-    def seed_period(self) -> int | None:
-        """Seeds that differ by a multiple of it may make one example; None: no two do."""
-        ...
+    def seed_period(self) -> int | None: ...
 
 
 GroupScore = tuple[RewardComponent, ...] | RewardFault
@@ -117,17 +100,19 @@ Dialogues = Sequence[Sequence[Message]]
 
 @runtime_checkable
 class ScoresGroups(Protocol):
-    """Optional part of an environment: completions of one example are scored in one call."""
+    """Scores the completions of one example in one call, where `scores_groups` is True.
+
+    That is known after `load_scorer`. Where `wants_completion_ids` is False, `completion_ids` are
+    empty. A dialogue is all that followed the prompt: the model's turns, of which `completions` are
+    the last, and what the environment answered. `score_group` gives a score or a fault per
+    completion, in order, and may raise any exception.
+    """
 
     @property
-    def scores_groups(self) -> bool:
-        """True where `score_group` is to be called; known after `load_scorer`."""
-        ...
+    def scores_groups(self) -> bool: ...
 
     @property
-    def wants_completion_ids(self) -> bool:
-        """True where `score_group` reads token ids; the others are called with empty ones."""
-        ...
+    def wants_completion_ids(self) -> bool: ...
 
     def score_group(
         self,
@@ -135,72 +120,54 @@ class ScoresGroups(Protocol):
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
         dialogues: Dialogues,
-    ) -> Sequence[GroupScore]:
-        """A score or a fault per completion, in order. May raise any exception.
-
-        A dialogue is all that followed the prompt: the model's turns, of which `completions` are
-        the last, and what the environment answered.
-        """
-        ...
+    ) -> Sequence[GroupScore]: ...
 
 
 @runtime_checkable
 class ScoresLimits(Protocol):
-    """Optional part of an environment: a completion is wrong if checking it exceeds a limit."""
+    """Scores a completion whose check exceeded `limit`: it is wrong."""
 
-    def score_of_limit(self, completion: str, limit: str) -> tuple[RewardComponent, ...]:
-        """Components of such a completion; `limit` says which limit it was."""
-        ...
+    def score_of_limit(self, completion: str, limit: str) -> tuple[RewardComponent, ...]: ...
 
 
 @runtime_checkable
 class NamesReward(Protocol):
-    """Optional part of an environment: a name of its reward other than the environment's."""
+    """Has a name of its reward for errors, other than the environment's."""
 
     @property
-    def reward_name(self) -> str:
-        """Name of the reward in errors."""
-        ...
+    def reward_name(self) -> str: ...
 
 
 @runtime_checkable
 class ChecksDemonstrations(Protocol):
-    """Optional part of an environment: it knows which examples have no demonstration."""
+    """Raises InputError for a first one of `count` training examples without a demonstration."""
 
-    def check_demonstrations(self, seed: int, count: int) -> None:
-        """Raise InputError that names one of the first `count` training examples without one."""
-        ...
+    def check_demonstrations(self, seed: int, count: int) -> None: ...
 
 
 @runtime_checkable
 class NamesRows(Protocol):
-    """Optional part of an environment whose examples are rows of files."""
+    """Names the file and the row of an example."""
 
-    def place(self, seed: int, index: int, split: Split) -> str:
-        """The file and the row of the example at `index`."""
-        ...
+    def place(self, seed: int, index: int, split: Split) -> str: ...
 
 
 @runtime_checkable
 class ReadsRows(Protocol):
-    """Optional part of an environment: its examples are rows of files."""
+    """Has the digest of its files, known after `load_examples`; None where it reads none."""
 
     @property
-    def rows_digest(self) -> str | None:
-        """Digest of the files; known after `load_examples`, None where it reads none."""
-        ...
+    def rows_digest(self) -> str | None: ...
 
 
 @runtime_checkable
 class HasNotices(Protocol):
-    """Optional part of an environment: facts about its data that a user may not expect."""
+    """Has sentences on its data that a user may not expect, known after `load_examples`.
 
-    def notices(self, *, scored: bool = True) -> Sequence[str]:
-        """A sentence each; known after `load_examples`.
+    Those on rewards are left out where nothing is `scored`: of demonstrations.
+    """
 
-        Those on rewards are left out where nothing is `scored`: of demonstrations.
-        """
-        ...
+    def notices(self, *, scored: bool = True) -> Sequence[str]: ...
 
 
 def extracts_here(environment: Environment) -> bool:

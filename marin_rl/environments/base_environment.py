@@ -30,7 +30,6 @@ class BaseEnvironment(ABC):
     wants_completion_ids: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Name an environment after its class, unless it has a name."""
         super().__init_subclass__(**options)
         cls.name = cls.__dict__.get("name") or cls.__name__
 

@@ -126,7 +126,6 @@ class Chat(FunctionScored):
 
     @property
     def eval_size(self) -> int:
-        """Number of rows for evaluation."""
         return 0 if self._prompts is None else len(self._prompts.of_split["eval"])
 
     def example(self, seed: int, index: int, split: Split) -> Example:
@@ -177,11 +176,9 @@ class Chat(FunctionScored):
         return int(chosen[int(self._order(len(chosen), seed, epoch)[place])])
 
     def place(self, seed: int, index: int, split: Split) -> str:
-        """The file and the row of the example at `index`. Raises InputError for an empty split."""
         return self._loaded.rows.place(self.row_number(seed, index, split))
 
     def demonstration(self, example: Example) -> str | None:
-        """Text for a warm start: the row's completion, else its answer."""
         shown = demonstration_in(example.metadata, self._columns)
         return example.answer if shown is None else shown
 
@@ -205,7 +202,6 @@ class Chat(FunctionScored):
             )
 
     def notices(self, *, scored: bool = True) -> list[str]:
-        """Facts about the prompts that a user may not expect, a sentence each."""
         counts, n = self._loaded.counts, len(self._loaded.rows)
         path, reward = self._options.path, self.reward_name.partition(":")[2]
         sentences = {
@@ -330,6 +326,5 @@ def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def is_held_out(row_id: str, eval_fraction: float) -> bool:
-    """Return True for rows of the split `eval`: a hash of the id decides."""
     part = int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big") / 2**64
     return part < eval_fraction

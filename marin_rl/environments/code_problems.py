@@ -118,10 +118,6 @@ class Code(Problems):
         self._tests = lru_cache(maxsize=16)(self._read_tests)
 
     def load_examples(self) -> None:
-        """Read every row, and prove that the sandbox holds on this machine.
-
-        Raises InputError for rows without tests, ConfigError where there is no sandbox.
-        """
         check_sandbox(self._code.sandbox, self._code.interpreter)
         super().load_examples()
         prompts = self._loaded
@@ -148,7 +144,6 @@ class Code(Problems):
         self._read_tests(int(tested[0]), prompts.rows)
 
     def notices(self, *, scored: bool = True) -> list[str]:
-        """Facts about the rows, also those that are left out."""
         notices = super().notices(scored=scored)
         if self._left_out:
             count, n = self._left_out, len(self._loaded.rows)
@@ -156,7 +151,6 @@ class Code(Problems):
         return notices
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """Row at `index`, as a problem that ends with the instruction."""
         example = super().example(seed, index, split)
         metadata = {k: v for k, v in example.metadata.items() if k not in COLUMNS}
         starter = metadata.get("starter_code")
@@ -168,7 +162,6 @@ class Code(Problems):
         )
 
     def demonstration(self, example: Example) -> str | None:
-        """The first solution of the row, in a block of code."""
         solutions = example.metadata.get("solutions") or example.metadata.get("solution")
         if isinstance(solutions, str) and solutions.startswith("["):
             solutions = json.loads(solutions)
@@ -181,7 +174,6 @@ class Code(Problems):
         return blocks[-1] if blocks and blocks[-1].strip() else None
 
     def load_scorer(self) -> None:
-        """Open the file with the tests, and make the sandbox. Raises InputError, ConfigError."""
         self._rows = open_rows(self._options.path)
         options = self._code
         self._sandbox = Sandbox(

@@ -45,7 +45,6 @@ class ProgramTests:
 
 
 def has_tests(row: Mapping[str, Any]) -> bool:
-    """Return True where a row has a column with tests that is not empty."""
     return any(row.get(name) not in (None, "", [], "[]", "{}", "null") for name in COLUMNS)
 
 
@@ -124,7 +123,6 @@ def _value(text: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return standard input or output as a text; some rows list its lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -32,7 +32,6 @@ class Echo(BaseEnvironment):
         self._options = parse_options(EchoOptions, config)
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """A word of random letters, drawn from `seed + index`."""
         draw = random.Random(seed + index)
         low = min(self._options.letters_min, self._options.letters_max)
         length = draw.randint(low, max(low, self._options.letters_max))

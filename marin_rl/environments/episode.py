@@ -5,13 +5,16 @@ episode of one step. Leaves out sampling (`rollouts.episode`), the processes tha
 (`episode_pool`), and the scoring of a finished group (`scoring`).
 """
 
+import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from marin_rl.environments.base import Environment
+from marin_rl.errors import EnvironmentTimeout
 from marin_rl.finite import reward_number
+from marin_rl.isolated.worker import charged
 from marin_rl.types import Example, Message, NamedReward, Turn
 
 Tool = Mapping[str, Any]  # a function's JSON schema, as OpenAI's `tools` have it
@@ -55,7 +58,6 @@ class StepResult:
 
     @property
     def received(self) -> float | None:
-        """The reward as one number; None where there is none."""
         if not isinstance(self.reward, Mapping):
             return self.reward
         return float(sum(part.value for part in self.rewards)) if self.rewards else None
@@ -73,29 +75,23 @@ def _checked(value: float | None, part: str = "") -> float | None:
 class Episode(Protocol):
     """Episode of a member of a group. Members start alike and know nothing of each other.
 
-    Each method may be `async` or not.
+    `start` gives the messages of the first prompt, and the tools that may be called. `step` takes
+    in a turn of the model; any exception costs this episode alone. `close` releases what the
+    episode holds, and is called once, however the episode ended. Each may be `async` or not.
     """
 
-    def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The messages of the first prompt, and the tools that may be called."""
-        ...
+    def start(self) -> tuple[Sequence[Message], Sequence[Tool]]: ...
 
-    async def step(self, turn: Turn) -> StepResult:
-        """Take in a turn of the model. May raise any exception, which costs this episode alone."""
-        ...
+    async def step(self, turn: Turn) -> StepResult: ...
 
-    async def close(self) -> None:
-        """Release what the episode holds. Called once, however the episode ended."""
-        ...
+    async def close(self) -> None: ...
 
 
 @runtime_checkable
 class HasEpisodes(Protocol):
     """Optional part of an environment: episodes of several turns."""
 
-    def episode(self, example: Example) -> Episode:
-        """A new episode that starts from `example`."""
-        ...
+    def episode(self, example: Example) -> Episode: ...
 
 
 @runtime_checkable
@@ -106,9 +102,7 @@ class OffersTools(Protocol):
     returns from `start` alone are checked there.
     """
 
-    def tools_offered(self) -> Sequence[Tool]:
-        """Schemas of the tools."""
-        ...
+    def tools_offered(self) -> Sequence[Tool]: ...
 
 
 @runtime_checkable
@@ -121,35 +115,24 @@ class AsksPolicy(Protocol):
     """
 
     @property
-    def asks_policy(self) -> bool:
-        """True where episodes ask the policy."""
-        ...
+    def asks_policy(self) -> bool: ...
 
 
 POLICY = "policy"
 
 
 def function_tool(name: str, description: str, parameters: Mapping[str, Any]) -> Tool:
-    """The schema of a tool; `parameters` is a JSON schema of its arguments."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def user_message(text: str) -> tuple[Message, ...]:
-    """Text of an environment as a message of the user."""
     return (Message(role="user", content=text),)
 
 
 async def settled(value: Any) -> Any:
     """The value itself, or what it awaits: methods of episodes may be `async` or not."""
     return await value if inspect.isawaitable(value) else value
-
-
-def checked_result(result: Any) -> StepResult:
-    """`result`, if it is one. Raises ValueError."""
-    if not isinstance(result, StepResult):
-        raise ValueError(f"expected a StepResult of a step, found {result!r:.80}")
-    return result
 
 
 class OneShot:
@@ -175,3 +158,55 @@ def episode_of(environment: Environment, example: Example) -> Episode:
     return (
         environment.episode(example) if isinstance(environment, HasEpisodes) else OneShot(example)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start of an episode: the messages of the first prompt, and the tools."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+
+
+class EpisodeHere:
+    """An episode in this process: a worker, or where there is none the process that samples.
+
+    Each call may take `timeout_s` seconds of waiting, or raises EnvironmentTimeout; None: a worker,
+    whose parent limits it.
+    """
+
+    def __init__(
+        self, environment: Environment, example: Example, timeout_s: float | None = None
+    ) -> None:
+        self._environment, self._example, self._timeout_s = environment, example, timeout_s
+        self._episode: Episode | None = None
+
+    async def start(self) -> Start:
+        self._episode = episode_of(self._environment, self._example)
+        messages, tools = await self._limited("start", self._episode.start)
+        return Start(messages=tuple(messages), tools=tuple(tools))
+
+    async def step(self, turn: Turn) -> StepResult:
+        assert self._episode is not None, "started first"
+        result = await self._limited("step", self._episode.step, turn)
+        if not isinstance(result, StepResult):
+            raise ValueError(f"expected a StepResult of a step, found {result!r:.80}")
+        return result
+
+    async def close(self) -> None:
+        """Release what the episode holds, once; nothing where it was not started."""
+        episode, self._episode = self._episode, None
+        if episode is not None:
+            await self._limited("close", episode.close)
+
+    async def _limited(self, operation: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        deadline: asyncio.Timeout | None = None
+        try:
+            async with charged(self._timeout_s) as deadline:
+                return await settled(call(*arguments))
+        except TimeoutError:
+            if deadline is None or not deadline.expired():
+                raise
+            raise EnvironmentTimeout(
+                f"the {operation} of an episode took longer than {self._timeout_s:g} s"
+            ) from None

@@ -11,54 +11,59 @@ Environments without workers play in this process, where each call may wait for 
 import asyncio
 import itertools
 from collections.abc import Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from dataclasses import fields
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import orjson
+from pydantic import TypeAdapter
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import HasEpisodes, StepResult
-from marin_rl.environments.episode_wire import (
-    Failure,
-    Operation,
-    Request,
-    Start,
-    decode_answer,
-    encode_request,
-)
-from marin_rl.environments.episode_worker import EpisodeHere
+from marin_rl.environments.episode import EpisodeHere, HasEpisodes, Start, StepResult
 from marin_rl.environments.worker_pools import EnvironmentPool, PoolsInUse
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
 from marin_rl.isolated.pool import LOSSES_MAX, Worker, WorkerFault
 from marin_rl.isolated.scratch import sweep
 from marin_rl.types import Example, Turn
 
+Operation = Literal["start", "step", "close"]
 AnswerT = TypeVar("AnswerT", Start, StepResult, None)
+
+# Of a turn, what an environment has no use for, and what JSON cannot hold as it is.
+_PRIVATE = ("inference_metadata", "logprobs", "timing")
+_ANSWERS: dict[Any, Any] = {kind: TypeAdapter(kind) for kind in (Start, StepResult, type(None))}
+_ERRORS = {"fault": RewardFault, "tool": ToolFault, "unavailable": EndpointUnavailable}
+_numbers = itertools.count()
 
 
 @runtime_checkable
 class Replayable(Protocol):
-    """Optional part of an environment: whether its episodes may be begun again."""
+    """Optional part of an environment: whether its episodes may be begun again.
+
+    `replayable` is False where steps have effects outside of the process, or answers that differ.
+    """
 
     @property
-    def replayable(self) -> bool:
-        """False where steps have effects outside of the process, or answers that differ."""
-        ...
+    def replayable(self) -> bool: ...
 
 
 @runtime_checkable
 class PlayedEpisode(Protocol):
-    """An episode as a driver plays it, in whichever process."""
+    """An episode as a driver plays it, in whichever process.
 
-    async def start(self) -> Start:
-        """The first messages and the tools. Raises any exception, RewardFault from processes."""
-        ...
+    Each method raises any exception; one of another process a RewardFault.
+    """
 
-    async def step(self, turn: Turn) -> StepResult:
-        """The answer to a turn. Raises as `start` does."""
-        ...
+    async def start(self) -> Start: ...
 
-    async def close(self) -> None:
-        """Release what the episode holds. Raises as `start` does."""
-        ...
+    async def step(self, turn: Turn) -> StepResult: ...
+
+    async def close(self) -> None: ...
+
+
+class _Lost(Exception):
+    """The worker of an episode ended, by no fault of the episode."""
 
 
 class EpisodeAway:
@@ -74,12 +79,15 @@ class EpisodeAway:
 
     async def start(self) -> Start:
         """The first messages and the tools. Raises RewardFault, InputError."""
-        while True:
+        while self._begun is None:
             try:
                 self._begun = await self._start()
-                return self._begun
             except _Lost as lost:
-                await self._leave(lost)
+                self._release()
+                self._losses += 1
+                if self._losses > LOSSES_MAX:
+                    raise RewardFault(f"its process ended {self._losses} times: {lost}") from None
+        return self._begun
 
     async def step(self, turn: Turn) -> StepResult:
         """The answer to a turn. Raises RewardFault."""
@@ -87,30 +95,26 @@ class EpisodeAway:
             try:
                 if self._worker is None or not self._worker.alive:
                     await self._again()
-                result = await self._ask(self._request("step", turn), StepResult)
-            except _Lost as lost:
-                await self._leave(lost)
+                result = await self._ask("step", turn, StepResult)
+            except _Lost:
+                self._release()
             else:
                 self._played.append((turn, result))
                 return result
 
     async def close(self) -> None:
         """Release what the episode holds; nothing where its process has ended."""
-        worker = self._worker
         try:
-            if worker is not None and worker.alive:
-                await self._ask(self._request("close"), type(None))
+            if self._worker is not None and self._worker.alive:
+                await self._ask("close", None, type(None))
         except _Lost:
             return
         finally:
             self._release()
 
-    def _request(self, operation: Operation, argument: Example | Turn | None = None) -> Request:
-        return Request(operation=operation, episode=self._number, argument=argument)
-
     async def _start(self) -> Start:
         self._worker = await asyncio.to_thread(self._pool.assign)
-        return await self._ask(self._request("start", self._example), Start)
+        return await self._ask("start", self._example, Start)
 
     async def _again(self) -> None:
         """Begin again in another process, with the actions so far. Raises RewardFault, _Lost."""
@@ -125,46 +129,40 @@ class EpisodeAway:
         if start != self._begun:
             raise RewardFault(f"{ended}, and begun again it starts with other messages")
         for place, (turn, recorded) in enumerate(self._played, start=1):
-            result = await self._ask(self._request("step", turn), StepResult)
-            if result != recorded:
+            if await self._ask("step", turn, StepResult) != recorded:
                 raise RewardFault(
                     f"{ended}, and replayed it answers turn {place} otherwise: it depends on more "
                     "than the example and the actions (set `replayable = False` to say so)"
                 )
-
-    async def _leave(self, lost: "_Lost") -> None:
-        """Prepare to begin again; the start itself is begun again at once."""
-        self._release()
-        if self._begun is None:
-            self._losses += 1
-            if self._losses > LOSSES_MAX:
-                raise RewardFault(f"its process ended {self._losses} times: {lost}") from None
 
     def _release(self) -> None:
         if self._worker is not None:
             self._pool.release(self._worker)
             self._worker = None
 
-    async def _ask(self, request: Request, kind: type[AnswerT]) -> AnswerT:
+    async def _ask(
+        self, operation: Operation, argument: Example | Turn | None, kind: type[AnswerT]
+    ) -> AnswerT:
         """The answer of the worker. Raises RewardFault, _Lost."""
         assert self._worker is not None, "started first"
+        sent = _sent(argument) if isinstance(argument, Turn) else argument
+        request = {"operation": operation, "episode": self._number, "argument": sent}
         try:
-            data = encode_request(request)
+            data = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
         except TypeError as error:
             raise RewardFault(f"example {self._example.example_id} is not JSON: {error}") from None
         try:
-            answer = decode_answer(await asyncio.wrap_future(self._worker.call(data)))
+            answer = await asyncio.wrap_future(self._worker.call(data))
         except WorkerFault as fault:
             if fault.limit == "lost":
                 raise _Lost(str(fault)) from None
-            raise self._fault(request, fault) from None
-        if isinstance(answer, Failure):
-            raise _ERRORS[answer.kind](answer.message)
-        assert isinstance(answer, kind), f"expected {kind.__name__}, found {answer!r:.80}"
-        return answer
+            raise self._fault(operation, fault) from None
+        if "failure" in answer:
+            raise _ERRORS[answer["failure"]](answer["message"])
+        return _ANSWERS[kind].validate_python(answer["answer"])
 
-    def _fault(self, request: Request, fault: WorkerFault) -> RewardFault:
-        what = f"the {request.operation} of an episode"
+    def _fault(self, operation: Operation, fault: WorkerFault) -> RewardFault:
+        what = f"the {operation} of an episode"
         if fault.limit == "wall":
             return EnvironmentTimeout(f"{what} took longer than {self._pool.timeout_s:g} s")
         if fault.limit == "answer":
@@ -172,12 +170,12 @@ class EpisodeAway:
         return RewardFault(f"{what} ended its process ({fault})")
 
 
-class _Lost(Exception):
-    """The worker of an episode ended, by no fault of the episode."""
-
-
-_numbers = itertools.count()
-_ERRORS = {"fault": RewardFault, "tool": ToolFault, "unavailable": EndpointUnavailable}
+def _sent(turn: Turn) -> dict[str, Any]:
+    """Return the fields of a turn that its environment gets."""
+    values = {f.name: getattr(turn, f.name) for f in fields(turn) if f.name not in _PRIVATE}
+    if turn.logprobs is not None:
+        values["logprobs"] = np.ascontiguousarray(turn.logprobs)
+    return values
 
 
 class EpisodePool(EnvironmentPool):
@@ -186,15 +184,12 @@ class EpisodePool(EnvironmentPool):
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
         self.replayable = not isinstance(environment, Replayable) or environment.replayable
         self.timeout_s = config.step_timeout_s or config.reward_timeout_s
-        worker = "marin_rl.environments.episode_worker"
-        super().__init__(worker, environment, config, self.timeout_s)
+        super().__init__("play episodes", environment, config, self.timeout_s)
 
     def open(self, example: Example) -> PlayedEpisode:
-        """A new episode of an example, not started yet."""
         return EpisodeAway(self, example)
 
     def close(self) -> None:
-        """End all workers, and delete what they worked on: they are killed."""
         super().close()
         sweep()
 

@@ -38,7 +38,6 @@ class RewardEntry(Section):
 
     @property
     def component(self) -> str:
-        """Name of the component."""
         return self.name or self.typed.rpartition(":")[2]
 
 
@@ -55,9 +54,7 @@ class FunctionOptions(Protocol):
         ...
 
     @property
-    def extract(self) -> str | None:
-        """Code of the function that extracts an answer."""
-        ...
+    def extract(self) -> str | None: ...
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -87,11 +84,9 @@ class FunctionScored:
 
     @property
     def extracts_here(self) -> bool:
-        """False where a function of others extracts."""
         return self._functions.extract is None or self._functions.extract in SHIPPED
 
     def extract(self, completion: str) -> str | None:
-        """Answer that the user's function extracts. Raises InputError, or its exception."""
         if self._functions.extract is None:
             return completion.strip() or None
         return load(self._functions.extract, "extracting function")(completion)
@@ -108,16 +103,13 @@ class FunctionScored:
 
     @property
     def scores_groups(self) -> bool:
-        """True where a function has TRL's convention."""
         return any(function.convention == "trl" for function in self._rewards)
 
     @property
     def wants_completion_ids(self) -> bool:
-        """True where a function reads the token ids of completions."""
         return any(function.wants_completion_ids for function in self._rewards)
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """Reward components by the user's functions. Raises what a function raises."""
         assert self._rewards, "load_scorer comes before score"
         if self.scores_groups:
             alone = [(Message(role="assistant", content=completion),)]

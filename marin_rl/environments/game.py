@@ -15,10 +15,7 @@ from pydantic import Field, model_validator
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import BaseEnvironment
 from marin_rl.environments.episode import StepResult, Tool, user_message
-from marin_rl.environments.games.guess import Guess
-from marin_rl.environments.games.mastermind import Mastermind
-from marin_rl.environments.games.nim import Nim
-from marin_rl.environments.games.rules import Game, Reply
+from marin_rl.environments.games import Game, Guess, Mastermind, Nim, Reply
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.types import Example, Message, RewardComponent, Split, Turn
 
@@ -108,11 +105,9 @@ class GameEnvironment(BaseEnvironment):
 
     @property
     def eval_size(self) -> int:
-        """Number of first positions for evaluation."""
         return len(self._starts["eval"])
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """A first position: random for training, number `index` for evaluation."""
         draw = random.Random(f"{split} {seed + index}")
         starts = self._starts[split]
         number = draw.choice(starts) if split == "train" else starts[index % len(starts)]
@@ -131,7 +126,6 @@ class GameEnvironment(BaseEnvironment):
         )
 
     def demonstration(self, example: Example) -> str | None:
-        """A random legal move of an example with a random opening, and no other."""
         return example.metadata.get("move")
 
     def _opening(
@@ -152,7 +146,6 @@ class GameEnvironment(BaseEnvironment):
         return messages, draw.choice(self._game.legal_moves(position))
 
     def episode(self, example: Example) -> "GameEpisode":
-        """A game from the example's first position."""
         position = self._game.start(example.metadata["start"])
         return GameEpisode(self._game, position, example, self._options.turns_max)
 
@@ -170,11 +163,9 @@ class GameEpisode:
         self._turns, self._turns_max = 0, turns_max
 
     def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The prompt of the first position, without tools."""
         return self._example.messages, ()
 
     async def step(self, turn: Turn) -> StepResult:
-        """Make the model's move, and answer it."""
         move = turn.content.strip()
         self._turns += 1
         if move not in self._game.legal_moves(self._position):

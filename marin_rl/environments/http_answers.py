@@ -39,17 +39,14 @@ class HttpAnswer:
 
     @property
     def ok(self) -> bool:
-        """True for 2xx."""
         return 200 <= self.status < 300
 
     @property
     def text(self) -> str:
-        """The body as text."""
         return self.body.decode(errors="replace")
 
     @property
     def words(self) -> str:
-        """Status and the beginning of the body, for errors."""
         return f"{self.status}: {self.text[:SHOWN]}"
 
     def object(self) -> dict[str, Any]:
@@ -163,7 +160,6 @@ class _Body:
 
     @property
     def answer(self) -> HttpAnswer:
-        """The answer, once it was read."""
         if self._unzip is not None and not self._unzip.eof:
             raise UnfitAnswer("answers with a part of a body in gzip")
         return HttpAnswer(self._status, bytes(self._bytes))

@@ -110,7 +110,6 @@ class Judge(Chat):
         self._client: httpx.Client | None = None
 
     def load_scorer(self) -> None:
-        """Open connections to the judge, and load the reward function where it counts."""
         if self._judge.function_weight:
             super().load_scorer()
         variable = self._judge.api_key_variable
@@ -119,7 +118,6 @@ class Judge(Chat):
 
     @property
     def scores_groups(self) -> bool:
-        """True: replies for a group are awaited together."""
         return True
 
     def score_group(

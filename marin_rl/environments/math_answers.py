@@ -145,7 +145,6 @@ def terminates(denominator: int) -> bool:
 
 
 def near(a: Fraction, b: Fraction) -> bool:
-    """Return True where two numbers differ by a small share of the larger one."""
     return abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b))
 
 

@@ -23,7 +23,6 @@ _ACCURACY_DIGITS, _WORKING_DIGITS_MAX = 15, 400
 
 
 def parsed(text: str) -> list[Any]:
-    """Return what a text may mean, nothing where it is no mathematics."""
     return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 

@@ -76,7 +76,6 @@ class Math(Problems):
         super().__init__(config, options.chat_options(SAMPLE, answer_key=options.answer_key))
 
     def load_examples(self) -> None:
-        """Read and check every row. Raises InputError for one without an answer or with images."""
         rows = open_rows(self._options.path)
         self._columns = _with_answer(self._columns, rows)
         super().load_examples()
@@ -97,7 +96,6 @@ class Math(Problems):
                 )
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """Row at `index`, as a problem that ends with the instruction."""
         example = super().example(seed, index, split)
         context = example.metadata.get("context")  # of OlympiadBench's problems in physics
         metadata = dict(example.metadata)
@@ -109,7 +107,6 @@ class Math(Problems):
         )
 
     def demonstration(self, example: Example) -> str | None:
-        r"""The row's solution, ending with the answer in \boxed{}."""
         solution = example.metadata.get("solution") or example.metadata.get("reference") or ""
         text = "\n\n".join(solution) if isinstance(solution, list) else str(solution)
         text = before_answer(text)
@@ -126,11 +123,9 @@ class Math(Problems):
         return answer or None
 
     def load_scorer(self) -> None:
-        """Import math-verify, once in each worker."""
         _grader()
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """Components `correct` and `format`. Raises RewardFault for an unfit reference answer."""
         answer = boxed(completion)
         if answer is None and self._math.answer_in == "any":
             right = _equal(example.answer or "", completion, whole=True)

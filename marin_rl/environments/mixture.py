@@ -34,7 +34,6 @@ class Order:
         return place, cycles * self.weights[place] + self.before[rest]
 
     def count(self, place: int, n: int) -> int:
-        """Number of the first `n` groups that an environment has."""
         cycles, rest = divmod(n, len(self.places))
         return cycles * self.weights[place] + self.places[:rest].count(place)
 
@@ -61,7 +60,6 @@ def order_of(weights: tuple[int, ...]) -> Order:
 
 
 def order_in(entries: Sequence[MixtureEntry]) -> Order:
-    """The order of the environments of a list."""
     return order_of(whole_weights([entry.weight for entry in entries]))
 
 
@@ -97,19 +95,16 @@ class Mixture:
         return "; ".join(f"{part.label} {part.environment.version}" for part in self.parts)
 
     def load_examples(self) -> None:
-        """Load the examples of every environment. Raises InputError where one has none."""
         self.parts = tuple(
             replace(part, environment=loaded_environment(part.config, "train", "eval"))
             for part in self.parts
         )
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """The next example of the environment whose turn `index` is, from that one's own seed."""
         place, own = self._order.at(index)
         return self._example_of(self.parts[place], seed, own, split)
 
     def own_example(self, label: str, seed: int, index: int, split: Split) -> Example:
-        """The example at an index of the environment with this label, out of turn."""
         part = next(part for part in self.parts if part.label == label)
         return self._example_of(part, seed, index, split)
 
@@ -120,35 +115,29 @@ class Mixture:
         return labelled(example, part.label)
 
     def part_of(self, example: Example) -> Part:
-        """The environment that an example is of."""
         return next(part for part in self.parts if part.label == example.environment)
 
     def demonstration(self, example: Example) -> str | None:
-        """The answer of the example's own environment."""
         return self.part_of(example).environment.demonstration(example)
 
     def load_scorer(self) -> None:
         """Load nothing: every environment has its own scorer."""
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """Refuse: scoring happens with the limits of the example's own environment."""
         raise AssertionError(f"{example.environment} scores its examples itself: see parts_of")
 
 
 def labelled(example: Example, label: str) -> Example:
-    """The example under the label of its environment, with an id that no other has."""
     return replace(example, environment=label, example_id=f"{label}/{example.example_id}")
 
 
 def parts_of(environment: Environment, config: EnvironmentConfig) -> tuple[Part, ...]:
-    """The environments of a list, or the only one."""
     if isinstance(environment, Mixture):
         return environment.parts
     return (Part(label="", config=config, environment=environment),)
 
 
 def part_for(environment: Environment, config: EnvironmentConfig, example: Example) -> Part:
-    """The environment that samples and scores an example."""
     if isinstance(environment, Mixture):
         return environment.part_of(example)
     return Part(label="", config=config, environment=environment)

@@ -50,11 +50,9 @@ class JsonLines:
         return len(self._lines)
 
     def place(self, index: int) -> str:
-        """Return the file and the line, counted from 1."""
         return f"{self._path}, line {self._numbers[index] + 1}"
 
     def row(self, index: int) -> Any:
-        """Return the parsed line. Raises InputError."""
         try:
             return parse_json(self._lines[index])
         except Malformed as error:
@@ -89,12 +87,10 @@ class ArrowRows:
         return self._table.num_rows
 
     def place(self, index: int) -> str:
-        """Return the file and the row in it, counted from 0."""
         file = int(np.searchsorted(self._ends, index, side="right"))
         return f"{self._paths[file]}, row {index - (self._ends[file - 1] if file else 0)}"
 
     def row(self, index: int) -> Row:
-        """Return one row, decoded."""
         return _without_nulls(self._table.slice(index, 1).to_pylist()[0])
 
     def scan(self, columns: Collection[str]) -> Iterator[Row]:

@@ -61,7 +61,6 @@ class PromptRow(NamedTuple):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The prompt."""
         return tuple(Message(role=role, content=content) for role, content in self.pairs)
 
 

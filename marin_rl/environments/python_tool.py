@@ -83,15 +83,10 @@ class Python(Math):
         self._tools = shipped_tools(PythonTool, config, options)
 
     def load_examples(self) -> None:
-        """Read every row, and prove that the sandbox holds on this machine.
-
-        Raises InputError as `math`, ConfigError where there is no sandbox.
-        """
         check_sandbox(self._python.sandbox, self._python.interpreter)
         super().load_examples()
 
     def load_scorer(self) -> None:
-        """Import math-verify and make the sandbox. Raises ConfigError for an unfit interpreter."""
         super().load_scorer()
         options = self._python
         box = Sandbox(
@@ -110,11 +105,9 @@ class Python(Math):
         self._tools = replace(self._tools, arguments=arguments)
 
     def episode(self, example: Example) -> Episode:
-        """A new dialogue about a problem."""
         return TimedEpisode(self._tools, example, self._budget_s)
 
     def tools_offered(self) -> Sequence[Tool]:
-        """Schema of its one tool."""
         return self._tools.schemas
 
 

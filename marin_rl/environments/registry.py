@@ -100,7 +100,6 @@ def built_in() -> dict[str, str]:
 
 
 def known_environments() -> list[str]:
-    """Names that a configuration may use, sorted."""
     return sorted({*built_in(), *_registered, *(point.name for point in _points())})
 
 

@@ -144,11 +144,6 @@ class Repository(Problems):
         self._scratch: ScratchFolder | None = None
 
     def load_examples(self) -> None:
-        """Read every row, find its clone and commit, and prove that the sandbox holds.
-
-        Raises InputError for a row without its columns, clone or commit, ConfigError where there is
-        no sandbox or git.
-        """
         options = self._repository
         check_sandbox(options.sandbox, options.interpreter)
         if shutil.which("git") is None:
@@ -159,14 +154,12 @@ class Repository(Problems):
         super().load_examples()
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """Row at `index`; its patches and tests are no part of it."""
         example = self.problem(super().example(seed, index, split), self._repository.instruction)
         shown = {name: value for name, value in example.metadata.items() if name not in HIDDEN}
         row = self.row_number(seed, index, split)
         return replace(example, answer=None, metadata={**shown, "row": row})
 
     def demonstration(self, example: Example) -> str | None:
-        """None: a change of a repository is more than one answer."""
         return None
 
     def load_scorer(self) -> None:
@@ -186,7 +179,6 @@ class Repository(Problems):
         return TimedEpisode(tools, example, self._budget_s)
 
     def tools_offered(self) -> Sequence[Tool]:
-        """Schema of its one tool."""
         return self._tools.schemas
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
@@ -340,7 +332,6 @@ class ShellTool:
         return float(all(name in verdict.passed for name in names))
 
     def close(self) -> None:
-        """Delete the checkout."""
         if self._workspace is not None:
             delete_tree(self._workspace)
 

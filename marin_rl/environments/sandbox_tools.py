@@ -50,7 +50,6 @@ class TimedEpisode(ToolEpisode):
         self._budget_s = budget_s
 
     async def step(self, turn: Turn) -> StepResult:
-        """Run the programs of a turn; a turn without any ends the episode."""
         tool: Any = self._instance
         tool.deadline = time.monotonic() + self._budget_s
         return await super().step(turn)
@@ -59,7 +58,6 @@ class TimedEpisode(ToolEpisode):
 def shipped_tools(
     kind: type, config: EnvironmentConfig, options: MalformedCallOptions
 ) -> ToolClass:
-    """Return a class of tools of this package; its arguments come when scoring is loaded."""
     malformed = {name: getattr(options, name) for name in MalformedCallOptions.model_fields}
     return ToolClass.of(kind, config, ToolOptions(**malformed), {})
 

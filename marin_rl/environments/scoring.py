@@ -74,22 +74,18 @@ def score_here(
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
         scores = [fault_of(error)] * n
     for score in scores:
-        yield _checked_score(score, where)
+        try:
+            yield (
+                fault_of(score, where)
+                if isinstance(score, RewardFault)
+                else (checked_components(score))
+            )
+        except ValueError as error:
+            yield fault_of(error, where)
 
 
 def _lists(ids: CompletionIds, n: int) -> list[list[int]]:
-    """Return token ids as lists; empty ones where there are none."""
     return [[int(token) for token in one] for one in ids] if len(ids) else [[]] * n
-
-
-def _checked_score(score: Score, where: str) -> Score:
-    """Return a group's score with the name of its reward in a fault."""
-    if isinstance(score, RewardFault):
-        return fault_of(score, where)
-    try:
-        return checked_components(score)
-    except ValueError as error:
-        return fault_of(error, where)
 
 
 def fault_of(error: BaseException, where: str = "") -> RewardFault:
@@ -118,7 +114,6 @@ def _line_of(error: BaseException) -> str:
 
 
 def reward_name(environment: Environment) -> str:
-    """Return the name of an environment's reward for errors."""
     return environment.reward_name if isinstance(environment, NamesReward) else environment.name
 
 
@@ -131,9 +126,7 @@ class Scorer:
         self._pool: EnvironmentPool | None = None
         self._style: tuple[bool, bool] | None = None
         if environment.workers:
-            self._pool = EnvironmentPool(
-                "marin_rl.environments.worker", environment, config, config.reward_timeout_s
-            )
+            self._pool = EnvironmentPool("score", environment, config, config.reward_timeout_s)
             self._pool.start(environment.workers)
             self._threads = ThreadPoolExecutor(environment.workers, thread_name_prefix="scoring")
 
@@ -156,7 +149,6 @@ class Scorer:
         return await loop.run_in_executor(self._threads, self._score, *call)
 
     async def scores_groups(self) -> bool:
-        """Return True where a score may depend on the other members. Raises InputError."""
         if self._pool is None:
             environment = self._environment
             return isinstance(environment, ScoresGroups) and environment.scores_groups
@@ -180,7 +172,6 @@ class Scorer:
         return list(map(_answer_of, self._pool.ask(requests)))
 
     def close(self) -> None:
-        """End the workers, once what they score now is done."""
         if self._pool is not None:
             self._threads.shutdown(cancel_futures=True)
             self._pool.close()
@@ -251,7 +242,7 @@ def _answer_of(extracted: dict[str, Any] | WorkerFault) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class AnswerExtractor:
     """Extracts the answers of completions: in this process, or in a worker for others' code."""
 
     environment: Environment

@@ -99,7 +99,6 @@ class ToolClass:
 
     @property
     def name(self) -> str:
-        """Name of the class."""
         return self.kind.__name__
 
     @cached_property
@@ -114,12 +113,10 @@ class ToolClass:
 
     @cached_property
     def schemas(self) -> tuple[Tool, ...]:
-        """Tools as chat templates have them."""
         return tuple(tool.schema for tool in self.tools.values())
 
     @property
     def rewards_itself(self) -> bool:
-        """True where the class has `get_reward`."""
         return callable(getattr(self.kind, "get_reward", None))
 
     def make(self) -> Any:
@@ -188,7 +185,6 @@ class HasTools(FunctionScored):
         return ToolEpisode(self.tool_class, example)
 
     def tools_offered(self) -> Sequence[Tool]:
-        """Schemas of the class's tools."""
         return self.tool_class.schemas
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
@@ -211,7 +207,6 @@ class ToolsOverRows(HasTools, Chat):
         self.reward_name = self.reward_name or tool_class.name
 
     def load_examples(self) -> None:
-        """Read and check every row, also its columns against `reset`."""
         super().load_examples()
         example = self.example(0, 0, "train" if self.size else "eval")
         self.tool_class.check_row(row_of(example), self._options.path)
@@ -235,11 +230,9 @@ class ToolsOverExamples(HasTools):
         self.version = str(getattr(tool_class.kind, "version", "1"))
 
     def load_examples(self) -> None:
-        """Check the first row against `reset`."""
         self.tool_class.check_row(row_of(self.example(0, 0, "train")), self.name)
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """The example of the row that the class makes; a prompt that it lacks is empty."""
         row: Mapping[str, Any] = {"seed": seed + index}
         if hasattr(self.tool_class.kind, "example"):
             row = self._rows.example(seed, index, split)
@@ -263,7 +256,6 @@ class ToolsOverExamples(HasTools):
         )
 
     def demonstration(self, example: Example) -> str | None:
-        """None: an episode with tools is more than one answer."""
         return None
 
     @cached_property
@@ -293,7 +285,6 @@ class ToolEpisode:
         self._scored = tool_class.options.reward is not None or not tool_class.rewards_itself
 
     def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The example's messages with what `reset` returns, and the tools."""
         self._instance = self._class.make()
         arguments = self._class.arguments_of_reset(row_of(self._example))
         observation = self._instance.reset(**arguments)
@@ -329,7 +320,6 @@ class ToolEpisode:
         )
 
     async def close(self) -> None:
-        """Call the class's `close`, if it has one."""
         close = getattr(self._instance, "close", None)
         if callable(close):
             await settled(close())
@@ -389,7 +379,6 @@ class _Result:
 
 
 def _error(error: object) -> str:
-    """Return an error as TRL words it."""
     text = str(error) or type(error).__name__
     return str({"error": text[:ERROR_CHARACTERS_MAX]})
 

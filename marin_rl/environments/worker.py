@@ -1,84 +1,206 @@
-"""The work of a process that scores: an environment's rewards and answers, one completion each.
+"""The work of a process that has an environment: scores, episodes, or finished rollouts.
 
-`scoring` asks for it through `marin_rl.isolated`, which ends the process and whatever it started.
+Its parents are `scoring`, `episode_pool` and `finished`, which ask through `marin_rl.isolated`.
+Nothing is unpickled: requests and answers are JSON, and are validated by their types.
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
+import numpy as np
 import orjson
+from pydantic import TypeAdapter
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, ScoresGroups, answer_in
+from marin_rl.environments.episode import EpisodeHere
+from marin_rl.environments.finished import (
+    FinishedRollout,
+    PolicyAddress,
+    ReturnsRollouts,
+    check_numbers,
+)
 from marin_rl.environments.registry import construct
-from marin_rl.environments.scoring import score_here
-from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
-from marin_rl.types import Example, message_of
+from marin_rl.environments.scoring import fault_of, score_here
+from marin_rl.errors import (
+    Abstained,
+    EndpointUnavailable,
+    InputError,
+    MarinRLError,
+    RewardFault,
+    ToolFault,
+)
+from marin_rl.isolated.worker import RandomState
+from marin_rl.types import Example, Turn, message_of
 from marin_rl.user_code import PRIVATE, offer_packed
 
+_EXAMPLE, _POLICY = TypeAdapter(Example), TypeAdapter(PolicyAddress)
 
-def begin(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bytes]:
-    """Construct the environment of `settings`; return the function that scores and extracts.
-
-    Its `ready` says whether groups are scored in one call, and whether that reads token ids.
-    Raises InputError where it cannot be imported.
-    """
-    environment = constructed(settings, "score")
-    by_group = isinstance(environment, ScoresGroups) and environment.scores_groups
-    wants_ids = isinstance(environment, ScoresGroups) and environment.wants_completion_ids
-    answer = partial(_answer, environment)
-    answer.ready = [by_group, wants_ids]  # pyright: ignore[reportAttributeAccessIssue]
-    return answer
+Work = tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]
 
 
-def constructed(
-    settings: Mapping[str, Any], purpose: str, *, examples: bool = False
-) -> Environment:
-    """The environment of `settings`, with what scoring needs and, if asked for, its examples.
+def begin(settings: Mapping[str, Any]) -> "Scores | Episodes | Rollouts":
+    """Construct the environment of `settings`; return what serves its `purpose`.
 
     Raises InputError, which names the purpose, where it cannot be imported.
     """
+    purpose = settings["purpose"]
     try:
         offer_packed(settings["code"])
         if not settings["module"].startswith(PRIVATE):  # it may register environments
             importlib.import_module(settings["module"])
         environment = construct(EnvironmentConfig.model_validate(settings["environment"]))
-        if examples:
+        if purpose != "score":
             environment.load_examples()
         environment.load_scorer()
     except (MarinRLError, ImportError) as error:
         message = f"the environment cannot {purpose}: {type(error).__name__}: {error}"
         raise InputError(message) from error
-    return environment
+    served = {"score": Scores, "play episodes": Episodes, "return rollouts": Rollouts}
+    return served[purpose](environment)
 
 
-def _answer(environment: Environment, request: Mapping[str, Any]) -> bytes:
-    """Score completions for an example, or extract an answer."""
-    if "extract" in request:
-        return orjson.dumps(_extracted(environment, request["extract"]))
-    return orjson.dumps(_scored(environment, request["example"], request["score"]))
+class Scores:
+    """Scores of completions, and answers that are extracted from them, one call after another.
+
+    `ready` says whether groups are scored in one call, and whether that reads token ids.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        by_group = isinstance(environment, ScoresGroups)
+        self.ready = (
+            [environment.scores_groups, environment.wants_completion_ids]
+            if by_group
+            else [False, False]
+        )
+
+    def __call__(self, request: Mapping[str, Any]) -> bytes:
+        if "extract" not in request:
+            return self._scores(request["example"], request["score"])
+        try:
+            answer = answer_in(self._environment, request["extract"])
+        except InputError as error:
+            return orjson.dumps({"unfit": str(error)})
+        return orjson.dumps({"answer": None if answer is None else str(answer)})
+
+    def _scores(self, values: Mapping[str, Any], call: Mapping[str, Any]) -> bytes:
+        messages = tuple(map(message_of, values["messages"]))
+        example = Example(**{**values, "messages": messages})
+        dialogues = [tuple(map(message_of, messages)) for messages in call.get("dialogues", ())]
+        scores = score_here(self._environment, example, call["completions"], call["ids"], dialogues)
+        return orjson.dumps(
+            [
+                {"fault": str(score), "abstained": isinstance(score, Abstained)}
+                if isinstance(score, RewardFault)
+                else {"components": score}
+                for score in scores
+            ]
+        )
 
 
-def _scored(
-    environment: Environment, values: Mapping[str, Any], call: Mapping[str, Any]
-) -> Sequence[Mapping[str, Any]]:
-    messages = tuple(map(message_of, values["messages"]))
-    example = Example(**{**values, "messages": messages})
-    dialogues = [tuple(map(message_of, messages)) for messages in call.get("dialogues", ())]
-    scores = score_here(environment, example, call["completions"], call["ids"], dialogues)
-    return [
-        {"fault": str(score), "abstained": isinstance(score, Abstained)}
-        if isinstance(score, RewardFault)
-        else {"components": score}
-        for score in scores
-    ]
+class Episodes:
+    """Episodes by the number that their owner gave them, which interleave: one waits, others go on.
+
+    Each has the state of Python's and NumPy's global random numbers to itself, which begins with
+    the example's seed, so that an environment that draws from them is a function of example and
+    actions, whatever else its process plays.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._episodes: dict[int, EpisodeHere] = {}
+        self._random: dict[int, RandomState] = {}
+
+    def call(self, request: Mapping[str, Any]) -> Work:
+        """See `isolated.worker.Handler`."""
+        number, argument = request["episode"], request["argument"]
+        if request["operation"] == "start":
+            example = _EXAMPLE.validate_python(argument)
+            self._random[number] = RandomState(example.seed)
+            self._episodes[number] = EpisodeHere(self._environment, example)
+        state = self._random.get(number, nullcontext())
+        return self._answer(number, request["operation"], argument), lambda: state
+
+    async def _answer(self, number: int, operation: str, argument: Any) -> bytes:
+        try:
+            if operation == "start":
+                answer: Any = await self._episodes[number].start()
+            elif operation == "step":
+                answer = await self._episodes[number].step(_turn_of(argument))
+            else:
+                answer = await self._close(number)
+            return orjson.dumps({"answer": answer})
+        except MemoryError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is other people's code
+            kinds = {"unavailable": EndpointUnavailable, "tool": ToolFault, "fault": BaseException}
+            kind = next(name for name, each in kinds.items() if isinstance(error, each))
+            return orjson.dumps({"failure": kind, "message": str(fault_of(error))})
+
+    async def _close(self, number: int) -> None:
+        self._random.pop(number, None)
+        episode = self._episodes.pop(number, None)
+        if episode is not None:
+            await episode.close()
 
 
-def _extracted(environment: Environment, completion: str) -> dict[str, Any]:
+def _turn_of(record: dict[str, Any]) -> Turn:
+    """Return a turn as its parent sent it. Raises pydantic's ValidationError."""
+    logprobs = record.pop("logprobs", None)
+    values = {
+        field.name: _adapter(field.type).validate_python(record[field.name])
+        for field in fields(Turn)
+        if field.name in record
+    }
+    return Turn(**values, logprobs=None if logprobs is None else np.array(logprobs, np.float32))
+
+
+@cache
+def _adapter(kind: Any) -> Any:  # a TypeAdapter, which beartype knows no hint of
+    return TypeAdapter(kind)  # takes milliseconds to make
+
+
+class Rollouts:
+    """Rollouts that an environment samples and scores by itself."""
+
+    def __init__(self, environment: Environment) -> None:
+        assert isinstance(environment, ReturnsRollouts), environment.name
+        self._environment = environment
+
+    def call(self, request: Mapping[str, Any]) -> Work:
+        """See `isolated.worker.Handler`."""
+        return self._answer(request), nullcontext
+
+    async def _answer(self, request: Mapping[str, Any]) -> bytes:
+        example = _EXAMPLE.validate_python(request["example"])
+        policy = _POLICY.validate_python(request["policy"])
+        random.seed(example.seed)
+        np.random.seed(example.seed % 2**32)  # noqa: NPY002 - the one that old code draws from
+        try:
+            rollouts = await self._environment.rollouts(example, policy)
+            return orjson.dumps({"rollouts": list(map(_encoded, rollouts))})
+        except EndpointUnavailable as error:
+            return orjson.dumps({"unavailable": str(error)})
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            return orjson.dumps({"fault": str(fault_of(error))})
+
+
+def _encoded(rollout: object) -> orjson.Fragment | str:
+    """Return the JSON of a rollout, or its fault in words, so that one costs no other."""
+    if isinstance(rollout, RewardFault):
+        return str(rollout)
     try:
-        answer = answer_in(environment, completion)
-    except InputError as error:
-        return {"unfit": str(error)}
-    return {"answer": None if answer is None else str(answer)}
+        if not isinstance(rollout, FinishedRollout):
+            raise TypeError(f"expected a FinishedRollout, found {type(rollout).__name__}")
+        check_numbers(rollout)  # JSON has null in the place of NaN
+        return orjson.Fragment(orjson.dumps(rollout, option=orjson.OPT_SERIALIZE_NUMPY))
+    except (TypeError, ValueError) as error:
+        return str(fault_of(error))

@@ -1,7 +1,7 @@
 """Worker processes of environments, and one pool for each environment in use.
 
 Leaves out the processes themselves (`marin_rl.isolated`), and what is asked of them: scores
-(`scoring`), turns of episodes (`episode_pool`), finished rollouts (`finished_pool`).
+(`scoring`), turns of episodes (`episode_pool`), finished rollouts (`finished`).
 """
 
 import atexit
@@ -19,17 +19,14 @@ ANSWER_BYTES_MAX = 4 << 20
 
 
 class EnvironmentPool(Pool):
-    """Workers that run `module` with an environment (`worker.constructed`).
-
-    A call may take `wall_s`.
-    """
+    """Workers with an environment, which serve a `purpose` (`worker`). A call may take `wall_s`."""
 
     def __init__(
-        self, module: str, environment: Environment, config: EnvironmentConfig, wall_s: float
+        self, purpose: str, environment: Environment, config: EnvironmentConfig, wall_s: float
     ) -> None:
         settings = config.model_dump(mode="json")
         spec = WorkerSpec(
-            module=module,
+            module="marin_rl.environments.worker",
             limits=WorkerLimits(
                 wall_s=wall_s,
                 memory_bytes=config.reward_memory_bytes_max,
@@ -37,6 +34,7 @@ class EnvironmentPool(Pool):
                 sealed=False,  # rewards and environments are the user's code: they may write files
             ),
             settings={
+                "purpose": purpose,
                 "module": type(environment).__module__,
                 "environment": settings,
                 "code": packed_sources(settings),
@@ -51,9 +49,7 @@ class EnvironmentPool(Pool):
 class Closes(Protocol):
     """Something with processes that can be ended."""
 
-    def close(self) -> None:
-        """End the processes."""
-        ...
+    def close(self) -> None: ...
 
 
 PoolT = TypeVar("PoolT", bound=Closes)
@@ -83,7 +79,6 @@ class PoolsInUse(Generic[PoolT]):
             return self._pools[key]
 
     def close(self) -> None:
-        """Close all of them; one that is used again is another."""
         with self._lock:
             for pool in self._pools.values():
                 pool.close()

@@ -73,7 +73,6 @@ def _write(run: Run, lines_of: "Lines", rounds: Sequence[int], file: BinaryIO) -
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return turns as chat messages in OpenAI's shape."""
     return [message_body(turn.message) for turn in turns]
 
 
@@ -157,7 +156,6 @@ def _atropos(
 
 
 def _where(rollout: Rollout, values: np.ndarray, otherwise: float) -> np.ndarray:
-    """Return `values` of sampled tokens, and `otherwise` elsewhere."""
     return np.where(rollout.loss_mask == 1, values, values.dtype.type(otherwise))
 
 

@@ -54,7 +54,6 @@ class Gymnasium(HostedEnvironment):
     options: GymnasiumOptions
 
     def load_examples(self) -> None:
-        """Make the environment once. Raises ConfigError for names that do not fit its actions."""
         super().load_examples()
         space = self.interpreter.ready["actions"]
         if self.options.actions and space.get("n") != len(self.options.actions):
@@ -64,11 +63,9 @@ class Gymnasium(HostedEnvironment):
             )
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """A seed of the environment."""
         return self.described(self.options.instructions or self.options.id, seed, index, split)
 
     def episode(self, example: Example) -> "GymnasiumEpisode":
-        """An environment that is reset with the example's seed."""
         return GymnasiumEpisode(self, example)
 
     def text_of(self, answer: Mapping[str, Any]) -> str:
@@ -114,13 +111,11 @@ class GymnasiumEpisode(HostedEpisode):
         self._environment = environment
 
     async def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The instructions and the first observation, without tools."""
         first = self._environment.text_of(await self.begin({}))
         instructions = self._environment.options.instructions
         return user_message(f"{instructions}\n\n{first}" if instructions else first), ()
 
     async def step(self, turn: Turn) -> StepResult:
-        """Take the action that the model names; without one, say which there are."""
         try:
             action = self._environment.action_of(turn.content)
         except ValueError as error:

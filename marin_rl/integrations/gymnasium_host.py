@@ -28,7 +28,6 @@ class Library:
         return gymnasium.make(self._name, **self._kwargs)
 
     def episode(self, row: dict[str, Any], seed: int) -> "Episode":
-        """An episode; gymnasium's environments take all they need from the seed."""
         return Episode(self._make(), seed % SEED_PERIOD)
 
 
@@ -39,13 +38,11 @@ class Episode:
         self._environment, self._seed = environment, seed
 
     def start(self) -> dict[str, Any]:
-        """The first observation."""
         self._environment.action_space.seed(self._seed)
         observation, info = self._environment.reset(seed=self._seed)
         return {"observation": _plain(observation), "info": _plain(info)}
 
     def step(self, turn: dict[str, Any]) -> dict[str, Any]:
-        """Take the action of `turn`, if the environment's space has it."""
         space = self._environment.action_space
         action = _action(space, turn["action"])
         if not space.contains(action):
@@ -59,7 +56,6 @@ class Episode:
         }
 
     def close(self) -> None:
-        """Close the environment."""
         self._environment.close()
 
 

@@ -98,7 +98,6 @@ class HostedEnvironment(RewardedElsewhere):
 
     @property
     def host_options(self) -> dict[str, Any]:
-        """Options as the adapter in the other interpreter reads them."""
         return self.options.model_dump(mode="json")
 
     def load_examples(self) -> None:
@@ -169,13 +168,11 @@ class HostedEpisode(ABC):
         """The answer to a turn."""
 
     async def begin(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the library's episode of a row."""
         return await self._interpreter.answer(
             "start", episode=self.number, row=row, seed=self._example.seed
         )
 
     async def take(self, turn: Mapping[str, Any]) -> dict[str, Any]:
-        """The library's answer to a turn."""
         return await self._interpreter.answer("step", episode=self.number, turn=turn)
 
     async def close(self) -> None:

@@ -60,7 +60,6 @@ class NemoGym(RewardedElsewhere):
         self.turns_max = config.turns_max
 
     def load_examples(self) -> None:
-        """Ask the server for its routes, and read the rows. Raises InputError."""
         rows = open_rows(self.options.path)
         self._rows = [rows.row(index) for index in range(len(rows))]
         if len(self._rows) < 2:
@@ -78,11 +77,9 @@ class NemoGym(RewardedElsewhere):
         self.version = f"1+{_title(self.options.url)}+{rows.digest}"
 
     def tools_offered(self) -> Sequence[Tool]:
-        """The tools of the first row."""
         return _start_of(self._rows[0])[1]
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """A row: number `seed + index` of its split, starting over at the end."""
         rows = self._rows[: self.size] if split == "train" else self._rows[self.size :]
         row = rows[(seed + index) % len(rows)]
         return self.make_example(
@@ -90,7 +87,6 @@ class NemoGym(RewardedElsewhere):
         )
 
     def episode(self, example: Example) -> "NemoGymEpisode":
-        """A session of the server."""
         return NemoGymEpisode(self, example)
 
 
@@ -105,7 +101,6 @@ class NemoGymEpisode:
         self._turns = 0
 
     async def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """Open the session; the row's messages and tools."""
         options = self._environment.options
         self._client = httpx.AsyncClient(
             base_url=options.url, timeout=self._environment.timeout_s, trust_env=False
@@ -117,7 +112,6 @@ class NemoGymEpisode:
         return messages, tools
 
     async def step(self, turn: Turn) -> StepResult:
-        """Post the calls of a turn; without any, or after the last turn, have it scored."""
         self._turns += 1
         if turn.content:
             self._output.append(_message_item(turn.content, self._turns))
@@ -128,7 +122,6 @@ class NemoGymEpisode:
         return await self._verified()
 
     async def close(self) -> None:
-        """Close the connection: the protocol has no word for the end of a session."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()

@@ -87,7 +87,6 @@ class OpenEnvOptions(Section):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Addresses without a slash at the end."""
         urls = (self.url,) if isinstance(self.url, str) else self.url
         return tuple(url.rstrip("/") for url in urls)
 
@@ -106,7 +105,6 @@ class OpenEnv(RewardedElsewhere):
         self._openings: WeakValueDictionary[tuple[int, str], _Opening] = WeakValueDictionary()
 
     def load_examples(self) -> None:
-        """Ask the servers what they play, and read the rows. Raises InputError, ConfigError."""
         described = {url: server_facts(url) for url in self.options.urls}
         self.facts, *others = described.values()
         if any(other.action != self.facts.action for other in others):
@@ -132,7 +130,6 @@ class OpenEnv(RewardedElsewhere):
         self.version += f"+{rows.digest}"
 
     def tools_offered(self) -> Sequence[Tool]:
-        """The MCP tools of the server, or the action itself where it is no text."""
         tools = [_mcp_tool(tool) for tool in self.facts.tools]
         if self.acts_by_call:
             return [*tools, _action_tool(self.facts.action)]
@@ -140,17 +137,14 @@ class OpenEnv(RewardedElsewhere):
 
     @property
     def acts_by_tools(self) -> bool:
-        """True where every action is a call of an MCP tool."""
         fields = _fields_of(self.facts.action)
         return bool(self.facts.tools) and (not fields or fields.keys() >= MCP_FIELDS)
 
     @property
     def acts_by_call(self) -> bool:
-        """True where an action is a call of the tool `act`."""
         return self.text_field is None and not self.acts_by_tools
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """A seed of the environment, and the arguments of reset in its row."""
         arguments, options = dict(self.options.reset), self.options
         if options.path is not None:
             rows = self._rows[: self.size] if split == "train" else self._rows[self.size :]
@@ -166,7 +160,6 @@ class OpenEnv(RewardedElsewhere):
         )
 
     def episode(self, example: Example) -> "OpenEnvEpisode":
-        """An environment that is reset with the example's seed."""
         return OpenEnvEpisode(self, example)
 
     def opening(self, example: Example) -> "_Opening":
@@ -216,7 +209,6 @@ class OpenEnvEpisode:
         return user_message(shown), environment.tools_offered()
 
     async def step(self, turn: Turn) -> StepResult:
-        """Take the actions of a turn; without any, say what an action is."""
         if self._session is None and (text := await self._begin()) != self._opening.text:
             raise RewardFault(
                 "reset with one seed gave two observations, so the members of a group cannot be "
@@ -232,7 +224,6 @@ class OpenEnvEpisode:
         return await self._result(answer, user_message(self._environment.text_of(answer)))
 
     async def close(self) -> None:
-        """End the session, so that the server has room for another."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()

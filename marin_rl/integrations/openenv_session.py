@@ -106,11 +106,9 @@ class Session:
         self._url, self._socket, self._timeout_s = url, socket, timeout_s
 
     async def reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin an episode, and return its first observation, reward and done."""
         return await self._ask("reset", arguments, "observation")
 
     async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
-        """Take an action, and return what follows. Raises ActionRefused for one that is none."""
         return await self._ask("step", action, "observation")
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -124,7 +122,6 @@ class Session:
         return answer.get("result")
 
     async def close(self) -> None:
-        """End the session, so that the server has room for another."""
         with suppress(Exception):  # a server that has gone has closed it already
             await self._socket.send(json.dumps({"type": "close"}))
         await self._socket.close()

@@ -119,7 +119,6 @@ class ReasoningGym(BaseEnvironment):
         self._dataset = lru_cache(maxsize=_DATASETS_KEPT)(self._make)
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """The item at `index` of the dataset with seed `seed`."""
         entry = self._entry(seed, index)
         metadata = plain_json(entry["metadata"], f"reasoning-gym item {seed} + {index}")
         answer = entry["answer"]
@@ -136,7 +135,6 @@ class ReasoningGym(BaseEnvironment):
         )
 
     def demonstration(self, example: Example) -> str | None:
-        """Return one of the configured ways to write the answer, drawn by the example's seed."""
         ways = self._options.demonstrations
         if example.answer is None:
             return None
@@ -213,7 +211,6 @@ def _size_of(item: MixtureItem) -> int:
 
 
 def _checked(item: MixtureItem) -> dict[str, Any]:
-    """The configuration of one dataset of a mixture, if that dataset takes it."""
     _create(item.dataset, {"size": 1, **item.config, "seed": 0})
     return dict(item.config)
 

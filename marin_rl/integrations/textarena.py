@@ -73,11 +73,9 @@ class TextArena(HostedEnvironment):
         self.replayable = not self.asks_policy  # its weights are those of one round
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """A seed of the game."""
         return self.described(self.options.id, seed, index, split)
 
     def episode(self, example: Example) -> "TextArenaEpisode":
-        """A game with the example's seed."""
         return TextArenaEpisode(self, example)
 
 
@@ -95,14 +93,12 @@ class TextArenaEpisode(HostedEpisode):
             self._opponent = load(options.opponent, "opponent")
 
     async def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The rules of the game and what was moved so far, without tools."""
         answer = await self._until_own_turn(await self.begin({}))
         if answer["done"]:
             raise RewardFault("the other player's opening ended the game before the model's turn")
         return user_message(answer["observation"]), ()
 
     async def step(self, turn: Turn) -> StepResult:
-        """Make the model's move, and those of the other player that follow."""
         answer = await self._until_own_turn(await self.take({"action": turn.content}))
         if not answer["done"]:
             return StepResult(messages=user_message(answer["observation"]))

@@ -23,7 +23,6 @@ class Library:
         return textarena.make(self._name, **self._kwargs)
 
     def episode(self, row: dict[str, Any], seed: int) -> "Episode":
-        """A game; TextArena's games take all they need from the seed."""
         return Episode(self._make(), self._players, seed)
 
 
@@ -34,12 +33,10 @@ class Episode:
         self._game, self._players, self._seed = game, players, seed
 
     def start(self) -> dict[str, Any]:
-        """The rules, as the first player reads them."""
         self._game.reset(num_players=self._players, seed=self._seed)
         return self._observed()
 
     def step(self, turn: dict[str, Any]) -> dict[str, Any]:
-        """Make the move of the player whose turn it is."""
         done, info = self._game.step(action=turn["action"])
         if not done:
             return self._observed()

@@ -27,9 +27,7 @@ _log = logging.getLogger(__name__)
 class Tracker(Protocol):
     """Interface of a tracker. Either method may raise; its `Board` catches it."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of one round, or of one step of a warm start or reward model."""
-        ...
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
     def close(self) -> None:
         """Flush and close."""
@@ -48,7 +46,6 @@ class TensorBoard:
         self._writer = FileWriter(str(Path(folder) / run_id))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log one scalar per metric, under its own name."""
         # protobuf makes the class when it is imported
         from tensorboardX.proto.summary_pb2 import (
             Summary,  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,7 +82,6 @@ class WandB:
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log one row."""
         self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
@@ -113,7 +109,6 @@ class Trackio:
             )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log one row."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -135,7 +130,6 @@ class Board:
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue a row, and return at once."""
         if self._out.is_set():
             return
         try:
@@ -176,7 +170,6 @@ class Trackers:
         self._boards = list(boards)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log to every board that still works."""
         for board in self._boards if metrics else ():
             board.log(metrics, step)
 

@@ -56,11 +56,9 @@ class Library:
         return json.loads(json.dumps(self._rows[split][index], default=str))
 
     def episode(self, row: dict[str, Any], seed: int) -> "Episode":
-        """An episode of a row."""
         return Episode(self._environment, row, grouped=self._grouped)
 
     async def score(self, episodes: "list[Episode]") -> list[dict[str, Any]]:
-        """Rewards of a group whose rollouts have ended, by functions that compare them."""
         states = [episode.state for episode in episodes]
         await self._environment.rubric.score_group(states)
         return [{"reward": float(state["reward"]), "metrics": _metrics(state)} for state in states]
@@ -80,14 +78,12 @@ class Episode:
         self._known: list[dict[str, Any]] = []
 
     async def start(self) -> dict[str, Any]:
-        """The first prompt and the tools."""
         environment = self._environment
         run = environment.rollout if self._grouped else environment.run_rollout
         self._rollout = asyncio.ensure_future(run(self._row, self._client, "policy", {}))
         return await self._next()
 
     async def step(self, turn: dict[str, Any]) -> dict[str, Any]:
-        """Go on with a completion: the messages that follow it, or the reward and the end."""
         message = {
             "role": "assistant",
             "content": turn["content"],
@@ -133,7 +129,6 @@ class Episode:
         }
 
     async def close(self) -> None:
-        """End the rollout, if it has not ended; its clean-up runs."""
         if self._rollout is not None and not self._rollout.done():
             self._rollout.cancel()
             await asyncio.wait({self._rollout})

@@ -56,7 +56,6 @@ class VerifiersV1Options(RowsOptions):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of the servers."""
         return (self.address,) if isinstance(self.address, str) else self.address
 
 
@@ -76,11 +75,9 @@ class VerifiersV1(RowsEnvironment):
 
     @property
     def host_options(self) -> dict[str, Any]:
-        """Options for the other interpreter."""
         return {**super().host_options, "addresses": list(self.options.addresses)}
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        """A task: number `seed + index` of its split, starting over at the end."""
         row = self.row(seed, index, split)
         return self.make_example(
             _prompt(row, self.options.id),
@@ -93,7 +90,6 @@ class VerifiersV1(RowsEnvironment):
     async def rollouts(
         self, example: Example, policy: PolicyAddress
     ) -> Sequence[FinishedRollout | RewardFault]:
-        """An episode for each member, which the server plays. Raises EndpointUnavailable."""
         calls = [
             self._play(example, policy, number, sampling)
             for number, sampling in enumerate(policy.sampling)

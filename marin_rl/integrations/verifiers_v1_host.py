@@ -75,7 +75,6 @@ class Library:
         self.ready = {"sizes": {split: len(rows) for split, rows in self._rows.items()}}
 
     def row(self, split: str, index: int) -> dict[str, Any]:
-        """The data of a task."""
         return self._rows[split][index]
 
     async def play(self, row: dict[str, Any], policy: dict[str, Any], number: int) -> Any:

@@ -217,7 +217,6 @@ def _unmapped(config: Config, said: set[str], missing: set[str]) -> Iterator[Unm
 
 
 def _names(key: str) -> Iterator[str]:
-    """Yield a dotted key and those above it."""
     while key:
         yield key
         key = key.rpartition(".")[0]

@@ -45,7 +45,6 @@ def _prctl(option: int, argument: int) -> None:
 
 
 def reaped() -> Iterator[tuple[int, int]]:
-    """Process ids and statuses of children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended

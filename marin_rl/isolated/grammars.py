@@ -25,7 +25,6 @@ SCHEMA, LARK = "schema", "lark"
 
 
 def as_grammar(kind: str, text: str) -> str:
-    """Return llguidance's form of a JSON schema or of a grammar in Lark."""
     if kind == LARK:
         return text
     return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
@@ -59,7 +58,6 @@ def _bytes() -> LLTokenizer:
 
 
 def begin(_settings: object) -> Callable[[tuple[str, str]], bytes]:
-    """Return the function that tries a form; a worker calls it."""
     return answer
 
 

@@ -85,11 +85,9 @@ class WorkerSpec:
 
     @property
     def title(self) -> str:
-        """The name for people."""
         return self.name or self.module
 
     def hello(self) -> bytes:
-        """First message of a worker."""
         about = {"module": self.module, "settings": self.settings}
         return json.dumps(about | asdict(self.limits)).encode()
 
@@ -122,7 +120,6 @@ class Worker:
 
     @property
     def process_id(self) -> int:
-        """Process id of the supervisor of the process."""
         return self._process.process_id
 
     @property
@@ -140,7 +137,6 @@ class Worker:
     def call_all(
         self, requests: Sequence[bytes], limit_s: float | int | None = None
     ) -> "list[Future[Any]]":
-        """Ask for the answers to requests, as `call` does."""
         answers: list[Future[Any]] = [Future() for _ in requests]
         self._loop.call_soon_threadsafe(self._ask, requests, limit_s, answers)
         return answers

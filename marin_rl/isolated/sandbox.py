@@ -125,12 +125,10 @@ class Sandbox:
 
     @property
     def python(self) -> str:
-        """Path of the interpreter, inside as outside."""
         return self._interpreter.path
 
     @property
     def interpreter(self) -> Interpreter:
-        """Python of programs, with the folders that they see of it."""
         return self._interpreter
 
     @property

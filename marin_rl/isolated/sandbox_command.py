@@ -60,7 +60,6 @@ class SandboxLimits:
     files: int = 64
 
     def prefix(self) -> list[str]:
-        """Return the command that sets these limits and becomes the one after it."""
         options = [f"--{name}={soft}:{hard}" for name, (soft, hard) in self._by_name().items()]
         return ["prlimit", *options, "--"]
 
@@ -203,7 +202,6 @@ class Descriptors:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Every descriptor that bubblewrap inherits."""
         own = () if self.seccomp is None else (self.seccomp,)
         return (self.status, self.release, *own, *self.files.values())
 
@@ -248,7 +246,6 @@ def bubblewrap(
 
 
 def rooms(workspace: Path | None) -> tuple[str, str]:
-    """Return where a program has files in memory."""
     return ("/dev/shm", WORK if workspace is None else "/tmp")
 
 

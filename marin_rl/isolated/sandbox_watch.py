@@ -192,7 +192,6 @@ def _memory_of(process_id: int) -> int:
 
 
 def _used_bytes(place: Path) -> int:
-    """Return the bytes in use of the file system of a place, by whomever."""
     disk = os.statvfs(place)
     return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 

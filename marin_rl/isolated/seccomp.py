@@ -113,5 +113,4 @@ def _refusal(number: int) -> bytes:
 
 
 def _if_call(number: int, body: list[bytes]) -> list[bytes]:
-    """Return the instructions that run `body` for one call, and skip it for others."""
     return [_op(_EQUAL, number, 0, len(body)), *body]

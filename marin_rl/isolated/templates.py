@@ -163,7 +163,6 @@ def failure_of(error: Exception) -> dict[str, str]:
 
 
 def begin(_settings: object) -> Callable[[Mapping[str, Any]], bytes]:
-    """Return the function that renders; a worker calls it."""
     return answer
 
 

@@ -66,11 +66,9 @@ class SharedState:
         self._memory = mmap.mmap(descriptor, self.FORM.size)
 
     def write(self, number: int, deadline: float, limit_s: float) -> None:
-        """Note what runs."""
         self.FORM.pack_into(self._memory, 0, number, deadline, limit_s)
 
     def read(self) -> tuple[int, float, float]:
-        """Return number, deadline and seconds."""
         number, deadline, limit_s = self.FORM.unpack_from(self._memory)
         return number, deadline, limit_s
 
@@ -186,14 +184,12 @@ class _Lines:
         return self._lines.pop()
 
     def read(self) -> bool:
-        """Read once; False at the pipe's end."""
         data = os.read(self.descriptor, _READ_BYTES)
         *lines, self._begun = (self._begun + data).split(b"\n")
         self._lines = lines[::-1] + self._lines
         return bool(data)
 
     def taken(self) -> list[bytes]:
-        """Take the lines that are there."""
         lines, self._lines = self._lines[::-1], []
         return lines
 

@@ -26,9 +26,8 @@ from jaxtyping import Int32
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import POLICY, AsksPolicy, StepResult, Tool
+from marin_rl.environments.episode import POLICY, AsksPolicy, Start, StepResult, Tool
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
-from marin_rl.environments.episode_wire import Start
 from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
 from marin_rl.inference.client.answers import ChatAnswer, Completion

@@ -24,7 +24,7 @@ from marin_rl.environments.checks import (
 )
 from marin_rl.environments.mixture import labelled, parts_of, sampling_for
 from marin_rl.environments.registry import construct, loaded_environment
-from marin_rl.environments.scoring import Judge
+from marin_rl.environments.scoring import AnswerExtractor
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.clients import policy_client
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
@@ -49,7 +49,7 @@ from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolic
 from schemas.rollouts import CONTENT_VERSION
 
 # By the name that examples carry; None is the only one.
-Judges = Mapping[str | None, Judge]
+Judges = Mapping[str | None, AnswerExtractor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +111,12 @@ def judges_of(config: Config) -> Judges:
     """The judges of an evaluation's answers: the run's environment, or that of each named set."""
     if config.evaluation.sets is None and config.environment.mixture is not None:
         parts = parts_of(construct(config.environment), config.environment)
-        return {part.label: Judge(part.environment, part.config) for part in parts}
+        return {part.label: AnswerExtractor(part.environment, part.config) for part in parts}
     if config.evaluation.sets is None:
-        return {None: Judge(construct(config.environment), config.environment)}
+        return {None: AnswerExtractor(construct(config.environment), config.environment)}
     return {
-        name: Judge(construct(chosen), chosen) for name, chosen in config.evaluation.sets.items()
+        name: AnswerExtractor(construct(chosen), chosen)
+        for name, chosen in config.evaluation.sets.items()
     }
 
 
@@ -154,7 +155,7 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     refuse_if_mostly_errors(
         groups, run.config.rollouts.errors_max_fraction, f"evaluation of {round_name(round)}"
     )
-    judges = {item.name: Judge(item.environment, item.config) for item in sets}
+    judges = {item.name: AnswerExtractor(item.environment, item.config) for item in sets}
     metrics = await asyncio.to_thread(evaluation_metrics, groups, run.config.evaluation, judges)
     return await asyncio.to_thread(_commit, run, round, groups, metrics, digest, policy)
 

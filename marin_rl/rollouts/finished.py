@@ -18,8 +18,8 @@ from marin_rl.environments.finished import (
     FinishedRollout,
     PolicyAddress,
     check_numbers,
+    finished_rollouts,
 )
-from marin_rl.environments.finished_pool import finished_rollouts
 from marin_rl.errors import RewardFault
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.rollouts.trajectories import (

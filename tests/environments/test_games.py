@@ -13,10 +13,16 @@ from support.guessing import optimal_mean_guesses
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.episode import StepResult
 from marin_rl.environments.game import GameEnvironment
-from marin_rl.environments.games.guess import HIGHER, LOWER
-from marin_rl.environments.games.mastermind import Mastermind, feedback
-from marin_rl.environments.games.nim import Nim, Position, nim_sum
-from marin_rl.environments.games.rules import DIGITS
+from marin_rl.environments.games import (
+    DIGITS,
+    HIGHER,
+    LOWER,
+    Mastermind,
+    Nim,
+    Position,
+    feedback,
+    nim_sum,
+)
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError
 from marin_rl.types import Example, Turn

@@ -96,15 +96,12 @@ class TrajectoryRoutes:
         ]
 
     async def root(self, request: Request) -> Response:
-        """Name of the API."""
         return JSONResponse({"message": "AtroposLib API", "run_id": self._receiver.run.run_id})
 
     async def healthz(self, request: Request) -> Response:
-        """Return 200 while the process answers."""
         return JSONResponse({"status": "ok"})
 
     async def wandb_info(self, request: Request) -> Response:
-        """Project and group under which environments log."""
         run = self._receiver.run
         project = run.config.trackers.wandb_project or "marin-rl"
         return JSONResponse({"group": run.run_id, "project": project})
@@ -129,7 +126,6 @@ class TrajectoryRoutes:
         return JSONResponse(await self._call(read))
 
     async def status_env(self, request: Request) -> Response:
-        """The queue as an environment sees it."""
         wanted = await self._body(request, _NUMBER)
         return JSONResponse(await self._call(self._receiver.status_of, wanted.env_id))
 
@@ -163,13 +159,11 @@ class TrajectoryRoutes:
         return JSONResponse(await self._call(register))
 
     async def disconnect_env(self, request: Request) -> Response:
-        """Take an environment out of the shares of the queue."""
         wanted = await self._body(request, _NUMBER)
         await self._call(self._receiver.disconnect, wanted.env_id)
         return JSONResponse({"status": "success"})
 
     async def scored_data(self, request: Request) -> Response:
-        """Commit a group."""
         group = await self._body(request, _GROUP)
         await self._call(self._receiver.accept, [group])
         return JSONResponse({"status": "received"})
@@ -247,7 +241,6 @@ class BasicAsBearer:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         if scope["type"] == "http":
             scope["headers"] = [(name, _bearer(name, value)) for name, value in scope["headers"]]
         await self._app(scope, receive, send)

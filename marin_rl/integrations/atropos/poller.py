@@ -115,7 +115,6 @@ class Poller:
 
     @property
     def finished(self) -> bool:
-        """True once the run has its last checkpoint."""
         return (self._receiver.round or 0) >= self._receiver.run.config.rounds
 
     @property

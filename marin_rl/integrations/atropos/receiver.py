@@ -89,7 +89,6 @@ class Receiver:
 
     @property
     def queue_size(self) -> int:
-        """Number of groups that no sealed round has."""
         return max(0, self._queue.accepted - self._taken())
 
     def register(self, wanted: dict[str, Any]) -> PushingEnvironment:
@@ -128,12 +127,10 @@ class Receiver:
         return self._environments[number]
 
     def named(self, name: str) -> PushingEnvironment | None:
-        """The first environment that is registered under a name; None where there is none."""
         same = (known for known in self._environments if known.name == name)
         return next(same, None)
 
     def disconnect(self, number: int) -> None:
-        """Note that an environment ends. Raises InputError."""
         self.environment(number)
         del self._heard[number]
 
@@ -231,7 +228,6 @@ class Receiver:
         return heard is not None and time.monotonic() - heard < CONNECTED_S
 
     def _taken(self) -> int:
-        """The number of groups of the rounds that are sealed."""
         self._look()
         rounds = 0 if self._round is None else self._round + self._sealed
         return rounds * self.run.config.rollouts.groups_per_round

@@ -55,7 +55,6 @@ class Relay:
         threading.Thread(target=self._receive, name="marin-rl", daemon=True).start()
 
     def score(self, example: Any, completion: str) -> dict[str, Any]:
-        """Reward and components of a completion."""
         call = {"call": "score", "example": example, "completion": completion}
         return self._ask(call, None).result()
 

@@ -1,1 +1,0 @@
-"""Rules of the games that the environment `game` plays: plain Python, one module per game."""
