@@ -3,7 +3,7 @@
 Owns the options, the split into training and evaluation, and the examples. Rows are split by a hash
 of their id, so growing the file moves no row from one to the other. Leaves out files
 (`prompt_files`), the meaning of a row (`prompt_rows`) and the reward function
-(`function_scored`).
+(`reward_functions`).
 """
 
 import hashlib
@@ -17,7 +17,6 @@ from pydantic import Field
 
 from marin_rl.config import CodeName, EnvironmentConfig, Section
 from marin_rl.environments.base import SHIPPED
-from marin_rl.environments.function_scored import FunctionScored, RewardOption
 from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.prompt_rows import (
     Columns,
@@ -27,6 +26,7 @@ from marin_rl.environments.prompt_rows import (
     read_row,
 )
 from marin_rl.environments.registry import parse_options, register
+from marin_rl.environments.reward_functions import FunctionScored, RewardOption
 from marin_rl.errors import InputError
 from marin_rl.types import Example, Message, Split
 

@@ -28,6 +28,7 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.isolated.pool import Worker, WorkerFault, WorkerLimits, WorkerSpec
@@ -143,6 +144,29 @@ class RowsEnvironment(HostedEnvironment):
 
     def _size(self, split: Split) -> int:
         return self.interpreter.ready["sizes"][split]
+
+
+class HeldOutRows:
+    """Rows of a data file, of which the last ones are for evaluation. Raises InputError."""
+
+    def __init__(self, path: str, eval_fraction: float) -> None:
+        rows = open_rows(path)
+        self._rows = [rows.row(index) for index in range(len(rows))]
+        if len(rows) < 2 or not all(isinstance(row, dict) for row in self._rows):
+            raise InputError(
+                f"environment.options.path: expected two rows or more, all objects, in {path}"
+            )
+        self.digest, self.place = rows.digest, rows.place
+        self.eval_size = max(1, int(len(rows) * eval_fraction))
+        self.size = len(rows) - self.eval_size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    def row(self, seed: int, index: int, split: Split) -> dict[str, Any]:
+        """Row number `seed + index` of a split, starting over at the end."""
+        rows = self._rows[: self.size] if split == "train" else self._rows[self.size :]
+        return rows[(seed + index) % len(rows)]
 
 
 _numbers = itertools.count()

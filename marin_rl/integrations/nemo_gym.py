@@ -16,10 +16,10 @@ from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool, function_tool
 from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask_once, is_number
-from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import EndpointUnavailable, InputError, RewardFault
 from marin_rl.finite import reward_number
+from marin_rl.integrations.hosted import HeldOutRows
 from marin_rl.types import Example, Message, Role, Split, ToolCall, Turn
 
 PARAMETERS = "responses_create_params"  # of a row: the request that an agent would make
@@ -60,28 +60,20 @@ class NemoGym(RewardedElsewhere):
         self.turns_max = config.turns_max
 
     def load_examples(self) -> None:
-        rows = open_rows(self.options.path)
-        self._rows = [rows.row(index) for index in range(len(rows))]
-        if len(self._rows) < 2:
-            raise InputError(
-                f"environment.options.path: expected two rows or more in {self.options.path}"
-            )
-        for number, row in enumerate(self._rows):
+        self._rows = rows = HeldOutRows(self.options.path, self.options.eval_fraction)
+        for number, row in enumerate(rows):
             try:
                 _start_of(row)
             except ValueError as error:
                 raise InputError(f"{rows.place(number)}: {error}") from None
-        self.eval_size = max(1, int(len(rows) * self.options.eval_fraction))
-        self.size = len(rows) - self.eval_size
-        self.rows_digest = rows.digest
+        self.size, self.eval_size, self.rows_digest = rows.size, rows.eval_size, rows.digest
         self.version = f"1+{_title(self.options.url)}+{rows.digest}"
 
     def tools_offered(self) -> Sequence[Tool]:
-        return _start_of(self._rows[0])[1]
+        return _start_of(next(iter(self._rows)))[1]
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        rows = self._rows[: self.size] if split == "train" else self._rows[self.size :]
-        row = rows[(seed + index) % len(rows)]
+        row = self._rows.row(seed, index, split)
         return self.make_example(
             _start_of(row)[0], seed=seed, index=index, split=split, metadata={"row": row}
         )
@@ -114,8 +106,26 @@ class NemoGymEpisode:
     async def step(self, turn: Turn) -> StepResult:
         self._turns += 1
         if turn.content:
-            self._output.append(_message_item(turn.content, self._turns))
-        self._output += [_call_item(call) for call in turn.tool_calls]
+            part = {"type": "output_text", "text": turn.content, "annotations": []}
+            self._output.append(
+                {
+                    "type": "message",
+                    "id": f"msg_{self._turns}",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [part],
+                }
+            )
+        self._output += [
+            {
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
+            for call in turn.tool_calls
+        ]
         messages = [await self._called(call) for call in turn.tool_calls]
         if messages and self._turns != self._environment.turns_max:
             return StepResult(messages=tuple(messages))
@@ -143,7 +153,19 @@ class NemoGymEpisode:
 
     async def _verified(self) -> StepResult:
         url = f"{self._environment.options.url}/verify"
-        answer = await self._post("/verify", {**self._row, "response": self._response()})
+        parameters = self._row[PARAMETERS]
+        response = {  # the episode as the Responses API has it
+            "id": "resp_marin_rl",
+            "object": "response",
+            "created_at": 0,
+            "model": "policy",
+            "status": "completed",
+            "output": self._output,
+            "parallel_tool_calls": True,
+            "tool_choice": parameters.get("tool_choice", "auto"),
+            "tools": parameters.get("tools") or [],
+        }
+        answer = await self._post("/verify", {**self._row, "response": response})
         if not answer.ok:
             raise RewardFault(f"{url} answers {answer.words}")
         try:
@@ -160,21 +182,6 @@ class NemoGymEpisode:
         known = {*self._row, "response", "reward"}
         info = {name: value for name, value in body.items() if name not in known}
         return StepResult(reward=reward, done=True, info=info)
-
-    def _response(self) -> dict[str, Any]:
-        """The episode as the Responses API has it."""
-        parameters = self._row[PARAMETERS]
-        return {
-            "id": "resp_marin_rl",
-            "object": "response",
-            "created_at": 0,
-            "model": "policy",
-            "status": "completed",
-            "output": self._output,
-            "parallel_tool_calls": True,
-            "tool_choice": parameters.get("tool_choice", "auto"),
-            "tools": parameters.get("tools") or [],
-        }
 
     async def _post(self, route: str, body: Any) -> HttpAnswer:
         assert self._client is not None, "started first"
@@ -258,24 +265,3 @@ def _tool_of(tool: Any) -> Tool:
             f"parameters, found {tool!r:.80}"
         )
     return function_tool(name, description, parameters)
-
-
-def _message_item(text: str, number: int) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": []}
-    return {
-        "type": "message",
-        "id": f"msg_{number}",
-        "role": "assistant",
-        "status": "completed",
-        "content": [part],
-    }
-
-
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    return {
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }

@@ -17,10 +17,10 @@ from pydantic import Field, field_validator
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base_environment import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool, function_tool, user_message
-from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options, register
-from marin_rl.errors import ConfigError, InputError, RewardFault
+from marin_rl.errors import ConfigError, RewardFault
 from marin_rl.finite import reward_number
+from marin_rl.integrations.hosted import HeldOutRows
 from marin_rl.integrations.openenv_session import (
     ActionRefused,
     ServerFacts,
@@ -114,25 +114,27 @@ class OpenEnv(RewardedElsewhere):
             )
         self.version = f"1+openenv.{self.facts.name}.{self.facts.version}"
         self.text_field = _text_field(self.facts, self.options.action_field)
-        self._read_rows()
-
-    def _read_rows(self) -> None:
-        self.size, self.rows_digest = self.options.seeds, None
-        if (path := self.options.path) is None:
-            return
-        rows = open_rows(path)
-        self._rows = [rows.row(index) for index in range(len(rows))]
-        if len(rows) < 2 or not all(isinstance(row, dict) for row in self._rows):
-            raise InputError(f"environment.options.path: expected two objects or more in {path}")
-        self.eval_size = max(1, int(len(rows) * self.options.eval_fraction))
-        self.size = len(rows) - self.eval_size
-        self.rows_digest = rows.digest
-        self.version += f"+{rows.digest}"
+        self.size, self.rows_digest, self._rows = self.options.seeds, None, None
+        if (path := self.options.path) is not None:
+            self._rows = rows = HeldOutRows(path, self.options.eval_fraction)
+            self.size, self.eval_size, self.rows_digest = rows.size, rows.eval_size, rows.digest
+            self.version += f"+{rows.digest}"
 
     def tools_offered(self) -> Sequence[Tool]:
-        tools = [_mcp_tool(tool) for tool in self.facts.tools]
-        if self.acts_by_call:
-            return [*tools, _action_tool(self.facts.action)]
+        tools = [
+            function_tool(
+                tool["name"],
+                tool.get("description") or tool["name"],
+                tool.get("inputSchema") or tool.get("input_schema") or {"type": "object"},
+            )
+            for tool in self.facts.tools
+        ]
+        if self.acts_by_call:  # the tool whose arguments are the fields of an action
+            action, kept = self.facts.action, ("type", "properties", "required", "$defs")
+            schema = {name: value for name, value in action.items() if name in kept}
+            schema["properties"] = _fields_of(action)
+            words = action.get("description") or "Take an action."
+            tools.append(function_tool(ACT, words, schema))
         return tools
 
     @property
@@ -146,9 +148,8 @@ class OpenEnv(RewardedElsewhere):
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         arguments, options = dict(self.options.reset), self.options
-        if options.path is not None:
-            rows = self._rows[: self.size] if split == "train" else self._rows[self.size :]
-            arguments |= rows[(seed + index) % len(rows)]
+        if self._rows is not None:
+            arguments |= self._rows.row(seed, index, split)
         elif options.seeds is not None:
             index %= options.seeds
         return self.make_example(
@@ -221,7 +222,15 @@ class OpenEnvEpisode:
             answer = await self._live.step({str(self._environment.text_field): turn.content})
         except ActionRefused as error:
             return StepResult(messages=user_message(f"no action: {error}"), reward=0.0)
-        return await self._result(answer, user_message(self._environment.text_of(answer)))
+        done = bool(answer.get("done"))
+        if done:
+            await self.close()  # others may wait for it, long before this group is over
+        return StepResult(
+            messages=() if done else user_message(self._environment.text_of(answer)),
+            reward=_reward_of(answer),
+            done=done,
+            info=_info_of(answer),
+        )
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -285,17 +294,6 @@ class OpenEnvEpisode:
             return f"error: {error}", {"reward": 0.0}
         return self._environment.text_of(answer), answer
 
-    async def _result(self, answer: Mapping[str, Any], messages: tuple[Message, ...]) -> StepResult:
-        done = bool(answer.get("done"))
-        if done:
-            await self.close()  # others may wait for it, long before this group is over
-        return StepResult(
-            messages=() if done else messages,
-            reward=_reward_of(answer),
-            done=done,
-            info=_info_of(answer),
-        )
-
 
 def _arguments_of(call: ToolCall, known: set[str]) -> dict[str, Any]:
     """Arguments of a call. Raises ActionRefused for an unknown tool, and for what is no object."""
@@ -344,18 +342,6 @@ def _text_field(facts: ServerFacts, named: str | None) -> str | None:
             f"{facts.name} ({', '.join(fields) or 'none'}), found {named!r}"
         )
     return named
-
-
-def _mcp_tool(tool: Mapping[str, Any]) -> Tool:
-    schema = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object"}
-    return function_tool(tool["name"], tool.get("description") or tool["name"], schema)
-
-
-def _action_tool(action: Mapping[str, Any]) -> Tool:
-    """The tool whose arguments are the fields of an action."""
-    kept = {k: v for k, v in action.items() if k in ("type", "properties", "required", "$defs")}
-    kept["properties"] = _fields_of(action)
-    return function_tool(ACT, action.get("description") or "Take an action.", kept)
 
 
 def _tool_text(value: Any) -> str:

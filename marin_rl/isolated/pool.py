@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from marin_rl.isolated.processes import (
     sealed_environment,
 )
 from marin_rl.isolated.supervisor import STARTUP_TIMEOUT_S
-from marin_rl.isolated.worker import MEMORY_EXIT_STATUS, PIPES_EXIT_STATUS
+from marin_rl.isolated.worker import MEMORY_EXIT_STATUS
 
 LOSSES_MAX = 3  # of a call's worker, each by the fault of another call
 _READ_BYTES = 1 << 20
@@ -87,10 +87,6 @@ class WorkerSpec:
     def title(self) -> str:
         return self.name or self.module
 
-    def hello(self) -> bytes:
-        about = {"module": self.module, "settings": self.settings}
-        return json.dumps(about | asdict(self.limits)).encode()
-
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
@@ -108,7 +104,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, printed: PrintedText) -> None:
         self._spec, self._limits = spec, spec.limits
         self.load = 0  # what a pool balances
-        self.alive, self._garbled = True, False
+        self.alive = True
         self.ready: Future[Any] = Future()
         self._pending = {0: _Pending(self.ready, STARTUP_TIMEOUT_S)}
         self._numbers = itertools.count(1)
@@ -159,7 +155,8 @@ class Worker:
     def _begin(self) -> None:
         self._loop.add_reader(self._process.answers, self._take)
         self._loop.add_reader(self._process.output, self._forward)
-        self._write([self._spec.hello()])
+        about = {"module": self._spec.module, "settings": self._spec.settings}
+        self._write([json.dumps(about | asdict(self._limits)).encode()])
 
     def _ask(
         self,
@@ -212,40 +209,31 @@ class Worker:
             self._lose(None)
             return
         self._incoming += data
-        *lines, rest = bytes(self._incoming).split(b"\n") if b"\n" in data else [b""]
         if b"\n" in data:
+            *lines, rest = bytes(self._incoming).split(b"\n")
             self._incoming = bytearray(rest)
-        for line in filter(None, lines):
-            self._receive(line)
+            for line in filter(None, lines):
+                try:
+                    self._receive(orjson.loads(line))
+                except (ValueError, LookupError, TypeError):  # its code wrote to the pipe
+                    self._process.terminate()
         if len(self._incoming) > self._limits.answer_bytes + _ENVELOPE_BYTES_MAX:
             self._incoming.clear()
-            self._refuse()
+            self._process.terminate()
 
-    def _receive(self, line: bytes) -> None:
-        try:
-            record = orjson.loads(line)
-            if "ended" in record:
-                self._lose(record)
-            elif pending := self._pending.pop(record["id"], None):
-                self._resolve(pending, record)
-        except (ValueError, LookupError, TypeError):
-            self._refuse()
-
-    def _refuse(self) -> None:
-        """End a process whose code wrote to its pipe: all of its calls are lost."""
-        self._garbled = True
-        self._process.terminate()
-
-    def _resolve(self, pending: _Pending, record: Mapping[str, Any]) -> None:
-        if "answer" in record:
-            _set(pending.answer, record["answer"])
-        elif "unfit" in record:
-            _fail(pending.answer, InputError(record["unfit"]))
-        elif record["limit"] == "wall":
-            _fail(pending.answer, WorkerFault("wall", f"over {pending.limit_s:g} seconds"))
-        else:
-            most = f"an answer over {self._limits.answer_bytes} bytes"
-            _fail(pending.answer, WorkerFault("answer", most))
+    def _receive(self, record: Mapping[str, Any]) -> None:
+        if "ended" in record:
+            self._lose(record)
+        elif pending := self._pending.pop(record["id"], None):
+            if "answer" in record:
+                _set(pending.answer, record["answer"])
+            elif "unfit" in record:
+                _fail(pending.answer, InputError(record["unfit"]))
+            elif record["limit"] == "wall":
+                _fail(pending.answer, WorkerFault("wall", f"over {pending.limit_s:g} seconds"))
+            else:
+                most = f"an answer over {self._limits.answer_bytes} bytes"
+                _fail(pending.answer, WorkerFault("answer", most))
 
     def _lose(
         self, record: Mapping[str, Any] | None, then: Callable[[], None] | None = None
@@ -275,18 +263,23 @@ class Worker:
     def _fail_pending(self, record: Mapping[str, Any]) -> None:
         """Fail all calls: the one that ended the process with its cause, the others as lost."""
         pending, self._pending = self._pending, {}
-        guilty = None if self._garbled else record["ended"]
         how = self._cause(record, pending.get(record["ended"]))
         if pending.pop(0, None) is not None:
-            _fail(self.ready, InputError(self._of_start(how)))
+            late = f"was not ready in {STARTUP_TIMEOUT_S:g} s"
+            why = late if how.limit == "wall" else f"ended at its start ({how})"
+            _fail(
+                self.ready,
+                InputError(
+                    f"the process for {self._spec.title} {why}: its standard error says more; "
+                    "expected that Python processes can be started here"
+                ),
+            )
         lost = self._refusal(how)
         for number, call in pending.items():
-            _fail(call.answer, how if number == guilty else lost)
+            _fail(call.answer, how if number == record["ended"] else lost)
 
     def _cause(self, record: Mapping[str, Any], call: _Pending | None) -> WorkerFault:
         code: int = record["code"]
-        if self._garbled:
-            return WorkerFault("answer", "other text on the pipe of its process")
         if record["late"]:
             limit_s = self._limits.wall_s if call is None else call.limit_s
             return WorkerFault("wall", f"over {limit_s or 0:g} seconds")
@@ -295,19 +288,7 @@ class Worker:
         if code == MEMORY_EXIT_STATUS:
             mebibytes = (self._limits.memory_bytes or 0) >> 20
             return WorkerFault("memory", f"over {mebibytes} MiB of memory")
-        if code == PIPES_EXIT_STATUS:
-            return WorkerFault("crash", "it closed or replaced descriptors that its process needs")
         return WorkerFault("crash", f"signal {-code}" if code < 0 else f"exit status {code}")
-
-    def _of_start(self, how: WorkerFault) -> str:
-        if how.limit == "wall":
-            why = f"was not ready in {STARTUP_TIMEOUT_S:g} s"
-        else:
-            why = f"ended at its start ({how})"
-        return (
-            f"the process for {self._spec.title} {why}: its standard error says more; expected "
-            "that Python processes can be started here"
-        )
 
 
 class Pool:
@@ -369,7 +350,10 @@ class Pool:
         """
         answers: list[Any | WorkerFault] = []
         losses = 0  # one after another
-        with self._place():
+        with self._lock:
+            self._leave_parents()
+            places = self._places
+        with places:
             while len(answers) < len(requests):
                 before = len(answers)
                 last_try = losses == LOSSES_MAX
@@ -410,14 +394,6 @@ class Pool:
 
     def _new(self) -> Worker:
         return Worker(self._spec, self._printed)
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        with self._lock:
-            self._leave_parents()
-            places = self._places
-        with places:
-            yield
 
     def _leave_parents(self) -> None:
         """Leave workers that a parent of this fork has started to it."""

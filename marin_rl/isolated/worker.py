@@ -31,11 +31,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Itera
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from selectors import DefaultSelector
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 MEMORY_EXIT_STATUS = 86  # of a worker that exceeded its memory
-PIPES_EXIT_STATUS = 87  # of a worker whose code closed or replaced its pipes
 GRACE_S = 1.0  # for an event loop to run a timer, before the process counts as blocked
 SLACK_S = 0.001  # timers of the event loop may be this early
 _FILES_MAX = 32
@@ -101,7 +99,7 @@ def main(requests: int, answers: int, state: int) -> None:
         os.set_inheritable(descriptor, False)
     lines = _Lines(requests)
     hello = json.loads(next(lines))
-    worker = _Worker(answers, SharedState(state), hello)
+    worker = _Worker((requests, answers), state, hello)
     module = load_module(hello["module"])
     _limit(hello)
     try:
@@ -109,7 +107,6 @@ def main(requests: int, answers: int, state: int) -> None:
     except ValueError as error:  # such as InputError
         worker.send(0, unfit=str(error))
         return
-    worker.needed = {each: _identity(each) for each in (requests, answers)}
     worker.note(~0)
     worker.send(0, answer=getattr(work, "ready", None))
     if isinstance(work, Handler):
@@ -157,15 +154,6 @@ def _bytes_in_use() -> int:
     return pages * resource.getpagesize()
 
 
-def _identity(descriptor: int) -> "tuple[int, int] | None":
-    """Return what a descriptor leads to, None where it is closed."""
-    try:
-        status = os.fstat(descriptor)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 class _Lines:
     """Lines of a pipe: all that come, or those that are there."""
 
@@ -197,12 +185,12 @@ class _Lines:
 class _Worker:
     """Answers to the parent, and slices: the code between two awaits of a call, or all of it."""
 
-    def __init__(self, answers: int, state: SharedState, hello: "dict[str, Any]") -> None:
-        self._answers, self._state = answers, state
+    def __init__(self, pipes: "tuple[int, int]", state: int, hello: "dict[str, Any]") -> None:
+        self._pipes, self._state = pipes, SharedState(state)
+        _, self._answers = pipes
         self._answer_bytes = hello["answer_bytes"]
         self.limit_s: float = math.inf if hello["wall_s"] is None else hello["wall_s"]
         self._process = os.getpid()
-        self.needed: dict[int, tuple[int, int] | None] = {}
 
     def send(self, number: int, **fields: Any) -> None:
         """Write a line. An answer that is bytes is JSON already."""
@@ -227,20 +215,20 @@ class _Worker:
 
     @contextmanager
     def slice(self, number: int, limit_s: float) -> Iterator[None]:
-        """Run code of a call. Ends the process where that has used up memory or broken the pipes.
-
-        A fork that comes out of the code, as if it were this process, ends here.
-        """
+        """Run code of a call. Ends the process where that has used up memory, and a fork of it."""
         self.note(number, limit_s)
         try:
             yield
         except MemoryError:
             os._exit(MEMORY_EXIT_STATUS)  # nothing that needs memory may run any more
         finally:
-            if os.getpid() != self._process:
+            if os.getpid() != self._process:  # a child that goes on as if it were this process
                 os._exit(0)
-            if any(_identity(each) != known for each, known in self.needed.items()):
-                os._exit(PIPES_EXIT_STATUS)
+            try:
+                for pipe in self._pipes:
+                    os.fstat(pipe)
+            except OSError:  # it was closed: nobody could ask, or be answered, any more
+                os._exit(1)
 
     def answer_singly(
         self, lines: _Lines, answer: Callable[[Any], bytes], cpu_s: "float | None"
@@ -333,52 +321,31 @@ def _paused(deadline: "asyncio.Timeout | None") -> Iterator[None]:
         deadline.reschedule(clock() + left_s)
 
 
-class _Loop(asyncio.SelectorEventLoop):
-    def stop(self) -> None:
-        """Stop, unless it is a call that asks for it."""
-        if _current.get() is not None:
-            raise RuntimeError("the event loop has other calls: expected that none stops it")
-        super().stop()
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 class _Interleaved:
     """Calls as tasks of one event loop, each with a time limit."""
 
     def __init__(self, worker: _Worker, handler: Handler) -> None:
         self._worker, self._handler, self._limit_s = worker, handler, worker.limit_s
-        self._selector = DefaultSelector()
-        self._loop = _Loop(self._selector)
+        self._loop = asyncio.SelectorEventLoop()
         self._busy_s = 0.0
         self._calls: set[_Call] = set()
         self._last = 0
 
     def serve(self, lines: _Lines) -> None:
         """Begin a call for each line, until there are no more."""
-        signal.signal(signal.SIGINT, _interrupt)  # within a slice: asyncio's would end all calls
         asyncio.set_event_loop(self._loop)
         self._loop.set_task_factory(self._task)
         self._loop.add_reader(lines.descriptor, self._take, lines)
-        # the loop's own pipe is registered by now
-        registered = [key.fd for key in self._selector.get_map().values()]
-        for descriptor in (self._selector.fileno(), *registered):
-            self._worker.needed[descriptor] = _identity(descriptor)
+        for line in lines.taken():
+            self._begin(json.loads(line))
         try:
-            self._begin_all(lines)
             self._loop.run_forever()
-        except BaseException:
-            self._worker.note(self._last)  # it broke the event loop
-            raise
+        finally:
+            self._worker.note(self._last)  # whose code stopped the loop, or broke it
 
     def _take(self, lines: _Lines) -> None:
         if not lines.read():
             os._exit(0)
-        self._begin_all(lines)
-
-    def _begin_all(self, lines: _Lines) -> None:
         for line in lines.taken():
             self._begin(json.loads(line))
 

@@ -67,7 +67,7 @@ def test_functions_of_the_page_score_rows_of_the_page(tmp_path: Path, number: in
     exec(blocks("python")[number], names)
     (function,) = [v for k, v in names.items() if callable(v) and not k.startswith("__")]
     environment = loaded(tmp_path / "p.jsonl", ROWS[(6, 0, 2, 6)[number]])
-    environment._rewards = [RewardFunction(function, "rewards:function")]
+    environment._rewards = [(environment._entries[0], RewardFunction(function, "rewards:function"))]
     example = examples(environment)[0]
     right, wrong = score_here(environment, example, ["4 ", "5"])
     assert not isinstance(right, RewardFault)
@@ -116,7 +116,7 @@ def test_errors_of_rewards_are_as_printed(tmp_path: Path) -> None:
     printed = [re.sub(r"example \w+", "example", line) for line in blocks("text")[-1].splitlines()]
 
     def error(function: Any, name: str, n: int) -> str:
-        environment._rewards = [RewardFunction(function, name)]
+        environment._rewards = [(environment._entries[0], RewardFunction(function, name))]
         environment.reward_name = name
         fault, *_ = score_here(environment, example, ["4"] * n)
         return re.sub(r"example \w+", "example", str(fault))

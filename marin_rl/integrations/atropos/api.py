@@ -79,9 +79,22 @@ class TrajectoryRoutes:
 
     def routes(self) -> list[Route]:
         """Every route of atropos's server."""
+        run, config = self._receiver.run, self._receiver.run.config
+        fixed: dict[str, dict[str, Any]] = {
+            "/": {"message": "AtroposLib API", "run_id": run.run_id},
+            "/healthz": {"status": "ok"},
+            "/wandb_info": {
+                "group": run.run_id,
+                "project": config.trackers.wandb_project or "marin-rl",
+            },
+            "/info": {
+                "batch_size": config.rollouts.groups_per_round * config.rollouts.group_size,
+                # an environment drops sequences that are as long as this, or longer
+                "max_token_len": config.policy.context_length + 1,
+            },
+        }
         get = {
-            "/": self.root, "/healthz": self.healthz, "/wandb_info": self.wandb_info,
-            "/info": self.info, "/status": self.status, "/status-env": self.status_env,
+            "/status": self.status, "/status-env": self.status_env,
             "/latest_example": self.latest_example, "/batch": self.trains_itself,
             "/reset_data": self.keeps_groups,
         }  # fmt: skip
@@ -91,28 +104,10 @@ class TrajectoryRoutes:
             "/scored_data_list": self.scored_data_list,
         }  # fmt: skip
         return [
+            *(Route(path, _always(body), methods=["GET"]) for path, body in fixed.items()),
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()),
         ]
-
-    async def root(self, request: Request) -> Response:
-        return JSONResponse({"message": "AtroposLib API", "run_id": self._receiver.run.run_id})
-
-    async def healthz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def wandb_info(self, request: Request) -> Response:
-        run = self._receiver.run
-        project = run.config.trackers.wandb_project or "marin-rl"
-        return JSONResponse({"group": run.run_id, "project": project})
-
-    async def info(self, request: Request) -> Response:
-        """Sequences of a round, and the length that a sequence stays below."""
-        config = self._receiver.run.config
-        size = config.rollouts.groups_per_round * config.rollouts.group_size
-        # An environment drops sequences that are as long as this, or longer.
-        longest = config.policy.context_length + 1
-        return JSONResponse({"batch_size": size, "max_token_len": longest})
 
     async def status(self, request: Request) -> Response:
         """The round, the number of groups that wait, and how many were accepted and refused."""
@@ -208,6 +203,13 @@ class TrajectoryRoutes:
                 self._receiver.counts["refused"] += 1
             known = isinstance(error, ValidationError)
             raise ApiError(422, _first(error) if known else f"the body: {error}") from None
+
+
+def _always(body: dict[str, Any]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return JSONResponse(body)
+
+    return answer
 
 
 def _first(error: ValidationError) -> str:

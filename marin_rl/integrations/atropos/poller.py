@@ -80,12 +80,22 @@ class Poller:
 
         Raises InputError, StorageError, EndpointUnavailable after `PATIENCE_S` without an answer.
         """
-        if self._receiver.queue_size >= self._wanted:
+        config = self._receiver.run.config
+        rounds = 1 + config.batching.staleness_rounds_max  # this one, and as old as groups may be
+        if self._receiver.queue_size >= config.rollouts.groups_per_round * rounds:
             return False
         answer = self._ask("GET", "/batch")
         if answer.get("status") == "error":  # it was started again, and knows of no trainer
             if self._unknown:
-                self._reset()
+                # Environments pushed to it after its start and before a registration: it takes
+                # registrations and follows none, until it is reset.
+                self._complain(
+                    f"{self._url} was started again, and environments pushed to it before a "
+                    "trainer was registered, after which it hands out nothing: it is reset, and "
+                    "those groups are lost"
+                )
+                with suppress(httpx.HTTPError, UnfitAnswer):  # it is asked for a batch next
+                    ask_sync(self._client, "GET", "/reset_data", timeout_s=TIMEOUT_S)
             self.register()
             self._unknown = True
             return False
@@ -100,29 +110,9 @@ class Poller:
         self.batches += 1
         return True
 
-    def _reset(self) -> None:
-        """Empty a server to which environments pushed after its start and before a registration.
-
-        It takes registrations and follows none, until it is reset. Nothing hands out what it has.
-        """
-        self._complain(
-            f"{self._url} was started again, and environments pushed to it before a trainer was "
-            "registered, after which it hands out nothing: it is reset, and those groups are lost"
-        )
-        # It is asked for a batch next, as any that may be away.
-        with suppress(httpx.HTTPError, UnfitAnswer):
-            ask_sync(self._client, "GET", "/reset_data", timeout_s=TIMEOUT_S)
-
     @property
     def finished(self) -> bool:
         return (self._receiver.round or 0) >= self._receiver.run.config.rounds
-
-    @property
-    def _wanted(self) -> int:
-        """Groups that may wait: those of this round, and of as many as they may be old."""
-        config = self._receiver.run.config
-        ahead = config.batching.staleness_rounds_max
-        return config.rollouts.groups_per_round * (1 + ahead)
 
     def _commit(self, batch: Any) -> None:
         """Commit a batch under the next number. Raises StorageError."""

@@ -157,7 +157,12 @@ class Receiver:
             if isinstance(error, OverflowError):
                 raise InputError(f"an id of tokens or masks is beyond 64 bits: {error}") from None
             raise
-        new = sum(self._append(*group) for group in pushed)
+        new = 0
+        for data, environment, policy in pushed:
+            group_at = partial(self._group, data, environment, policy)
+            done = self._queue.append(environment.number, data.digest, policy, group_at)
+            self.latest = data
+            new += not done.repeated
         self.counts["accepted"] += new
         self.counts["repeated"] += len(groups) - new
         return new
@@ -165,7 +170,10 @@ class Receiver:
     def status_of(self, number: int) -> dict[str, Any]:
         """Return what `/status-env` does in atropos: how much of the queue is whose."""
         own = self.environment(number)
-        connected = [e for e in self._environments if self._is_connected(e.number)]
+        now, never = time.monotonic(), float("-inf")
+        connected = [
+            e for e in self._environments if now - self._heard.get(e.number, never) < CONNECTED_S
+        ]
         total = sum(e.max_token_length * max(0.0, e.weight) for e in connected)
         shares = {e.number: e.min_batch_allocation or 0.0 for e in connected}
         queued, size = self._queue.queued(self._taken()), self.run.config.rollouts.group_size
@@ -183,14 +191,6 @@ class Receiver:
             "max_group_size": size,
             "env_weight": max(WEIGHT_MIN, own.max_token_length * own.weight / (total or 1.0)),
         }
-
-    def _append(
-        self, data: ScoredData, environment: PushingEnvironment, policy: ServedPolicy
-    ) -> bool:
-        group_at = partial(self._group, data, environment, policy)
-        done = self._queue.append(environment.number, data.digest, policy, group_at)
-        self.latest = data
-        return not done.repeated
 
     def _group(
         self,
@@ -222,10 +222,6 @@ class Receiver:
                 )
         except (ValueError, TypeError, ArithmeticError, pa.ArrowException) as error:
             raise InputError(f"the group cannot be stored: {error}") from None
-
-    def _is_connected(self, number: int) -> bool:
-        heard = self._heard.get(number)
-        return heard is not None and time.monotonic() - heard < CONNECTED_S
 
     def _taken(self) -> int:
         self._look()
