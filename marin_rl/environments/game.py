@@ -111,7 +111,7 @@ class GameEnvironment(BaseEnvironment):
         draw = random.Random(f"{split} {seed + index}")
         starts = self._starts[split]
         number = draw.choice(starts) if split == "train" else starts[index % len(starts)]
-        position = self._game.start(number)
+        position: Any = self._game.start(number)
         messages = user_message(self._game.prompt(position))
         metadata: dict[str, Any] = {"start": number}
         if self._options.opening == "random":
@@ -146,7 +146,7 @@ class GameEnvironment(BaseEnvironment):
         return messages, draw.choice(self._game.legal_moves(position))
 
     def episode(self, example: Example) -> "GameEpisode":
-        position = self._game.start(example.metadata["start"])
+        position: Any = self._game.start(example.metadata["start"])
         return GameEpisode(self._game, position, example, self._options.turns_max)
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
