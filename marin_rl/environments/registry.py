@@ -179,7 +179,7 @@ def construct(config: EnvironmentConfig) -> Environment:
 
 
 def _factory(name: str) -> Factory:
-    """What makes the environment of a name, imported here. Raises ConfigError for no name."""
+    """Return the factory of an environment, imported here. Raises ConfigError for no name."""
     if name not in _registered and (module := built_in().get(name)) is not None:
         importlib.import_module(module)
     if name not in _registered:
