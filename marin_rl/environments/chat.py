@@ -1,15 +1,16 @@
 """Prompts from files, scored by a Python function of the user's own.
 
-Owns the options, the split into training and evaluation, and the examples. Rows are split by a hash
-of their id, so growing the file moves no row from one to the other. Leaves out files
-(`prompt_files`), the meaning of a row (`prompt_rows`) and the reward function
-(`reward_functions`).
+Owns the options, the split into training and evaluation, and the examples, also of problems whose
+answers this package checks. Rows are split by a hash of their id, so growing the file moves no row
+from one to the other. Leaves out files (`prompt_files`), the meaning of a row (`prompt_rows`), the
+reward function (`reward_functions`), and right answers (`math_problems`, `code_problems`).
 """
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -328,3 +329,57 @@ def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
 def is_held_out(row_id: str, eval_fraction: float) -> bool:
     part = int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big") / 2**64
     return part < eval_fraction
+
+
+class ProblemOptions(Section):
+    """Options of environments of problems from files."""
+
+    path: str | None = Field(
+        default=None, description="problems, as `path` of chat; null: a sample that comes along"
+    )
+    prompt_key: str | None = Field(
+        default=None, min_length=1, description="column of the problem; null: its usual names"
+    )
+    id_key: str | None = Field(
+        default=None, min_length=1, description="column of unique ids; null: id, else a hash"
+    )
+    system_prompt: str | None = Field(default=None, description="system message of all problems")
+    instruction: str = Field(default="", description="text after every problem; empty: none")
+    reward_workers: int = Field(default=1, ge=1, le=64, description="processes that check answers")
+    eval_fraction: float = Field(
+        default=0.1, gt=0, le=1, description="share of rows that are held out; 1: a fixed set"
+    )
+
+    def chat_options(
+        self, sample: Path, *, prompt_key: str | None = None, answer_key: str | None = None
+    ) -> ChatOptions:
+        """Return these options as those of chat, with columns that these do not name."""
+        return ChatOptions(
+            path=str(sample) if self.path is None else self.path,
+            prompt_key=prompt_key or self.prompt_key,
+            answer_key=answer_key,
+            id_key=self.id_key,
+            system_prompt=self.system_prompt,
+            reward_workers=self.reward_workers,
+            eval_fraction=self.eval_fraction,
+        )
+
+
+class Problems(Chat):
+    """Problems from files, whose answers this package checks, one completion at a time.
+
+    A subclass defines `extract`, `load_scorer` and `score`; chat's reward function is not used.
+    """
+
+    extracts_here = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    answers_by_function = False
+
+    def __init__(self, config: EnvironmentConfig, options: ChatOptions) -> None:
+        super().__init__(config, options)
+        self.reward_name = self.name
+
+    def problem(self, example: Example, *after: str, context: str | None = None) -> Example:
+        """Return `example` with texts before and after its last, an empty line between them."""
+        *before, problem = example.messages
+        text = "\n\n".join(filter(None, (context, problem.content, *after)))
+        return replace(example, messages=(*before, Message(role=problem.role, content=text)))

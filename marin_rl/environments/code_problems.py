@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.chat import ProblemOptions, Problems
 from marin_rl.environments.code_tests import (
     COLUMNS,
     ProgramTest,
@@ -28,9 +29,9 @@ from marin_rl.environments.code_tests import (
     same_output,
     same_value,
 )
-from marin_rl.environments.problems import ProblemOptions, Problems
 from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.registry import parse_options, register
+from marin_rl.environments.sandbox_tools import SandboxOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult
 from marin_rl.isolated.sandbox_check import check_sandbox
@@ -60,7 +61,7 @@ answers.flush()
 """
 
 
-class CodeOptions(ProblemOptions):
+class CodeOptions(SandboxOptions, ProblemOptions):
     """Options of `code`: programming problems with tests (docs/environments.md)."""
 
     instruction: str = Field(
@@ -81,13 +82,6 @@ class CodeOptions(ProblemOptions):
     test_timeout_s: float = Field(default=4.0, gt=0, le=3600, description="seconds of one test")
     test_memory_bytes_max: int = Field(
         default=512 << 20, ge=32 << 20, description="memory of a program, in bytes"
-    )
-    sandbox: Literal["bubblewrap", "rlimits_only"] = Field(
-        default="bubblewrap",
-        description="rlimits_only: programs have limits and this user's rights, no sandbox",
-    )
-    interpreter: str | None = Field(
-        default=None, description="absolute path of the Python of programs; null: this one"
     )
 
 

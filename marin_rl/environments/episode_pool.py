@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import EpisodeHere, HasEpisodes, Start, StepResult
-from marin_rl.environments.worker_pools import EnvironmentPool, PoolsInUse
+from marin_rl.environments.scoring import EnvironmentPool, PoolsInUse
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
 from marin_rl.isolated.pool import LOSSES_MAX, Worker, WorkerFault
 from marin_rl.isolated.scratch import sweep

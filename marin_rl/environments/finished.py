@@ -18,8 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.scoring import fault_of
-from marin_rl.environments.worker_pools import EnvironmentPool, PoolsInUse
+from marin_rl.environments.scoring import EnvironmentPool, PoolsInUse, fault_of
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault
 from marin_rl.finite import LOGPROB_MIN, fit_logprobs, reward_number
 from marin_rl.isolated.pool import WorkerFault

@@ -13,7 +13,7 @@ from typing import Any
 from math_verify import grader, parse, verify
 from sympy import Basic, Float, Integer, MatrixBase, MatrixExpr, Rational
 
-from marin_rl.environments.math_answers import RELATIVE_TOLERANCE, near, terminates
+from marin_rl.environments.math_problems import RELATIVE_TOLERANCE, near, terminates
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that alarms are off
 

@@ -7,7 +7,6 @@ and malformed calls (`tool_class`), answers (`math_problems`), and walls (`isola
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from pydantic import Field
 
@@ -16,6 +15,7 @@ from marin_rl.environments.episode import Episode, Tool
 from marin_rl.environments.math_problems import Math, MathOptions
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.sandbox_tools import (
+    SandboxOptions,
     TimedEpisode,
     run_tool,
     shipped_tools,
@@ -33,7 +33,7 @@ INSTRUCTION = (
 _PROGRAM = "program.py"
 
 
-class PythonOptions(MalformedCallOptions, MathOptions):
+class PythonOptions(SandboxOptions, MalformedCallOptions, MathOptions):
     """Options of `python`: those of `math`, and limits of programs (docs/environments.md)."""
 
     instruction: str = Field(
@@ -53,13 +53,6 @@ class PythonOptions(MalformedCallOptions, MathOptions):
     )
     program_processes_max: int = Field(
         default=32, ge=1, le=1024, description="processes and threads of a program"
-    )
-    sandbox: Literal["bubblewrap", "rlimits_only"] = Field(
-        default="bubblewrap",
-        description="rlimits_only: programs have limits and this user's rights, no sandbox",
-    )
-    interpreter: str | None = Field(
-        default=None, description="absolute path of the Python of programs; null: this one"
     )
     reward_workers: int = Field(
         default=1,

@@ -19,8 +19,8 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.data_paths import Content, contents_at
+from marin_rl.environments.chat import ProblemOptions, Problems
 from marin_rl.environments.episode import Episode, Tool
-from marin_rl.environments.problems import ProblemOptions, Problems
 from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.repository_checkouts import (

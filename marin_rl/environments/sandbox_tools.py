@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from marin_rl.config import EnvironmentConfig
+from pydantic import Field
+
+from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.episode import StepResult
 from marin_rl.environments.tool_class import (
     MalformedCallOptions,
@@ -24,6 +26,18 @@ from marin_rl.types import Example, Turn
 
 NO_OUTPUT = "[no output]"
 _MARGIN_S = 1.0  # between the last program of a turn and the time limit of the step
+
+
+class SandboxOptions(Section):
+    """Options of environments whose programs may do without walls."""
+
+    sandbox: Literal["bubblewrap", "rlimits_only"] = Field(
+        default="bubblewrap",
+        description="rlimits_only: programs have limits and this user's rights, no sandbox",
+    )
+    interpreter: str | None = Field(
+        default=None, description="absolute path of the Python of programs; null: this one"
+    )
 
 
 def step_budget_s(config: EnvironmentConfig, program_s: float, option: str) -> float:

@@ -9,12 +9,14 @@ rollout. What cannot hang is scored right here.
 """
 
 import asyncio
+import atexit
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import orjson
@@ -31,11 +33,13 @@ from marin_rl.environments.base import (
     checked_components,
     extracts_here,
 )
-from marin_rl.environments.worker_pools import ANSWER_BYTES_MAX, EnvironmentPool, PoolsInUse
 from marin_rl.errors import Abstained, InputError, RewardFault
-from marin_rl.isolated.pool import WorkerFault
+from marin_rl.isolated.pool import Pool, WorkerFault, WorkerLimits, WorkerSpec
+from marin_rl.isolated.processes import clean_environment
 from marin_rl.types import Example, Message, RewardComponent
+from marin_rl.user_code import packed_sources
 
+ANSWER_BYTES_MAX = 4 << 20
 MESSAGE_CHARACTERS_MAX = 500
 
 Score = GroupScore
@@ -115,6 +119,73 @@ def _line_of(error: BaseException) -> str:
 
 def reward_name(environment: Environment) -> str:
     return environment.reward_name if isinstance(environment, NamesReward) else environment.name
+
+
+class EnvironmentPool(Pool):
+    """Workers with an environment, which serve a `purpose` (`worker`). A call may take `wall_s`."""
+
+    def __init__(
+        self, purpose: str, environment: Environment, config: EnvironmentConfig, wall_s: float
+    ) -> None:
+        settings = config.model_dump(mode="json")
+        spec = WorkerSpec(
+            module="marin_rl.environments.worker",
+            limits=WorkerLimits(
+                wall_s=wall_s,
+                memory_bytes=config.reward_memory_bytes_max,
+                answer_bytes=ANSWER_BYTES_MAX,
+                sealed=False,  # rewards and environments are the user's code: they may write files
+            ),
+            settings={
+                "purpose": purpose,
+                "module": type(environment).__module__,
+                "environment": settings,
+                "code": packed_sources(settings),
+            },
+            environment=clean_environment(config.pass_environment),
+            name="environment",
+        )
+        super().__init__(spec, environment.workers)
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """Something with processes that can be ended."""
+
+    def close(self) -> None: ...
+
+
+PoolT = TypeVar("PoolT", bound=Closes)
+
+
+class PoolsInUse(Generic[PoolT]):
+    """Pools of this process by environment, version and settings. Thread safe.
+
+    One is made at its first use, and all are closed when the process ends.
+    """
+
+    def __init__(self, make: Callable[[Environment, EnvironmentConfig], PoolT]) -> None:
+        self._make = make
+        self._pools: dict[tuple[str, str], PoolT] = {}
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def of(self, environment: Environment, config: EnvironmentConfig) -> PoolT:
+        """Return the pool of an environment."""
+        key = config.model_dump_json(), environment.version
+        with self._lock:
+            if key not in self._pools:
+                self._pools[key] = self._make(environment, config)
+            return self._pools[key]
+
+    def close(self) -> None:
+        with self._lock:
+            for pool in self._pools.values():
+                pool.close()
+            self._pools.clear()
 
 
 class Scorer:

@@ -9,8 +9,7 @@ import pytest
 from support.cases import printed_seed
 
 from marin_rl.environments.answers import last_number, number_match
-from marin_rl.environments.math_answers import boxed
-from marin_rl.environments.math_problems import Math
+from marin_rl.environments.math_problems import Math, boxed
 from marin_rl.environments.registry import construct
 from marin_rl.errors import RewardFault
 from marin_rl.types import Example, Message

@@ -12,11 +12,11 @@ from support.guessing import optimal_mean_guesses
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.episode import StepResult
-from marin_rl.environments.game import GameEnvironment
-from marin_rl.environments.games import (
+from marin_rl.environments.game import (
     DIGITS,
     HIGHER,
     LOWER,
+    GameEnvironment,
     Mastermind,
     Nim,
     Position,
