@@ -129,30 +129,26 @@ class Judge(Chat):
     ) -> list[GroupScore]:
         """Ask for a verdict on each completion, side by side; a fault where there is none."""
         others: Sequence[GroupScore] = [()] * len(completions)
-        if self._judge.function_weight:
-            others = self._by_function(example, completions, completion_ids, dialogues)
+        if factor := self._judge.function_weight:
+            scores = super().score_group(example, completions, completion_ids, dialogues)
+            others = [
+                score
+                if isinstance(score, RewardFault)
+                else tuple(replace(part, weight=part.weight * factor) for part in score)
+                for score in scores
+            ]
         deadline = time.monotonic() + 0.9 * self._timeout_s * len(completions)
         with ThreadPoolExecutor(self._judge.concurrency) as threads:
             judged = list(
                 threads.map(lambda text: self._verdict(example, text, deadline), completions)
             )
-        return [_joined(other, verdict) for other, verdict in zip(others, judged, strict=True)]
-
-    def _by_function(
-        self,
-        example: Example,
-        completions: Sequence[str],
-        ids: Sequence[Sequence[int]],
-        dialogues: Dialogues,
-    ) -> list[GroupScore]:
-        """Return the components of the reward function, with its factor in their weights."""
-        factor = self._judge.function_weight
-        scores = super().score_group(example, completions, ids, dialogues)
         return [
-            score
-            if isinstance(score, RewardFault)
-            else tuple(replace(part, weight=part.weight * factor) for part in score)
-            for score in scores
+            other
+            if isinstance(other, RewardFault)
+            else verdict
+            if isinstance(verdict, RewardFault)
+            else (*other, verdict)
+            for other, verdict in zip(others, judged, strict=True)
         ]
 
     def _verdict(
@@ -265,13 +261,6 @@ def _content(reply: HttpAnswer, url: str) -> str:
             f"({type(error).__name__}: {error})"
         ) from None
     return text
-
-
-def _joined(others: GroupScore, verdict: RewardComponent | RewardFault) -> GroupScore:
-    """Return both as one score; a fault of either is the rollout's."""
-    if isinstance(others, RewardFault):
-        return others
-    return verdict if isinstance(verdict, RewardFault) else (*others, verdict)
 
 
 def _check(options: JudgeOptions, config: EnvironmentConfig) -> None:

@@ -235,7 +235,7 @@ class ToolsOverExamples(HasTools):
     def example(self, seed: int, index: int, split: Split) -> Example:
         row: Mapping[str, Any] = {"seed": seed + index}
         if hasattr(self.tool_class.kind, "example"):
-            row = self._rows.example(seed, index, split)
+            row = self._maker.example(seed, index, split)
         where = f"{self.name}.example({seed}, {index}, {split!r})"
         if not isinstance(row, Mapping):
             raise InputError(f"{where}: expected a row, a mapping of columns, found {row!r:.80}")
@@ -259,7 +259,7 @@ class ToolsOverExamples(HasTools):
         return None
 
     @cached_property
-    def _rows(self) -> Any:
+    def _maker(self) -> Any:
         return self.tool_class.make()
 
 
@@ -309,7 +309,9 @@ class ToolEpisode:
         options = self._class.options
         ends = not results or (wrong and options.malformed == "end")
         penalty = -options.malformed_penalty if wrong and options.malformed == "penalty" else None
-        reward = await self._reward() if ends or self._turns == self._class.turns_max else None
+        reward = None
+        if self._class.rewards_itself and (ends or self._turns == self._class.turns_max):
+            reward = number(await settled(self._instance.get_reward()))
         values = [value for value in (reward, penalty) if value is not None]
         return StepResult(
             messages=() if ends else tuple(result.message for result in results),
@@ -323,11 +325,6 @@ class ToolEpisode:
         close = getattr(self._instance, "close", None)
         if callable(close):
             await settled(close())
-
-    async def _reward(self) -> float | None:
-        if not self._class.rewards_itself:
-            return None
-        return number(await settled(self._instance.get_reward()))
 
     async def _result(self, call: ToolCall) -> "_Result":
         tool = self._class.tools.get(call.name)
@@ -385,14 +382,12 @@ def _error(error: object) -> str:
 
 def _text_of(value: Any) -> str:
     """Return what a tool returned as text, as TRL does. Raises TypeError for what has none."""
-    if isinstance(value, list) and value and all(_is_text_block(item) for item in value):
-        return "".join(item["text"] for item in value)
+    if isinstance(value, list) and value:
+        blocks = [v for v in value if isinstance(v, Mapping) and v.get("type") == "text"]
+        if len(blocks) == len(value) and all("text" in block for block in blocks):
+            return "".join(block["text"] for block in blocks)
     kind = type(value)
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
         # its address in memory would be all that the text says, another in each run
         raise TypeError(f"the tool returned a {kind.__name__}, which has no text")
     return str(value)
-
-
-def _is_text_block(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.get("type") == "text" and "text" in value

@@ -21,7 +21,11 @@ class Library:
     def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
         self._name, self._kwargs = name, kwargs
         environment = self._make()
-        self.ready = {"actions": _described(environment.action_space)}
+        space = environment.action_space
+        described = {"space": str(space), "kind": type(space).__name__}
+        if described["kind"] == "Discrete":
+            described |= {"n": int(space.n), "start": int(space.start)}
+        self.ready = {"actions": described}
         environment.close()
 
     def _make(self) -> Any:
@@ -57,13 +61,6 @@ class Episode:
 
     def close(self) -> None:
         self._environment.close()
-
-
-def _described(space: Any) -> dict[str, Any]:
-    described = {"space": str(space), "kind": type(space).__name__}
-    if described["kind"] == "Discrete":
-        described |= {"n": int(space.n), "start": int(space.start)}
-    return described
 
 
 def _action(space: Any, value: Any) -> Any:

@@ -130,7 +130,9 @@ class Session:
         """The data of an answer. Raises ActionRefused, _AtCapacity and what an episode may."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._send({"type": kind, "data": data})
+                # a server without room has said so and closed: its words are still to be read
+                with suppress(ConnectionClosed):
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = await self._socket.recv(decode=False)
                 record = parse_json(answer)
         except TimeoutError:
@@ -144,11 +146,6 @@ class Session:
                 f"{self._url} answered {kind} with what is no JSON: {error}"
             ) from None
         return _data_of(record, kind, expected, self._url)
-
-    async def _send(self, message: Mapping[str, Any]) -> None:
-        # a server without room has said so and closed: its words are still to be read
-        with suppress(ConnectionClosed):
-            await self._socket.send(json.dumps(message))
 
 
 def _data_of(record: Any, kind: str, expected: str, url: str) -> dict[str, Any]:

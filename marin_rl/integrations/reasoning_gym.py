@@ -174,11 +174,13 @@ class ReasoningGym(BaseEnvironment):
         if not self._options.mixture:
             item = self._items[0]
             return _create(item.dataset, {"size": _size_of(item), **item.config, "seed": seed})
+        for item in self._items:  # errors of one name it
+            _create(item.dataset, {"size": 1, **item.config, "seed": 0})
         specs = [
             _library().composite.DatasetSpec(
                 name=item.dataset,
                 weight=item.weight,
-                config={"size": _size_of(item), **_checked(item)},
+                config={"size": _size_of(item), **item.config},
             )
             for item in self._items
         ]
@@ -208,11 +210,6 @@ def _size_of(item: MixtureItem) -> int:
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{item.dataset}: expected a size of at least 1, found {size!r}")
     return size
-
-
-def _checked(item: MixtureItem) -> dict[str, Any]:
-    _create(item.dataset, {"size": 1, **item.config, "seed": 0})
-    return dict(item.config)
 
 
 def _create(name: str, config: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import io
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from queue import Full, Queue
@@ -201,22 +202,11 @@ def open_trackers(config: Config) -> Trackers:
     if settings.wandb_project is not None:
         openings["WandB"] = lambda: WandB(config)
     if settings.trackio_project is not None:
-        openings["Trackio"] = _opened_here(lambda: Trackio(config))
+        # here: standard output, which trackio's is redirected from, is one for all threads
+        opened: Future[Tracker] = Future()
+        try:
+            opened.set_result(Trackio(config))
+        except Exception as error:  # noqa: BLE001 - its board reports it
+            opened.set_exception(error)
+        openings["Trackio"] = opened.result
     return Trackers([Board(name, opening) for name, opening in openings.items()])
-
-
-def _opened_here(opening: Callable[[], Tracker]) -> Callable[[], Tracker]:
-    """Open a tracker on this thread; the result returns it, or raises what opening raised.
-
-    Standard output, which trackio's is redirected from, is one for all threads.
-    """
-    try:
-        tracker = opening()
-    except Exception as error:  # noqa: BLE001 - the tracker reports it
-        failure = error
-
-        def failed() -> Tracker:
-            raise failure
-
-        return failed
-    return lambda: tracker

@@ -166,7 +166,18 @@ class Relay(Client):
         self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
     ) -> Any:
         """The completion of the next turn of the policy."""
-        self.prompts.put_nowait((prompt, [_schema(tool) for tool in tools or ()]))
+        schemas = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                },
+            }
+            for tool in tools or ()
+        ]
+        self.prompts.put_nowait((prompt, schemas))
         message = await self.completions.get()
         calls = [kinds.ToolCall(**call) for call in message["tool_calls"]]
         return kinds.Response(
@@ -180,18 +191,6 @@ class Relay(Client):
                 is_truncated=False,
             ),
         )
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    """A tool as OpenAI's requests have it."""
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-        },
-    }
 
 
 def _plain(message: Any) -> dict[str, Any]:

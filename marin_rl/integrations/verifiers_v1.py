@@ -104,7 +104,14 @@ class VerifiersV1(RowsEnvironment):
             "model": policy.model,
             "tokenizer": policy.tokenizer,
             "api_key_variable": policy.api_key_variable,
-            "sampling": _sampling(sampling),
+            "sampling": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_tokens": sampling.max_tokens,
+                "seed": sampling.seed,
+                **({"top_k": sampling.top_k} if sampling.top_k else {}),
+                **({"stop": list(sampling.stop)} if sampling.stop else {}),
+            },
         }
         try:
             episode = await self.interpreter.answer(
@@ -144,20 +151,6 @@ class VerifiersV1(RowsEnvironment):
             truncated=trace["truncated"],
             info=info,
         )
-
-
-def _sampling(sampling: Sampling) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_tokens,
-        "seed": sampling.seed,
-    }
-    if sampling.top_k:
-        fields["top_k"] = sampling.top_k
-    if sampling.stop:
-        fields["stop"] = list(sampling.stop)
-    return fields
 
 
 def _prompt(row: Mapping[str, Any], name: str) -> list[Message]:

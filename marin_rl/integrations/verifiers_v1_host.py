@@ -98,7 +98,12 @@ class Library:
                 "sampling": policy["sampling"],
             }
         )
-        return _plain(await self._answer(address, request))
+        episode = await self._answer(address, request)
+        return {
+            "ok": episode.ok,
+            "errors": [f"{error.type}: {error.message}" for error in episode.errors],
+            "traces": [_trace(trace) for trace in episode.traces],
+        }
 
     async def _answer(self, address: str, request: Any) -> Any:
         """The server's episode. Raises OtherProtocol, and ServerGone once the server has gone: its
@@ -122,14 +127,6 @@ class Library:
         if episode is None:
             raise OtherProtocol(address, "an answer without an episode")
         return episode
-
-
-def _plain(episode: Any) -> dict[str, Any]:
-    return {
-        "ok": episode.ok,
-        "errors": [f"{error.type}: {error.message}" for error in episode.errors],
-        "traces": [_trace(trace) for trace in episode.traces],
-    }
 
 
 def _trace(trace: Any) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from marin_rl.isolated.sandbox_command import (
     ENVIRONMENT,
     WORK,
     Descriptors,
-    Interpreter,
     SandboxLimits,
     bubblewrap,
     interpreter_of,
@@ -92,17 +91,6 @@ class SandboxResult:
         return text.removeprefix(number)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Program:
-    """A command with its input, an open descriptor, its files and folder, and its time."""
-
-    arguments: Sequence[str]
-    stdin: int
-    files: Mapping[str, bytes]
-    workspace: Path | None
-    wall_s: float
-
-
 class Sandbox:
     """Runs programs one after the other, each in a sandbox of its own. Thread safe.
 
@@ -120,16 +108,9 @@ class Sandbox:
     ) -> None:
         self.limits = SandboxLimits() if limits is None else limits
         self.mode: Mode = mode
-        self._interpreter = interpreter_of(interpreter)
+        self.interpreter = interpreter_of(interpreter)
+        self.python = self.interpreter.path  # inside as outside
         self._filter = seccomp_filter()
-
-    @property
-    def python(self) -> str:
-        return self._interpreter.path
-
-    @property
-    def interpreter(self) -> Interpreter:
-        return self._interpreter
 
     @property
     def filters_calls(self) -> bool:
@@ -152,16 +133,11 @@ class Sandbox:
         no sandbox can be made.
         """
         began = time.monotonic()
+        seconds = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
+        run = self._isolated if self.mode == "bubblewrap" else self._limited
         with ExitStack() as stack:
-            program = _Program(
-                arguments=arguments,
-                stdin=stack.enter_context(_sealed(stdin)),
-                files=files or {},
-                workspace=workspace,
-                wall_s=self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s),
-            )
-            run = self._isolated if self.mode == "bubblewrap" else self._limited
-            watched, status = run(stack, program)
+            source = stack.enter_context(_sealed(stdin))
+            watched, status = run(stack, arguments, source, files or {}, workspace, seconds)
         limit = watched.limit
         if limit is None and status == _SIGNALS + signal.SIGXCPU:
             limit = "CPU time"
@@ -173,7 +149,15 @@ class Sandbox:
             wall_s=time.monotonic() - began,
         )
 
-    def _isolated(self, stack: ExitStack, program: _Program) -> tuple[Watched, int | None]:
+    def _isolated(
+        self,
+        stack: ExitStack,
+        arguments: Sequence[str],
+        stdin: int,
+        files: Mapping[str, bytes],
+        workspace: Path | None,
+        wall_s: float,
+    ) -> tuple[Watched, int | None]:
         status, reported = os.pipe()
         stack.callback(os.close, status)
         release, releasing = os.pipe()
@@ -188,29 +172,30 @@ class Sandbox:
                 status=reported,
                 release=release,
                 seccomp=filtered,
-                files={
-                    name: theirs.enter_context(_sealed(data))
-                    for name, data in program.files.items()
-                },
+                files={name: theirs.enter_context(_sealed(data)) for name, data in files.items()},
             )
             options, command = bubblewrap(
-                program.arguments, self.limits, self._interpreter, descriptors, program.workspace
+                arguments, self.limits, self.interpreter, descriptors, workspace
             )
             described = theirs.enter_context(_sealed(b"\0".join(map(os.fsencode, options))))
             command[1:1] = ["--args", str(described)]
             inherited = (*descriptors.all, described)
-            process = _started(command, program.stdin, ENVIRONMENT, inherited)
+            process = _started(command, stdin, ENVIRONMENT, inherited)
             theirs.close()
             with discarded_on_error(process):
                 child = self._limit(status)
                 with contextlib.suppress(BrokenPipeError):  # it has ended, and says why below
                     os.write(releasing, b"x")
-        places = () if child is None else rooms(program.workspace)
+        places = () if child is None else rooms(workspace)
         seen = [Path(f"/proc/{child}/root{place}") for place in places]
-        watched = watch(process, self.limits, program.wall_s, program.workspace, seen)
+        watched = watch(process, self.limits, wall_s, workspace, seen)
         if child is not None:
             await_end(child)
-        exit_status = _facts(_unread(status)).get("exit-code")
+        os.set_blocking(status, False)
+        report = b""  # the rest of it, as far as it is there
+        with contextlib.suppress(BlockingIOError):
+            report = os.read(status, _STATUS_BYTES)
+        exit_status = _facts(report).get("exit-code")
         if exit_status is None and watched.limit is None:
             raise InputError(
                 "no sandbox could be made: expected that bubblewrap starts a program, found "
@@ -234,18 +219,24 @@ class Sandbox:
             raise InputError(f"no sandbox could be made: limits are refused: {error}") from error
         return child
 
-    def _limited(self, stack: ExitStack, program: _Program) -> tuple[Watched, int | None]:
-        folder = program.workspace or Path(tempfile.mkdtemp(prefix="marin-rl-sandbox-"))
-        if program.workspace is None:
+    def _limited(
+        self,
+        stack: ExitStack,
+        arguments: Sequence[str],
+        stdin: int,
+        files: Mapping[str, bytes],
+        workspace: Path | None,
+        wall_s: float,
+    ) -> tuple[Watched, int | None]:
+        folder = workspace or Path(tempfile.mkdtemp(prefix="marin-rl-sandbox-"))
+        if workspace is None:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        for name, data in program.files.items():
+        for name, data in files.items():
             (folder / name).write_bytes(data)
         environment = ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder)}
-        command = [*_SUPERVISED, *self.limits.prefix(), *program.arguments]
-        process = _started(command, program.stdin, environment, (), folder)
-        watched = watch(
-            process, self.limits, program.wall_s, program.workspace, end_by=signal.SIGTERM
-        )
+        command = [*_SUPERVISED, *self.limits.prefix(), *arguments]
+        process = _started(command, stdin, environment, (), folder)
+        watched = watch(process, self.limits, wall_s, workspace, end_by=signal.SIGTERM)
         code = process.returncode
         return watched, _SIGNALS - code if code < 0 else code
 
@@ -305,14 +296,6 @@ def _first_line(status: int) -> bytes:
             return b""
         said += more
     return said
-
-
-def _unread(status: int) -> bytes:
-    """Return the rest of bubblewrap's report, as far as it is there."""
-    os.set_blocking(status, False)
-    with contextlib.suppress(BlockingIOError):
-        return os.read(status, _STATUS_BYTES)
-    return b""
 
 
 def _facts(report: bytes) -> dict[str, int]:

@@ -29,10 +29,6 @@ def configured(name: str, **options: Any) -> EnvironmentConfig:
     return EnvironmentConfig(name=name, options=options)
 
 
-def spell(**more: Any) -> EnvironmentConfig:
-    return configured("reasoning_gym", dataset="spell_backward", **more)
-
-
 # ---- the registry and the seeds
 
 
@@ -240,28 +236,12 @@ def test_growing_the_file_moves_nothing(tmp_path: Path, rewards: str) -> None:
     assert held_out(50) == {name for name in held_out(200) if int(name[1:]) < 50}
 
 
-def test_messages_keep_their_roles(tmp_path: Path, rewards: str) -> None:
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    path = tmp_path / "p.jsonl"
-    lines = [
-        json.dumps({"messages": [*turns, {"role": "user", "content": str(i)}]}) for i in range(40)
-    ]
-    path.write_text("\n".join(lines))
-    example = make_environment(configured("chat", path=str(path), reward=rewards)).example(
-        0, 0, "train"
-    )
-    assert [m.role for m in example.messages] == ["system", "user", "user"]
-    assert example.answer is None
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "has no rows"),
         ("[1]", "expected JSON Lines, one object a line, found an array"),
         ('{"prompt": "a"}\n{"prompt"', "line 2 is not JSON"),
-        ('{"prompt": "a", "messages": []}', "both messages and prompt may be the prompt"),
-        ('{"messages": []}', "not empty"),
         ('{"messages": [{"role": "boss", "content": "a"}]}', "expected a message with a role"),
         ('{"prompt": 3}', "expected a text or a list of messages"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}', "'1' is there twice"),

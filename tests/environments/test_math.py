@@ -10,7 +10,7 @@ import pytest
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import reward_of
 from marin_rl.environments.checks import make_environment
-from marin_rl.environments.math_problems import Math, boxed, gold_answer
+from marin_rl.environments.math_problems import Math, gold_answer
 from marin_rl.environments.registry import construct, loaded_environment
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, InputError, RewardFault
@@ -174,10 +174,6 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         construct(EnvironmentConfig(name="math"))
 
 
-def test_the_last_box_that_is_closed_counts():
-    assert boxed(r"\boxed{a} \boxed{\frac{b}{c}}") == r"\frac{b}{c}"
-    assert boxed(r"\boxed{a} \boxed{b") == "a"
-    assert boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
-    assert boxed("none") is None
+def test_answers_in_a_list_are_all_answers():
     assert gold_answer(["$x$"]) == "x"
     assert gold_answer([]) is None

@@ -68,24 +68,8 @@ class Episode:
         await asyncio.sleep(0.02)
         return [first, await asyncio.ensure_future(self.draw())]
 
-    def print(self) -> str:
-        os.write(1, b'{"id": 1, "answer": "printed"}\n')
-        return "printed"
-
     def bars(self) -> bool:
         return not import_module("datasets").are_progress_bars_disabled()
-
-    def seed(self) -> float:
-        random.seed(0)
-        return random.random()
-
-    def fork(self) -> str:
-        child = os.fork()
-        if child == 0:
-            os.write(1, b'{"id": 1, "answer": "a child"}\n')
-            os._exit(0)
-        os.waitpid(child, 0)
-        return "forked"
 
     def fail(self) -> None:
         raise ValueError("no such move") from KeyError("left")

@@ -98,29 +98,9 @@ def test_random_numbers_are_an_episodes_own_while_others_go_on(shared: Interpret
         assert answer == [drawn.random(), drawn.random()]
 
 
-def test_prints_are_no_answers(shared: Interpreter):
-    (number,) = begun(shared, 30)
-    assert step(shared, number, "print") == "printed"
-
-
 def test_data_sets_of_a_library_draw_no_progress_bars(shared: Interpreter):
     (number,) = begun(shared, 34)
     assert step(shared, number, "bars") is False
-
-
-def test_children_of_a_library_are_no_hosts(shared: Interpreter):
-    (number,) = begun(shared, 31)
-    assert step(shared, number, "fork") == "forked"
-    assert step(shared, number, "print") == "printed"
-
-
-def test_a_seed_of_the_global_generator_is_no_other_episodes(shared: Interpreter):
-    seeding, drawing = begun(shared, 32, 33)
-    drawn, seeded = random.Random(33), random.Random(0)
-    assert step(shared, drawing, "draw") == drawn.random()
-    assert step(shared, seeding, "seed") == seeded.random()
-    assert step(shared, drawing, "draw") == drawn.random()
-    assert step(shared, seeding, "draw") == seeded.random()
 
 
 @pytest.mark.parametrize(
