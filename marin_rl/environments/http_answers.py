@@ -61,6 +61,19 @@ class HttpAnswer:
             raise UnfitAnswer(f"expected a JSON object, found {value!r:.100}")
         return value
 
+    def completion(self) -> str:
+        """Return the text of the chat completion that the body is. Raises UnfitAnswer."""
+        try:
+            text: Any = self.object()["choices"][0]["message"]["content"] or ""
+            if not isinstance(text, str):
+                raise TypeError(f"content {text!r:.80}")
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise UnfitAnswer(
+                f"expected a chat completion, found {self.text[:SHOWN]!r} "
+                f"({type(error).__name__}: {error})"
+            ) from None
+        return text
+
 
 def is_number(value: object) -> bool:
     """Return True for a finite number that float64 can hold, booleans included."""

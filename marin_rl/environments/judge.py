@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import httpx
 from pydantic import Field
@@ -21,14 +21,13 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Dialogues, GroupScore
 from marin_rl.environments.chat import Chat, ChatOptions
-from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask_sync
+from marin_rl.environments.http_answers import UnfitAnswer, ask_sync
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, RewardFault
 from marin_rl.types import Example, RewardComponent
 
 _REPLY_BYTES_MAX = 4 << 20
 _REPLY_CHARACTERS_MAX = 8000
-_SHOWN = 200
 _WAIT_S = 0.5  # before the second attempt, twice as long before each further one
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
@@ -225,7 +224,10 @@ class Judge(Chat):
             raise _Passing(f"the judge at {url}: status {reply.words}")
         if reply.status != 200:
             raise RewardFault(f"the judge at {url} refuses the request: status {reply.words}")
-        return _content(reply, url)
+        try:
+            return reply.completion()
+        except UnfitAnswer as error:
+            raise RewardFault(f"the judge at {url}: {error}") from None
 
     def _value(self, reply: str) -> float:
         """Return the verdict in a reply, from 0 to 1. Raises RewardFault where there is none."""
@@ -247,20 +249,6 @@ class Judge(Chat):
 
 class _Passing(Exception):
     """An error of the endpoint that may go away by itself."""
-
-
-def _content(reply: HttpAnswer, url: str) -> str:
-    """Return the text of a chat completion. Raises RewardFault for another body."""
-    try:
-        text: Any = reply.object()["choices"][0]["message"]["content"]
-        if not isinstance(text, str):
-            raise TypeError(f"content {text!r:.80}")
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise RewardFault(
-            f"the judge at {url}: expected a chat completion, found {reply.text[:_SHOWN]!r} "
-            f"({type(error).__name__}: {error})"
-        ) from None
-    return text
 
 
 def _check(options: JudgeOptions, config: EnvironmentConfig) -> None:

@@ -137,7 +137,10 @@ class PolicyPlayer:
     async def move(self, text: str) -> str:
         """The policy's answer to what it reads. Raises EndpointUnavailable, RewardFault."""
         self._messages.append({"role": "user", "content": text})
-        answer = _text_of(await self._asked())
+        try:
+            answer = (await self._asked()).completion()
+        except UnfitAnswer as error:
+            raise RewardFault(f"the policy, the other player: {error}") from None
         self._messages.append({"role": "assistant", "content": answer})
         return answer
 
@@ -170,14 +173,3 @@ class PolicyPlayer:
                 f"the policy at {self._url}, the other player, answers {answer.words}"
             )
         return answer
-
-
-def _text_of(answer: HttpAnswer) -> str:
-    try:
-        value: Mapping[str, Any] = answer.object()
-        return str(value["choices"][0]["message"]["content"] or "")
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise RewardFault(
-            f"the policy, the other player: expected a chat completion, found "
-            f"{answer.text[:200]!r} ({type(error).__name__}: {error})"
-        ) from None
