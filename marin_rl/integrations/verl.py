@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pyarrow as pa
@@ -156,16 +156,7 @@ REASONS: Mapping[str, str] = {
 NO_COUNTERPART = "not exported: set the key of verl 0.9 by hand, where it has one"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Facts of an export: examples by split, and whether episodes have one turn."""
-
-    train_examples: int
-    one_shot: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerlField:
+class VerlField(NamedTuple):
     """Value of a key of verl, and the keys of ours that it says."""
 
     key: str
@@ -187,11 +178,18 @@ class Unmapped:
         return f"{self.key} = {self.value!r}: {self.reason}"
 
 
-def verl_fields(config: Config, shape: Shape) -> tuple[list[VerlField], list[Unmapped]]:
-    """Fields of verl's configuration, and the settings that it cannot have."""
-    fields = [_field(key, value_at(config, own), own) for key, own in _EQUAL]
-    parts = (_data, _model, _sampled, _optimizer, _objective, _correction, _trainer)
-    fields += [field for part in parts for field in part(config, shape)]
+def verl_fields(
+    config: Config, *, train_examples: int, one_shot: bool
+) -> tuple[list[VerlField], list[Unmapped]]:
+    """Fields of verl's configuration, and the settings that it cannot have.
+
+    With `one_shot` no episode has more than one turn.
+    """
+    fields = [VerlField(key, value_at(config, own), (own,)) for key, own in _EQUAL]
+    fields += _sampled(config, one_shot=one_shot)
+    fields += _trained(config, train_examples)
+    fields += _objective(config)
+    fields += _correction(config.objective)
     missing = {key for field in fields if field.value == MISSING for key in field.ours}
     said = {key for field in fields for key in field.ours} - missing
     return fields, [*_unmapped(config, said, missing)]
@@ -203,7 +201,9 @@ def _unmapped(config: Config, said: set[str], missing: set[str]) -> Iterator[Unm
     listed = missing | ({"filters.zero_signal"} if config.filters.zero_signal else set())
     sections: dict[str, dict[str, Any]] = {}
     for key, value in leaves(config):
-        name = next((name for name in _names(key) if name in REASONS), None)
+        parts = key.split(".")
+        above = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+        name = next((name for name in above if name in REASONS), None)
         if key in said or (name is None and key.startswith(ELSEWHERE)):
             continue
         if value == defaults.get(key) and key not in listed:
@@ -216,12 +216,6 @@ def _unmapped(config: Config, said: set[str], missing: set[str]) -> Iterator[Unm
         yield Unmapped(key=name, value=values, reason=REASONS[name])
 
 
-def _names(key: str) -> Iterator[str]:
-    while key:
-        yield key
-        key = key.rpartition(".")[0]
-
-
 def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys of a configuration with their values."""
     for name in type(section).model_fields:
@@ -232,51 +226,47 @@ def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def _field(key: str, value: Any, *ours: str) -> VerlField:
-    return VerlField(key=key, value=value, ours=ours)
-
-
-def _data(config: Config, shape: Shape) -> Iterator[VerlField]:
-    context, new = config.policy.context_length, config.sampling.max_tokens
-    yield _field("data.max_prompt_length", context - new)
+def _sampled(config: Config, *, one_shot: bool) -> Iterator[VerlField]:
+    context, new, policy = config.policy.context_length, config.sampling.max_tokens, config.policy
+    yield VerlField("data.max_prompt_length", context - new)
     # An episode's response has all its turns, and what the environment says between them.
-    response = new if shape.one_shot else context - 1
-    yield _field("data.max_response_length", response, "sampling.max_tokens")
-    yield _field("data.shuffle", False)  # rows are in the order of the run
-    yield _field("data.truncation", "error")
-    yield _field("data.return_raw_chat", True)
-
-
-def _model(config: Config, shape: Shape) -> Iterator[VerlField]:
-    policy, model = config.policy, "actor_rollout_ref.model"
-    path = policy.hf_path if policy.init == "hf" else None
-    yield _field(f"{model}.path", path or MISSING, "policy.init", "policy.hf_path")
+    response = new if one_shot else context - 1
+    yield VerlField("data.max_response_length", response, ("sampling.max_tokens",))
+    yield VerlField("data.shuffle", False)  # rows are in the order of the run
+    yield VerlField("data.truncation", "error")
+    yield VerlField("data.return_raw_chat", True)
+    path, model = policy.hf_path if policy.init == "hf" else None, "actor_rollout_ref.model"
+    yield VerlField(f"{model}.path", path or MISSING, ("policy.init", "policy.hf_path"))
     if policy.tokenizer not in ("characters", policy.hf_path):
-        yield _field(f"{model}.tokenizer_path", policy.tokenizer)
+        yield VerlField(f"{model}.tokenizer_path", policy.tokenizer)
+    yield VerlField(f"{ROLLOUT}.name", "vllm")
+    yield VerlField(f"{ROLLOUT}.tensor_model_parallel_size", 1)
+    yield VerlField(f"{ROLLOUT}.top_k", config.sampling.top_k or -1, ("sampling.top_k",))
+    yield VerlField(f"{ROLLOUT}.calculate_log_probs", True)
+    yield VerlField(f"{ROLLOUT}.val_kwargs.do_sample", config.evaluation.temperature > 0)
 
 
-def _sampled(config: Config, shape: Shape) -> Iterator[VerlField]:
-    yield _field(f"{ROLLOUT}.name", "vllm")
-    yield _field(f"{ROLLOUT}.tensor_model_parallel_size", 1)
-    yield _field(f"{ROLLOUT}.top_k", config.sampling.top_k or -1, "sampling.top_k")
-    yield _field(f"{ROLLOUT}.calculate_log_probs", True)
-    yield _field(f"{ROLLOUT}.val_kwargs.do_sample", config.evaluation.temperature > 0)
-
-
-def _optimizer(config: Config, shape: Shape) -> Iterator[VerlField]:
-    betas = [config.training.beta1, config.training.beta2]
-    yield _field(f"{ACTOR}.optim.betas", betas, "training.beta1", "training.beta2")
+def _trained(config: Config, train_examples: int) -> Iterator[VerlField]:
+    training, per_round = config.training, config.rollouts.groups_per_round
+    betas = [training.beta1, training.beta2]
+    yield VerlField(f"{ACTOR}.optim.betas", betas, ("training.beta1", "training.beta2"))
     # Prompts of an optimizer step: rollouts here, prompts there.
     size, wanted = config.rollouts.group_size, config.batching.sequences_per_step
     key = f"{ACTOR}.ppo_mini_batch_size"
     if wanted is None:
-        yield _field(key, config.rollouts.groups_per_round)
+        yield VerlField(key, per_round)
     else:
-        whole = wanted % size == 0
-        yield _field(key, wanted // size if whole else MISSING, "batching.sequences_per_step")
+        prompts = wanted // size if wanted % size == 0 else MISSING
+        yield VerlField(key, prompts, ("batching.sequences_per_step",))
+    passes = -(-config.rounds * per_round // max(train_examples, 1))
+    yield VerlField("trainer.total_epochs", max(1, passes))
+    yield VerlField("trainer.save_freq", 1)
+    yield VerlField("trainer.experiment_name", config.run_id)
+    yield VerlField("trainer.logger", ["console"])
+    yield VerlField("trainer.n_gpus_per_node", 1)
 
 
-def _objective(config: Config, shape: Shape) -> Iterator[VerlField]:
+def _objective(config: Config) -> Iterator[VerlField]:
     objective = config.objective
     yield from _advantage(objective)
     loss = _LOSSES.get((objective.surrogate, objective.ratio_level))
@@ -285,11 +275,11 @@ def _objective(config: Config, shape: Shape) -> Iterator[VerlField]:
         # Ratios are 1 in the only step of a round: their level makes no difference.
         loss = "vanilla"
     keys = ("objective.surrogate", "objective.ratio_level")
-    yield _field(f"{ACTOR}.policy_loss.loss_mode", loss or MISSING, *keys)
-    yield _field(f"{ACTOR}.clip_ratio", objective.clip_high)
-    yield _field(f"{ACTOR}.clip_ratio_c", objective.clip_dual or NEVER, "objective.clip_dual")
+    yield VerlField(f"{ACTOR}.policy_loss.loss_mode", loss or MISSING, keys)
+    yield VerlField(f"{ACTOR}.clip_ratio", objective.clip_high)
+    yield VerlField(f"{ACTOR}.clip_ratio_c", objective.clip_dual or NEVER, ("objective.clip_dual",))
     aggregation = _AGGREGATIONS[objective.aggregation]
-    yield _field(f"{ACTOR}.loss_agg_mode", aggregation, "objective.aggregation")
+    yield VerlField(f"{ACTOR}.loss_agg_mode", aggregation, ("objective.aggregation",))
     yield from _kl(objective)
 
 
@@ -299,50 +289,36 @@ def _advantage(objective: ObjectiveConfig) -> Iterator[VerlField]:
     if scale not in ("default", "none") and not grouped:
         estimator = None
     keys = ("objective.advantage", "objective.advantage_scale")
-    yield _field("algorithm.adv_estimator", estimator or MISSING, *keys)
+    yield VerlField("algorithm.adv_estimator", estimator or MISSING, keys)
     divided = scale == "group_std" or (scale == "default" and objective.advantage == "grpo")
-    yield _field("algorithm.norm_adv_by_std_in_grpo", divided)
+    yield VerlField("algorithm.norm_adv_by_std_in_grpo", divided)
 
 
 def _kl(objective: ObjectiveConfig) -> Iterator[VerlField]:
     weight, estimator = objective.kl_coefficient, _KL[objective.kl_estimator]
     rewarded = objective.kl_placement == "reward"
     keys = ("objective.kl_coefficient", "objective.kl_placement", "objective.kl_estimator")
-    yield _field(f"{ACTOR}.use_kl_loss", weight > 0 and not rewarded, *keys)
-    yield _field(f"{ACTOR}.kl_loss_coef", weight)
-    yield _field(f"{ACTOR}.kl_loss_type", estimator)
+    yield VerlField(f"{ACTOR}.use_kl_loss", weight > 0 and not rewarded, keys)
+    yield VerlField(f"{ACTOR}.kl_loss_coef", weight)
+    yield VerlField(f"{ACTOR}.kl_loss_type", estimator)
     if rewarded:
-        yield _field("algorithm.use_kl_in_reward", weight > 0)
-        yield _field("algorithm.kl_penalty", estimator)
-        yield _field("algorithm.kl_ctrl.kl_coef", weight)
+        yield VerlField("algorithm.use_kl_in_reward", weight > 0)
+        yield VerlField("algorithm.kl_penalty", estimator)
+        yield VerlField("algorithm.kl_ctrl.kl_coef", weight)
 
 
-def _correction(config: Config, shape: Shape) -> Iterator[VerlField]:
-    objective, section = config.objective, "algorithm.rollout_correction"
-    kind, low, high = (
-        objective.importance_correction,
-        objective.correction_low,
-        objective.correction_high,
-    )
+def _correction(objective: ObjectiveConfig) -> Iterator[VerlField]:
+    kind, section = objective.importance_correction, "algorithm.rollout_correction"
+    low, high = objective.correction_low, objective.correction_high
     # Weights between 1/n and n, or 0 where they are outside (IcePop); verl truncates from above.
     level = None if kind in ("none", "rejected") else objective.correction_level
     threshold: float | str = high if kind == "truncated" else f"{low:g}_{high:g}"
     expressible = level is None or (low == 0 if kind == "truncated" else low > 0)
     names = ("importance_correction", "correction_level", "correction_low", "correction_high")
-    keys = [f"objective.{name}" for name in names]
-    yield _field(f"{section}.rollout_is", level if expressible else MISSING, *keys)
+    keys = tuple(f"objective.{name}" for name in names)
+    yield VerlField(f"{section}.rollout_is", level if expressible else MISSING, keys)
     if level is not None and expressible:
-        yield _field(f"{section}.rollout_is_threshold", threshold)
-
-
-def _trainer(config: Config, shape: Shape) -> Iterator[VerlField]:
-    per_round = config.rollouts.groups_per_round
-    passes = -(-config.rounds * per_round // max(shape.train_examples, 1))
-    yield _field("trainer.total_epochs", max(1, passes))
-    yield _field("trainer.save_freq", 1)
-    yield _field("trainer.experiment_name", config.run_id)
-    yield _field("trainer.logger", ["console"])
-    yield _field("trainer.n_gpus_per_node", 1)
+        yield VerlField(f"{section}.rollout_is_threshold", threshold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,7 +378,7 @@ def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
         isinstance(part.environment, HasEpisodes)
         for part in parts_of(environment, config.environment)
     )
-    fields, unmapped = verl_fields(config, Shape(train_examples=count, one_shot=one_shot))
+    fields, unmapped = verl_fields(config, train_examples=count, one_shot=one_shot)
     _write_settings(
         [*fields, *_places(folder, one_shot=one_shot)], unmapped, partial, folder, config
     )
@@ -456,18 +432,18 @@ def _write_process(config: Config, partial: Path) -> None:
 
 
 def _places(folder: Path, *, one_shot: bool) -> Iterator[VerlField]:
-    yield VerlField(key="data.train_files", value=[str(folder / "train.parquet")])
-    yield VerlField(key="data.val_files", value=[str(folder / "val.parquet")])
+    yield VerlField("data.train_files", [str(folder / "train.parquet")])
+    yield VerlField("data.val_files", [str(folder / "val.parquet")])
     reward = "reward.custom_reward_function"
-    yield VerlField(key=f"{reward}.path", value=str(folder / "marin_rl_reward.py"))
-    yield VerlField(key=f"{reward}.name", value="compute_score")
+    yield VerlField(f"{reward}.path", str(folder / "marin_rl_reward.py"))
+    yield VerlField(f"{reward}.name", "compute_score")
     agent = f"{ROLLOUT}.agent"
-    yield VerlField(key=f"{agent}.default_agent_loop", value=ONE_TURN if one_shot else EPISODES)
+    yield VerlField(f"{agent}.default_agent_loop", ONE_TURN if one_shot else EPISODES)
     if not one_shot:
         loops = str(folder / "agent_loops.yaml")
-        yield VerlField(key=f"{agent}.agent_loop_config_path", value=loops)
+        yield VerlField(f"{agent}.agent_loop_config_path", loops)
     variables = "ray_kwargs.ray_init.runtime_env.env_vars"
-    yield VerlField(key=f"{variables}.PYTHONPATH", value=str(folder))
+    yield VerlField(f"{variables}.PYTHONPATH", str(folder))
 
 
 def _write_settings(

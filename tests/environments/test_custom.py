@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from marin_rl.config import Config, load_config
 from marin_rl.environments.base import Environment
@@ -137,11 +136,6 @@ def test_a_class_that_fails_is_named(tmp_path: Path) -> None:
         environment_of(
             settings(tmp_path, "environment.name=envs.py:Fails", "environment.options={}")
         )
-
-
-def test_the_configuration_of_the_docs_is_whole() -> None:
-    tree = yaml.safe_load(BLOCKS["counting.yaml"])
-    assert tree["environment"] == {"name": "envs.py:Counting", "options": {"largest": 5}}
 
 
 def test_the_episodes_of_the_docs_answer_guesses(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from marin_rl.errors import InputError
 from marin_rl.integrations.verl import (
     FILES,
     MISSING,
-    Shape,
     VerlExport,
     export_verl,
     leaves,
@@ -274,7 +273,7 @@ def test_folders_and_pushed_groups_are_refused(
 def listed(**sections: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """Values by verl's keys, and the reasons of what has none, of a configuration."""
     fields, unmapped = verl_fields(
-        Config(run_id="r", **sections), Shape(train_examples=160, one_shot=True)
+        Config(run_id="r", **sections), train_examples=160, one_shot=True
     )
     return {f.key: f.value for f in fields}, {each.key: str(each) for each in unmapped}
 
@@ -325,7 +324,7 @@ def test_ratios_of_a_single_step_need_no_level() -> None:
 
 def test_no_setting_is_dropped_silently() -> None:
     config = Config(run_id="r")
-    fields, _ = verl_fields(config, Shape(train_examples=160, one_shot=True))
+    fields, _ = verl_fields(config, train_examples=160, one_shot=True)
     said = {key for field in fields for key in field.ours}
     assert len(said) <= 40
     known = dict(leaves(config))
