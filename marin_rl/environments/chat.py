@@ -136,13 +136,16 @@ class Chat(FunctionScored):
         raw = prompts.rows.row(number_of_row)
         row = read_row(raw, self._columns)
         where = prompts.rows.place(number_of_row)
+        system = ()
+        if self._options.system_prompt is not None and row.messages[0].role != "system":
+            system = (Message(role="system", content=self._options.system_prompt),)
         return Example(
             environment=self.name,
             environment_version=self.version,
             example_id=row.row_id + prompts.suffixes.get(number_of_row, ""),
             split=split,
             seed=seed + index,
-            messages=self._with_system(row.messages),
+            messages=(*system, *row.messages),
             answer=None if row.answer is None else str(row.answer),
             metadata=metadata_of(raw, row, self._columns, where),
         )
@@ -226,12 +229,6 @@ class Chat(FunctionScored):
             raise InputError(f"{self._options.path} is not read yet: call load_examples first")
         return self._prompts
 
-    def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        system = self._options.system_prompt
-        if system is None or messages[0].role == "system":
-            return messages
-        return (Message(role="system", content=system), *messages)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
@@ -256,8 +253,12 @@ def read_prompts(rows: Rows, columns: Columns, path: str, eval_fraction: float) 
     seen: dict[str, int] = {}
     for index, (raw, row) in enumerate(_checked_rows(rows, columns)):
         times = seen[row.row_id] = seen.get(row.row_id, 0) + 1
+        if times > 1 and row.id_given:  # rows without ids may repeat a prompt
+            raise InputError(
+                f"{rows.place(index)}: the id {row.row_id!r} is there twice; name a column of "
+                "unique ids by environment.options.id_key"
+            )
         if times > 1:
-            _check_repeated(rows, index, row)
             suffixes[index] = f"-{times}"
         held_out[index] = is_held_out(row.row_id, eval_fraction)
         answered[index] = row.answer is not None
@@ -266,7 +267,11 @@ def read_prompts(rows: Rows, columns: Columns, path: str, eval_fraction: float) 
         tools[index] = bool(raw.get("tools"))
     if not seen:
         raise InputError(f"{path} has no rows: expected at least two prompts")
-    _check_answers(rows, columns, answered)
+    if columns.answer is not None and not answered.any():
+        raise InputError(
+            f"{rows.place(0)}: no row has a column {columns.answer!r}, which environment.options."
+            f"answer_key names; its columns are {', '.join(rows.row(0))}"
+        )
     numbers: dict[Split, np.ndarray] = {
         "train": np.flatnonzero(~held_out),
         "eval": np.flatnonzero(held_out),
@@ -290,36 +295,12 @@ def _checked_rows(rows: Rows, columns: Columns) -> Iterator[tuple[Any, PromptRow
         try:
             yield raw, read_row(raw, columns)
         except ValueError as error:
-            raise InputError(
-                f"{rows.place(index)}: {_in_full(rows, index, columns, error)}"
-            ) from None
-
-
-def _in_full(rows: Rows, index: int, columns: Columns, error: ValueError) -> ValueError:
-    """Return the error of a row as read with all its columns, which it may list."""
-    try:
-        read_row(rows.row(index), columns)
-    except ValueError as in_full:
-        return in_full
-    return error
-
-
-def _check_repeated(rows: Rows, index: int, row: PromptRow) -> None:
-    """Refuse an id that two rows give; rows without ids may repeat a prompt."""
-    if row.id_given:
-        raise InputError(
-            f"{rows.place(index)}: the id {row.row_id!r} is there twice; name a column of unique "
-            "ids by environment.options.id_key"
-        )
-
-
-def _check_answers(rows: Rows, columns: Columns, answered: np.ndarray) -> None:
-    """Refuse a configured column of answers that no row has."""
-    if columns.answer is not None and not answered.any():
-        raise InputError(
-            f"{rows.place(0)}: no row has a column {columns.answer!r}, which environment.options."
-            f"answer_key names; its columns are {', '.join(rows.row(0))}"
-        )
+            reason = error
+            try:
+                read_row(rows.row(index), columns)
+            except ValueError as in_full:  # with all its columns, which it may list
+                reason = in_full
+            raise InputError(f"{rows.place(index)}: {reason}") from None
 
 
 def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:

@@ -6,6 +6,7 @@ never enters its sandbox. Leaves out running programs (`code_problems`).
 
 import base64
 import binascii
+import itertools
 import json
 import pickletools
 import re
@@ -161,19 +162,10 @@ def _unpacked(text: str) -> str:
 
 def same_output(expected: str, actual: str) -> bool:
     """Compare texts line by line without white space at the ends; numbers by their values."""
-    wanted, lines = _lines(expected), _lines(actual)
-    return len(wanted) == len(lines) and all(map(_same_line, wanted, lines))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()]
-
-
-def _same_line(expected: str, actual: str) -> bool:
-    if expected == actual:
-        return True
-    wanted, words = expected.split(), actual.split()
-    return len(wanted) == len(words) and all(map(_same_word, wanted, words))
+    wanted, lines = ([line.split() for line in t.strip().splitlines()] for t in (expected, actual))
+    return [len(line) for line in wanted] == [len(line) for line in lines] and all(
+        map(_same_word, itertools.chain(*wanted), itertools.chain(*lines))
+    )
 
 
 def _same_word(expected: str, actual: str) -> bool:

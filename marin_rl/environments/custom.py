@@ -72,23 +72,22 @@ def _with_tools(kind: type, config: EnvironmentConfig) -> Environment:
 
 def _check_members(environment: Any, shown: str) -> None:
     """Raise ConfigError naming the members that are missing, or have another type."""
-    missing = [name for name in MEMBERS if not hasattr(environment, name)]
-    if missing:
+    if missing := [name for name in MEMBERS if not hasattr(environment, name)]:
         raise ConfigError(_lacking(shown, missing))
     size, workers = environment.size, environment.workers
+    fits = {
+        "name": (isinstance(environment.name, str) and environment.name, "text"),
+        "version": (isinstance(environment.version, str), "text"),
+        "size": (size is None or (isinstance(size, int) and size >= 0), "a number or None"),
+        "workers": (
+            isinstance(workers, int) and 0 <= workers <= WORKERS_MAX,
+            f"a number from 0 to {WORKERS_MAX}",
+        ),
+    }
     wrong = [
         f"{name} {getattr(environment, name)!r:.40} (expected {expected})"
-        for name, fits, expected in (
-            ("name", isinstance(environment.name, str) and environment.name, "text"),
-            ("version", isinstance(environment.version, str), "text"),
-            ("size", size is None or (isinstance(size, int) and size >= 0), "a number or None"),
-            (
-                "workers",
-                isinstance(workers, int) and 0 <= workers <= WORKERS_MAX,
-                f"a number from 0 to {WORKERS_MAX}",
-            ),
-        )
-        if not fits
+        for name, (fit, expected) in fits.items()
+        if not fit
     ]
     wrong += [
         f"{name} (expected a method)"

@@ -84,7 +84,9 @@ def read_row(raw: Any, columns: Columns) -> PromptRow:
     own = column == "messages" or (column == "prompt" and not conversational)
     answer = _answer(raw, columns, own=own)
     if column == "messages" and answer is raw.get("ground_truth"):
-        answer = _single(answer)
+        match answer:  # open-instruct publishes rows of one verifier as a list of one text
+            case [str(only)]:
+                answer = only
     return PromptRow(
         row_id,
         given is not None,
@@ -191,15 +193,6 @@ def _answer(raw: dict[str, Any], columns: Columns, *, own: bool) -> Any:
             f"to one of them, such as {present[0]}"
         )
     return value_at(raw, present[0]) if present else None
-
-
-def _single(answer: Any) -> Any:
-    """Return the answer in a list of one text, as open-instruct publishes rows of one verifier."""
-    match answer:
-        case [str(only)]:
-            return only
-        case _:
-            return answer
 
 
 def _pairs(value: Any, column: str) -> list[Pair]:

@@ -98,15 +98,12 @@ def fault_of(error: BaseException, where: str = "") -> RewardFault:
     kinds = [kind for kind in type(error).__mro__ if kind.__module__ == RewardFault.__module__]
     if not isinstance(error, RewardFault):
         prefix, kinds = f"{prefix}{type(error).__name__}: ", [RewardFault]
-    text = f"{prefix}{_text_of(error)}{_line_of(error)}"[:MESSAGE_CHARACTERS_MAX]
-    return kinds[0](text.encode(errors="backslashreplace").decode())  # a lone surrogate is no text
-
-
-def _text_of(error: BaseException) -> str:
     try:
-        return str(error)
+        words = str(error)
     except BaseException as another:  # noqa: BLE001 - it is other people's code too
-        return f"a text that cannot be read ({type(another).__name__})"
+        words = f"a text that cannot be read ({type(another).__name__})"
+    text = f"{prefix}{words}{_line_of(error)}"[:MESSAGE_CHARACTERS_MAX]
+    return kinds[0](text.encode(errors="backslashreplace").decode())  # a lone surrogate is no text
 
 
 def _line_of(error: BaseException) -> str:
@@ -239,8 +236,15 @@ class Scorer:
         """
         if self._pool is None:
             return [answer_in(self._environment, text) for text in completions]
-        requests = [orjson.dumps({"extract": text}) for text in completions]
-        return list(map(_answer_of, self._pool.ask(requests)))
+        answers: list[str | None] = []
+        for extracted in self._pool.ask([orjson.dumps({"extract": text}) for text in completions]):
+            if isinstance(extracted, WorkerFault):
+                answers.append(None)
+            elif "unfit" in extracted:
+                raise InputError(f"the environment cannot extract answers: {extracted['unfit']}")
+            else:
+                answers.append(extracted["answer"])
+        return answers
 
     def close(self) -> None:
         if self._pool is not None:
@@ -275,7 +279,12 @@ class Scorer:
                 fault = RewardFault(f"{where}: {_explained(answer, wall_s)}")
                 scores += [fault] * (n if by_group else 1)
             else:
-                scores += map(_score_of, answer)
+                scores += [
+                    (Abstained if each["abstained"] else RewardFault)(each["fault"])
+                    if "fault" in each
+                    else tuple(RewardComponent(**part) for part in each["components"])
+                    for each in answer
+                ]
         return scores
 
     def _call_style(self) -> tuple[bool, bool]:
@@ -296,20 +305,6 @@ def _explained(fault: WorkerFault, wall_s: float) -> str:
     if fault.limit == "answer":
         return f"expected scores of {ANSWER_BYTES_MAX} bytes at most, found {fault}"
     return str(fault) if fault.limit == "lost" else f"ended its process ({fault})"
-
-
-def _score_of(answer: dict[str, Any]) -> Score:
-    if "fault" in answer:
-        return (Abstained if answer["abstained"] else RewardFault)(answer["fault"])
-    return tuple(RewardComponent(**component) for component in answer["components"])
-
-
-def _answer_of(extracted: dict[str, Any] | WorkerFault) -> str | None:
-    if isinstance(extracted, WorkerFault):
-        return None
-    if "unfit" in extracted:
-        raise InputError(f"the environment cannot extract answers: {extracted['unfit']}")
-    return extracted["answer"]
 
 
 @dataclass(frozen=True, slots=True)

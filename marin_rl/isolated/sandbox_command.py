@@ -15,7 +15,7 @@ import pwd
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,7 +122,11 @@ def interpreter_of(path: str | None = None) -> Interpreter:
         )
     prefixes = {chosen.resolve().parent.parent}
     if (settings := chosen.parent.parent / "pyvenv.cfg").is_file():
-        prefixes |= {settings.parent, *_bases(settings)}
+        prefixes.add(settings.parent)
+        for line in settings.read_text(errors="replace").splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "home" and Path(value.strip()).is_dir():  # of what it was made with
+                prefixes.add(Path(value.strip()).resolve().parent)
     folders = sorted(str(folder) for prefix in prefixes for folder in _shown(prefix, chosen))
     links = {
         place: target
@@ -132,14 +136,6 @@ def interpreter_of(path: str | None = None) -> Interpreter:
         )
     }
     return Interpreter(path=str(chosen), folders=tuple(folders), links=links)
-
-
-def _bases(settings: Path) -> Iterator[Path]:
-    """Prefix of the Python that a virtual environment was made with, as its settings name it."""
-    for line in settings.read_text(errors="replace").splitlines():
-        key, _, value = line.partition("=")
-        if key.strip() == "home" and Path(value.strip()).is_dir():
-            yield Path(value.strip()).resolve().parent
 
 
 def _shown(prefix: Path, chosen: Path) -> list[Path]:
@@ -233,7 +229,7 @@ def bubblewrap(
         options += [*_reached(place), "--symlink", target, place]
     options += ["--proc", "/proc", "--dev", "/dev"]
     for place in rooms(workspace):
-        options += _room(place, limits.disk_bytes)
+        options += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", place]
     if workspace is not None:
         options += ["--bind", str(workspace), WORK]
     for name, descriptor in descriptors.files.items():
@@ -296,7 +292,3 @@ def _reached(place: str) -> list[str]:
     """Make the folders above a place, empty and open to every user."""
     parents = [part for part in reversed(Path(place).parents) if str(part) != "/"]
     return [part for each in parents for part in ("--perms", "0755", "--dir", str(each))]
-
-
-def _room(place: str, size: int) -> list[str]:
-    return ["--perms", "1777", "--size", str(size), "--tmpfs", place]

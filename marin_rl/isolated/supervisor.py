@@ -122,14 +122,12 @@ def _watch(process: int, state: worker.SharedState, parent: int, wake: int) -> t
         if left_s <= 0:
             return -signal.SIGKILL, True
         # No call that begins meanwhile is late before its limit.
-        ready = poll.poll(min(left_s, limit_s, _POLL_S_MAX) * 1000)
-        if any(descriptor != wake or _asked_to_end(wake) for descriptor, _ in ready):
+        ready = {
+            descriptor for descriptor, _ in poll.poll(min(left_s, limit_s, _POLL_S_MAX) * 1000)
+        }
+        signals = b""
+        with contextlib.suppress(BlockingIOError):
+            signals = os.read(wake, _READ_BYTES)
+        if ready - {wake} or signal.SIGTERM in signals:
             return 0, False
     return os.waitstatus_to_exitcode(status), False
-
-
-def _asked_to_end(wake: int) -> bool:
-    """Take the signals that have come; True with SIGTERM among them."""
-    with contextlib.suppress(BlockingIOError):
-        return signal.SIGTERM in os.read(wake, _READ_BYTES)
-    return False
