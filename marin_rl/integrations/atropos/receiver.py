@@ -8,7 +8,7 @@ environments were heard from lately. Methods block and are called one at a time.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -144,25 +144,25 @@ class Receiver:
                 f"{self.queue_size} groups wait, expected less than {self._queue_max}: run "
                 f"{self.run.run_id} has no use for more until it has trained on some"
             )
-        pushed: list[tuple[ScoredData, PushingEnvironment, ServedPolicy]] = []
+        pushed: list[tuple[ScoredData, int, ServedPolicy, Callable[[str], RolloutGroup]]] = []
         try:
             for data in groups:
                 environment = self.environment(data.env_id)
                 check_scored_data(data, self.run.config, self._vocabulary)
                 check_texts(data, self._tokenizer.decode)
-                pushed.append((data, environment, self._policy(policy_version_of(data))))
-                self._check_stored(*pushed[-1])
+                policy = self._policy(policy_version_of(data))
+                group_at = partial(self._group, data, environment, policy)
+                _check_stored(data, policy, group_at)
+                pushed.append((data, environment.number, policy, group_at))
         except (InputError, OverflowError) as error:
             self.counts["refused"] += len(groups)
             if isinstance(error, OverflowError):
                 raise InputError(f"an id of tokens or masks is beyond 64 bits: {error}") from None
             raise
         new = 0
-        for data, environment, policy in pushed:
-            group_at = partial(self._group, data, environment, policy)
-            done = self._queue.append(environment.number, data.digest, policy, group_at)
+        for data, number, policy, group_at in pushed:
+            new += not self._queue.append(number, data.digest, policy, group_at).repeated
             self.latest = data
-            new += not done.repeated
         self.counts["accepted"] += new
         self.counts["repeated"] += len(groups) - new
         return new
@@ -201,27 +201,6 @@ class Receiver:
     ) -> RolloutGroup:
         sampling = Sampling(**self.run.config.sampling.model_dump())
         return rollout_group(data, group_id, environment, policy, sampling, self._tokenizer.decode)
-
-    def _check_stored(
-        self, data: ScoredData, environment: PushingEnvironment, policy: ServedPolicy
-    ) -> None:
-        """Make the group as it will be stored, before any is. Raises InputError."""
-        try:
-            # What reads it later has no integers over 64 bits.
-            orjson.dumps([data.generation_params, data.group_overrides])
-            with np.errstate(over="raise"):  # a logprob beyond float32
-                encode_shard(
-                    [self._group(data, environment, policy, "group")],
-                    run_id=self.run.run_id,
-                    round=0,
-                    shard=0,
-                    attempt="",
-                    replica="",
-                    fingerprint="",
-                    policy=policy,
-                )
-        except (ValueError, TypeError, ArithmeticError, pa.ArrowException) as error:
-            raise InputError(f"the group cannot be stored: {error}") from None
 
     def _taken(self) -> int:
         self._look()
@@ -289,6 +268,20 @@ class Receiver:
             except ObjectMissing:
                 return
             self._environments.append(_registered(data, self.run.store.url_of(key)))
+
+
+def _check_stored(
+    data: ScoredData, policy: ServedPolicy, group_at: Callable[[str], RolloutGroup]
+) -> None:
+    """Make the group as it will be stored, before any is. Raises InputError."""
+    names = {"run_id": "", "attempt": "", "replica": "", "fingerprint": ""}
+    try:
+        # What reads it later has no integers over 64 bits.
+        orjson.dumps([data.generation_params, data.group_overrides])
+        with np.errstate(over="raise"):  # a logprob beyond float32
+            encode_shard([group_at("group")], round=0, shard=0, policy=policy, **names)
+    except (ValueError, TypeError, ArithmeticError, pa.ArrowException) as error:
+        raise InputError(f"the group cannot be stored: {error}") from None
 
 
 def _registered(data: bytes, source: str) -> PushingEnvironment:
