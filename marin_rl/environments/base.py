@@ -17,7 +17,7 @@ from marin_rl.errors import InputError, RewardFault
 from marin_rl.finite import BOUNDS, fit_rewards, number, reward_number, shown
 from marin_rl.types import Example, Message, RewardComponent, Split
 
-# Functions that a configuration may name without another's code being imported.
+# Functions of this package that a configuration may name: no foreign code is imported for them.
 _ANSWERS = ("exact_match", "number_match", "last_number")
 SHIPPED = frozenset(f"marin_rl.environments.answers:{name}" for name in _ANSWERS)
 
@@ -171,7 +171,7 @@ class HasNotices(Protocol):
 
 
 def extracts_here(environment: Environment) -> bool:
-    """Return True where answers are extracted by code that needs no process of its own."""
+    """Return True where answers are extracted in this process, without a worker."""
     if environment.workers == 0 or not isinstance(environment, Extracts):
         return True
     return isinstance(environment, ExtractsHere) and environment.extracts_here

@@ -53,7 +53,7 @@ class BaseEnvironment(ABC):
 
     @property
     def scores_groups(self) -> bool:
-        """True where the class has a `score_group` of its own."""
+        """True where the class defines `score_group`."""
         return type(self).score_group is not BaseEnvironment.score_group
 
     def score_group(

@@ -169,7 +169,7 @@ class Start:
 
 
 class EpisodeHere:
-    """An episode in this process: a worker, or where there is none the process that samples.
+    """An episode in this process: a pool worker, or the process that samples.
 
     Each call may take `timeout_s` seconds of waiting, or raises EnvironmentTimeout; None: a worker,
     whose parent limits it.

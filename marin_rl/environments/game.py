@@ -304,7 +304,7 @@ class GameEnvironment(BaseEnvironment):
     def _opening(
         self, position: Any, messages: tuple[Message, ...], draw: random.Random
     ) -> tuple[tuple[Message, ...], str]:
-        """Messages of a game of random legal moves that goes on, and one more random legal move."""
+        """Messages of an unfinished game of random legal moves, and one more random legal move."""
         moves = draw.randrange(self._options.turns_max)
         for _ in range(moves):
             move = draw.choice(self._game.legal_moves(position))

@@ -117,7 +117,7 @@ def ask_sync(
     bytes_max: int = ANSWER_BYTES_MAX,
     **request: Any,
 ) -> HttpAnswer:
-    """Do the same where no event loop runs, over connections that are kept.
+    """Do the same without an event loop, over kept-alive connections.
 
     The time is looked at between two reads, each of which has a limit too. Raises as `ask` does.
     """
@@ -133,7 +133,7 @@ def ask_sync(
 
 
 def ask_once(method: str, url: str, *, timeout_s: float, **request: Any) -> HttpAnswer:
-    """Do the same on a connection of its own; also where an event loop runs in this thread.
+    """Do the same on a new connection, also while an event loop runs in this thread.
 
     Raises as `ask` does.
     """

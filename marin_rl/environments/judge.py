@@ -126,7 +126,7 @@ class Judge(Chat):
         completion_ids: Sequence[Sequence[int]],
         dialogues: Dialogues,
     ) -> list[GroupScore]:
-        """Ask for a verdict on each completion, side by side; a fault where there is none."""
+        """Ask for a verdict on each completion concurrently; a fault if the judge gives none."""
         others: Sequence[GroupScore] = [()] * len(completions)
         if factor := self._judge.function_weight:
             scores = super().score_group(example, completions, completion_ids, dialogues)
@@ -230,7 +230,7 @@ class Judge(Chat):
             raise RewardFault(f"the judge at {url}: {error}") from None
 
     def _value(self, reply: str) -> float:
-        """Return the verdict in a reply, from 0 to 1. Raises RewardFault where there is none."""
+        """Parse the verdict of a reply, from 0 to 1. Raises RewardFault if it has none."""
         last = (reply.strip().splitlines() or [""])[-1].strip().strip("*` ")
         if self._judge.kind == "reference":
             verdict = re.fullmatch(r"VERDICT:\W*(YES|NO)\W*", last, re.IGNORECASE)

@@ -57,7 +57,7 @@ class MathOptions(ProblemOptions):
 
 @register("math", MathOptions)
 class Math(Problems):
-    """Rewards an answer that equals the row's, and in a component of its own the form of it."""
+    """Rewards an answer that equals the row's, and separately its form."""
 
     name = "math"
 
@@ -175,7 +175,7 @@ def _is_unfit(text: str) -> bool:
 
 
 def _with_answer(columns: Any, rows: Rows) -> Any:
-    """Choose the column of answers by the first row. Raises InputError where there is none."""
+    """Choose the answer column by the first row. Raises InputError if the row has no answer."""
     if columns.answer is not None or not len(rows):
         return columns
     first = rows.row(0)
@@ -209,7 +209,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 _TOKEN = re.compile(r"\\([a-zA-Z]+|.)|\S", re.DOTALL)
 _ROOT = re.compile(r"\s*\[[^\]{}$]*\]")  # which root a \sqrt is
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# Arguments of control sequences that may stand in a box without braces; others have none.
+# Number of arguments of control sequences that may stand in a box without braces; else 0.
 _ARGUMENTS = {
     **dict.fromkeys(("frac", "dfrac", "tfrac", "cfrac", "binom", "dbinom", "tbinom"), 2),
     **dict.fromkeys(("sqrt", "text", "textbf", "mathrm", "mathbf", "mathbb", "mathcal"), 1),

@@ -17,7 +17,7 @@ from marin_rl.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 
-# Columns of the prompt: our own names, and those that are looked for where these are missing.
+# Columns of the prompt: our own names, and the fallbacks of other libraries.
 PROMPT_COLUMNS = ("messages", "prompt")
 OTHER_PROMPT_COLUMNS = ("question", "problem", "instruction", "input")
 OTHER_ANSWER_COLUMNS = ("ground_truth", "solution", "label", "target", "reward_model.ground_truth")
@@ -176,7 +176,7 @@ def _prompt_column(raw: dict[str, Any], columns: Columns) -> str:
 
 
 def _answer(raw: dict[str, Any], columns: Columns, *, own: bool) -> Any:
-    """Return the value of the answer's column, None where there is none.
+    """Return the value of the answer column, None if no column has it.
 
     `answer` wins in rows of this project's `own` format; elsewhere two columns are an error.
     """

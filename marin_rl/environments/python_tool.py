@@ -105,7 +105,7 @@ class Python(Math):
 
 
 class PythonTool:
-    """The tool of an episode: programs until `deadline`, each in a sandbox of its own."""
+    """The tool of an episode: programs until `deadline`, each in a new sandbox."""
 
     def __init__(self, box: Sandbox, characters_max: int) -> None:
         self._box, self._characters_max = box, characters_max

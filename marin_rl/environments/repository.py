@@ -166,7 +166,7 @@ class Repository(Problems):
         """Load nothing: tests are run by the episode."""
 
     def episode(self, example: Example) -> Episode:
-        """A new episode in a checkout of its own.
+        """A new episode in a new checkout.
 
         Raises RewardFault where the file of rows is another one than that of the example.
         """
@@ -288,7 +288,7 @@ class _Work:
 
 
 class ShellTool:
-    """The shell of an episode, in a checkout of its own."""
+    """The shell of an episode, in its own checkout."""
 
     def __init__(self, work: _Work) -> None:
         self._work = work

@@ -181,7 +181,7 @@ class HasTools(FunctionScored):
     tool_class: ToolClass
 
     def episode(self, example: Example) -> Episode:
-        """A new episode with an instance of its own. Raises what its `__init__` raises."""
+        """A new episode with a new instance of the class. Raises what its `__init__` raises."""
         return ToolEpisode(self.tool_class, example)
 
     def tools_offered(self) -> Sequence[Tool]:

@@ -22,7 +22,7 @@ from marin_rl.errors import ConfigError
 _SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-# Google's style: a section is a line of its own, an argument "name (type): words".
+# Google's style: a section heading fills a line, an argument is "name (type): words".
 _SECTION = re.compile(
     r"^\s*(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?):\s*$"
 )

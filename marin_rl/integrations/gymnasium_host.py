@@ -64,7 +64,7 @@ class Episode:
 
 
 def _action(space: Any, value: Any) -> Any:
-    """An action of JSON values as the space has it: numbers and arrays of its own type."""
+    """Convert an action from JSON to the dtype and shape of its space."""
     kind = type(space).__name__
     if kind in ("Text", "Discrete"):
         return value

@@ -93,7 +93,7 @@ class Host:
 
 
 def _said(error: BaseException) -> str:
-    """An exception in words, with those that it came from."""
+    """An exception in words, with its cause."""
     words, cause = f"{type(error).__name__}: {error}", error.__cause__
     if cause is not None:
         words += f" (from {type(cause).__name__}: {cause})"

@@ -1,4 +1,4 @@
-"""Base of environments that another library plays, in an interpreter of its own.
+"""Base of environments that another library plays, in a separate interpreter.
 
 A subclass names the package and its adapter, and turns what the library answers into messages and
 rewards. Each process that plays episodes starts one interpreter: a worker of `marin_rl.isolated`

@@ -246,7 +246,7 @@ class OpenEnvEpisode:
         """Open a session, and return the text of its first observation."""
         options, seed = self._environment.options, self._example.seed
         first = seed % len(options.urls)
-        with uncharged():  # a request has a limit of its own, and waiting for room another
+        with uncharged():  # requests and the wait for a session have separate limits
             self._session, answer = await open_session(
                 (*options.urls[first:], *options.urls[:first]),
                 {"seed": seed, **self._example.metadata["reset"]},

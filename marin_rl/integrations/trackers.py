@@ -119,7 +119,7 @@ class Trackio:
 
 
 class Board:
-    """A tracker on a thread of its own: it can neither raise into the run nor delay it."""
+    """A tracker on its own thread: it can neither raise into the run nor delay it."""
 
     def __init__(self, name: str, opening: Callable[[], Tracker]) -> None:
         self._name = name

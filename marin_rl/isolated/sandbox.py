@@ -92,7 +92,7 @@ class SandboxResult:
 
 
 class Sandbox:
-    """Runs programs one after the other, each in a sandbox of its own. Thread safe.
+    """Runs programs one after the other, each in a new sandbox. Thread safe.
 
     With the mode `rlimits_only` a program has limits and no walls: it has the rights of this user.
     `interpreter` is the Python of programs, by default this one without its packages. Raises

@@ -99,7 +99,7 @@ def _seen_by_a_program(sandbox: Sandbox) -> dict[str, Any]:
 
 
 def _expected(facts: Mapping[str, Any], sandbox: Sandbox) -> dict[str, bool]:
-    """Return the walls by name, True for those that hold."""
+    """Return whether each wall holds, by its name."""
     interpreter = sandbox.interpreter
     shown = [Path(place) for place in mounted(interpreter)]
     on_the_way = {*interpreter.folders, *interpreter.links}

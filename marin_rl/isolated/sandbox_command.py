@@ -64,7 +64,7 @@ class SandboxLimits:
         return ["prlimit", *options, "--"]
 
     def impose(self, process_id: int) -> None:
-        """Set these limits for a process and those that it starts.
+        """Set these limits for a process and its children.
 
         Raises OSError or ValueError where that is refused.
         """
@@ -125,7 +125,7 @@ def interpreter_of(path: str | None = None) -> Interpreter:
         prefixes.add(settings.parent)
         for line in settings.read_text(errors="replace").splitlines():
             key, _, value = line.partition("=")
-            if key.strip() == "home" and Path(value.strip()).is_dir():  # of what it was made with
+            if key.strip() == "home" and Path(value.strip()).is_dir():  # the base Python
                 prefixes.add(Path(value.strip()).resolve().parent)
     folders = sorted(str(folder) for prefix in prefixes for folder in _shown(prefix, chosen))
     links = {

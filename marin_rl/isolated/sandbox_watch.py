@@ -229,7 +229,7 @@ def _held_bytes(processes: Sequence[int], device: int, *, strict: bool) -> int:
 
 
 def _descriptors(process_id: int) -> Iterator[Path]:
-    """Open files of a process, thread by thread: a thread may have a table of its own."""
+    """Open files of a process, by thread: threads need not share their descriptor table."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in Path(f"/proc/{process_id}/task").iterdir():
             yield from (task / "fd").iterdir()

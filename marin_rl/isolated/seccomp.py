@@ -24,7 +24,7 @@ _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# Numbers on x86-64 and on 64-bit ARM; None where there is no such call.
+# Call numbers on x86-64 and on 64-bit ARM; None if the architecture lacks the call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280),
     "chroot": (161, 51), "clock_adjtime": (305, 266), "clock_settime": (227, 112),

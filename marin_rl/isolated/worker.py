@@ -155,7 +155,7 @@ def _bytes_in_use() -> int:
 
 
 class _Lines:
-    """Lines of a pipe: all that come, or those that are there."""
+    """Lines of a pipe: iterate to block for the next, `taken` for what has arrived."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -24,7 +24,7 @@ from marin_rl.storage.layout import PUSHING, popped_batch_key, popped_batch_of
 from schemas.strict_json import parse_json
 
 TIMEOUT_S = 60.0
-IDLE_S = 0.5  # between two questions for a batch, where there was none
+IDLE_S = 0.5  # between two requests while no batch is ready
 PATIENCE_S = 300.0  # for a server that is away, or cannot be reached
 
 _GROUP = TypeAdapter(ScoredData)
@@ -41,7 +41,7 @@ class Poller:
         self.batches = 0
 
     def recover(self) -> None:
-        """Take in the groups of the last batch again: those that are committed are recognised."""
+        """Take in the last batch again; groups that are committed already count as repeated."""
         self._next = self._unused()
         if self._next:
             last = self._receiver.run.store.read(popped_batch_key(self._next - 1))
@@ -133,7 +133,7 @@ class Poller:
                 return
 
     def _take(self, batch: Any) -> None:
-        """Commit the groups of a batch; those that are refused are counted and named."""
+        """Commit the groups of a batch; count and report refused ones."""
         for place, record in enumerate(batch):
             try:
                 data = _GROUP.validate_python(record)

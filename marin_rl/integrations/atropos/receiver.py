@@ -135,7 +135,7 @@ class Receiver:
         del self._heard[number]
 
     def accept(self, groups: Sequence[ScoredData]) -> int:
-        """Check groups, then commit them in order; the number of those that are new.
+        """Check groups, then commit them in order; return the number of new ones.
 
         Where one is refused, none is committed. Raises InputError, StorageError; QueueFull.
         """
