@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.ipc
 
 from marin_rl.config.paths import MARK
 from marin_rl.errors import InputError
@@ -70,8 +73,6 @@ class ArrowRows:
     """
 
     def __init__(self, tables: Sequence[tuple[Path, Any]], digest: str) -> None:
-        import pyarrow as pa
-
         self.digest = digest
         self._paths = [path for path, _ in tables]
         self._ends = np.cumsum([table.num_rows for _, table in tables])
@@ -170,11 +171,6 @@ def _files_of_folder(folder: Path) -> list[Path]:
 
 def _arrow_rows(files: Sequence[Path]) -> ArrowRows:
     """Read Parquet files; Arrow files are mapped into memory."""
-    # pyarrow takes a third of a second to import, and few runs have Parquet prompts.
-    import pyarrow as pa
-    import pyarrow.dataset
-    import pyarrow.ipc
-
     tables: list[tuple[Path, Any]] = []
     digests: list[str] = []
     for file in files:
