@@ -17,7 +17,6 @@ TOP = Path(__file__).parents[2]
 # Modules of environments of other libraries, and of what only they use.
 FOREIGN = (
     "marin_rl.integrations.",
-    "marin_rl.rollouts.verl",
     "marin_rl.rollouts.relay",
     "websockets",
     "zmq",
