@@ -1,14 +1,19 @@
-"""Adapters of an engine: the bank of their arrays, and which of them are loaded.
+"""Adapters of an engine: the bank of their arrays, which are loaded, and loading them.
 
-Owns the shapes of the bank, which has room for a fixed number of adapters of a fixed rank; an
-adapter's way into a row of it; and the table of rows: an adapter that is unloaded keeps its row
-until the last request that it was submitted for has ended. Leaves out what a layer does with them
-(`low_rank`), when the rows are written (`adapter_loads`), and files (`marin_rl.lora`).
+The bank has room for a fixed number of adapters of a fixed rank. An adapter's way into a row of it:
+`AdapterLoads.load` prepares the arrays on the caller's thread, and the engine's thread writes them
+between two chunks. An adapter that is unloaded keeps its row until the last request that it was
+submitted for has ended. Leaves out what a layer does with them (`layer_matrices`) and files
+(`marin_rl.lora`).
 
 Axes: L layers, r rank of an adapter, n adapters; `in` and `out` are those of a module's matrix.
 """
 
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -18,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from marin_rl.errors import InputError
-from marin_rl.inference.low_rank import GatheredLowRank, LayerAdapters, LowRank
+from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference.layer_matrices import GatheredLowRank, LayerAdapters, LowRank
 from marin_rl.inference.weights import Decoder, DecoderSpec
 from marin_rl.lora import Adapter, a_name, b_name, module_name
 
@@ -43,7 +48,7 @@ MODULES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BankSizes:
-    """Room of a bank: adapters, and the largest rank of one; 0 adapters: there is none."""
+    """Capacity of the adapter bank: count and maximum rank; a count of 0 means no bank."""
 
     adapters: int = 0
     rank: int = 0
@@ -55,7 +60,6 @@ class BankSizes:
 
     @property
     def few(self) -> int:
-        """Adapters up to which a chunk is decoded with half of the bank."""
         return (self.adapters + 1) // 2
 
 
@@ -66,7 +70,7 @@ def bank_shapes(
     kind = LowRank if masked else GatheredLowRank
     shape: Any = partial(jax.ShapeDtypeStruct, dtype=dtype)
 
-    def low_rank(size: int, outs: Sequence[int]) -> LowRank | GatheredLowRank:
+    def low_rank(size: int, outs: Sequence[int]) -> LowRank:
         room = sizes.adapters, sizes.rank
         return kind(shape((len(outs), *room, size)), tuple(shape((*room, out)) for out in outs))
 
@@ -82,7 +86,6 @@ def bank_shapes(
 
 
 def with_bank(decoder: Decoder, bank: Bank | None) -> Decoder:
-    """The weights, with what the bank adds to each layer; nothing is copied."""
     if bank is None:
         return decoder
     layers = zip(decoder.layers, bank, strict=True)
@@ -91,7 +94,7 @@ def with_bank(decoder: Decoder, bank: Bank | None) -> Decoder:
 
 @jax.jit
 def some_rows(bank: Tree, rows: Int32[Array, " m"]) -> Tree:
-    """The adapters in these rows of a bank, counted from 1, as a bank of their own."""
+    """Return a bank of these rows only, counted from 1."""
     # the axis is that of `write_row`
     return jax.tree.map(lambda all: jnp.take(all, rows - 1, axis=all.ndim - 3, mode="clip"), bank)
 
@@ -132,7 +135,6 @@ class AdapterBank:
         return self._put(rows_of(self._shapes, adapter))
 
     def write(self, row: int, rows: Bank) -> None:
-        """Write an adapter into its row. On the engine's thread, between two programs."""
         # waited for, so that the time that decoding loses to a load is measured where it is lost
         self.arrays = jax.block_until_ready(write_row(self.arrays, rows, np.int32(row)))
         # copies of the old arrays: the rows that were written may be in them
@@ -178,9 +180,7 @@ def rows_of(shapes: Bank, adapter: Adapter) -> Bank:
     )
 
 
-def _rows(
-    shape: LowRank | GatheredLowRank, paths: Sequence[str | None], adapter: Adapter, layer: int
-) -> LowRank | GatheredLowRank:
+def _rows(shape: LowRank, paths: Sequence[str | None], adapter: Adapter, layer: int) -> LowRank:
     """Rows of one matrix, whose parts are at these paths; None: not adapted."""
     parts, _, rank, size = shape.a.shape
     a = np.zeros((parts, 1, rank, size), np.float32)
@@ -297,5 +297,150 @@ class AdapterTable:
         )
 
     def remove(self, number: int) -> None:
-        """Let no further request name an adapter. Raises AdapterGone."""
         self._unloaded.add(self.get(number).number)
+
+
+@dataclass(slots=True)
+class AdapterStats:
+    """Counts since the start; `write_s` are the seconds that decoding waited for all loads."""
+
+    loads: int = 0
+    unloads: int = 0
+    write_s: float = 0.0
+
+    def snapshot(self) -> "AdapterStats":
+        return replace(self)
+
+
+class AdapterLoads:
+    """Adapters of one engine, whose lock `changed` guards them.
+
+    `in_use` gives the adapters that requests run on or wait for, unloaded ones too.
+    """
+
+    def __init__(
+        self,
+        bank: AdapterBank | None,
+        sizes: BankSizes,
+        changed: threading.Condition,
+        in_use: Callable[[], set[LoadedAdapter]],
+    ) -> None:
+        self.stats = AdapterStats()
+        self._bank = bank
+        self._table = AdapterTable(sizes)
+        self._changed = changed
+        self._in_use = in_use
+        self._writes: list[tuple[LoadedAdapter, Bank, Future[LoadedAdapter]]] = []
+        self._closed = False
+
+    @property
+    def sizes(self) -> BankSizes:
+        return self._table.sizes
+
+    @property
+    def in_use(self) -> set[LoadedAdapter]:
+        return self._in_use()
+
+    @property
+    def loaded(self) -> list[LoadedAdapter]:
+        with self._changed:
+            return self._table.loaded
+
+    def get(self, number: int) -> LoadedAdapter | None:
+        """The adapter of a load; None for 0, the base model. Under the lock.
+
+        Raises AdapterGone for one that is not loaded.
+        """
+        return None if number == 0 else self._table.get(number)
+
+    def load(
+        self,
+        adapter: Adapter,
+        *,
+        name: str,
+        weight_version: int,
+        parameters_digest: str,
+        in_place_of: int = 0,
+        row: int = 0,
+    ) -> LoadedAdapter:
+        """Load an adapter between two chunks; returns when requests can be sampled with it.
+
+        `parameters_digest` stands for base and adapter together. With `in_place_of`, the number of
+        another load, that one is unloaded at the same time. `row` is the row of the bank that it
+        gets if that is free. Requests that run are never touched.
+        Raises InputError beyond the engine's room, or for numbers that are not finite in its dtype,
+        and InferenceError once the engine is closed. Not for the engine's own thread, which
+        could never return.
+        """
+        if self._bank is None:
+            raise InputError(
+                "the engine has no room for adapters: expected inference.engine.adapters_max of at "
+                f"least 1, found {self.sizes.adapters}; start it with room for them"
+            )
+        new = LoadedAdapter(
+            number=0,
+            row=row,
+            rank=adapter.rank_max,
+            name=name,
+            weight_version=weight_version,
+            parameters_digest=parameters_digest,
+        )
+        # before `rows`, which could not place a rank beyond the bank's
+        self._table.check_rank(new)
+        # outside of the lock: moving arrays to the device must not hold up decoding
+        rows = self._bank.rows(adapter)
+        leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(rows)]
+        # rounding to the engine's dtype may give infinities
+        if not all(np.isfinite(leaf).all() for leaf in leaves):
+            raise InputError(
+                f"expected finite numbers in the adapter {name}, found infinities or NaN in the "
+                f"dtype of the engine ({jax.tree.leaves(rows)[0].dtype}): it was damaged, or "
+                "trained to such numbers"
+            )
+        done: Future[LoadedAdapter] = Future()
+        with self._changed:
+            if self._closed:
+                raise InferenceError("the engine is closed: it takes no adapters any more")
+            # its row is taken at once: two loads at a time never get the same one
+            added = self._table.add(new, self.in_use, in_place_of)
+            # written by the engine's thread: the programs that it runs have the bank's arrays as
+            # arguments
+            self._writes.append((added, rows, done))
+            self._changed.notify_all()
+        # after the lock is released, which the write takes
+        return done.result()
+
+    def unload(self, number: int) -> None:
+        """Refuse further requests on an adapter; submitted ones still end on it.
+
+        Raises AdapterGone for one that is not loaded.
+        """
+        with self._changed:
+            self._table.remove(number)
+            self.stats.unloads += 1
+
+    def write(self) -> None:
+        """Write what waits to be loaded. On the engine's thread, between chunks, under the lock."""
+        while self._writes:
+            adapter, rows, done = self._writes.pop(0)
+            assert self._bank is not None
+            started = time.monotonic()
+            try:
+                self._bank.write(adapter.row, rows)
+            except Exception as error:  # noqa: BLE001 - the caller of `load` gets it
+                # its row still holds the adapter before it, so no request may name it
+                with suppress(AdapterGone):  # it may have been unloaded before it was written
+                    self._table.remove(adapter.number)
+                done.set_exception(error)
+                continue
+            self.stats.write_s += time.monotonic() - started
+            self.stats.loads += 1
+            done.set_result(adapter)
+
+    def close(self) -> None:
+        """Fail what waits to be loaded. Under the lock."""
+        self._closed = True
+        # their callers wait for these futures without a time limit
+        for _, _, done in self._writes:
+            done.set_exception(InferenceError("the engine was closed"))
+        self._writes.clear()

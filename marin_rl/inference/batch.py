@@ -1,11 +1,11 @@
 """The running batch on the host: which sample is in which sequence slot.
 
-Owns the small arrays that every chunk starts from, what each sequence has produced so far, the
-prefix that each slot's cache begins with, and when a sequence is finished: a stop token, a stop
-string, or its limit of tokens. Leaves out the device (`decoder`, `sampling`) and the order in which
-requests come (`engine`, `scheduler`).
+Owns the small arrays that every chunk starts from, what each sequence has produced so far, when it
+is finished (a stop token, a stop string, or its limit of tokens), and the prefix that each slot's
+cache has, also after its sequence ended. Leaves out the device (`decoder`, `sampling`) and the
+order in which requests come (`engine`, `scheduler`).
 
-Axes: S sequence slots, C steps of a chunk, N stop tokens of a sequence, K likeliest tokens.
+Axes: S sequence slots, C steps of a chunk, N stop tokens of a sequence, P positions.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,94 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from marin_rl.inference.generation import STOP_TOKENS_MAX, Delta
-from marin_rl.inference.jobs import CachedPrefix, Job, PrefixKey, RunningSequence, WeightsKey
-from marin_rl.inference.kept_prefixes import KeptPrefixes
+from marin_rl.inference.generation import (
+    STOP_TOKENS_MAX,
+    CachedPrefix,
+    Delta,
+    Job,
+    PrefixKey,
+    RunningSequence,
+    WeightsKey,
+)
 from marin_rl.inference.logits_state import ExtraRows, checked_mask
 from marin_rl.inference.logprobs import Report
 from marin_rl.inference.sampling import SlotSampling, seed_words
-from marin_rl.inference.stops import Decode, StopWatch
+from marin_rl.inference.stops import Decode, StopStringScanner
+
+_FIRST = 16  # positions that are compared before all others: they rule most slots out
+_NONE = -1  # in place of a token
+
 
 NO_TOKEN = -1
+
+
+class KeptPrefixes:
+    """Tokens of free slots whose keys and values are in the cache, without their last token."""
+
+    def __init__(self, slots: int) -> None:
+        self._tokens_SP = np.full((slots, _FIRST), _NONE, np.int32)
+        self._lengths_S = np.zeros(slots, np.int64)
+        self._weights: list[object] = [None] * slots  # by identity
+        self._adapter_S = np.zeros(slots, np.int64)
+        self.used_S = np.zeros(slots, np.int64)  # by order of requests; 0: nothing is kept
+
+    def put(
+        self,
+        seq_slot: int,
+        token_ids: Int32[np.ndarray, " n"],
+        *,
+        weights: object,
+        adapter: int,
+        used: int,
+    ) -> None:
+        """Keep what these weights and this adapter computed; `used` orders it for eviction."""
+        if not len(token_ids):
+            return
+        missing = len(token_ids) - self._tokens_SP.shape[1]
+        if missing > 0:
+            # at least doubled: dialogues grow turn by turn, and each new width is a copy
+            wider = max(missing, self._tokens_SP.shape[1])
+            self._tokens_SP = np.pad(self._tokens_SP, ((0, 0), (0, wider)), constant_values=_NONE)
+        self._tokens_SP[seq_slot, : len(token_ids)] = token_ids
+        self._tokens_SP[seq_slot, len(token_ids) :] = _NONE
+        self._lengths_S[seq_slot], self.used_S[seq_slot] = len(token_ids), used
+        self._weights[seq_slot], self._adapter_S[seq_slot] = weights, adapter
+
+    def drop(self, seq_slot: int) -> bool:
+        """Forget what a slot has; return False where that is nothing."""
+        had = self._weights[seq_slot] is not None
+        self._weights[seq_slot] = None
+        self._lengths_S[seq_slot] = self.used_S[seq_slot] = 0
+        return had
+
+    def drop_all(self, except_of: object = None) -> None:
+        for seq_slot, weights in enumerate(self._weights):
+            if weights is not None and weights is not except_of:
+                self.drop(seq_slot)
+
+    def longest(
+        self, prompt: Int32[np.ndarray, " n"], weights: object, adapter: int
+    ) -> tuple[int, int] | None:
+        """The slot that has most of a prompt, and how many of its positions; None where none has.
+
+        The prompt's last position is never read from a cache. A slot of which less than half would
+        be used does not count: its own dialogue may still come for it.
+        """
+        kept = np.flatnonzero(self._lengths_S)
+        for size in (_FIRST, len(prompt) - 1):
+            width = min(size, len(prompt) - 1, self._tokens_SP.shape[1])
+            if not len(kept) or width < 1:
+                return None
+            equal = self._tokens_SP[kept, :width] == prompt[:width]
+            common = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
+            kept, common = kept[common > 0], common[common > 0]
+        usable = 2 * common >= self._lengths_S[kept]
+        # of equals the lower slot, so that equal runs choose alike
+        order = np.argsort(-common[usable], kind="stable")
+        for seq_slot, positions in zip(kept[usable][order], common[usable][order], strict=True):
+            if self._weights[seq_slot] is weights and self._adapter_S[seq_slot] == adapter:
+                return int(seq_slot), int(positions)
+        return None
 
 
 class SlotInputs(NamedTuple):
@@ -54,12 +133,11 @@ class Chunk:
     reports: tuple[Report, ...]
 
     def report(self) -> Report:
-        """Reports of every row, on the host."""
         return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *self.reports)
 
 
 class RunningBatch:
-    """The sequence slots and what is in them. Used by the engine's thread alone."""
+    """Sequence slots and their running sequences. Used only by the engine's thread."""
 
     def __init__(
         self,
@@ -95,7 +173,6 @@ class RunningBatch:
 
     @property
     def active(self) -> int:
-        """Sequence slots in use."""
         return sum(running is not None for running in self._running)
 
     @property
@@ -117,7 +194,7 @@ class RunningBatch:
     def kept_for(self, job: Job, weights: WeightsKey) -> tuple[int, int] | None:
         """The free slot that has most of a request's prompt, and how many of its positions.
 
-        Of these weights and this adapter alone; None where no slot has any.
+        Only of these weights and this adapter; None if no slot has any.
         """
         return self._kept.longest(job.request.prompt_ids, weights, job.load)
 
@@ -125,25 +202,7 @@ class RunningBatch:
         """Drop what finished sequences left in the cache, but for what these weights computed."""
         self._kept.drop_all(except_of)
 
-    def _keep(self, seq_slot: int, running: RunningSequence, weights: WeightsKey) -> None:
-        prefix = running.prefix
-        # a swap on the way left a cache that no single policy would have computed
-        if prefix is None or prefix.key.weights is not weights:
-            return
-        # the last token was sampled, and never went through the model
-        length = int(self.inputs.position_S[seq_slot])
-        tokens = np.concatenate([running.job.request.prompt_ids, running.tokens])[:length]
-        if len(tokens):
-            self._kept.put(
-                seq_slot,
-                tokens.astype(np.int32),
-                weights=weights,
-                adapter=prefix.key.adapter,
-                used=running.used,
-            )
-
     def jobs(self) -> list[Job]:
-        """Requests that have a running sequence, each once."""
         return list(dict.fromkeys(r.job for r in self._running if r is not None))
 
     def assign(
@@ -165,9 +224,9 @@ class RunningBatch:
         watch = None
         if sampling.stop:
             assert self._decode is not None
-            watch = StopWatch(self._decode, sampling.stop)
+            watch = StopStringScanner(self._decode, sampling.stop)
         self._running[seq_slot] = RunningSequence(
-            job=job, index=index, prefix=prefix, stop_watch=watch, used=self._used
+            job=job, index=index, prefix=prefix, stop_scanner=watch, used=self._used
         )
         # also of slots that will be empty: sharing compares a slot with the first of its group, in
         # use or not
@@ -197,15 +256,19 @@ class RunningBatch:
         for seq_slot, running in enumerate(self._running):
             if running is None or running.prefix is None or running.prefix.key.weights is weights:
                 continue
-            # the token at the position itself goes through the next step
-            length = int(self.inputs.position_S[seq_slot])
-            ids = np.concatenate([running.job.request.prompt_ids, running.tokens])[:length]
-            # an owner of its own: siblings have other tokens, and other shapes computed them
+            ids = self._computed(seq_slot, running)
+            # a new owner: siblings have other tokens, and other shapes computed them
             key = PrefixKey(object(), weights, running.prefix.key.adapter)
-            running.prefix = running.prefix._replace(token_ids=ids.astype(np.int32), key=key)
+            running.prefix = running.prefix._replace(token_ids=ids, key=key)
             self._prefixes[seq_slot] = running.prefix
             prefixes.append(running.prefix)
         return prefixes
+
+    def _computed(self, seq_slot: int, running: RunningSequence) -> Int32[np.ndarray, " P"]:
+        """Tokens in a slot's cache: all but the last, which goes through the next step."""
+        length = int(self.inputs.position_S[seq_slot])
+        ids = np.concatenate([running.job.request.prompt_ids, running.tokens])[:length]
+        return ids.astype(np.int32)
 
     def cached(self, key: PrefixKey) -> list[CachedPrefix]:
         """Prefixes with this key in the slots that are in use."""
@@ -241,13 +304,19 @@ class RunningBatch:
             if running is None or running.job.request.constraint is None:
                 continue
             try:
-                self.extras.constrain(seq_slot, checked_mask(_next_mask(running), self._vocabulary))
+                if running.constraint is None:
+                    running.constraint = running.job.request.constraint()
+                # a constraint keeps a state: each token is passed on exactly once
+                for token in running.tokens[running.accepted :]:
+                    running.constraint.accept(token)
+                running.accepted = len(running.tokens)
+                mask = np.asarray(running.constraint.mask())
+                self.extras.constrain(seq_slot, checked_mask(mask, self._vocabulary))
             except Exception as error:  # noqa: BLE001 - it is other people's code
                 failed.append((running.job, error))
         return failed
 
     def release(self, job: Job) -> None:
-        """Free the sequence slots of a cancelled or failed job."""
         for seq_slot, running in enumerate(self._running):
             if running is not None and running.job is job:
                 self._empty(seq_slot)
@@ -266,7 +335,7 @@ class RunningBatch:
     def advance(self, chunk: Chunk, weights: WeightsKey | None = None) -> list[tuple[Job, Delta]]:
         """Append a chunk to the running sequences; return each one's delta, by sequence slot.
 
-        What those that ended leave in the cache is kept if `weights` computed all of it. A job
+        The cache of an ended sequence is kept if `weights` computed all of it. A job
         whose last sample ended in it has all of them in `finished`.
         """
         added: list[tuple[Job, Delta]] = []
@@ -281,8 +350,16 @@ class RunningBatch:
             running.deltas.append(delta)
             added.append((running.job, delta))
             if running.finish_reason:
-                if weights is not None:
-                    self._keep(seq_slot, running, weights)
+                prefix = running.prefix
+                # a swap on the way left a cache that no single policy would have computed
+                if weights is not None and prefix is not None and prefix.key.weights is weights:
+                    self._kept.put(
+                        seq_slot,
+                        self._computed(seq_slot, running),
+                        weights=weights,
+                        adapter=prefix.key.adapter,
+                        used=running.used,
+                    )
                 self._empty(seq_slot)
                 running.job.finished[running.index] = running
         return added
@@ -301,10 +378,10 @@ class RunningBatch:
             running.finish_reason = "stop"
         elif inputs.remaining_S[seq_slot] == 0:
             running.finish_reason = "length"
-        if running.stop_watch is not None:
-            end = running.stop_watch.first_end(running.tokens, before)
+        if running.stop_scanner is not None:
+            end = running.stop_scanner.first_end(running.tokens, before)
             if end is not None:
-                # a stop string may end within a chunk: what was sampled after it is no completion
+                # a stop string may end within a chunk: later tokens do not belong to the completion
                 del running.tokens[end:]
                 running.finish_reason = "stop"
         return len(running.tokens) - before
@@ -312,25 +389,12 @@ class RunningBatch:
     def finite(self, chunk: Chunk) -> Bool[np.ndarray, " S"]:
         """True for each row of a chunk whose logprobs are all finite."""
         sampled = np.arange(chunk.logprobs_SC.shape[1]) < chunk.counts_S[:, None]
-        # columns past a row's count were not sampled, and what they hold means nothing
+        # columns past a row's count were not sampled
         return (np.isfinite(chunk.logprobs_SC) | ~sampled).all(axis=1)
 
     def job_in(self, seq_slot: int) -> Job | None:
-        """The job of a sequence slot; None for an empty one."""
         running = self._running[seq_slot]
         return None if running is None else running.job
-
-
-def _next_mask(running: RunningSequence) -> np.ndarray:
-    """The mask after all tokens so far; the first call makes the constraint."""
-    if running.constraint is None:
-        assert running.job.request.constraint is not None
-        running.constraint = running.job.request.constraint()
-    # a constraint keeps a state of its own, so that each token is passed on exactly once
-    for token in running.tokens[running.accepted :]:
-        running.constraint.accept(token)
-    running.accepted = len(running.tokens)
-    return np.asarray(running.constraint.mask())
 
 
 def _delta(

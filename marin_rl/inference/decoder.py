@@ -25,11 +25,17 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 from levanter.utils.activation import ActivationFunctionEnum
 
-from marin_rl.inference.attention import MASKED, attend, attend_pieces
-from marin_rl.inference.kv_cache import Cache, copy_in, write, write_at
-from marin_rl.inference.low_rank import additions
+from marin_rl.inference.kv_cache import (
+    MASKED,
+    Cache,
+    attend,
+    attend_pieces,
+    copy_in,
+    write,
+    write_at,
+)
+from marin_rl.inference.layer_matrices import LayerMatrix, additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
-from marin_rl.inference.quantized_decoder import LayerMatrix
 from marin_rl.inference.weight_fusion import split_gate_up
 from marin_rl.inference.weights import Decoder, DecoderSpec, Layer, Norm, Rotary
 
@@ -62,7 +68,7 @@ def decode_step(
     longest = jnp.max(positions_S)
     written = []
     for layer, blocks in zip(decoder.all_layers(spec), cache, strict=True):
-        normed = _rms_norm(spec, layer.attention_norm, x_SD)
+        normed = _rms_norm(spec, layer.norms.attention, x_SD)
         query, key, value = _project(spec, layer, normed, cos_SH, sin_SH, adapter_S)
         query = constrain(query, SLOTS, TENSOR)
         # written before it is read: a token attends to itself, too
@@ -133,10 +139,10 @@ def _project(
 ) -> tuple[Array, Array, Array]:
     """Query [..., K, G, H], scaled, and key and value [..., K, H], rotated to their positions."""
     query, key, value = _joined(spec, layer, x, adapter_N)
-    if layer.query_norm is not None:
-        query = _rms_norm(spec, layer.query_norm, query)
-    if layer.key_norm is not None:
-        key = _rms_norm(spec, layer.key_norm, key)
+    if layer.norms.query is not None:
+        query = _rms_norm(spec, layer.norms.query, query)
+    if layer.norms.key is not None:
+        key = _rms_norm(spec, layer.norms.key, key)
     query = _rotate(query, cos[..., None, None, :], sin[..., None, None, :])
     key = _rotate(key, cos[..., None, :], sin[..., None, :])
     # the query is scaled and not the scores: H numbers of each head instead of one per position
@@ -169,15 +175,15 @@ def _after_attention(
 ) -> Array:
     """Output projection, MLP, and their residuals."""
     out = _output(layer, attended, adapter_N)
-    if layer.after_attention_norm is not None:
-        out = _rms_norm(spec, layer.after_attention_norm, out)
+    if layer.norms.after_attention is not None:
+        out = _rms_norm(spec, layer.norms.after_attention, out)
     x = x + out
-    normed = _rms_norm(spec, layer.mlp_norm, x)
+    normed = _rms_norm(spec, layer.norms.mlp, x)
     gate, up = _gate_and_up(layer, normed, adapter_N)
     activate = ActivationFunctionEnum(spec.activation).to_jax_fn()
     out = _down(layer, activate(gate) * up, adapter_N)
-    if layer.after_mlp_norm is not None:
-        out = _rms_norm(spec, layer.after_mlp_norm, out)
+    if layer.norms.after_mlp is not None:
+        out = _rms_norm(spec, layer.norms.after_mlp, out)
     return x + out
 
 
@@ -293,7 +299,7 @@ def _extend_step(
     written = []
     layers = decoder.all_layers(spec)
     for index, (layer, blocks) in enumerate(zip(layers, cache, strict=True)):
-        normed = _rms_norm(spec, layer.attention_norm, x_MD)
+        normed = _rms_norm(spec, layer.norms.attention, x_MD)
         query, key, value = _project(spec, layer, normed, cos_MH, sin_MH, adapter_M)
         # all pieces before any attention: a later piece of a slot reads an earlier one of this step
         blocks = write_at(blocks, key, value, slot_M, positions_M)
@@ -329,7 +335,7 @@ def _prefill_tile(
     x = _embed(spec, decoder, tokens_RP)
     pairs = []
     for index, layer in enumerate(decoder.all_layers(spec)):
-        normed = _rms_norm(spec, layer.attention_norm, x)
+        normed = _rms_norm(spec, layer.norms.attention, x)
         query, key, value = _project(spec, layer, normed, cos, sin, adapter_R)
         # as the cache has them, so that copying into slots moves no axis
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)

@@ -1,25 +1,12 @@
-"""The embedded engine: many requests, one batch of fixed shape, a thread of its own.
+"""The embedded engine: many requests, one batch of fixed shape, and a thread for both.
 
-`Engine.submit` queues a request from any thread. The engine's own thread waits for work
-(`_wait_for_work`, which lets requests that come together arrive) and then takes a step
-(`EngineStep`):
-
-1. `schedule` assigns waiting samples to free sequence slots, first come first served, and plans
-   which prompts to run and which cached prefixes to copy (`scheduler`).
-2. `_notify_scheduled` tells each request which weights will draw its first tokens.
-3. `_score` computes logprobs of the prompts that asked for them.
-4. `_prefill` runs each new prompt once in a lane, and copies its cache to the other slots; with a
-   prefix cache it runs the part that the slot has not kept from the dialogue's last turn.
-5. `RunningBatch.constrain` asks every constraint for the mask of its next token.
-6. `_decode` runs a chunk of decode steps on the device, without returning to Python (`runner`).
-7. `_refuse_nonfinite` fails requests whose logits are not finite.
-8. `RunningBatch.advance` appends the chunk to its sequences and finds those that ended (`batch`);
-   `_emit` calls the listeners, and resolves the requests that are complete.
-
-New weights (`swap`) take the old ones' place between two steps, by a change of reference, and
-adapters are written into their bank there (`adapter_loads`). Leaves out the parts of a step
-(`engine_step`), how requests end (`pending_requests`), what is computed (`runner` and what it
-calls) and HTTP.
+`Engine.submit` queues a request from any thread. The engine's thread waits for work
+(`_wait_for_work`, which lets requests that come together arrive) and takes steps (`engine_step`):
+`schedule` gives waiting samples free sequence slots, first come first served; prompts are scored
+and prefilled, each once in a lane; a chunk of decode steps runs on the device without returning to
+Python; `RunningBatch.advance` appends its tokens and finds the samples that ended. New weights
+(`swap`) take the old ones' place between two steps, by a change of reference, and adapters are
+written into their bank there. Leaves out the computation (`runner`) and HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
 request's own prompt, never from the load, and nothing is compiled once it is warm. Where the engine
@@ -42,19 +29,21 @@ from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InferenceError, InputError
-from marin_rl.inference.adapter_loads import AdapterLoads
+from marin_rl.inference.adapters import AdapterLoads
 from marin_rl.inference.batch import RunningBatch
-from marin_rl.inference.batch_invariance import Invariance
-from marin_rl.inference.engine_stats import EngineStats
-from marin_rl.inference.engine_step import EngineStep
-from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.engine_step import EngineStats, EngineStep, PendingRequests
+from marin_rl.inference.execution_plan import ExecutionPlan
+from marin_rl.inference.generation import (
+    Delta,
+    GenerationRequest,
+    GenerationResult,
+    Job,
+    Policy,
+    RequestBounds,
+)
 from marin_rl.inference.growing_runner import GrowingRunner
-from marin_rl.inference.jobs import Job
 from marin_rl.inference.logits_state import ExtraRows
-from marin_rl.inference.pending_requests import PendingRequests
-from marin_rl.inference.policy import Policy
 from marin_rl.inference.runner import Runner
-from marin_rl.inference.scheduler import RequestBounds
 from marin_rl.inference.stops import Decode
 from marin_rl.inference.warm_up import programs_of, warm_up
 from marin_rl.memory import ENGINE_KEYS, memory_errors
@@ -119,7 +108,7 @@ class Engine:
         self._pending = PendingRequests(self._batch, self._changed, self.stats)
         self._steps = EngineStep(runner, self._batch, self._pending, self.stats)
         self.adapters = AdapterLoads(
-            runner.bank, runner.plan.bank_sizes, self._changed, self._pending.jobs
+            runner.bank, runner.plan.bank_sizes, self._changed, self._pending.adapters
         )
         self._closing = False
         self._paused = False
@@ -132,48 +121,32 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """Policy that new requests will be sampled with."""
         return self._policy
 
     @property
     def alive(self) -> bool:
-        """True while requests are accepted."""
         return self._thread.is_alive() and not self._closing
 
     @property
     def queued(self) -> int:
-        """Samples that wait for a sequence slot."""
         with self._changed:
             return self._pending.queue.waiting
 
     @property
     def slots(self) -> int:
-        """Sequences that are decoded side by side."""
         return self._runner.lanes.slots
 
     @property
-    def invariance(self) -> Invariance:
-        """Equalities that are proven for this engine's programs on this machine."""
-        return self._runner.plan.invariance
-
-    @property
-    def sharing(self) -> bool:
-        """True where sequences that began with one prompt read its cache once."""
-        return self._runner.plan.sharing
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        """True where dialogues go on from the cache that their last turn left."""
-        return self._runner.plan.keeps_prefixes
+    def plan(self) -> ExecutionPlan:
+        """Shapes of the compiled programs, and what is proven of them on this machine."""
+        return self._runner.plan
 
     @property
     def active(self) -> int:
-        """Sequence slots in use."""
         return self._batch.active
 
     @property
     def paused(self) -> bool:
-        """True if no chunk starts until `resume`."""
         return self._paused
 
     def submit(
@@ -242,34 +215,25 @@ class Engine:
             recompute_kv_cache=recompute_kv_cache,
         )
         with self._changed:
-            self._check_version(policy)
-            self._check_adapters(policy)
+            old, new = self._policy, parameters_digest
+            # queued requests have no tokens yet: all of theirs will be of the new weights
+            mixed = weight_version == old.weight_version and self._pending.started
+            if mixed and new != old.parameters_digest:
+                raise VersionInUse(
+                    f"requests are running on other weights of version {weight_version} (expected "
+                    f"the digest {old.parameters_digest[:16]}, found {new[:16]}): wait for their "
+                    "end, or give another version"
+                )
+            names = {one.name for one in (*self.adapters.loaded, *self.adapters.in_use)}
+            if names and new != old.parameters_digest:
+                raise InputError(
+                    f"adapters are loaded on the weights {old.parameters_digest[:16]} "
+                    f"({', '.join(sorted(names))}): unload them, and wait for their requests, "
+                    f"before {new[:16]} take their place"
+                )
             self._policy = policy
             self.stats.swaps += 1
             self._changed.notify_all()  # an idle engine may hold a copy of the old ones
-
-    def _check_version(self, policy: Policy) -> None:
-        old = self._policy
-        ours, theirs = policy.parameters_digest, old.parameters_digest
-        # another version tells the tokens apart, and the same digest needs no telling
-        if policy.weight_version != old.weight_version or ours == theirs:
-            return
-        # queued requests have no tokens yet: all of theirs will be of the new weights
-        if self._pending.started:
-            raise VersionInUse(
-                f"requests are running on other weights of version {old.weight_version} (expected "
-                f"the digest {theirs[:16]}, found {ours[:16]}): wait for their end, or give "
-                "another version"
-            )
-
-    def _check_adapters(self, policy: Policy) -> None:
-        ours, theirs = policy.parameters_digest, self._policy.parameters_digest
-        names = {one.name for one in (*self.adapters.loaded, *self.adapters.in_use)}
-        if names and ours != theirs:
-            raise InputError(
-                f"adapters are loaded on the weights {theirs[:16]} ({', '.join(sorted(names))}): "
-                f"unload them, and wait for their requests, before {ours[:16]} take their place"
-            )
 
     def pause(self) -> None:
         """Start no chunk until `resume`; returns when none is running, or after a `resume`.
@@ -286,7 +250,6 @@ class Engine:
                 self._changed.wait()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -308,7 +271,6 @@ class Engine:
 
     @property
     def growing(self) -> GrowingRunner | None:
-        """The runner of a cache that follows use; None where it is fixed."""
         return self._runner if isinstance(self._runner, GrowingRunner) else None
 
     @property
@@ -415,7 +377,7 @@ class Engine:
             # one for the whole step: a swap that comes meanwhile is for the next
             policy = self._policy
             self._pending.drop_cancelled()
-            # before anything is planned: requests may wait for what is written here
+            # before planning: requests may wait for an adapter that is written here
             self.adapters.write()
             if self._reset_prefixes:
                 self._batch.forget_prefixes()

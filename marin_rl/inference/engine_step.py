@@ -1,29 +1,30 @@
-"""Steps of an engine: what each one schedules, computes and hands out.
+"""One step of an engine: what it schedules, computes and hands out, and how requests end.
 
 Owns the order within a step: prompts that are scored, prompts that are prefilled or copied, a chunk
-of decoding, tokens that listeners get, requests that are complete. Leaves out when a step is taken,
-and by which weights (`engine`), the programs (`runner`), and sequences (`batch`). Used by the
-engine's thread alone.
+of decoding, tokens that listeners get, requests that are complete; and that a request ends once,
+with its result, an error, or a cancellation. Leaves out when a step is taken and by which weights
+(`engine`), the programs (`runner`), and sequences (`batch`).
 """
 
 import logging
 import math
+import threading
 import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
-from marin_rl.inference.attention import SHARE
+from marin_rl.errors import InferenceError, OutOfMemory
+from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.batch import Chunk, RunningBatch
-from marin_rl.inference.engine_stats import EngineStats
-from marin_rl.inference.generation import Delta, GenerationResult
-from marin_rl.inference.jobs import Job, RunningSequence
-from marin_rl.inference.pending_requests import PendingRequests
+from marin_rl.inference.generation import Delta, GenerationResult, Job, Policy, RunningSequence
+from marin_rl.inference.kv_cache import SHARE
 from marin_rl.inference.pieces import Extension
-from marin_rl.inference.policy import Policy
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Runner
-from marin_rl.inference.scheduler import Prompts, Schedule, schedule
+from marin_rl.inference.scheduler import JobQueue, Prompts, Schedule, schedule
 from marin_rl.memory import ENGINE_KEYS, is_out_of_memory, out_of_memory
 
 # While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
@@ -34,6 +35,122 @@ PREFILL_CHUNKS = 4
 STREAMS_BY_TOKEN = 4
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the start; durations in seconds.
+
+    `tokens` were sampled and kept, `slot_steps` are the steps of all sequence slots, empty ones
+    too, and `busy_slot_steps` those that sampled. `failed` requests ended with an error. Of
+    prompts, `prefilled_tokens` were computed and `cached_tokens` read from what earlier requests
+    left, by `continued_prompts`; `evicted_prefixes` were left, and lost to other requests. After
+    swaps, `recomputed_tokens` of `recomputed_sequences` that were running were computed again.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    chunks: int = 0
+    slot_steps: int = 0
+    busy_slot_steps: int = 0
+    prefilled_prompts: int = 0
+    copied_prompts: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    continued_prompts: int = 0
+    evicted_prefixes: int = 0
+    recomputed_sequences: int = 0
+    recomputed_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    swaps: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+    def snapshot(self) -> "EngineStats":
+        return replace(self)
+
+
+class PendingRequests:
+    """Pending requests: `queue` has those with samples that wait; `changed` guards both."""
+
+    def __init__(
+        self, batch: RunningBatch, changed: threading.Condition, stats: EngineStats
+    ) -> None:
+        self.queue = JobQueue()
+        self.jobs: dict[Job, None] = {}  # a set, in the order of submission
+        self._batch = batch
+        self._changed = changed
+        self._stats = stats
+        self._some_cancelled = False
+
+    def add(self, job: Job) -> None:
+        self.queue.append(job)
+        self.jobs[job] = None
+        self._stats.requests += 1
+        self._stats.prompt_tokens += len(job.request.prompt_ids)
+
+    @property
+    def started(self) -> list[Job]:
+        """Requests that have had a sequence slot, or their prompt scored."""
+        # a copy: the engine's thread removes those that end
+        return [job for job in list(self.jobs) if job.started_at]
+
+    def adapters(self) -> set[LoadedAdapter]:
+        """Adapters that requests run on or wait for, including unloaded ones."""
+        # a copy: the engine's thread removes requests that end
+        return {job.adapter for job in list(self.jobs) if job.adapter is not None}
+
+    def note_cancelled(self, future: "Future[GenerationResult]") -> None:
+        """Record that a future was cancelled; called on the thread that cancels it."""
+        if future.cancelled():
+            with self._changed:
+                self._some_cancelled = True
+                self._changed.notify_all()
+
+    def drop_cancelled(self) -> None:
+        """Release what cancelled requests have. On the engine's thread, under the lock."""
+        if not self._some_cancelled:
+            return
+        self._some_cancelled = False
+        # once each: some samples of a request may run while others wait
+        jobs = dict.fromkeys((*self._batch.jobs(), *self.queue))
+        cancelled = [job for job in jobs if job.future.cancelled()]
+        self.queue.discard(cancelled)
+        for job in cancelled:
+            self._batch.release(job)
+            self._end(job)
+
+    def fail(self, jobs: list[Job], message: str, cause: Exception | None = None) -> None:
+        """Fail requests. A library's error is the cause, not the message: it may name files."""
+        # the queue is shared with submitters; slots are used only by the engine's thread
+        with self._changed:
+            self.queue.discard(jobs)
+        for job in jobs:
+            self._batch.release(job)
+            if self._end(job):
+                self._stats.failed += 1
+                failure = InferenceError(message)
+                failure.__cause__ = cause
+                # Of memory the cause says what to change, and nothing of files.
+                job.future.set_exception(cause if isinstance(cause, OutOfMemory) else failure)
+
+    def resolve(self, job: Job, result: GenerationResult) -> None:
+        if self._end(job):
+            job.future.set_result(result)
+
+    def _end(self, job: Job) -> bool:
+        """Mark a job as ended; True if its future is to be resolved: once, unless cancelled."""
+        if job.ended:
+            return False
+        job.ended = True
+        self.jobs.pop(job, None)
+        # from here on the future cannot be cancelled, so its result can be set without a race
+        if job.future.set_running_or_notify_cancel():
+            return True
+        self._stats.cancelled += 1
+        return False
 
 
 class EngineStep:
@@ -61,11 +178,10 @@ class EngineStep:
         )
 
     def run(self, plan: Schedule, policy: Policy) -> None:
-        """Compute what is planned, then a chunk of all sequences, and hand out its tokens."""
         self._notify_scheduled(plan, policy)
         try:
             self._runner.fit(self._batch.inputs, self._batch.begun, self._chunk_steps)
-            # those that `on_scheduled` refused have ended
+            # requests that `on_scheduled` refused have ended
             self._score(policy, [job for job in plan.to_score if not job.ended])
             if policy.recompute_kv_cache:
                 self._recompute(policy)
@@ -120,7 +236,6 @@ class EngineStep:
                 self._finish(job, policy)
 
     def _score(self, policy: Policy, jobs: list[Job]) -> None:
-        """Score prompts, and finish the jobs that want nothing else."""
         for job in jobs:
             self._score_prompt(policy, job)
             if job.request.sampling.max_tokens == 0:
@@ -205,7 +320,7 @@ class EngineStep:
         return chunk
 
     def _refuse_nonfinite(self, chunk: Chunk) -> None:
-        """Fail requests whose logits are not finite, and remove what they left in the cache."""
+        """Fail requests whose logits are not finite, and clean their part of the cache."""
         bad = np.flatnonzero(~self._batch.finite(chunk))
         if len(bad) == 0:
             return

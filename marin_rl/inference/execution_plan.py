@@ -1,8 +1,8 @@
 """Division of an engine's slots into lanes, and what its programs may compute side by side.
 
 Owns the shapes of the compiled programs, the order to try them, and the fallback where that fails:
-what has other bits in company is computed one by one. Leaves out the trials themselves
-(`invariance_trials`), the record of their outcome (`batch_invariance`) and the calls (`runner`).
+what has other bits in company is computed one by one. Leaves out the trials (`batch_invariance`)
+and the calls (`runner`).
 """
 
 import logging
@@ -17,11 +17,16 @@ import jax.numpy as jnp
 from marin_rl.config import EngineConfig
 from marin_rl.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
 from marin_rl.inference.adapters import Bank, BankSizes, bank_shapes, with_bank
-from marin_rl.inference.attention import SHARE
-from marin_rl.inference.batch_invariance import UNPROVEN, Invariance, Shapes, invariance_of
-from marin_rl.inference.invariance_trials import Prover, random_weights
-from marin_rl.inference.kv_cache import block_size
-from marin_rl.inference.programs import fused_weights
+from marin_rl.inference.batch_invariance import (
+    UNPROVEN,
+    Invariance,
+    Prover,
+    Shapes,
+    invariance_of,
+    random_weights,
+)
+from marin_rl.inference.kv_cache import SHARE, block_size
+from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary, Weights, own_layout
 from marin_rl.machine import give_back_freed_memory
 
@@ -82,7 +87,6 @@ class ExecutionPlan:
 
     @property
     def length(self) -> int:
-        """Positions of a slot's cache."""
         size = self.block or block_size(self.context_length)
         return -(-self.context_length // size) * size
 
@@ -103,12 +107,11 @@ class ExecutionPlan:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """True where prompts are computed in pieces, and can go on from what decoding wrote."""
+        """True if prompts are computed in pieces, and can continue a cache that decoding wrote."""
         proven = self.invariance.continued or self.invariance.continued_singly
         return self.prefix_cache and proven
 
     def bank_shapes(self, *, masked: bool) -> Bank:
-        """Shapes of the arrays of a bank of adapters."""
         return bank_shapes(self.spec, self.bank_sizes, self.mlp_width, self.dtype, masked=masked)
 
 
@@ -126,7 +129,8 @@ def first_plan(
 
     Raises InputError for lanes that do not divide the slots, or that a mesh cannot have.
     """
-    weights_bytes = _bytes_of(weights)
+    weights_bytes, adapters = _bytes_of(weights), config.adapters_max
+    rank = config.adapter_rank_max or ADAPTER_RANK
     lanes = lanes_for(config.lanes, config.slots, weights_bytes=weights_bytes, on_mesh=on_mesh)
     return ExecutionPlan(
         spec=spec,
@@ -142,7 +146,7 @@ def first_plan(
         chunk_steps=config.chunk_steps,
         prefill_rows=config.prefill_rows,
         prefix_cache=bool(config.prefix_cache),
-        bank_sizes=_bank_sizes(config),
+        bank_sizes=BankSizes(adapters=adapters, rank=rank) if adapters else BankSizes(),
         mlp_width=mlp_width,
         dtype=dtype,
         own=own_layout(weights.layers),
@@ -154,7 +158,7 @@ def proven(
 ) -> ExecutionPlan:
     """The plan with what holds on this machine, and one by one what does not.
 
-    The trials run the programs of one device, with a cache of their own: before there is another.
+    The trials allocate a cache, so they run before the engine has one.
     """
     outcome = invariance_of(plan.shapes, lambda: _prove(plan, weights, rotary, put))
     return _fall_back(replace(plan, invariance=outcome))
@@ -219,10 +223,3 @@ def _fall_back(plan: ExecutionPlan) -> ExecutionPlan:
 
 def _bytes_of(weights: Weights) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-
-
-def _bank_sizes(config: EngineConfig) -> BankSizes:
-    """Room for adapters that a configuration asks for."""
-    if not config.adapters_max:
-        return BankSizes()
-    return BankSizes(adapters=config.adapters_max, rank=config.adapter_rank_max or ADAPTER_RANK)

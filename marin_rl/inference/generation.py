@@ -1,19 +1,26 @@
-"""Requests to the engine and its results.
+"""Requests on their way through the engine: what is asked, its bounds, and what comes back.
 
-Owns the nouns that cross the engine's border: a request, a constraint on its text, one chunk's
-delta, a finished sample, a result. Leaves out the assignment of sequence slots (`scheduler`) and
-all arithmetic.
+Owns what belongs to one request or one sample, the identity of the weights that sample it, and what
+must be equal for a cached prefix to serve another. Leaves out the arrays of all slots (`batch`) and
+the order of requests (`scheduler`).
 
-Axes: P positions of a prompt, T tokens of a completion, K likeliest tokens, W words of a mask.
+Axes: P tokens of a prompt, T of a completion, K likeliest tokens, W words of 32 tokens.
 """
 
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
+from marin_rl.errors import InputError
+from marin_rl.inference.adapters import LoadedAdapter
+from marin_rl.inference.stops import StopStringScanner
+from marin_rl.inference.weights import Weights
 from marin_rl.types import Sampling
 
 # Stop tokens that a sequence can have, the model's own included.
@@ -24,7 +31,7 @@ TOP_LOGPROBS_MAX = 20
 
 @runtime_checkable
 class TokenConstraint(Protocol):
-    """Constraint on the next tokens of one sample. Made and used on the engine's thread alone.
+    """Constraint on the next tokens of one sample. Made and used only on the engine's thread.
 
     Stop tokens are allowed by the mask exactly where the text may end.
     """
@@ -133,7 +140,7 @@ class GenerationResult:
 
     The prompt's scores are that policy's. Of the prompt, `cached_tokens` were not computed again,
     as an earlier request had left them in the cache. Durations are in seconds. With `max_tokens` 0
-    samples have no tokens, and end with reason "length": the scores alone are asked for.
+    samples have no tokens, and end with reason "length": only scores were requested.
     """
 
     samples: tuple[Sample, ...]
@@ -145,3 +152,215 @@ class GenerationResult:
     prompt_scores: PromptScores | None = None
     cached_tokens: int = 0
     adapter_name: str = ""  # empty: the base model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestBounds:
+    """Limits of an engine: token ids, tokens of prompt and completion, stop tokens."""
+
+    vocabulary: int
+    context_length: int
+    stop_tokens: int
+    has_decode: bool
+
+    def check(self, request: GenerationRequest) -> None:
+        self._check_lengths(request)
+        self._check_stops(request)
+        self._check_bias(request)
+        _check_numbers(request)
+
+    def _check_lengths(self, request: GenerationRequest) -> None:
+        prompt, tokens_max = request.prompt_ids, request.sampling.max_tokens
+        least = 0 if request.score_prompt else 1
+        if request.n < 1 or tokens_max < least:
+            raise InputError(
+                f"expected n and max_tokens of at least 1 (max_tokens of 0 only to score a "
+                f"prompt), found {request.n} and {tokens_max}"
+            )
+        if len(prompt) == 0:
+            raise InputError("expected a prompt of at least one token, found none")
+        # as numbers without a sign, those below 0 are the largest
+        if prompt.view(np.uint32).max() >= self.vocabulary:
+            raise InputError(
+                f"expected token ids from 0 to {self.vocabulary - 1}, found "
+                f"{prompt.min()} to {prompt.max()}"
+            )
+        if len(prompt) + tokens_max > self.context_length:
+            raise InputError(
+                f"expected prompt and max_tokens within the context of {self.context_length} "
+                f"tokens, found {len(prompt)} + {tokens_max}"
+            )
+
+    def _check_stops(self, request: GenerationRequest) -> None:
+        stops = self.stop_tokens + len(request.stop_token_ids)
+        if stops > STOP_TOKENS_MAX:
+            raise InputError(f"expected at most {STOP_TOKENS_MAX} stop tokens, found {stops}")
+        if request.sampling.stop and not self.has_decode:
+            raise InputError("stop strings need an engine with a tokenizer")
+        if "" in request.sampling.stop:
+            raise InputError("expected stop strings of at least one character, found an empty one")
+
+    def _check_bias(self, request: GenerationRequest) -> None:
+        ids = [token for token, _ in request.logit_bias]
+        if len(ids) > LOGIT_BIAS_MAX or len(set(ids)) < len(ids):
+            raise InputError(
+                f"expected a logit_bias for at most {LOGIT_BIAS_MAX} distinct tokens, found "
+                f"{len(ids)} entries for {len(set(ids))} tokens"
+            )
+        if ids and (min(ids) < 0 or max(ids) >= self.vocabulary):
+            raise InputError(
+                f"expected logit_bias for tokens from 0 to {self.vocabulary - 1}, found "
+                f"{min(ids)} to {max(ids)}"
+            )
+        if not all(math.isfinite(value) for _, value in request.logit_bias):
+            raise InputError("expected finite values in logit_bias")
+
+
+def _check_numbers(request: GenerationRequest) -> None:
+    if not 0 <= request.min_p <= 1:
+        raise InputError(f"expected min_p from 0 to 1, found {request.min_p}")
+    repetition = request.repetition_penalty
+    if not (math.isfinite(repetition) and repetition > 0):
+        raise InputError(f"expected a repetition_penalty above 0, found {repetition}")
+    # infinities of either sign and NaN all show in the sum
+    if not math.isfinite(request.presence_penalty + request.frequency_penalty):
+        raise InputError("expected finite presence and frequency penalties")
+    if not 0 <= request.top_logprobs <= TOP_LOGPROBS_MAX:
+        raise InputError(
+            f"expected top_logprobs from 0 to {TOP_LOGPROBS_MAX}, found {request.top_logprobs}"
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A request on its way: samples get sequence slots in the order of their index."""
+
+    request: GenerationRequest
+    future: "Future[GenerationResult]"
+    adapter: LoadedAdapter | None = None  # None: the base model
+    on_delta: Callable[[Delta], None] | None = None
+    on_scheduled: Callable[[Any], None] | None = None  # given the policy
+    streams: bool = False  # `on_delta` sends each token on
+    seed: int
+    stop_tokens: tuple[int, ...]
+    submitted_at: float = field(default_factory=time.monotonic)
+    started_at: float = 0.0  # 0 until it is scheduled; monotonic seconds, as the others
+    prefilled_at: float = 0.0
+    handed_out: int = 0  # samples that have had a sequence slot
+    finished: "dict[int, RunningSequence]" = field(default_factory=dict)
+    prompt_scores: PromptScores | None = None
+    scored_by: "WeightsKey | None" = None
+    cached_tokens: int = 0  # positions of the prompt that an earlier request had computed
+    ended: bool = False
+    # Owner of its cached prefixes, which outlive it: the job itself would keep its result in
+    # memory.
+    key: object = field(default_factory=object)
+
+    @property
+    def waiting(self) -> int:
+        return self.request.n - self.handed_out
+
+    @property
+    def row(self) -> int:
+        """Row of the adapter in the engine's bank; 0 for the base model."""
+        return 0 if self.adapter is None else self.adapter.row
+
+    @property
+    def load(self) -> int:
+        """Number of the adapter's load; 0 for the base model."""
+        return 0 if self.adapter is None else self.adapter.number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsKey:
+    """Identity of one load of weights: equal to nothing but itself, and outlives the arrays.
+
+    A weight version is not enough: a checkpoint's version is its round, which two runs share.
+    """
+
+
+class PrefixKey(NamedTuple):
+    """Conditions under which cached keys and values are the same bits.
+
+    `owner` bounds their use: it is the key of the request that they were computed for, whose other
+    samples start from them. `adapter` is the number of its load, never its row, which another
+    adapter may have had before.
+    """
+
+    owner: object
+    weights: WeightsKey
+    adapter: int
+
+
+class CachedPrefix(NamedTuple):
+    """Tokens that a slot's cache begins with, until the slot is assigned again."""
+
+    lane: int
+    seq_slot: int
+    token_ids: Int32[np.ndarray, " P"]
+    key: PrefixKey
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningSequence:
+    """Sample in a sequence slot, and what each chunk added to it."""
+
+    job: Job
+    index: int
+    prefix: CachedPrefix | None = None  # none where only a prompt was scored
+    used: int = 0  # order by which its slot's prefix is evicted
+    stop_scanner: StopStringScanner | None = None
+    constraint: TokenConstraint | None = None
+    accepted: int = 0  # tokens that the constraint was given
+    tokens: list[int] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def sample(self, final_version: int) -> Sample:
+        """The finished completion, as seen from the version that the request ended with."""
+        # a delta is of one version: weights change between chunks only
+        versions = np.repeat(
+            np.array([delta.weight_version for delta in self.deltas], np.int32),
+            [len(delta.token_ids) for delta in self.deltas],
+        )
+        return Sample(
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(d.logprobs for d in self.deltas)]),
+            finish_reason=self.finish_reason,
+            # one version is the usual case, and the result names it: no array of it in every sample
+            policy_versions=None if (versions == final_version).all() else versions,
+            raw_logprobs=_joined([delta.raw_logprobs for delta in self.deltas]),
+            top_ids=_joined([delta.top_ids for delta in self.deltas]),
+            top_logprobs=_joined([delta.top_logprobs for delta in self.deltas]),
+        )
+
+
+def _joined(parts: list[np.ndarray | None]) -> np.ndarray | None:
+    present = [part for part in parts if part is not None]
+    return np.concatenate(present) if present else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """Loaded weights: references to the model's arrays, and the identity of this load.
+
+    With `recompute_kv_cache`, sequences that other weights began have their caches computed again.
+    """
+
+    weights: Weights
+    weight_version: int
+    parameters_digest: str
+    key: WeightsKey
+    adapter_name: str = ""  # empty: the base model
+    recompute_kv_cache: bool = False
+
+    def with_adapter(self, adapter: LoadedAdapter | None) -> "Policy":
+        """The policy of requests on an adapter: its identity, over the same weights."""
+        if adapter is None:
+            return self
+        return replace(
+            self,
+            weight_version=adapter.weight_version,
+            parameters_digest=adapter.parameters_digest,
+            adapter_name=adapter.name,
+        )

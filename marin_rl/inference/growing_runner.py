@@ -26,11 +26,17 @@ from jaxtyping import Array, Int32
 from marin_rl.cpu_streams import Lanes
 from marin_rl.inference.batch import Chunk, SlotInputs
 from marin_rl.inference.execution_plan import ExecutionPlan
+from marin_rl.inference.generation import Policy
 from marin_rl.inference.kv_cache import BLOCK_MIN, Cache, block_size, empty_cache
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import Report
-from marin_rl.inference.policy import Policy
-from marin_rl.inference.programs import ChunkInputs, Limits, Sampled, decode_chunk, prefill_slots
+from marin_rl.inference.programs import (
+    ChunkInputs,
+    Limits,
+    SampledChunk,
+    decode_chunk,
+    prefill_slots,
+)
 from marin_rl.inference.runner import Runner, SlotAdapters
 from marin_rl.inference.scheduler import Prompts
 from marin_rl.inference.weights import Weights
@@ -76,22 +82,18 @@ class GrowingRunner(Runner):
 
     @property
     def lanes(self) -> Lanes:
-        """One lane of all sequence slots; the cache has rows for those that are used."""
         return self._whole.lanes
 
     @property
     def rows(self) -> int:
-        """Rows of the cache."""
         return self.plan.lanes.slots
 
     @property
     def blocks(self) -> int:
-        """Blocks of positions of the cache."""
         return self.plan.length // self._whole.block
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory.caches))
 
     @property
@@ -107,12 +109,6 @@ class GrowingRunner(Runner):
         return replace(self._whole, lanes=Lanes(1, rows), context_length=positions)
 
     def fit(self, inputs: SlotInputs, begun: Sequence[int], steps: int) -> None:
-        """Make room for the sequences of `inputs`, of which `begun` have nothing in the cache yet,
-        and for `steps` more tokens of each.
-
-        The cache grows at once. It becomes smaller while nothing runs, and after a few chunks in
-        which fewer rows would have done.
-        """
         if not self.memory.caches:  # they were freed, with all that was in them
             self._slot_R[:] = EMPTY
         active = np.flatnonzero(inputs.remaining_S > 0)
@@ -159,7 +155,7 @@ class GrowingRunner(Runner):
         self.memory.replace_caches(plan, caches)
 
     def _empty(self, rows: int, blocks: int) -> Cache:
-        """A cache of zeros; of no blocks it has the layers alone."""
+        """A cache of zeros; with no blocks, just its empty layers."""
         block = self._whole.block
         if not blocks:
             return ((),) * self.spec.layers
@@ -169,10 +165,9 @@ class GrowingRunner(Runner):
     def prefill(
         self, policy: Policy, prompts: Prompts, adapter_S: SlotAdapters | None = None
     ) -> None:
-        """Run prompts one after the other, each into the rows of its slots."""
         self.memory.wake()
         fused, alone = self._decoder(policy), self.rows == 1
-        # one program for caches of any number of rows: a prompt is computed in a cache of its own
+        # one program for caches of any number of rows: a prompt is computed in a separate cache
         cache = self.memory.caches[0] if alone else self._empty(1, self.blocks)
         for (bucket, _), own in sorted(prompts.items(), key=lambda item: item[0]):
             for tokens, slots in own:
@@ -198,7 +193,6 @@ class GrowingRunner(Runner):
             self.memory.caches[0] = cache
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy slots' caches: from the first of each pair to the second."""
         for source, target in pairs:
             source_R = np.full(1, self._row_of(source), np.int32)
             row = jax.tree.map(lambda leaf, at=source_R: _taken(leaf, at), self.memory.caches[0])
@@ -208,14 +202,12 @@ class GrowingRunner(Runner):
         return int(np.flatnonzero(self._slot_R == seq_slot)[0])
 
     def _put_row(self, cache: Cache, row: int) -> None:
-        """Overwrite a row with that of a cache of one row."""
         put = partial(_with_row, row=np.int32(row))
         self.memory.caches[0] = jax.tree.map(put, self.memory.caches[0], cache)
 
     def decode(
         self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
     ) -> Chunk:
-        """A chunk of at most `limits.steps` steps of the sequences that have a row."""
         self.memory.wake()
         used_R = self._slot_R != EMPTY
         slot_R = np.where(used_R, self._slot_R, 0)
@@ -234,8 +226,8 @@ class GrowingRunner(Runner):
             jax.block_until_ready(sampled)
         return self._chunk(policy, sampled, reported=extras.reported)
 
-    def _chunk(self, policy: Policy, sampled: Sampled, *, reported: bool) -> Chunk:
-        """Sampled tokens by sequence slot."""
+    def _chunk(self, policy: Policy, sampled: SampledChunk, *, reported: bool) -> Chunk:
+        """SampledChunk tokens by sequence slot."""
         used_R = self._slot_R != EMPTY
         slot_U = self._slot_R[used_R]
 
@@ -275,7 +267,6 @@ class GrowingRunner(Runner):
 
     @property
     def programs(self) -> Sequence[str]:
-        """Programs of prefill and decoding that were compiled so far."""
         return sorted(self._compiled)
 
 
@@ -285,11 +276,9 @@ def _silent(line: str) -> None:
 
 @jax.jit
 def _taken(leaf: Array, source_R: Int32[Array | np.ndarray, " R"]) -> Array:
-    """Rows of an array of the cache."""
     return jnp.take(leaf, source_R, axis=0)
 
 
 @partial(jax.jit, donate_argnums=0)
 def _with_row(leaf: Array, other: Array, row: Int32[Array | np.ndarray | np.int32, ""]) -> Array:
-    """An array of the cache with a row overwritten by the only one of another."""
     return jax.lax.dynamic_update_slice_in_dim(leaf, other, row, 0)

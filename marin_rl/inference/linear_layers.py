@@ -1,11 +1,17 @@
-"""Linear layers in the place of Haliax's own: with an adapter next to the weight, or quantised.
+"""Linear layers with an adapter, or quantised weights, for training and engine alike.
 
-Owns the modules alone, which training computes with and the engine reads. Leaves out which layers
-of a model they replace (`training.adapters`).
+A quantised weight is dequantised for the one product that reads it and again in the backward pass,
+and is never kept. Training and engine read the same arrays, stacked over layers, and nothing cuts
+them apart, for that would be a copy. The formats are those of `marin_rl.lora.quantization`. Leaves
+out which layers of a model they replace (`training.adapters`).
+
+Axes: L layers, n blocks of a layer, `in` and `out` those of a matrix.
 """
 
 import dataclasses
 import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -14,10 +20,84 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
+from jaxtyping import Array, Float
 
-from marin_rl.inference.quantized_matrix import QuantizedMatrix
 from marin_rl.lora import LoraModule
-from marin_rl.lora.quantization import FIELDS, quantized_shapes
+from marin_rl.lora.quantization import ABSMAX_BLOCK, FIELDS, NF4_LEVELS, quantized_shapes
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales", "absmax_steps", "absmax_mean"),
+    meta_fields=("outputs", "inputs"),
+)
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix:
+    """Quantised matrices `[out, in]` of all layers; `absmax_*` are None for int8."""
+
+    codes: Any
+    scales: Any
+    absmax_steps: Any
+    absmax_mean: Any
+    outputs: int
+    inputs: int
+
+    def times(self, x: Float[Array, "*N in"], layer: Any) -> Float[Array, "*N out"]:
+        """The products of x with the matrix of a layer, in x's dtype."""
+        return _times(x, self, jnp.asarray(layer, jnp.int32))
+
+
+@jax.custom_vjp
+def _times(x: Array, matrix: QuantizedMatrix, layer: Array) -> Array:
+    weight = dequantized(matrix, layer + _zero(x), x.dtype)
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _forward(x: Array, matrix: QuantizedMatrix, layer: Array) -> tuple[Array, Any]:
+    # The codes and not the weight: kept for the backward pass, all layers would lie dequantised.
+    return _times(x, matrix, layer), (matrix, layer)
+
+
+def _backward(saved: Any, by_outputs: Array) -> Any:
+    matrix, layer = saved
+    weight = dequantized(matrix, layer + _zero(by_outputs), by_outputs.dtype)
+    # no gradient of codes and scales: a quantised base is frozen
+    return by_outputs @ weight, None, None
+
+
+_times.defvjp(_forward, _backward)
+
+
+def _zero(x: Array) -> Array:
+    """0, in a way that a compiler cannot know without x.
+
+    What depends on weights alone it would compute before the loops over microbatches and decode
+    steps, for all layers, and keep; an `optimization_barrier` is gone by then on a CPU.
+    """
+    one = x.reshape(-1)[0]
+    return ((one != one) & (one > 0)).astype(jnp.int32)
+
+
+def dequantized(matrix: QuantizedMatrix, layer: Array, dtype: Any) -> Float[Array, "out in"]:
+    """The matrix of one layer, computed in float32."""
+
+    def own(array: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+
+    codes, scales = own(matrix.codes), own(matrix.scales)
+    if matrix.absmax_steps is None:
+        values = codes.astype(jnp.float32)
+    else:
+        # Halves of a block side by side: to interleave what is in a byte takes longer.
+        levels = jnp.asarray(NF4_LEVELS, jnp.float32)
+        values = jnp.concatenate([levels[codes & 15], levels[codes >> 4]], axis=-1)
+        steps = jnp.repeat(own(matrix.absmax_steps), ABSMAX_BLOCK)[: scales.shape[0]]
+        scales = scales.astype(jnp.float32) * steps + own(matrix.absmax_mean)
+        scales = jnp.maximum(scales, 0)
+    flat = (values * scales[:, None]).reshape(-1)
+    # the last block may be padded
+    size = math.prod((matrix.outputs, matrix.inputs))
+    return flat[:size].reshape(matrix.outputs, matrix.inputs).astype(dtype)
 
 
 class QuantizedWeight(eqx.Module):
@@ -115,7 +195,6 @@ class LoraLinear(eqx.Module):
         return LoraLinear(linear, a, b, rank, module.scale)
 
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """Return the outputs of the layer; `key` is not used."""
         # In the dtype of the inputs, as the base computes: masters of an adapter are float32 also
         # next to a base in bfloat16, and a scan over layers must return the dtype it is given.
         a, b = self.lora_A.astype(inputs.dtype), self.lora_B.astype(inputs.dtype)
@@ -126,5 +205,4 @@ class LoraLinear(eqx.Module):
 
 
 def axes_of(spec: Any) -> tuple[Axis, ...]:
-    """The axes of a specification of one or several."""
     return (spec,) if isinstance(spec, Axis) else tuple(spec)

@@ -72,18 +72,17 @@ class ExtraRows:
 
     @property
     def reported(self) -> bool:
-        """True if any row wants raw or top logprobs."""
         return bool(self._users["reports"])
 
     def assign(self, seq_slot: int, request: GenerationRequest) -> None:
-        """Fill the rows of what a new sample uses."""
         if request.logit_bias:
             bias: Bias = self._touch("bias", seq_slot)
             count = len(request.logit_bias)
             ids, values = zip(*request.logit_bias, strict=True)
             bias.asked_S[seq_slot] = True
             bias.ids_SB[seq_slot, :count], bias.values_SB[seq_slot, :count] = ids, values
-        if _penalised(request):
+        penalties = request.presence_penalty, request.frequency_penalty
+        if request.repetition_penalty != 1 or any(penalties):
             rows: Penalties = self._touch("penalties", seq_slot)
             prompt = request.prompt_ids
             rows.repetition_S[seq_slot] = request.repetition_penalty
@@ -97,7 +96,6 @@ class ExtraRows:
             reports.top_S[seq_slot] = request.top_logprobs
 
     def constrain(self, seq_slot: int, words: UInt32[np.ndarray, " W"]) -> None:
-        """Set the mask for the row's next token."""
         mask: Mask = self._touch("mask", seq_slot)
         mask.asked_S[seq_slot] = True
         mask.words_SW[seq_slot] = words
@@ -110,7 +108,6 @@ class ExtraRows:
             rows.history_ST[seq_slot, position : position + len(tokens)] = tokens
 
     def empty(self, seq_slot: int) -> None:
-        """Reset the rows of an empty slot to their neutral values."""
         for name, slots in self._users.items():
             if seq_slot not in slots:
                 continue
@@ -120,15 +117,11 @@ class ExtraRows:
 
     def on_device(self, lane: int) -> Extras:
         """The arrays for a lane's next chunk: copied only where used and changed."""
-        arrays = {name: self._on_device(name, lane) for name in self._rows}
-        params = LogitsParams(arrays["bias"], arrays["penalties"], arrays["mask"])
-        return Extras(params, arrays["reports"])
+        return _extras({name: self._on_device(name, lane) for name in self._rows})
 
     def of_slots(self, slot_R: Int32[np.ndarray, " R"]) -> Extras:
         """The same for a chunk of these slots in this order, whichever lanes they are of."""
-        arrays = {name: self._rows_of(name, slot_R) for name in self._rows}
-        params = LogitsParams(arrays["bias"], arrays["penalties"], arrays["mask"])
-        return Extras(params, arrays["reports"])
+        return _extras({name: self._rows_of(name, slot_R) for name in self._rows})
 
     def _rows_of(self, name: str, slot_R: Int32[np.ndarray, " R"]) -> Any:
         if not self._users[name].isdisjoint(slot_R.tolist()):
@@ -158,12 +151,9 @@ class ExtraRows:
         return self._put(jax.tree.map(np.array, self._lanes.part(lane, rows)))
 
 
-def _penalised(request: GenerationRequest) -> bool:
-    return (
-        request.repetition_penalty != 1
-        or request.presence_penalty != 0
-        or request.frequency_penalty != 0
-    )
+def _extras(arrays: dict[str, Any]) -> Extras:
+    params = LogitsParams(arrays["bias"], arrays["penalties"], arrays["mask"])
+    return Extras(params, arrays["reports"])
 
 
 def checked_mask(words: np.ndarray, vocabulary: int) -> UInt32[np.ndarray, " W"]:

@@ -1,4 +1,4 @@
-"""Reported logprobs: of sampled tokens, and of a prompt's tokens by a forward pass of its own.
+"""Reported logprobs: of sampled tokens, and of a prompt's tokens by a separate forward pass.
 
 Of a sampled token these are the model's own (raw) logprob and the likeliest tokens, on the device,
 each under a conditional, so that unused ones cost nothing. The logits of a long prompt over a large
@@ -153,7 +153,6 @@ def score_tokens(
 
 
 def tile_length(vocabulary: int) -> int:
-    """Positions of a tile: a power of two."""
     return 2 ** max(0, math.floor(math.log2(TILE_ENTRIES_MAX / vocabulary)))
 
 

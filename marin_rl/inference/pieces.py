@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from marin_rl.inference.attention import SHARE
 from marin_rl.inference.decoder import Pieces
+from marin_rl.inference.kv_cache import SHARE
 
 # Steps of one call: the arrays have one size, whatever there is to prefill.
 CALL_STEPS = 16

@@ -1,7 +1,7 @@
 """The compiled programs of the engine: a chunk of decode steps, a prefill, a copy between rows.
 
-Owns what is static in them (the model's sizes, the steps of a chunk, the dtype) and what is donated
-(the cache, which is updated in place). Everything else is an argument, so that new weights,
+Static are the model's sizes, the steps of a chunk and the dtype; donated is the cache, which is
+updated in place. Everything else is an argument, so that new weights,
 new requests, every lane and any load run the same programs.
 """
 
@@ -19,16 +19,10 @@ from marin_rl.inference.kv_cache import Cache
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
-from marin_rl.inference.weight_fusion import fuse_layers, gather_ends, layer_of
 from marin_rl.inference.weights import (
     Decoder,
     DecoderSpec,
     Rotary,
-    Weights,
-    own_ends,
-    own_layout,
-    quantized_layers,
-    without_quantized,
 )
 
 # Cost of going back to the host, in steps of all rows. A chunk with samples waiting ends once the
@@ -56,7 +50,7 @@ class ChunkInputs(NamedTuple):
     limits: Limits
 
 
-class Sampled(NamedTuple):
+class SampledChunk(NamedTuple):
     """Tokens that a chunk's steps sampled; the first `counts_S` of each row's column are real."""
 
     tokens_CS: Int32[Array, "C S"]
@@ -74,43 +68,7 @@ class _State(NamedTuple):
     position_S: Array
     remaining_S: Array
     idle: Array
-    sampled: Sampled
-
-
-compiled_layers = jax.jit(fuse_layers, static_argnames=("spec", "dtype"))
-_compiled_ends = jax.jit(gather_ends, static_argnames="dtype")
-
-
-def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder:
-    """Weights that the programs read at every step; no copy of what is used as the model has it."""
-    ends = own_ends(weights)
-    on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
-    if on_mesh or any(leaf.dtype != dtype for leaf in jax.tree.leaves(ends)):
-        ends = _compiled_ends(weights, dtype=dtype)
-    own = without_quantized(weights.layers)
-    layers = compiled_layers(spec=spec, layers=own, dtype=dtype)
-    quantized = quantized_layers(weights.layers)
-    return Decoder(layers=layers, quantized=quantized, **ends._asdict())
-
-
-def weights_in_place(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder | None:
-    """The model's own memory as programs read it: nothing is copied, and nothing compiled.
-
-    For one CPU. None where that is not possible: the weights lie quantised, have adapters of their
-    own, or are of another dtype than `dtype`.
-    """
-    leaves = jax.tree.leaves(weights)
-    if own_layout(weights.layers) or any(leaf.dtype != dtype for leaf in leaves):
-        return None
-    # a device on the CPU takes a view of memory that is aligned as it is; else it copies
-    host = jax.tree.map(np.asarray, weights.layers)
-    output = host.output.float_weight.reshape(spec.layers, spec.width, -1)
-    host = host._replace(output=host.output._replace(weight=output))
-    layers = tuple(
-        layer_of(spec, jax.tree.map(lambda leaf, i=index: jax.device_put(leaf[i]), host))
-        for index in range(spec.layers)
-    )
-    return Decoder(layers=layers, **own_ends(weights)._asdict())
+    sampled: SampledChunk
 
 
 @partial(jax.jit, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache")
@@ -123,7 +81,7 @@ def decode_chunk(
     spec: DecoderSpec,
     steps: int,
     sharing: bool = False,
-) -> tuple[Cache, Sampled]:
+) -> tuple[Cache, SampledChunk]:
     """Up to `limits.steps` <= `steps` tokens for every row that has some remaining.
 
     `limits.shared` counts only with `sharing`. Ends early when no row has any remaining, and when
@@ -171,7 +129,7 @@ def decode_chunk(
             remaining_S=remaining_S,
             # a free row without a sample that waits for it loses nothing
             idle=state.idle + jnp.minimum(freed, limits.waiting),
-            sampled=Sampled(
+            sampled=SampledChunk(
                 # of all rows: `counts_S` says which of them were real
                 sampled.tokens_CS.at[index].set(drawn.tokens_S),
                 sampled.logprobs_CS.at[index].set(drawn.logprobs_S),
@@ -192,7 +150,7 @@ def _before(cache: Cache, inputs: SlotInputs, steps: int, vocabulary: int) -> _S
         lambda row: jnp.zeros((steps, *row.shape), row.dtype), empty_report(slots, vocabulary)
     )
     # of the longest chunk: a shorter one leaves its end unused, and is the same program
-    nothing = Sampled(
+    nothing = SampledChunk(
         tokens_CS=jnp.zeros((steps, slots), jnp.int32),
         logprobs_CS=jnp.zeros((steps, slots), jnp.float32),
         reports=reports,

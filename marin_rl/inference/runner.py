@@ -1,9 +1,9 @@
-"""The engine's compiled programs, and the arrays that they run on.
+"""The engine's compiled programs, called on its caches and fused weights.
 
-Owns the calls: prefill, copies between sequence slots, a chunk of decoding, the scoring of a
-prompt. Leaves out what may be computed side by side (`execution_plan`), when arrays are allocated
-and freed (`device_memory`), what the programs compute (`programs`, `logprobs`), whose tokens these
-are (`batch`) and when anything runs (`engine`). Used by the engine's thread alone.
+Owns the calls (prefill, copies between sequence slots, a chunk of decoding, the scoring of a
+prompt) and the device memory that they run on. Leaves out what may be computed side by side
+(`execution_plan`), what the programs compute (`programs`, `logprobs`), whose tokens these are
+(`batch`) and when anything runs (`engine`). Used only by the engine's thread.
 
 Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket.
 """
@@ -24,25 +24,24 @@ from marin_rl.cpu_streams import Lanes, side_by_side
 from marin_rl.errors import InputError
 from marin_rl.inference.adapters import AdapterBank, Bank, with_bank
 from marin_rl.inference.batch import Chunk, SlotInputs
-from marin_rl.inference.device_memory import DeviceMemory
 from marin_rl.inference.execution_plan import ExecutionPlan, first_plan, proven
-from marin_rl.inference.generation import PromptScores
-from marin_rl.inference.jobs import WeightsKey
+from marin_rl.inference.generation import Policy, PromptScores, WeightsKey
+from marin_rl.inference.kv_cache import Cache, empty_cache
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import prompt_scores, score_tokens
 from marin_rl.inference.pieces import Extension, packed, piece_size
-from marin_rl.inference.placement import placement_of
-from marin_rl.inference.policy import Policy
+from marin_rl.inference.placement import SLOTS, TENSOR, Placement, placement_of
 from marin_rl.inference.programs import (
     ChunkInputs,
     Limits,
-    Sampled,
+    SampledChunk,
     copy_slots,
     decode_chunk,
     extend_slots,
     prefill_slots,
 )
 from marin_rl.inference.scheduler import Prompt, Prompts
+from marin_rl.inference.weight_fusion import fused_weights, weights_in_place
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.memory import ENGINE_KEYS, memory_errors
 from marin_rl.progress import phase
@@ -89,11 +88,10 @@ class Runner:
         several = self.plan.lanes.count > 1
         # programs that one thread starts run one after the other
         self._threads = ThreadPoolExecutor(self.plan.lanes.count, "lane") if several else None
-        # last: the trials needed caches of their own, and may have changed the lanes
+        # last: the trials allocate caches too, and may have changed the lanes
         self.memory = DeviceMemory(self.plan, self._placement)
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return the plan of the largest cache that there will be."""
         return plan
 
     def _proven(self, plan: ExecutionPlan, weights: Weights) -> ExecutionPlan:
@@ -106,7 +104,6 @@ class Runner:
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes that slots are divided into."""
         return self.plan.lanes
 
     def put(self, arrays: Tree) -> Tree:
@@ -133,7 +130,6 @@ class Runner:
             ).compile()
 
     def bucket(self, length: int) -> int:
-        """The padded length of a prompt of `length` tokens."""
         # few lengths, so few programs: a prompt is padded to the next one
         return next(size for size in self.buckets if size >= length)
 
@@ -194,7 +190,7 @@ class Runner:
         extensions: Sequence[Extension],
         adapter_S: SlotAdapters | None = None,
     ) -> None:
-        """Write tokens into the caches of slots, each after what it has in its cache."""
+        """Append tokens to the caches of slots."""
         self.memory.wake()
         fused, size = self._decoder(policy), self.lanes.size
         # single positions where several together would give other bits than decoding did
@@ -243,7 +239,7 @@ class Runner:
         own = [self._lane_inputs(lane, inputs) for lane in range(self.lanes.count)]
         on_device = [extras.on_device(lane) for lane in range(self.lanes.count)]
 
-        def run(lane: int) -> Sampled:
+        def run(lane: int) -> SampledChunk:
             bank, slots = own[lane]
             chunk = ChunkInputs(slots, on_device[lane], limits)
             self.memory.caches[lane], sampled = decode_chunk(
@@ -297,7 +293,7 @@ class Runner:
     def score(
         self, policy: Policy, prompt: Int32[np.ndarray, " p"], top: int, row: int = 0
     ) -> PromptScores:
-        """Logprobs of a prompt's tokens and the `top` likeliest, by a forward pass of their own.
+        """Logprobs of a prompt's tokens and the `top` likeliest, by a separate forward pass.
 
         `row` is that of the adapter in the bank.
         """
@@ -317,15 +313,79 @@ class Runner:
         return prompt_scores(len(prompt), top, chosen_P, ids_PK, top_PK)
 
     def wait(self) -> None:
-        """Return when the caches are computed."""
         jax.block_until_ready(self.memory.caches)
 
     def close(self) -> None:
-        """End the lanes' threads."""
         if self._threads is not None:
             self._threads.shutdown()
 
     def _decoder(self, policy: Policy) -> Decoder:
-        """The policy's weights, with all adapters of the bank."""
         fused = self.memory.decoder(policy)
         return with_bank(fused, None if self.bank is None else self.bank.arrays)
+
+
+class DeviceMemory:
+    """A cache for each lane of a plan, and at most one fused copy of the weights."""
+
+    def __init__(self, plan: ExecutionPlan, placement: Placement) -> None:
+        self._plan, self._placement = plan, placement
+        self._fused: tuple[WeightsKey, Decoder] | None = None
+        self.caches: list[Cache] = []
+        self.wake()
+
+    def wake(self) -> None:
+        if not self.caches:
+            self.caches = [self._empty_cache() for _ in range(self._plan.lanes.count)]
+
+    def replace_caches(self, plan: ExecutionPlan, caches: list[Cache]) -> None:
+        """Go on with the caches of another plan for the same model; none: they are allocated."""
+        self._plan, self.caches = plan, caches
+        self.wake()
+
+    def release(self, *, caches: bool = False) -> None:
+        """Free the fused copy of the weights, which only a running batch needs.
+
+        The `caches` too, where no slot is in use; the next prompt or chunk allocates them again.
+        """
+        self._fused = None
+        if caches:
+            self.caches = []
+
+    @property
+    def fused(self) -> Decoder | None:
+        return None if self._fused is None else self._fused[1]
+
+    def holds_copy_of(self, policy: Policy) -> bool:
+        """True if the fused weights are there, and this policy's."""
+        return self._fused is not None and self._fused[0] is policy.key
+
+    def decoder(self, policy: Policy) -> Decoder:
+        """Return the policy's weights as the programs read them, fused on first use.
+
+        The copy of other weights goes before this one comes, so there is never more than one;
+        `release` frees it.
+        """
+        if self._fused is None or self._fused[0] is not policy.key:
+            self._fused = None
+            # the old copy is gone by now: two at once may not fit
+            with self._placement.active():
+                fused = None
+                if self._plan.block:
+                    fused = weights_in_place(self._plan.spec, policy.weights, self._plan.dtype)
+                if fused is None:
+                    fused = fused_weights(self._plan.spec, policy.weights, self._plan.dtype)
+            self._fused = policy.key, fused
+        return self._fused[1]
+
+    def forget_nonfinite(self) -> None:
+        """Replace NaN and infinities: in a masked position they would spoil the next sequence."""
+        # of all slots: it is rare, and one pass over the caches is soon done
+        self.caches = jax.tree.map(jnp.nan_to_num, self.caches)
+
+    def _empty_cache(self) -> Cache:
+        plan = self._plan
+        slots, length = plan.lanes.size, plan.context_length
+        cache = empty_cache(plan.spec, slots, length, plan.dtype, plan.block)
+        # placed as the programs return it, so that the first call compiles for the same sharding as
+        # the others
+        return self._placement.place(cache, SLOTS, TENSOR)

@@ -4,7 +4,7 @@ Owns the logits processors (bias, penalties, a constraint's mask), temperature, 
 greedy choice, the random numbers, and the logprob of what was drawn under the very distribution it
 was drawn from. Leaves out where the processors' arrays come from (`logits_state`), other reported
 logprobs (`logprobs`), stopping (`batch`) and logits (`decoder`). Each processor stands under a
-conditional of its own, so unused features cost nothing; a row that asks for nothing keeps its
+separate conditional, so unused features cost nothing; a row that asks for nothing keeps its
 logits bit for bit. Token counts are computed from the history in every step that needs them: a
 state of [S, V] would cost every request, and scattering a few hundred tokens costs only those who
 ask.
@@ -102,7 +102,7 @@ def _likeliest(logits_SV: Float32[Array, "S V"]) -> Int32[Array, " S"]:
 def uniforms(
     seed_S2: UInt32[Array | np.ndarray, "S 2"], positions_S: Int32[Array, " S"]
 ) -> Float32[Array, " S"]:
-    """A number in [0, 1) per row, a function of its seed and position alone."""
+    """A number in [0, 1) per row, a function of only its seed and position."""
 
     def uniform(words, position):
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -240,7 +240,6 @@ class TokenHistory(NamedTuple):
 
 
 def penalised_rows(penalties: Penalties) -> Bool[Array, " S"]:
-    """The rows that ask for any penalty."""
     others = (penalties.presence_S != 0) | (penalties.frequency_S != 0)
     return jnp.asarray((penalties.repetition_S != 1) | others)
 

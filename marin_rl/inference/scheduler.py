@@ -6,106 +6,24 @@ a prompt among the samples of one request in a lane, and the bound on prompts th
 once. Leaves out running anything (`runner`).
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-import numpy as np
 from jaxtyping import Int32
 from numpy import ndarray
 
 from marin_rl.cpu_streams import Lanes
-from marin_rl.errors import InputError
 from marin_rl.inference.batch import RunningBatch
-from marin_rl.inference.generation import (
-    LOGIT_BIAS_MAX,
-    STOP_TOKENS_MAX,
-    TOP_LOGPROBS_MAX,
-    GenerationRequest,
-)
-from marin_rl.inference.jobs import CachedPrefix, Job, PrefixKey, WeightsKey
+from marin_rl.inference.generation import CachedPrefix, Job, PrefixKey, WeightsKey
 from marin_rl.inference.pieces import Extension
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestBounds:
-    """Limits of an engine: token ids, tokens of prompt and completion, stop tokens."""
-
-    vocabulary: int
-    context_length: int
-    stop_tokens: int
-    has_decode: bool
-
-    def check(self, request: GenerationRequest) -> None:
-        """Raise InputError for a request that could never be served."""
-        self._check_lengths(request)
-        self._check_stops(request)
-        self._check_bias(request)
-        _check_numbers(request)
-
-    def _check_lengths(self, request: GenerationRequest) -> None:
-        prompt, tokens_max = request.prompt_ids, request.sampling.max_tokens
-        least = 0 if request.score_prompt else 1
-        if request.n < 1 or tokens_max < least:
-            raise InputError(
-                f"expected n and max_tokens of at least 1 (max_tokens of 0 only to score a "
-                f"prompt), found {request.n} and {tokens_max}"
-            )
-        if len(prompt) == 0:
-            raise InputError("expected a prompt of at least one token, found none")
-        # as numbers without a sign, those below 0 are the largest
-        if prompt.view(np.uint32).max() >= self.vocabulary:
-            raise InputError(
-                f"expected token ids from 0 to {self.vocabulary - 1}, found "
-                f"{prompt.min()} to {prompt.max()}"
-            )
-        if len(prompt) + tokens_max > self.context_length:
-            raise InputError(
-                f"expected prompt and max_tokens within the context of {self.context_length} "
-                f"tokens, found {len(prompt)} + {tokens_max}"
-            )
-
-    def _check_stops(self, request: GenerationRequest) -> None:
-        stops = self.stop_tokens + len(request.stop_token_ids)
-        if stops > STOP_TOKENS_MAX:
-            raise InputError(f"expected at most {STOP_TOKENS_MAX} stop tokens, found {stops}")
-        if request.sampling.stop and not self.has_decode:
-            raise InputError("stop strings need an engine with a tokenizer")
-        if "" in request.sampling.stop:
-            raise InputError("expected stop strings of at least one character, found an empty one")
-
-    def _check_bias(self, request: GenerationRequest) -> None:
-        ids = [token for token, _ in request.logit_bias]
-        if len(ids) > LOGIT_BIAS_MAX or len(set(ids)) < len(ids):
-            raise InputError(
-                f"expected a logit_bias for at most {LOGIT_BIAS_MAX} distinct tokens, found "
-                f"{len(ids)} entries for {len(set(ids))} tokens"
-            )
-        if ids and (min(ids) < 0 or max(ids) >= self.vocabulary):
-            raise InputError(
-                f"expected logit_bias for tokens from 0 to {self.vocabulary - 1}, found "
-                f"{min(ids)} to {max(ids)}"
-            )
-        if not all(math.isfinite(value) for _, value in request.logit_bias):
-            raise InputError("expected finite values in logit_bias")
-
-
-def _check_numbers(request: GenerationRequest) -> None:
-    if not 0 <= request.min_p <= 1:
-        raise InputError(f"expected min_p from 0 to 1, found {request.min_p}")
-    repetition = request.repetition_penalty
-    if not (math.isfinite(repetition) and repetition > 0):
-        raise InputError(f"expected a repetition_penalty above 0, found {repetition}")
-    # infinities of either sign and NaN all show in the sum
-    if not math.isfinite(request.presence_penalty + request.frequency_penalty):
-        raise InputError("expected finite presence and frequency penalties")
-    if not 0 <= request.top_logprobs <= TOP_LOGPROBS_MAX:
-        raise InputError(
-            f"expected top_logprobs from 0 to {TOP_LOGPROBS_MAX}, found {request.top_logprobs}"
-        )
+# A prompt's tokens (each of its own length), and the sequence slots that start from it; by bucket
+# and lane.
+Prompt = tuple[Int32[ndarray, " _P"], list[int]]
+Prompts = dict[tuple[int, int], list[Prompt]]
 
 
 class JobQueue:
@@ -120,12 +38,10 @@ class JobQueue:
 
     @property
     def waiting(self) -> int:
-        """Samples that have no sequence slot yet."""
         return self._waiting
 
     @property
     def head(self) -> Job:
-        """The request that is served next."""
         return self._jobs[0]
 
     def __len__(self) -> int:
@@ -161,12 +77,6 @@ class JobQueue:
             self._jobs = deque(kept)
             # counted again: requests may leave from anywhere, with some samples handed out
             self._waiting = sum(job.waiting for job in kept)
-
-
-# A prompt's tokens (each of its own length), and the sequence slots that start from it; by bucket
-# and lane.
-Prompt = tuple[Int32[ndarray, " _P"], list[int]]
-Prompts = dict[tuple[int, int], list[Prompt]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -245,25 +155,6 @@ def schedule(
     return plan
 
 
-def _free_and_kept(
-    queue: JobQueue, batch: RunningBatch, lanes: Lanes, weights: WeightsKey
-) -> tuple[list[list[int]], dict[Job, tuple[int, int]]]:
-    """Free slots by lane, and what they have of the prompts of the requests that are next.
-
-    Slots that those go on from come last, so that no other request of this step takes them.
-    """
-    batch.forget_prefixes(except_of=weights)
-    free = batch.free()
-    kept = {
-        job: match
-        for job in islice(queue, len(free))
-        if (match := batch.kept_for(job, weights)) is not None
-    }
-    # looked up for as many requests as there are slots: no more can begin in this step
-    wanted = {seq_slot for seq_slot, _ in kept.values()}
-    return _by_lane(lanes, sorted(free, key=wanted.__contains__)), kept
-
-
 def _continue(
     plan: Schedule,
     job: Job,
@@ -323,18 +214,25 @@ def _prepare(
     return size
 
 
-def _by_lane(lanes: Lanes, slots: list[int]) -> list[list[int]]:
-    by_lane: list[list[int]] = [[] for _ in range(lanes.count)]
-    for seq_slot in slots:
-        by_lane[lanes.of(seq_slot)].append(seq_slot)
-    return by_lane
+def _free_and_kept(
+    queue: JobQueue, batch: RunningBatch, lanes: Lanes, weights: WeightsKey
+) -> tuple[list[list[int]], dict[Job, tuple[int, int]]]:
+    """Free slots by lane, and the kept prefix of each of the next requests: slot, positions."""
+    batch.forget_prefixes(except_of=weights)
+    empty = batch.free()
+    # looked up for as many requests as there are slots: no more can begin in this step
+    matches = {job: batch.kept_for(job, weights) for job in islice(queue, len(empty))}
+    kept = {job: match for job, match in matches.items() if match is not None}
+    wanted = {seq_slot for seq_slot, _ in kept.values()}
+    free: list[list[int]] = [[] for _ in range(lanes.count)]
+    # slots with a kept prefix come last, so that no other request of this step takes them
+    for seq_slot in sorted(empty, key=wanted.__contains__):
+        free[lanes.of(seq_slot)].append(seq_slot)
+    return free, kept
 
 
 def _lane_of(free: list[list[int]], cached: Mapping[int, CachedPrefix]) -> int:
-    """A lane with room: one that has the prompt in its cache, else the emptiest one."""
-
-    def merit(lane: int) -> tuple[bool, int]:
-        return lane in cached and bool(free[lane]), len(free[lane])
-
+    """A lane with room that has the prompt in its cache, else the emptiest one."""
     # a copy within a lane is cheaper than running the prompt again in another
+    merit = lambda lane: (lane in cached and bool(free[lane]), len(free[lane]))
     return max(range(len(free)), key=merit)

@@ -21,7 +21,7 @@ SPARE = 8
 CONTEXT = 8
 
 
-class StopWatch:
+class StopStringScanner:
     """Watches one sample for its stop strings.
 
     `decode` is any tokenizer's: what tokens stand for may depend on their neighbours, and a token
@@ -41,7 +41,7 @@ class StopWatch:
     def first_end(self, tokens: list[int], before: int) -> int | None:
         """The least length > before at which the text of tokens[:length] contains a stop string.
 
-        None where there is none; the first `before` tokens were looked through by earlier calls.
+        None without one; the first `before` tokens were looked through by earlier calls.
         """
         window = self._decode(tokens[self._start :])
         passing = self._fleeting or UNFINISHED in window

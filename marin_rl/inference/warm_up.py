@@ -1,21 +1,39 @@
-"""Compilation of an engine's programs before its first request.
-
-Leaves out what the programs compute (`programs`) and how they are called (`runner`).
-"""
+"""An engine's programs before its first request: compiled, or traced by shapes alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.inference.batch import SlotInputs
+from marin_rl.config import EngineConfig
+from marin_rl.cpu_streams import Lanes
+from marin_rl.inference.adapters import BankSizes, bank_shapes, with_bank
+from marin_rl.inference.batch import RunningBatch, SlotInputs
+from marin_rl.inference.generation import Policy
+from marin_rl.inference.kv_cache import cache_length, empty_cache
 from marin_rl.inference.logits_state import ExtraRows
-from marin_rl.inference.pieces import Extension
-from marin_rl.inference.policy import Policy
-from marin_rl.inference.programs import Limits
+from marin_rl.inference.logprobs import score_tokens
+from marin_rl.inference.pieces import Extension, packed, piece_size
+from marin_rl.inference.programs import (
+    ChunkInputs,
+    Limits,
+    copy_slots,
+    decode_chunk,
+    extend_slots,
+    prefill_slots,
+)
 from marin_rl.inference.runner import Runner
+from marin_rl.inference.weight_fusion import fused_weights
+from marin_rl.inference.weights import read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
+
+# No operand's dtype depends on these: as few as take every way through the programs. Layers are
+# written out one after the other there, and all of them are alike.
+SLOTS, PROMPT_TOKENS, LAYERS_MAX = 2, 16, 2
 
 
 def programs_of(runner: Runner) -> int:
@@ -52,11 +70,22 @@ def warm_up(
     nothing = Limits(np.int32(0), np.int32(0))
     keeps_prefixes = runner.plan.keeps_prefixes
     begin(f"decoding of {runner.plan.lanes.size} at a time")
-    _compile_without_caches(runner, policy, inputs, extras, nothing)
+    # for caches of these shapes, which are freed as long as it compiles
+    runner.memory.wake()
+    shape_of = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+    cache = jax.tree.map(shape_of, runner.memory.caches[0])
+    runner.memory.release(caches=True)
+    give_back_freed_memory()
+    runner.compile_chunk(policy, cache, inputs, extras, nothing)
+    give_back_freed_memory()
     runner.decode(policy, inputs, extras, nothing)
     if runner.bank is not None:
         begin("decoding with all adapters")
-        runner.decode(policy, _on_all_adapters(runner, inputs), extras, nothing)
+        # slots on as many adapters as they can use take another program than those on a few
+        slots = np.arange(runner.lanes.slots)
+        row_S = (1 + slots % runner.plan.bank_sizes.adapters).astype(np.int32)
+        on_all = inputs._replace(adapter_S=row_S, remaining_S=np.ones_like(row_S))
+        runner.decode(policy, on_all, extras, nothing)
     if keeps_prefixes:
         begin("prefill in pieces")
         # a position that is padding: the program runs, and writes nothing
@@ -75,25 +104,39 @@ def warm_up(
     runner.memory.release()
 
 
-def _compile_without_caches(
-    runner: Runner, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
+def trace_engine(
+    model: LmHeadModel,
+    config: EngineConfig,
+    context_length: int,
+    dtype: jnp.dtype,
+    bank: BankSizes | None = None,
 ) -> None:
-    """Compile a chunk for caches of these shapes, which are empty and not kept."""
-    runner.memory.wake()
-    cache = jax.tree.map(_shape_of, runner.memory.caches[0])
-    runner.memory.release(caches=True)
-    give_back_freed_memory()
-    runner.compile_chunk(policy, cache, inputs, extras, limits)
-    give_back_freed_memory()
+    """Trace the programs of an engine for a model, with room for adapters where there is a `bank`.
 
-
-def _on_all_adapters(runner: Runner, inputs: SlotInputs) -> SlotInputs:
-    """Inputs whose slots use as many adapters as they can, which takes another program."""
-    slots = np.arange(runner.lanes.slots)
-    row_S = (1 + slots % runner.plan.bank_sizes.adapters).astype(np.int32)
-    return inputs._replace(adapter_S=row_S, remaining_S=np.ones_like(row_S))
-
-
-def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape and dtype that a program is compiled for."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+    Raises InputError for a model that the engine cannot decode, and what tracing raises.
+    """
+    spec, weights = read_model(model)
+    spec = replace(spec, layers=min(spec.layers, LAYERS_MAX))
+    fused = fused_weights(spec, weights, dtype)
+    cache = empty_cache(spec, SLOTS, context_length, dtype)
+    length = cache_length(cache)
+    rotary = rotary_table(model, length)
+    adapter = None
+    if bank is not None:
+        width = model.config.intermediate_dim
+        shapes = bank_shapes(spec, bank, width, dtype, masked=bank.masked)
+        fused = with_bank(
+            fused, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        )
+        adapter = np.zeros(SLOTS, np.int32)
+    tokens_RP, source_S = np.zeros((1, PROMPT_TOKENS), np.int32), np.zeros(SLOTS, np.int32)
+    one = None if adapter is None else adapter[:1]
+    cache = prefill_slots(spec, fused, rotary, cache, tokens_RP, np.int32(1), source_S, one)
+    (pieces,) = packed([Extension(0, 0, tokens_RP[0, :1])], SLOTS, piece_size(SLOTS))
+    cache = extend_slots(spec, fused, rotary, cache, pieces, adapter)
+    cache = copy_slots(cache, source_S, source_S, np.int32(1))
+    rows = ExtraRows(Lanes(1, SLOTS), length, spec.vocabulary, lambda arrays: arrays)
+    batch = RunningBatch(SLOTS, spec.vocabulary, None, rows, has_adapters=bank is not None)
+    chunk = ChunkInputs(batch.inputs, rows.on_device(0), Limits(np.int32(1), np.int32(0)))
+    decode_chunk(fused, rotary, cache, chunk, spec=spec, steps=config.chunk_steps)
+    score_tokens(fused, rotary, tokens_RP[0], np.bool_(1), one, spec=spec)

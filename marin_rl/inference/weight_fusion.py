@@ -1,18 +1,30 @@
 """Weights in the layout that the programs multiply with: matrices cut by layer, and joined.
 
-Owns what is joined with what, and how it is spread on a mesh. Leaves out reading a model's arrays
-(`weights`) and when they are fused (`device_memory`).
+Owns which matrices are joined, and how they are spread on a mesh. Leaves out reading a model's
+arrays (`weights`) and when they are fused (`runner`).
 
 Axes: D width, F width of the MLP, K key/value heads, G query heads per key/value head, H head size.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from marin_rl.inference.layer_matrices import LayerMatrix, OwnAdapters, QuantizedLayers
 from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
-from marin_rl.inference.quantized_decoder import LayerMatrix, OwnAdapters, QuantizedLayers
-from marin_rl.inference.weights import DecoderSpec, Ends, Layer, Layers, Weights, own_ends
+from marin_rl.inference.weights import (
+    Decoder,
+    DecoderSpec,
+    Ends,
+    Layer,
+    Layers,
+    Weights,
+    own_ends,
+    own_layout,
+    quantized_layers,
+    without_quantized,
+)
 
 
 def fuse_layers(spec: DecoderSpec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ...]:
@@ -41,18 +53,14 @@ def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
     )
 
 
-def _own_adapters(layer: Layers) -> OwnAdapters | None:
+def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
+    replicated = jax.tree.map(constrain, layer)
     own = OwnAdapters(
         qkv=(layer.query.own, layer.key.own, layer.value.own),
         output=(layer.output.own,),
         gate_up=(layer.gate.own, layer.up.own),
         down=(layer.down.own,),
     )
-    return own if any(part is not None for parts in own for part in parts) else None
-
-
-def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
-    replicated = jax.tree.map(constrain, layer)
     # one product each for query, key and value and for gate and up: fewer and longer operations
     attention = (layer.query, layer.key, layer.value)
     qkv = _by_head(spec, [affine.float_weight for affine in attention])
@@ -70,13 +78,8 @@ def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
         gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
         down=None if down is None else constrain(down, UNDIVIDED, TENSOR),
         down_bias=replicated.down.bias,
-        attention_norm=replicated.attention_norm,
-        mlp_norm=replicated.mlp_norm,
-        query_norm=replicated.query_norm,
-        key_norm=replicated.key_norm,
-        after_attention_norm=replicated.after_attention_norm,
-        after_mlp_norm=replicated.after_mlp_norm,
-        own=_own_adapters(layer),
+        norms=replicated.norms,
+        own=own if any(part is not None for parts in own for part in parts) else None,
     )
 
 
@@ -95,36 +98,27 @@ def layer_of(spec: DecoderSpec, layer: Layers) -> Layer:
         gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
         down=LayerMatrix((weight["down"],)),
         down_bias=layer.down.bias,
-        attention_norm=layer.attention_norm,
-        mlp_norm=layer.mlp_norm,
-        query_norm=layer.query_norm,
-        key_norm=layer.key_norm,
-        after_attention_norm=layer.after_attention_norm,
-        after_mlp_norm=layer.after_mlp_norm,
+        norms=layer.norms,
     )
 
 
 def _by_head(spec: DecoderSpec, parts: list[Array | None]) -> Array | None:
     """Weights [K, out, D] or biases [K, out] of query, key and value, joined for each head."""
-    present = [
-        constrain(part, TENSOR).reshape(spec.kv_heads, -1, *part.shape[3:])
-        for part in _with_groups(parts)
-    ]
-    return constrain(jnp.concatenate(present, axis=1), TENSOR) if present else None
-
-
-def _with_groups(parts: list[Array | None]) -> list[Array]:
-    """Keys and values [K, H, …] as queries [K, G, H, …] are; absent ones are left out."""
     # key and value as one more query of their group each: so one product gives all three for a head
     query, *others = parts
-    present = [other[:, None] for other in others if other is not None]
-    return present if query is None else [query, *present]
+    grouped = [query, *(other if other is None else other[:, None] for other in others)]
+    present = [
+        constrain(part, TENSOR).reshape(spec.kv_heads, -1, *part.shape[3:])
+        for part in grouped
+        if part is not None
+    ]
+    return constrain(jnp.concatenate(present, axis=1), TENSOR) if present else None
 
 
 def _by_piece(parts: list[Array | None]) -> Array | None:
     """Gate and up [F, …] joined piece by piece, so that each device holds a piece of both.
 
-    In one matrix and not on an axis of their own: XLA would transpose that at every step on a CPU.
+    In one matrix and not on a further axis: XLA would transpose that at every step on a CPU.
     """
     present = [part for part in parts if part is not None]
     if not present:
@@ -141,3 +135,39 @@ def split_gate_up(joined: Float[Array, "... F2"]) -> tuple[Array, Array]:
     *lead, both = joined.shape
     cut = joined.reshape(*lead, pieces(both // 2, TENSOR), 2, -1)
     return cut[..., 0, :].reshape(*lead, -1), cut[..., 1, :].reshape(*lead, -1)
+
+
+compiled_layers = jax.jit(fuse_layers, static_argnames=("spec", "dtype"))
+_compiled_ends = jax.jit(gather_ends, static_argnames="dtype")
+
+
+def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder:
+    """Weights that the programs read at every step; arrays used as they are are not copied."""
+    ends = own_ends(weights)
+    on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
+    if on_mesh or any(leaf.dtype != dtype for leaf in jax.tree.leaves(ends)):
+        ends = _compiled_ends(weights, dtype=dtype)
+    own = without_quantized(weights.layers)
+    layers = compiled_layers(spec=spec, layers=own, dtype=dtype)
+    quantized = quantized_layers(weights.layers)
+    return Decoder(layers=layers, quantized=quantized, **ends._asdict())
+
+
+def weights_in_place(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder | None:
+    """The model's own memory as programs read it: nothing is copied, and nothing compiled.
+
+    For one CPU. None where that is not possible: the weights lie quantised, have adapters of their
+    own, or are of another dtype than `dtype`.
+    """
+    leaves = jax.tree.leaves(weights)
+    if own_layout(weights.layers) or any(leaf.dtype != dtype for leaf in leaves):
+        return None
+    # a device on the CPU takes a view of memory that is aligned as it is; else it copies
+    host = jax.tree.map(np.asarray, weights.layers)
+    output = host.output.float_weight.reshape(spec.layers, spec.width, -1)
+    host = host._replace(output=host.output._replace(weight=output))
+    layers = tuple(
+        layer_of(spec, jax.tree.map(lambda leaf, i=index: jax.device_put(leaf[i]), host))
+        for index in range(spec.layers)
+    )
+    return Decoder(layers=layers, **own_ends(weights)._asdict())

@@ -30,10 +30,17 @@ from levanter.models.qwen import Qwen3Config, QwenConfig, QwenDecoderLayer, Qwen
 from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.errors import InputError
-from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear
-from marin_rl.inference.low_rank import LayerAdapters
-from marin_rl.inference.quantized_decoder import OwnAdapters, OwnLowRank, QuantizedLayers
-from marin_rl.inference.quantized_matrix import QuantizedMatrix
+from marin_rl.inference.layer_matrices import (
+    LayerAdapters,
+    OwnAdapters,
+    OwnLowRank,
+    QuantizedLayers,
+)
+from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedMatrix
+
+_Model = LlamaLMHeadModel | QwenLMHeadModel | MistralLMHeadModel | GemmaLMHeadModel
+_Config = LlamaConfig | GemmaConfig
+_DecoderLayer = LlamaDecoderLayer | QwenDecoderLayer | GemmaDecoderLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +87,17 @@ class Norm(NamedTuple):
     bias: Array | None
 
 
+class LayerNorms(NamedTuple):
+    """Norms before attention and MLP, of queries and keys, and those that Llama's hybrid has."""
+
+    attention: Norm
+    mlp: Norm
+    query: Norm | None
+    key: Norm | None
+    after_attention: Norm | None
+    after_mlp: Norm | None
+
+
 class Layers(NamedTuple):
     """Arrays of all layers, stacked on axis L exactly as the model holds them."""
 
@@ -90,12 +108,7 @@ class Layers(NamedTuple):
     gate: Affine
     up: Affine
     down: Affine
-    attention_norm: Norm
-    mlp_norm: Norm
-    query_norm: Norm | None
-    key_norm: Norm | None
-    after_attention_norm: Norm | None
-    after_mlp_norm: Norm | None
+    norms: LayerNorms
 
 
 class Weights(NamedTuple):
@@ -125,12 +138,7 @@ class Layer(NamedTuple):
     gate_up_bias: Float[Array, " F2"] | None
     down: Any
     down_bias: Float[Array, " D"] | None
-    attention_norm: Norm
-    mlp_norm: Norm
-    query_norm: Norm | None
-    key_norm: Norm | None
-    after_attention_norm: Norm | None
-    after_mlp_norm: Norm | None
+    norms: LayerNorms
     adapters: LayerAdapters | None = None
     own: OwnAdapters | None = None
 
@@ -175,12 +183,6 @@ class Rotary(NamedTuple):
     sin: Float32[Array, "T half"]
 
 
-_Model = LlamaLMHeadModel | QwenLMHeadModel | MistralLMHeadModel | GemmaLMHeadModel
-_Config = LlamaConfig | GemmaConfig
-_DecoderLayer = LlamaDecoderLayer | QwenDecoderLayer | GemmaDecoderLayer
-_RmsNorm = RmsNorm | GemmaRMSNorm
-
-
 def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
     """The model's static description and references to its arrays.
 
@@ -207,7 +209,7 @@ def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
         embedding=embedding,
         embedding_norm=_norm(model.embeddings.norm),
         layers=_read_layers(layer),
-        final_norm=_present(_norm(cast(_RmsNorm, model.transformer.norm))),
+        final_norm=_norm(model.transformer.norm),
         head=head,
     )
     return _spec(model.config, layer.self_attn, embedding.shape[0]), weights
@@ -233,10 +235,19 @@ def _spec(config: _Config, attention: Attention, vocabulary: int) -> DecoderSpec
 def _check_supported(config: _Config, layer: _DecoderLayer) -> None:
     attention = layer.self_attn
     norm = GemmaRMSNorm if isinstance(config, GemmaConfig) else RmsNorm
+    match config:
+        case MistralConfig():
+            # Levanter hands on the null of a Hugging Face configuration without one
+            window = cast(int | None, config.sliding_window)
+            has_window = window is not None and window < config.max_seq_len
+        case QwenConfig() | Qwen3Config():
+            has_window = config.use_sliding_window
+        case _:
+            has_window = False
     problems = {
         f"attention of type {type(attention).__name__}": type(attention) is not Attention,
         # Each would change the logits: an engine that ignored one would sample another policy.
-        "a sliding window": attention.config.sliding_window is not None or _has_window(config),
+        "a sliding window": attention.config.sliding_window is not None or has_window,
         "capped attention logits": attention.config.logits_soft_cap is not None,
         "another attention scale": attention.config.scaling_factor is not None,
         "no rotary embedding": attention.rot_embs is None,
@@ -245,19 +256,6 @@ def _check_supported(config: _Config, layer: _DecoderLayer) -> None:
     unsupported = [name for name, wrong in problems.items() if wrong]
     if unsupported:
         raise InputError(f"the engine cannot decode a model with {', '.join(unsupported)}")
-
-
-def _has_window(config: _Config) -> bool:
-    """True if the configuration declares a window shorter than its context."""
-    match config:
-        case MistralConfig():
-            # Levanter hands on the null of a Hugging Face configuration without one
-            window = cast(int | None, config.sliding_window)
-            return window is not None and window < config.max_seq_len
-        case QwenConfig() | Qwen3Config():
-            return config.use_sliding_window
-        case _:
-            return False
 
 
 def _read_layers(layer: _DecoderLayer) -> Layers:
@@ -270,13 +268,15 @@ def _read_layers(layer: _DecoderLayer) -> Layers:
         gate=_matrix(mlp.gate_proj),
         up=_matrix(mlp.up_proj),
         down=_matrix(mlp.down_proj),
-        attention_norm=_present(_norm(cast(_RmsNorm, layer.input_layernorm))),
-        mlp_norm=_present(_norm(cast(_RmsNorm, layer.post_attention_layernorm))),
-        query_norm=_norm(cast(_RmsNorm | None, attention.q_norm)),
-        key_norm=_norm(cast(_RmsNorm | None, attention.k_norm)),
-        # only Llama's hybrid norm has these two
-        after_attention_norm=_norm(getattr(layer, "post_attn_layernorm", None)),
-        after_mlp_norm=_norm(getattr(layer, "post_mlp_layernorm", None)),
+        norms=LayerNorms(
+            attention=_norm(layer.input_layernorm),
+            mlp=_norm(layer.post_attention_layernorm),
+            query=_norm(attention.q_norm),
+            key=_norm(attention.k_norm),
+            # only Llama's hybrid norm has these two
+            after_attention=_norm(getattr(layer, "post_attn_layernorm", None)),
+            after_mlp=_norm(getattr(layer, "post_mlp_layernorm", None)),
+        ),
     )
 
 
@@ -295,18 +295,13 @@ def _matrix(linear: Linear | LoraLinear | QuantizedLinear) -> Affine:
     return Affine(linear.weight.array, bias)
 
 
-def _norm(norm: _RmsNorm | None) -> Norm | None:
+def _norm(norm: Any) -> Any:
     if norm is None:
         return None
     return Norm(
         None if norm.weight is None else norm.weight.array,
         None if norm.bias is None else norm.bias.array,
     )
-
-
-def _present(norm: Norm | None) -> Norm:
-    assert norm is not None
-    return norm
 
 
 def rotary_table(model: LmHeadModel, length: int) -> Rotary:
@@ -343,7 +338,6 @@ def _rotated(
 
 
 def quantized_layers(layers: Layers) -> QuantizedLayers | None:
-    """References to the matrices that lie quantised; None where they do not."""
     matrices = {name: getattr(layers, name).weight for name in QuantizedLayers._fields}
     if not isinstance(layers.query.weight, QuantizedMatrix):
         return None
@@ -368,5 +362,4 @@ def own_layout(layers: Layers) -> str:
 
 
 def own_ends(weights: Weights) -> Ends:
-    """References to the model's own arrays."""
     return Ends(weights.embedding, weights.embedding_norm, weights.final_norm, weights.head)

@@ -2,7 +2,7 @@
 
 Owns both formats and the way into them and back, one stacked weight at a time. Every layer is
 flattened, filled up with zeros to whole blocks, and each block is divided by its largest magnitude
-(absmax). Leaves out the products with such weights (`marin_rl.inference.quantized_matrix`), which
+(absmax). Leaves out the products with such weights (`marin_rl.inference.linear_layers`), which
 dequantise to the same numbers.
 
 - `int8`: round(w / scale) in 8 bits, scale = absmax / 127 in float32, one for 128 weights: 1.032

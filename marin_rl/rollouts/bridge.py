@@ -22,7 +22,7 @@ from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering
 from marin_rl.config import PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BridgeFault, TemplateRefusal
-from marin_rl.inference.client.chat_client import NO_OPTIONS
+from marin_rl.inference.client.protocol import NO_OPTIONS
 from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.types import Message, ToolCall
 

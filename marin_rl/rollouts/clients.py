@@ -16,10 +16,9 @@ from marin_rl.config import Config
 from marin_rl.errors import EndpointUnavailable, ObjectMissing, StalePolicy, StorageError
 from marin_rl.inference.client.fleet import FleetOptions
 from marin_rl.inference.client.fleet_sources import EndpointSource, board_of
-from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.policy_client import PolicyClient, client_of
 from marin_rl.inference.client.proofs import PolicyProof, VersionsProof
 from marin_rl.inference.client.publishing import Publisher
-from marin_rl.inference.client.routes import client_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.fleet import run_sha256

@@ -31,7 +31,7 @@ from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
 from marin_rl.inference.client.answers import ChatAnswer, Completion
-from marin_rl.inference.client.chat_client import ChatClient
+from marin_rl.inference.client.protocol import ChatClient
 from marin_rl.rollouts.interruption import (
     Diverged,
     KeepsTurns,

@@ -30,7 +30,7 @@ from marin_rl.errors import (
     RewardFault,
     ToolFault,
 )
-from marin_rl.inference.client.chat_client import ChatClient
+from marin_rl.inference.client.protocol import ChatClient
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.clients import policy_client

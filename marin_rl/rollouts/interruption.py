@@ -11,8 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from marin_rl.inference.client.answers import ChatAnswer
-from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatRequest
+from marin_rl.inference.client.protocol import ChatClient, ChatRequest
 from marin_rl.rollouts.trajectories import Trajectory
 
 Value = TypeVar("Value")

@@ -23,9 +23,8 @@ from jaxtyping import Int32
 from marin_rl.config import Config
 from marin_rl.errors import BadResponse, InputError, NoSuchRoute, RequestRejected
 from marin_rl.inference.client.answers import ChatAnswer, Completion, ServerTimings
-from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatRequest
-from marin_rl.inference.stops import StopWatch, text_before_stop
+from marin_rl.inference.client.protocol import ChatClient, ChatRequest
+from marin_rl.inference.stops import StopStringScanner, text_before_stop
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart, total_seconds
 from marin_rl.rollouts.interruption import Diverged, Interrupted, Interruption, all_of
 from marin_rl.rollouts.partial_members import GOES_ON, GroupRecord, Member, records_of
@@ -255,7 +254,7 @@ class PiecewiseClient(ChatClient):
         if not stop or not before:  # of a first piece, the endpoint has seen all
             return completion
         ids = [*before, *completion.token_ids.tolist()]
-        end = StopWatch(decode, stop).first_end(ids, len(before))
+        end = StopStringScanner(decode, stop).first_end(ids, len(before))
         if end is None:
             return completion
         kept, versions = end - len(before), completion.policy_versions

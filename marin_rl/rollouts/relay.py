@@ -38,8 +38,7 @@ from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import BadResponse, MarinRLError
 from marin_rl.finite import fit_logprobs
 from marin_rl.inference.client.answers import ChatAnswer, Completion
-from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatRequest
+from marin_rl.inference.client.protocol import ChatClient, ChatRequest
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver

@@ -210,9 +210,9 @@ class PolicyServer:
             busy=engine.active,
             queued=engine.queued,
             paused=engine.paused,
-            sharing=engine.sharing,
-            keeps_prefixes=engine.keeps_prefixes,
-            invariance=engine.invariance,
+            sharing=engine.plan.sharing,
+            keeps_prefixes=engine.plan.keeps_prefixes,
+            invariance=engine.plan.invariance,
         )
 
     def _count_update(self, update: Update) -> None:

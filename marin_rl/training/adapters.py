@@ -5,7 +5,7 @@ they change (see `marin_rl.lora`). So a policy with an adapter is one dictionary
 those named by `trained_names` are trained, and a template decides which names there are. The base
 may be quantised: its weight PATH is then the arrays PATH:codes, PATH:scales and so on. No array is
 cut into layers, which would copy the base: each layer reads its part of the whole
-(`marin_rl.inference.quantized_matrix`).
+(`marin_rl.inference.linear_layers`).
 """
 
 import dataclasses

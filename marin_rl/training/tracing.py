@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.inference.adapters import BankSizes
-from marin_rl.inference.tracing import trace_engine
+from marin_rl.inference.warm_up import trace_engine
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.training.adapters import Modules, warm_start_config
 from marin_rl.training.compiled_step import (

@@ -56,7 +56,7 @@ def test_loading_amid_a_request_changes_none_of_its_bits(engine, model):
 
 def test_a_dialogue_on_an_adapter_goes_on_from_its_own_cache(model):
     engine = engine_of(model, adapters_max=3, adapter_rank_max=8, prefix_cache=True)
-    if not engine.keeps_prefixes:
+    if not engine.plan.keeps_prefixes:
         engine.close()
         pytest.skip("on this machine prefill and decode have other bits: nothing is kept")
     try:

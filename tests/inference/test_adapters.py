@@ -1,6 +1,7 @@
 """Adapters in the engine: each sequence with its own, whatever the others have."""
 
 import threading
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from marin_rl.inference.adapters import (
     LoadedAdapter,
 )
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.low_rank import LayerAdapters, LowRank
+from marin_rl.inference.layer_matrices import LayerAdapters, LowRank
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -40,11 +41,8 @@ def test_logprobs_are_those_of_the_merged_model(engine, model):
 @pytest.mark.parametrize("name", ["qwen2", "gemma"])
 def test_logprobs_of_other_families_are_those_of_the_merged_model(name):
     model = tiny_model(name)
-    engine = engine_of(model, adapters_max=2, adapter_rank_max=4)
-    try:
+    with closing(engine_of(model, adapters_max=2, adapter_rank_max=4)) as engine:
         check_against_merged(engine, model)
-    finally:
-        engine.close()
 
 
 def check_against_merged(engine, model):
@@ -76,8 +74,7 @@ def test_modules_that_an_adapter_leaves_out_add_nothing(engine, model):
 
 @pytest.mark.slow
 def test_a_bank_beyond_the_mask_reads_each_sequences_own(model):
-    engine = engine_of(model, adapters_max=9, adapter_rank_max=8)
-    try:
+    with closing(engine_of(model, adapters_max=9, adapter_rank_max=8)) as engine:
         adapters = [adapter_for(model, seed, rank=8) for seed in range(9)]
         numbers = [load(engine, adapter) for adapter in adapters]
         with together(engine):
@@ -85,8 +82,6 @@ def test_a_bank_beyond_the_mask_reads_each_sequences_own(model):
         models = [model, *(merged(model, adapter) for adapter in adapters)]
         for future, own in zip(futures, models, strict=True):
             check_logprobs(future.result(timeout=120), own, request_of().prompt_ids)
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow
@@ -164,8 +159,7 @@ def test_in_place_new_requests_get_the_new_one_and_old_ones_end_on_theirs(engine
 
 @pytest.mark.slow
 def test_adapters_of_one_row_share_no_cache(model):
-    engine = engine_of(model, adapters_max=1, adapter_rank_max=8, prefix_cache=True)
-    try:
+    with closing(engine_of(model, adapters_max=1, adapter_rank_max=8, prefix_cache=True)) as engine:
         prompts = []
         for seed in range(2):
             adapter = adapter_for(model, seed)
@@ -179,8 +173,6 @@ def test_adapters_of_one_row_share_no_cache(model):
         again = result_of(engine, request_of(20))
         assert again.cached_tokens == 0
         check_logprobs(again, model, prompts[0])
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow
@@ -225,12 +217,9 @@ def test_a_write_that_fails_after_an_unload_fails_its_load_alone(engine, model, 
 
 @pytest.mark.slow
 def test_an_engine_without_room_says_so(model):
-    engine = engine_of(model)
-    try:
-        with pytest.raises(InputError, match=r"adapters_max of at least 1, found 0"):
-            load(engine, adapter_for(model))
-    finally:
-        engine.close()
+    refused = pytest.raises(InputError, match=r"adapters_max of at least 1, found 0")
+    with closing(engine_of(model)) as engine, refused:
+        load(engine, adapter_for(model))
     roomy = engine_of(model, adapters_max=3, adapter_rank_max=8)
     roomy.close()
     with pytest.raises(InferenceError, match="the engine is closed"):

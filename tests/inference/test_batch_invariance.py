@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +22,15 @@ from support.models import tiny_model
 
 from marin_rl.compilation import CACHE_VARIABLE
 from marin_rl.inference import batch_invariance
-from marin_rl.inference.attention import SHARE, times_cached
 from marin_rl.inference.batch_invariance import (
     Invariance,
+    Prover,
     Shapes,
     invariance_of,
+    random_weights,
     recorded_proofs,
 )
-from marin_rl.inference.invariance_trials import Prover, random_weights
-from marin_rl.inference.kv_cache import BLOCK_MIN
+from marin_rl.inference.kv_cache import BLOCK_MIN, SHARE, times_cached
 from marin_rl.inference.runner import Runner
 from marin_rl.inference.weights import DecoderSpec
 
@@ -93,15 +94,12 @@ def products_alike(spec: DecoderSpec, slots: int) -> bool:
 @pytest.mark.parametrize("name", others_slow(["llama", "llama-gqa"], "llama-gqa"))
 def test_sharing_is_proven_exactly_where_the_products_have_the_same_bits(name):
     """With a single query per key a library has a kernel of its own: most machines refuse it."""
-    engine = engine_of(tiny_model(name), lanes=1)
-    try:
+    with closing(engine_of(tiny_model(name), lanes=1)) as engine:
         runner: Runner = engine._runner
         shapes = replace(runner.plan, can_share=True).shapes
         fused = random_weights(runner._decoder(engine.policy), runner.put)
         prover = Prover(shapes, fused, runner.rotary, runner.buckets, runner.put)
         assert prover.prove().shared is products_alike(engine.spec, shapes.slots)
-    finally:
-        engine.close()
 
 
 def test_a_proof_is_made_once_and_read_by_the_next_process(records):
@@ -174,11 +172,10 @@ def test_without_a_proof_an_engine_keeps_the_promise_in_another_way(records, lac
     record["equal"][lacking] = False
     file.write_text(json.dumps(record))
     forget()
-    engine = engine_of(model, lanes=1)
-    try:
+    with closing(engine_of(model, lanes=1)) as engine:
         runner = engine._runner
-        assert getattr(engine.invariance, lacking) is False
-        assert not (engine.sharing and lacking in ("shared", "slots"))
+        assert getattr(engine.plan.invariance, lacking) is False
+        assert not (engine.plan.sharing and lacking in ("shared", "slots"))
         assert runner.lanes.count == (8 if lacking == "slots" else 1)
         assert runner.plan.prefill_rows == (1 if lacking == "prompts" else 4)
         rng = random.Random(printed_seed())
@@ -186,5 +183,3 @@ def test_without_a_proof_an_engine_keeps_the_promise_in_another_way(records, lac
         expected = [bits(result_of(engine, request)) for request in requests]
         for index, result in results_under_load(engine, requests, rng):
             assert bits(result) == expected[index], index
-    finally:
-        engine.close()

@@ -2,6 +2,7 @@
 
 import random
 from concurrent.futures import Future, wait
+from contextlib import closing
 
 import equinox as eqx
 import jax
@@ -24,7 +25,8 @@ from support.models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tin
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.logprobs import score_tokens
-from marin_rl.inference.programs import compiled_layers, decode_chunk
+from marin_rl.inference.programs import decode_chunk
+from marin_rl.inference.weight_fusion import compiled_layers
 from marin_rl.types import Sampling
 
 
@@ -32,16 +34,13 @@ from marin_rl.types import Sampling
 @pytest.mark.parametrize("family", others_slow(FAMILIES, "llama"))
 def test_logprobs_are_those_of_the_models_own_forward(family):
     model = tiny_model(family)
-    engine = engine_of(model)
-    try:
+    with closing(engine_of(model)) as engine:
         for temperature in (1.0, 0.7):
             request = request_of(45, n=3, max_tokens=50, temperature=temperature)
             for sample in result_of(engine, request).samples:
                 truth = full_logprobs(model, request.prompt_ids, sample.token_ids, temperature)
                 assert len(sample.token_ids) == 50
                 assert np.abs(sample.logprobs - truth).max() < 1e-4
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("length", others_slow([1, 2, 16, 17, 33, 64], 16, 17))
@@ -68,12 +67,9 @@ def test_bitwise_the_same_alone_and_under_any_load(engine, model):
 def test_bitwise_the_same_in_another_engine(engine, model):
     requests = random_requests(random.Random(3), 6)
     here = [bits(result_of(engine, request)) for request in requests]
-    other = engine_of(model)
-    try:
+    with closing(engine_of(model)) as other:
         for request, expected in zip(reversed(requests), reversed(here), strict=True):
             assert bits(result_of(other, request)) == expected
-    finally:
-        other.close()
 
 
 @pytest.mark.bits
@@ -184,8 +180,8 @@ def test_top_k_logprobs_are_those_of_the_filtered_distribution(engine, model):
 
 
 def test_swapped_weights_are_the_ones_that_sample(model):
-    engine, other = engine_of(model), tiny_model(seed=9)
-    try:
+    other = tiny_model(seed=9)
+    with closing(engine_of(model)) as engine:
         request = request_of()
         before = result_of(engine, request)
         engine.swap(other, 2, "two")
@@ -195,8 +191,6 @@ def test_swapped_weights_are_the_ones_that_sample(model):
         assert after.samples[0].policy_versions is None
         truth = full_logprobs(other, request.prompt_ids, after.samples[0].token_ids)
         assert np.abs(after.samples[0].logprobs - truth).max() < 1e-4
-    finally:
-        engine.close()
 
 
 def pointers(arrays: object) -> set[int]:
@@ -223,32 +217,16 @@ def test_arrays_on_a_mesh_are_gathered_and_run_the_same_program(engine, model):
 
 
 def test_a_swap_in_the_middle_has_versions_per_token_and_takes_no_copy(model):
-    engine, other = engine_of(model), tiny_model(seed=9)
-    try:
+    other = tiny_model(seed=9)
+    with closing(engine_of(model)) as engine:
         with amid(engine, request_of(max_tokens=80), delta=3) as (future, _):
             engine.swap(other, 2, "two")
         assert pointers(engine.policy.weights) <= pointers(eqx.filter(other, eqx.is_array))
         result = future.result(timeout=120)
-    finally:
-        engine.close()
     versions = result.samples[0].policy_versions
     assert result.weight_version == 2
     assert versions is not None
     assert versions.tolist() == [1] * 12 + [2] * 68
-
-
-def test_a_cancelled_request_frees_its_slots(model):
-    engine = engine_of(model)
-    try:
-        with amid(engine, request_of(n=8, max_tokens=80), delta=16) as (running, _):
-            queued = engine.submit(request_of(n=8, max_tokens=80))
-            assert running.cancel()
-            assert queued.cancel()
-        assert len(result_of(engine, request_of(n=8, max_tokens=2)).samples) == 8
-        assert engine.queued == 0
-        assert engine.stats.tokens < 8 * 80
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -276,16 +254,13 @@ def test_logits_that_are_not_finite_fail_their_requests_and_spoil_nothing_else(m
     broken = eqx.tree_at(
         lambda m: m.transformer.norm.weight, model, model.transformer.norm.weight * jnp.nan
     )
-    engine = engine_of(model)
-    try:
+    with closing(engine_of(model)) as engine:
         healthy = bits(result_of(engine, request_of(n=8)))
         engine.swap(broken, 2, "broken")
         with pytest.raises(InferenceError, match="not finite"):
             result_of(engine, request_of(n=8))
         engine.swap(model, 3, "three")
         assert bits(result_of(engine, request_of(n=8))) == healthy
-    finally:
-        engine.close()
 
 
 def test_a_model_of_another_shape_is_refused_and_the_old_one_goes_on(engine):

@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -20,8 +22,7 @@ from support.models import tiny_model
 
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine, VersionInUse
-from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
-from marin_rl.inference.policy import Policy
+from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult, Policy
 
 
 class Listener:
@@ -108,8 +109,7 @@ def test_a_listener_that_fails_takes_its_own_request_down_and_no_other(engine):
 
 
 def test_no_delta_comes_after_a_request_was_cancelled(model):
-    engine = engine_of(model)
-    try:
+    with closing(engine_of(model)) as engine:
         # the first delta of the second chunk: seven more would follow
         with amid(engine, request_of(n=8, max_tokens=80), delta=9) as (running, deltas):
             queued = engine.submit(request_of(n=8, max_tokens=80))
@@ -122,14 +122,12 @@ def test_no_delta_comes_after_a_request_was_cancelled(model):
         assert engine.stats.cancelled == 2
         assert (engine.queued, engine.active) == (0, 0)
         assert wait([running, queued], timeout=60).not_done == set()
-    finally:
-        engine.close()
 
 
 @pytest.mark.bits
 def test_a_paused_engine_runs_no_chunk_and_goes_on_where_it_was(model):
-    engine, other = engine_of(model), tiny_model(seed=9)
-    try:
+    other = tiny_model(seed=9)
+    with closing(engine_of(model)) as engine:
         expected = bits(result_of(engine, request_of(max_tokens=80)))
         running = paused_amid(engine, request_of(max_tokens=80))
         assert engine.paused
@@ -150,21 +148,29 @@ def test_a_paused_engine_runs_no_chunk_and_goes_on_where_it_was(model):
         engine.resume()
         assert swapped.result(timeout=120).weight_version == 2
         assert swapped.result().samples[0].policy_versions is None
-    finally:
-        engine.close()
 
 
-def test_a_pause_that_is_taken_back_in_mid_chunk_waits_no_longer(model):
-    engine = engine_of(model)
+@contextmanager
+def held(engine: Engine) -> Iterator[tuple[Future[GenerationResult], threading.Event]]:
+    """A request whose first chunk goes on until the event is set; the engine is closed after it."""
     begun, release = threading.Event(), threading.Event()
 
-    def hold(delta: Delta) -> None:
+    def hold(_: Delta) -> None:
         begun.set()
         release.wait(60)
 
     try:
         running = engine.submit(request_of(), hold)
         assert begun.wait(60)
+        yield running, release
+    finally:
+        release.set()
+        engine.close()
+
+
+def test_a_pause_that_is_taken_back_in_mid_chunk_waits_no_longer(model):
+    engine = engine_of(model)
+    with held(engine) as (running, release):
         pausing = threading.Thread(target=engine.pause)
         pausing.start()
         while not engine.paused:
@@ -175,22 +181,11 @@ def test_a_pause_that_is_taken_back_in_mid_chunk_waits_no_longer(model):
         assert not release.is_set()
         release.set()
         assert len(running.result(timeout=120).samples) == 1
-    finally:
-        release.set()
-        engine.close()
 
 
 def test_other_weights_of_the_same_version_wait_for_running_requests(model):
     engine, other = engine_of(model), tiny_model(seed=9)
-    begun, release = threading.Event(), threading.Event()
-
-    def hold(delta: Delta) -> None:
-        begun.set()
-        release.wait(60)
-
-    try:
-        running = engine.submit(request_of(), hold)
-        assert begun.wait(60)
+    with held(engine) as (running, release):
         with pytest.raises(VersionInUse, match="expected the digest one, found two"):
             engine.swap(other, 1, "two")
         engine.swap(model, 1, "one")
@@ -198,9 +193,6 @@ def test_other_weights_of_the_same_version_wait_for_running_requests(model):
         assert running.result(timeout=120).parameters_digest == "one"
         engine.swap(other, 1, "two")
         assert result_of(engine, request_of()).parameters_digest == "two"
-    finally:
-        release.set()
-        engine.close()
 
 
 @pytest.mark.bits
@@ -244,8 +236,7 @@ class Between(Future[GenerationResult]):
 @pytest.mark.slow
 @pytest.mark.usefixtures("itself_compiled_quickly")
 def test_a_cancellation_at_the_end_of_another_request_takes_effect(model):
-    engine = engine_of(model, chunk_steps=1)
-    try:
+    with closing(engine_of(model, chunk_steps=1)) as engine:
         victim = paused_amid(engine, request_of(max_tokens=80))
         engine._pending.note_cancelled(Between(victim))
         engine.resume()
@@ -254,13 +245,10 @@ def test_a_cancellation_at_the_end_of_another_request_takes_effect(model):
         assert engine.stats.cancelled == 1
         assert engine.active == 0
         assert engine.stats.tokens < 80
-    finally:
-        engine.close()
 
 
 def test_a_client_that_leaves_while_the_engine_is_paused_is_released(model):
-    engine = engine_of(model)
-    try:
+    with closing(engine_of(model)) as engine:
         running = paused_amid(engine, request_of(max_tokens=80))
         waiting = [engine.submit(request_of()) for _ in range(3)]
         assert (engine.queued, engine.active) == (3, 1)
@@ -269,8 +257,6 @@ def test_a_client_that_leaves_while_the_engine_is_paused_is_released(model):
         wait_until(lambda: (engine.queued, engine.active) == (0, 0))
         assert engine.paused
         assert engine.stats.cancelled == 4
-    finally:
-        engine.close()
 
 
 def test_an_engine_that_dies_fails_every_waiting_request(model, monkeypatch):

@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import closing
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from support.models import VOCABULARY, tiny_model
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.engine_stats import EngineStats
+from marin_rl.inference.engine_step import EngineStats
 from marin_rl.inference.generation import Delta, GenerationRequest
 from marin_rl.types import Sampling
 
@@ -54,8 +55,7 @@ def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
 @pytest.mark.parametrize("chunk_steps", [4, 16, 64])
 def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
     config = EngineConfig(slots=16, chunk_steps=chunk_steps, prefill_rows=4)
-    engine = Engine(tiny_model(max_seq_len=1024), config, context_length=1024)
-    try:
+    with closing(Engine(tiny_model(max_seq_len=1024), config, context_length=1024)) as engine:
         arrivals = Arrivals(engine, mixed_requests(seed=11, count=60), waiting=6)
         engine.pause()
         arrivals()
@@ -71,8 +71,6 @@ def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
         assert share >= 0.8
         # groups that got few free slots share their prompt too
         assert stats.prefilled_prompts <= 60 + 3
-    finally:
-        engine.close()
 
 
 def iter_futures(arrivals: Arrivals):
@@ -84,8 +82,7 @@ def iter_futures(arrivals: Arrivals):
 
 @pytest.mark.bits
 def test_a_group_that_finds_few_free_slots_copies_its_prompt_from_a_sibling(model):
-    engine = engine_of(model)
-    try:
+    with closing(engine_of(model)) as engine:
         request = request_of(40, n=21, max_tokens=9)
         expected = [
             bits(result_of(engine, request_of(40, seed=7 + index, max_tokens=9)))[0]
@@ -103,16 +100,14 @@ def test_a_group_that_finds_few_free_slots_copies_its_prompt_from_a_sibling(mode
         copied = after.copied_prompts - before.copied_prompts
         assert copied > 0
         assert prefilled < 2 + 6
-    finally:
-        engine.close()
 
 
 @pytest.mark.isa
 @pytest.mark.slow
 @pytest.mark.bits
 def test_a_siblings_prompt_is_not_shared_across_a_swap(model):
-    engine, other = engine_of(model, slots=4, chunk_steps=2), tiny_model(seed=9)
-    try:
+    other = tiny_model(seed=9)
+    with closing(engine_of(model, slots=4, chunk_steps=2)) as engine:
         swapped = False
 
         def swap_once(delta: Delta) -> None:
@@ -135,15 +130,12 @@ def test_a_siblings_prompt_is_not_shared_across_a_swap(model):
             for index in range(6)
         }
         assert {sample.token_ids.tobytes() for sample in fresh} <= alone
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("itself_compiled_quickly")
 def test_prompts_that_come_while_others_decode_are_let_in_a_few_at_a_time(model):
-    engine = engine_of(model, slots=8, chunk_steps=2)
-    try:
+    with closing(engine_of(model, slots=8, chunk_steps=2)) as engine:
         seated: list[int] = []
         newcomers = []
 
@@ -160,8 +152,6 @@ def test_prompts_that_come_while_others_decode_are_let_in_a_few_at_a_time(model)
             future.result(timeout=120)
         # four chunks' worth of tokens is one bucket of 64: one prompt a round
         assert seated[:5] == [1, 2, 3, 4, 5]
-    finally:
-        engine.close()
 
 
 def test_a_chunk_ends_when_every_sequence_has_ended(engine):
@@ -204,8 +194,7 @@ def test_slots_that_are_done_ask_for_nothing(engine):
 
 @pytest.mark.bits
 def test_an_engine_that_sleeps_holds_no_caches_and_answers_the_same_once_woken(model):
-    engine = engine_of(model)
-    try:
+    with closing(engine_of(model)) as engine:
         request = request_of(20, n=3, max_tokens=9, seed=5)
         expected = bits(result_of(engine, request))
         engine.pause()
@@ -220,5 +209,3 @@ def test_an_engine_that_sleeps_holds_no_caches_and_answers_the_same_once_woken(m
         assert not engine._runner.memory.caches
         assert bits(result_of(engine, request)) == expected
         assert engine._runner.memory.caches  # a request ends what was asked before it
-    finally:
-        engine.close()

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -276,8 +277,7 @@ def test_a_constraint_that_cannot_be_made_fails_its_request(engine):
 @pytest.mark.parametrize("family", others_slow(FAMILIES, "llama3-rope"))
 def test_a_prompt_is_scored_as_by_the_full_forward(family):
     model = tiny_model(family)
-    engine = engine_of(model)
-    try:
+    with closing(engine_of(model)) as engine:
         for length in (1, 2, 16, 17, 95):
             request = request_of(length, score_prompt=True, max_tokens=1, top_logprobs=4)
             scores = result_of(engine, request).prompt_scores
@@ -293,8 +293,6 @@ def test_a_prompt_is_scored_as_by_the_full_forward(family):
             np.testing.assert_allclose(scores.top_logprobs[1:], expected, atol=1e-4)
             told = np.take_along_axis(every, scores.top_ids[1:].astype(np.int64), axis=1)
             np.testing.assert_allclose(told, expected, atol=1e-4)
-    finally:
-        engine.close()
 
 
 def test_a_prompt_can_be_scored_without_a_completion(engine):

@@ -14,10 +14,9 @@ from support.engines import bits, engine_of, request_of, result_of
 from support.models import tiny_model
 
 from marin_rl.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts
-from marin_rl.inference.attention import SHARE
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest
-from marin_rl.inference.kv_cache import BLOCK_MIN
+from marin_rl.inference.kv_cache import BLOCK_MIN, SHARE
 
 pytestmark = pytest.mark.bits
 
@@ -27,10 +26,10 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
     """One that shares where that is proven; one of the same programs that never does."""
     model = tiny_model("llama-gqa")
     sharing, apart = engine_of(model, lanes=1), engine_of(model, lanes=1)
-    assert sharing.sharing == sharing.invariance.shared
-    unproven = replace(apart.invariance, shared=False)
+    assert sharing.plan.sharing == sharing.plan.invariance.shared
+    unproven = replace(apart.plan.invariance, shared=False)
     apart._runner.plan = replace(apart._runner.plan, invariance=unproven)
-    assert not apart.sharing
+    assert not apart.plan.sharing
     yield sharing, apart
     sharing.close()
     apart.close()

@@ -4,6 +4,7 @@ tests/golden/hf-greedy.json is written by tests/golden/make_hf_golden.py with tr
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,11 +102,8 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(checkpoint):
     cases = checkpoint.golden["greedy"]
     assert min(len(case["tokens"]) for case in cases) >= 48
     assert {len(case["prompt"]) for case in cases} >= {1, 2}
-    engine = engine_of(checkpoint.model)
-    try:
+    with closing(engine_of(checkpoint.model)) as engine:
         samples = completed(engine, [ids_of(c["prompt"]) for c in cases], len(cases[0]["tokens"]))
-    finally:
-        engine.close()
     for case, sample in zip(cases, samples, strict=True):
         assert sample.token_ids.tolist() == case["tokens"]
         np.testing.assert_allclose(sample.logprobs, case["logprobs"], atol=1e-4, rtol=0)
@@ -154,12 +152,9 @@ class Bfloat16(NamedTuple):
 def bfloat16(request: pytest.FixtureRequest) -> Bfloat16:
     model, rng = tiny_model(request.param), np.random.default_rng(0)
     prompts = [rng.integers(2, 103, length).astype(np.int32) for length in (1, 5, 9, 16)]
-    engine = engine_of(model, jnp.bfloat16)
-    try:
+    with closing(engine_of(model, jnp.bfloat16)) as engine:
         sampled = completed(engine, prompts, COUNT, temperature=1.0)
         greedy = completed(engine, prompts, COUNT)
-    finally:
-        engine.close()
     return Bfloat16(model, prompts, sampled, greedy)
 
 

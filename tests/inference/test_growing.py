@@ -1,6 +1,7 @@
 """A cache that follows use: what is compiled for whom, and sequences that move as it grows."""
 
 from concurrent.futures import Future
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -28,11 +29,8 @@ def growing_engine(context: int = CONTEXT) -> tuple[Engine, GrowingRunner]:
 def of_fixed(requests: list[GenerationRequest], context: int = CONTEXT) -> list[GenerationResult]:
     """Results of an engine of six slots whose cache is fixed."""
     config = EngineConfig(slots=SLOTS, chunk_steps=4, prefill_rows=4, lanes=1)
-    engine = Engine(tiny_model(), config, context_length=context)
-    try:
+    with closing(Engine(tiny_model(), config, context_length=context)) as engine:
         return [engine.submit(request).result(timeout=120) for request in requests]
-    finally:
-        engine.close()
 
 
 def assert_alike(ours: GenerationResult, theirs: GenerationResult) -> None:

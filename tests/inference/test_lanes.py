@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import closing
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,7 @@ from marin_rl.cpu_streams import (
 from marin_rl.errors import InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta
-from marin_rl.inference.programs import compiled_layers, fused_weights
+from marin_rl.inference.weight_fusion import compiled_layers, fused_weights
 from marin_rl.inference.weights import read_model
 from marin_rl.machine import pool_threads
 
@@ -189,8 +190,8 @@ def test_an_idle_engine_holds_no_copy_of_the_weights_for_long(laned, monkeypatch
 @pytest.mark.parametrize("ends", ["sleep", "pause", "swap"])
 def test_the_copys_memory_is_freed_on_request(model, ends, monkeypatch):
     copy_kept_s(monkeypatch, 3600)
-    engine, other = engine_of(model), tiny_model(seed=1)
-    try:
+    other = tiny_model(seed=1)
+    with closing(engine_of(model)) as engine:
         result_of(engine, request_of())
         assert engine._runner.memory.fused is not None
         if ends == "swap":
@@ -198,8 +199,6 @@ def test_the_copys_memory_is_freed_on_request(model, ends, monkeypatch):
         else:
             getattr(engine, ends)()
         wait_until_the_copy_is_gone(engine)
-    finally:
-        engine.close()
 
 
 def test_weights_that_are_not_fused_are_the_trainers_own_arrays(model):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -20,13 +21,8 @@ from support.quick_programs import QUICK_FLAG
 from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
-from marin_rl.inference.programs import (
-    ChunkInputs,
-    Limits,
-    compiled_layers,
-    decode_chunk,
-    fused_weights,
-)
+from marin_rl.inference.programs import ChunkInputs, Limits, decode_chunk
+from marin_rl.inference.weight_fusion import compiled_layers, fused_weights
 from marin_rl.inference.weights import read_model
 from marin_rl.training.mesh import layout_of
 from marin_rl.training.model import named_parameters, with_parameters
@@ -84,11 +80,8 @@ def answers(engine: Engine) -> list[tuple[np.ndarray, np.ndarray]]:
 @cache
 def expected(seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Results of one device."""
-    engine = engine_of(model_of(seed))
-    try:
+    with closing(engine_of(model_of(seed))) as engine:
         return answers(engine)
-    finally:
-        engine.close()
 
 
 def assert_alike(found: list, truth: list) -> None:
@@ -110,8 +103,7 @@ def check(**sizes: int) -> None:
     """Greedy answers as on one device; a swap takes references and compiles nothing."""
     first, second = model_of(0), model_of(1)
     spread, other = on_mesh(first, **sizes), on_mesh(second, **sizes)
-    engine = engine_of(spread)
-    try:
+    with closing(engine_of(spread)) as engine:
         assert pointers(engine.policy.weights) <= pointers(spread)
         assert_alike(answers(engine), expected(0))
         check_spread(engine, **sizes)
@@ -120,8 +112,6 @@ def check(**sizes: int) -> None:
         assert pointers(engine.policy.weights) <= pointers(other)
         assert_alike(answers(engine), expected(1))
         assert [program._cache_size() for program in PROGRAMS] == compiled
-    finally:
-        engine.close()
 
 
 def check_spread(engine: Engine, data: int = 1, fsdp: int = 1, tensor: int = 1) -> None:
@@ -192,11 +182,8 @@ def gathers(program: jax.stages.Lowered) -> list[str]:
 @pytest.mark.slow
 def test_a_model_on_one_device_stays_there():
     spec, weights = read_model(model_of(0))
-    engine = engine_of(model_of(0))
-    try:
+    with closing(engine_of(model_of(0))) as engine:
         assert engine.spec == spec
         for leaf in jax.tree.leaves((engine.policy.weights, engine._runner.memory.caches)):
             assert leaf.sharding.device_set == {jax.devices()[0]}
         assert len(jax.tree.leaves(weights)) == len(jax.tree.leaves(engine.policy.weights))
-    finally:
-        engine.close()

@@ -6,6 +6,7 @@ is kept, and these tests are skipped.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,9 +16,8 @@ from support.engines import bits, engine_of, prompt_of, result_of, together
 from support.models import tiny_model
 
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.engine_stats import EngineStats
-from marin_rl.inference.generation import GenerationRequest, GenerationResult
-from marin_rl.inference.jobs import Job
+from marin_rl.inference.engine_step import EngineStats
+from marin_rl.inference.generation import GenerationRequest, GenerationResult, Job
 from marin_rl.inference.pieces import CALL_STEPS, Extension, packed
 from marin_rl.types import Sampling
 
@@ -26,7 +26,7 @@ SLOTS = 4
 
 def keeping_engine(model: LmHeadModel, **options: int) -> Engine:
     engine = engine_of(model, **{"slots": SLOTS} | options, prefix_cache=True)
-    if not engine.keeps_prefixes:
+    if not engine.plan.keeps_prefixes:
         engine.close()
         pytest.skip("on this machine prefill and decode have other bits: nothing is kept")
     return engine
@@ -78,13 +78,10 @@ def all_bits(results: Sequence[GenerationResult]) -> list[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "slots"), [("llama-gqa", 8), ("qwen3", 5)])
 def test_every_model_continues_with_the_same_bits(name, slots):
-    engine = keeping_engine(tiny_model(name), slots=slots, lanes=1)
-    try:
+    with closing(keeping_engine(tiny_model(name), slots=slots, lanes=1)) as engine:
         continued = dialogue(engine, turns=3)
         assert [result.cached_tokens for result in continued] == [0, 28, 42]
         assert all_bits(dialogue(engine, turns=3, reset=True)) == all_bits(continued)
-    finally:
-        engine.close()
 
 
 @pytest.mark.bits
@@ -160,8 +157,7 @@ def test_a_newcomer_leaves_the_slot_of_a_dialogue_that_comes_with_it(keeping):
 
 @pytest.mark.bits
 def test_other_weights_never_read_it_though_their_version_is_the_same(model):
-    engine = keeping_engine(model)
-    try:
+    with closing(keeping_engine(model)) as engine:
         prompt = prompt_of(20)
         first = result_of(engine, turn_of(prompt, seed=1))
         following = turn_of(next_prompt(prompt, first, 5, 1), seed=2)
@@ -173,13 +169,11 @@ def test_other_weights_never_read_it_though_their_version_is_the_same(model):
         # nor the first weights' what they had left before
         engine.swap(model, 1, "one")
         assert result_of(engine, following).cached_tokens == 0
-    finally:
-        engine.close()
 
 
 def test_a_sequence_that_two_policies_drew_is_not_kept(model):
-    engine, other = keeping_engine(model), tiny_model(seed=9)
-    try:
+    other = tiny_model(seed=9)
+    with closing(keeping_engine(model)) as engine:
         swaps: list[int] = []
 
         def swap(_: object) -> None:
@@ -192,8 +186,6 @@ def test_a_sequence_that_two_policies_drew_is_not_kept(model):
         assert first.samples[0].policy_versions is not None
         following = turn_of(next_prompt(prompt, first, 5, 1), seed=2)
         assert result_of(engine, following).cached_tokens == 0
-    finally:
-        engine.close()
 
 
 def test_adapters_never_read_each_others_cache(keeping):
@@ -215,8 +207,7 @@ def test_adapters_never_read_each_others_cache(keeping):
 
 @pytest.mark.bits
 def test_an_engine_that_slept_starts_over(model):
-    engine = keeping_engine(model)
-    try:
+    with closing(keeping_engine(model)) as engine:
         continued = dialogue(engine, turns=2)
         prompt = next_prompt(prompt_of(20), continued[0], 5, 0)
         engine.sleep()
@@ -224,8 +215,6 @@ def test_an_engine_that_slept_starts_over(model):
         # a request that comes before the caches were given back still finds them
         assert again.cached_tokens in (0, 33)
         assert bits(again) == bits(continued[1])
-    finally:
-        engine.close()
 
 
 @pytest.mark.bits
@@ -247,7 +236,7 @@ def test_abandoned_and_stopped_sequences_leave_what_they_computed(keeping):
 
 
 def test_without_the_key_nothing_is_kept(engine):
-    assert not engine.keeps_prefixes
+    assert not engine.plan.keeps_prefixes
     before = engine.stats.snapshot()
     dialogue(engine, turns=2)
     assert added(engine, before) == (19 + 33, 0)
@@ -255,17 +244,14 @@ def test_without_the_key_nothing_is_kept(engine):
 
 def test_without_the_proof_turns_are_prefilled_from_their_start(model, monkeypatch, caplog):
     monkeypatch.setattr(
-        "marin_rl.inference.invariance_trials.Prover._continued_alike", lambda *_: False
+        "marin_rl.inference.batch_invariance.Prover._continued_alike", lambda *_: False
     )
     monkeypatch.setattr("marin_rl.inference.batch_invariance._known", {})
     monkeypatch.setattr("marin_rl.inference.batch_invariance.programs_folder", lambda: None)
-    engine = engine_of(model, slots=SLOTS, prefix_cache=True)
-    try:
-        assert not engine.keeps_prefixes
+    with closing(engine_of(model, slots=SLOTS, prefix_cache=True)) as engine:
+        assert not engine.plan.keeps_prefixes
         assert [result.cached_tokens for result in dialogue(engine, turns=2)] == [0, 0]
         assert "every turn of a dialogue is prefilled from its start" in caplog.text
-    finally:
-        engine.close()
 
 
 def test_pieces_fill_steps_in_the_order_of_positions():

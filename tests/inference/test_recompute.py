@@ -1,6 +1,7 @@
 """A swap amid completions: which policy's forward, over which cache, each token was drawn by."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -97,8 +98,7 @@ def test_tokens_before_are_the_old_policys_and_those_after_a_fresh_prefills(
 @pytest.mark.isa
 @pytest.mark.bits
 def test_without_it_the_cache_of_earlier_positions_stays_the_old_weights(model, other):
-    engine = engine_of(model)
-    try:
+    with closing(engine_of(model)) as engine:
         request = request_of(max_tokens=30, raw_logprobs=True)
         result = swapped_amid(engine, request, other, recompute_kv_cache=False)
         (sample,) = result.samples
@@ -107,26 +107,21 @@ def test_without_it_the_cache_of_earlier_positions_stays_the_old_weights(model, 
         ids = np.concatenate([request.prompt_ids, sample.token_ids[:count]])
         expected = full_logprobs(other, ids, sample.token_ids[count:])
         assert np.abs(raw_of(sample)[count:] - expected).max() > 1e-3
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow
 @pytest.mark.isa
 @pytest.mark.bits
 def test_a_recomputed_sequence_leaves_its_cache_to_the_next_turn(model, other):
-    engine = engine_of(model, prefix_cache=True)
-    try:
+    with closing(engine_of(model, prefix_cache=True)) as engine:
         request = request_of(max_tokens=30)
         (sample,) = swapped_amid(engine, request, other).samples
         ids = np.concatenate([request.prompt_ids, sample.token_ids, prompt_of(5, seed=3)])
         following = replace(request, prompt_ids=ids.astype(np.int32))
         continued = result_of(engine, following)
-        assert continued.cached_tokens == (39 if engine.keeps_prefixes else 0)
+        assert continued.cached_tokens == (39 if engine.plan.keeps_prefixes else 0)
         engine.reset_prefix_cache()
         assert bits(result_of(engine, following)) == bits(continued)
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from support.cases import others_slow, printed_seed
 
-from marin_rl.inference.stops import StopWatch, first_stop
+from marin_rl.inference.stops import StopStringScanner, first_stop
 
 CHARACTERS = ["a", "b", " ", ".", "\n", "é", "ß", "中", "文", "🙂", "👩‍🚀", "e\u0301"]
 
@@ -69,7 +69,7 @@ def the_slow_way(decode, stop: Sequence[str], tokens: list[int]) -> int | None:
     return None
 
 
-def in_chunks(watch: StopWatch, tokens: list[int], rng: random.Random) -> int | None:
+def in_chunks(watch: StopStringScanner, tokens: list[int], rng: random.Random) -> int | None:
     """As the engine does: ever more tokens, until one ends it."""
     before = 0
     while before < len(tokens):
@@ -107,7 +107,7 @@ def test_the_end_is_that_of_decoding_every_prefix(kind, seed):
             stop += (text[at : at + 4],)
         expected = the_slow_way(vocabulary.decode, stop, tokens)
         for _ in range(2):
-            watch = StopWatch(vocabulary.decode, stop)
+            watch = StopStringScanner(vocabulary.decode, stop)
             assert in_chunks(watch, tokens, rng) == expected
         found += expected is not None
     assert found > 30
@@ -119,7 +119,7 @@ def test_random_bytes_are_no_harder():
     for _ in range(100):
         tokens = [rng.randrange(len(vocabulary.pieces)) for _ in range(200)]
         stop = (vocabulary.decode(tokens[120:123]) or "a", "中文")
-        watch = StopWatch(vocabulary.decode, stop)
+        watch = StopStringScanner(vocabulary.decode, stop)
         assert in_chunks(watch, tokens, rng) == the_slow_way(vocabulary.decode, stop, tokens)
 
 
@@ -132,7 +132,7 @@ def test_a_long_text_is_decoded_about_once_over():
         return "".join(chr(97 + i) for i in ids)
 
     tokens = [i % 7 for i in range(8000)]
-    watch = StopWatch(decode, ("never", "there"))
+    watch = StopStringScanner(decode, ("never", "there"))
     for after in range(16, 8001, 16):
         assert watch.first_end(tokens[:after], after - 16) is None
     # the whole text once per chunk would be two million
@@ -143,6 +143,6 @@ def test_a_stop_string_longer_than_the_text_so_far_matches_once_complete():
     decode = lambda ids: "".join(chr(97 + i) for i in ids)
     stop = "ab" * 128
     tokens = [5] * 300 + [0, 1] * 128 + [5] * 10
-    watch = StopWatch(decode, (stop,))
+    watch = StopStringScanner(decode, (stop,))
     ends = [watch.first_end(tokens[:after], after - 7) for after in range(7, 567, 7)]
     assert next(end for end in ends if end is not None) == 556

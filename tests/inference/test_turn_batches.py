@@ -8,8 +8,8 @@ import pytest
 
 from marin_rl.errors import BadResponse, EndpointUnavailable
 from marin_rl.inference.client.answers import ChatAnswer, Completion
+from marin_rl.inference.client.policy_client import IN_FLIGHT, TurnBatches
 from marin_rl.inference.client.protocol import ChatRequest, TurnsRequest
-from marin_rl.inference.client.turn_batches import IN_FLIGHT, TurnBatches
 from marin_rl.types import Sampling
 
 

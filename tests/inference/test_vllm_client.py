@@ -16,15 +16,13 @@ from support.vllm_stand_in import VllmStandIn
 
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import BadResponse, FleetEmpty, RequestRejected, StalePolicy
-from marin_rl.inference.canary_prompt import CANARY, CANARY_PROMPT, CANARY_SEED
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.fleet import FleetOptions
 from marin_rl.inference.client.fleet_sources import EndpointSource
-from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.proofs import VersionsProof
+from marin_rl.inference.client.policy_client import PolicyClient, client_of
+from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT, CANARY_SEED, VersionsProof
 from marin_rl.inference.client.protocol import ChatRequest, label_of, parse_label
-from marin_rl.inference.client.routes import client_of
-from marin_rl.inference.client.vllm import VllmDialect, spans_of
+from marin_rl.inference.client.token_dialects import VllmDialect, spans_of
 from marin_rl.serving.server import PolicyServer
 from marin_rl.types import Canary, Message, Sampling
 

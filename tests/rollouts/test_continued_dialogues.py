@@ -19,7 +19,7 @@ def test_a_second_turn_continues_from_the_cache_of_the_first_with_the_same_bits(
     keeping = ENGINE.model_copy(update={"prefix_cache": True})
     with serving(parameters_digest=DIGEST, engine=keeping) as server:
         engine = server.engine
-        if not engine.keeps_prefixes:
+        if not engine.plan.keeps_prefixes:
             pytest.skip("on this machine prefill and decode have other bits: nothing is kept")
         dialogues = [
             t.turns for t in play_dialogues(server, request, environment) if len(t.turns) == 2

@@ -12,8 +12,7 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
 from marin_rl.inference.client.answers import ChatAnswer, Completion
-from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatRequest, served_model_id
+from marin_rl.inference.client.protocol import ChatClient, ChatRequest, served_model_id
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.interruption import all_of
 from marin_rl.rollouts.trajectories import GroupRequest

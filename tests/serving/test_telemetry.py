@@ -16,9 +16,9 @@ from support.models import tiny_model
 from support.servers import CHAT, asks_well, chat_body, raw, serving, talk
 
 from marin_rl.config import ServerConfig
-from marin_rl.inference.adapter_loads import AdapterStats
+from marin_rl.inference.adapters import AdapterStats
 from marin_rl.inference.batch_invariance import UNPROVEN
-from marin_rl.inference.engine_stats import EngineStats
+from marin_rl.inference.engine_step import EngineStats
 from marin_rl.serving.http.access_log import (
     LINES_GATHERED_S,
     AccessLog,

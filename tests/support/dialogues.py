@@ -9,7 +9,7 @@ from support.fakes import served_policy
 from marin_rl.config import EnvironmentConfig, InferenceConfig, PolicyConfig
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.inference.client.routes import client_of
+from marin_rl.inference.client.policy_client import client_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.trajectories import GroupRequest, Trajectory

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from marin_rl.inference.client.answers import ChatAnswer, Completion
-from marin_rl.inference.client.chat_client import ChatClient
-from marin_rl.inference.client.protocol import ChatRequest, served_model_id
+from marin_rl.inference.client.protocol import ChatClient, ChatRequest, served_model_id
 from marin_rl.rollouts.interruption import Interruption
 
 END = 1

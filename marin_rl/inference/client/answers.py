@@ -1,7 +1,7 @@
-"""Answers of the chat route, and how they are read: tokens with their log-probabilities.
+"""Answers of the chat route, and their parsing: tokens with their log-probabilities.
 
-What an answer must have, and what is optional, stands with the requests (`protocol`). Another shape
-than expected is a BadResponse, with what was expected and what the endpoint sent.
+Required and optional fields are listed in `protocol`. Any other shape raises BadResponse, which
+says what was expected and what the endpoint sent.
 """
 
 from collections.abc import Mapping
@@ -32,10 +32,10 @@ class Completion:
 
     `logprobs` are those of the sampling distribution. `policy_versions` is None unless the weights
     were swapped while this sample was drawn, or others began it; `parameters_digest` then names
-    those of its last token. `tool_calls` are those that an endpoint of texts read; where there are
-    ids, calls are read from them (`rollouts.tool_turns`), `malformed` is what was
-    meant as a call and is none, and `sampled_text` has the calls in it. `weights` cover all of the
-    tokens where the endpoint is a vLLM that labels them, as long as it is not known what they mean.
+    the policy of its last token. `tool_calls` come from the endpoint if it gives texts, else they
+    are parsed from the ids (`rollouts.tool_turns`); `malformed` is text that was meant as a call,
+    and `sampled_text` includes the calls. `weights` are the labels of a vLLM, for all of
+    its tokens, until they are resolved to versions.
     """
 
     text: str
@@ -79,7 +79,10 @@ class ChatAnswer:
 def decode_answer(data: bytes) -> ChatAnswer:
     """Read a chat completion, ours or vLLM's; BadResponse names what is missing or absurd."""
     body, choices = read_choices(data)
-    return _answer(body, body, tuple(_decode_choice(choice) for choice in choices))
+    messages = [expect_object(choice.get("message"), "a choice's message") for choice in choices]
+    pairs = zip(choices, messages, strict=True)
+    completions = [decode_completion(choice, message.get("content")) for choice, message in pairs]
+    return _answer(body, body, tuple(completions))
 
 
 def decode_turns(data: bytes) -> list[ChatAnswer]:
@@ -98,14 +101,25 @@ def _answer(
     body: Mapping[str, Any], prompt: Mapping[str, Any], completions: tuple[Completion, ...]
 ) -> ChatAnswer:
     """An answer whose prompt's ids and timings are in `prompt`, and all else in `body`."""
+    version = _optional(body.get("weight_version"), int, "weight_version")
+    # `True` is an int to Python.
+    if version is not None and (isinstance(version, bool) or not 0 <= version < 2**31):
+        raise BadResponse(f"expected weight_version from 0 to 2**31 - 1, found {version!r:.80}")
+    timings = expect_object(prompt.get("timings") or {}, "timings")
+    seconds = {
+        name: _optional(timings.get(name), int | float, f"timings.{name}")
+        for name in ("queue_s", "prefill_s", "decode_s")
+    }
     return ChatAnswer(
         model=str(body.get("model", "")),
         prompt_token_ids=_token_ids(prompt.get("prompt_token_ids"), "prompt_token_ids"),
         completions=completions,
         request_id=str(body.get("id") or ""),
-        weight_version=_weight_version(body.get("weight_version")),
+        weight_version=version,
         parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
-        timings=_timings(expect_object(prompt.get("timings") or {}, "timings")),
+        timings=ServerTimings(
+            **{name: s if s is None else float(s) for name, s in seconds.items()}
+        ),
     )
 
 
@@ -115,7 +129,8 @@ def read_choices(data: bytes) -> tuple[Mapping[str, Any], list[Mapping[str, Any]
     choices = body.get("choices")
     if not isinstance(choices, list) or not choices:
         raise BadResponse(f"expected a list of choices, found {choices!r:.80}")
-    return body, sorted((expect_object(c, "a choice") for c in choices), key=_index)
+    index_of = lambda choice: i if isinstance(i := choice.get("index", 0), int) else 0
+    return body, sorted((expect_object(each, "a choice") for each in choices), key=index_of)
 
 
 def model_ids(data: bytes) -> set[str]:
@@ -139,29 +154,6 @@ def read_tool_calls(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
     if not all(isinstance(part, str) for call in read for part in call):
         raise BadResponse(f"expected tool_calls[] of texts, found {calls!r:.80}")
     return tuple(ToolCall(id=id, name=name, arguments=text) for id, name, text in read)
-
-
-def _weight_version(value: object) -> int | None:
-    version = _optional(value, int, "weight_version")
-    # `True` is an int to Python.
-    if version is not None and (isinstance(value, bool) or not 0 <= version < 2**31):
-        raise BadResponse(f"expected weight_version from 0 to 2**31 - 1, found {value!r:.80}")
-    return version
-
-
-def _timings(timings: Mapping[str, Any]) -> ServerTimings:
-    values = {
-        name: _optional(timings.get(name), int | float, f"timings.{name}")
-        for name in ("queue_s", "prefill_s", "decode_s")
-    }
-    return ServerTimings(
-        **{name: None if value is None else float(value) for name, value in values.items()}
-    )
-
-
-def _decode_choice(choice: Mapping[str, Any]) -> Completion:
-    message = expect_object(choice.get("message"), "a choice's message")
-    return decode_completion(choice, message.get("content"))
 
 
 def decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
@@ -190,7 +182,18 @@ def _logprobs(choice: Mapping[str, Any]) -> Float32[np.ndarray, " T"]:
     # Our servers' compact list; others ignore that they were asked for it.
     values = choice.get("token_logprobs")
     if values is None:
-        values = _openai_logprobs(expect_object(choice.get("logprobs") or {}, "logprobs"))
+        logprobs = expect_object(choice.get("logprobs") or {}, "logprobs")
+        # of each token a chat has an item in `content`, a plain completion a number in a list
+        content, values = logprobs.get("content"), logprobs.get("token_logprobs")
+        if content is None and values is None:
+            raise BadResponse(
+                "the endpoint gave no logprobs: it must honour `logprobs: true` (one per token)"
+            )
+        if content is not None:
+            try:
+                values = [item["logprob"] for item in content]
+            except (TypeError, KeyError) as error:
+                raise BadResponse("expected logprobs.content[].logprob") from error
     wide = _flat(values, "iuf", "logprobs")
     if not fit_logprobs(wide).all():
         raise BadResponse(
@@ -198,21 +201,6 @@ def _logprobs(choice: Mapping[str, Any]) -> Float32[np.ndarray, " T"]:
             f"{wide.min()} to {wide.max()}"
         )
     return wide.astype(np.float32)
-
-
-def _openai_logprobs(logprobs: Mapping[str, Any]) -> object:
-    """Return one logprob per token: a chat's `content`, or a plain completion's list."""
-    content, plain = logprobs.get("content"), logprobs.get("token_logprobs")
-    if content is None and plain is None:
-        raise BadResponse(
-            "the endpoint gave no logprobs: it must honour `logprobs: true` (one per token)"
-        )
-    if content is None:
-        return plain
-    try:
-        return [item["logprob"] for item in content]
-    except (TypeError, KeyError) as error:
-        raise BadResponse("expected logprobs.content[].logprob") from error
 
 
 def _token_ids(values: object, name: str) -> Int32[np.ndarray, " T"]:
@@ -262,12 +250,6 @@ def read_object(data: bytes) -> Mapping[str, Any]:
 
 
 def expect_object(value: object, what: str) -> Mapping[str, Any]:
-    """Return `value` where it is a JSON object. Raises BadResponse naming `what` it is."""
     if not isinstance(value, dict):
         raise BadResponse(f"expected {what} to be an object, found {value!r:.80}")
     return value
-
-
-def _index(choice: Mapping[str, Any]) -> int:
-    index = choice.get("index", 0)
-    return index if isinstance(index, int) else 0

@@ -22,14 +22,12 @@ from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 LINES_MAX = 10_000  # of a file of endpoints
 ADVICE_MAX = 3  # entries that an error has an advice for
 
-_NO_TARGET = "no trainer asks servers of the run for a version"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """An endpoint that an entry names. `refused` says why it may not be used; empty where it may.
 
-    `slots` is what it says it decodes side by side; None where it did not say. With `awaited` its
+    `slots` is the number of sequences that it says it decodes side by side. With `awaited` its
     server may end the refusal by its next heartbeat.
     """
 
@@ -44,7 +42,7 @@ class EndpointSource:
     """The endpoints behind the entries of a configuration. `resolve` may be called from any thread.
 
     `identity` is what registered servers must share, `version` the policy that the trainer has
-    them serve at least; needed for `registered` alone.
+    them serve at least; both only for `registered`.
     """
 
     def __init__(
@@ -75,7 +73,17 @@ class EndpointSource:
     @property
     def advice(self) -> str:
         """Advice where no endpoint can be used, as a phrase."""
-        ways = [_advice(split_labels(entry)[0]) for entry in self._entries[:ADVICE_MAX]]
+        ways: list[str] = []
+        for entry in self._entries[:ADVICE_MAX]:
+            kind, _, place = split_labels(entry)[0].partition(":")
+            if entry == REGISTERED:
+                ways.append("start servers (marin-rl serve RUN --follow --register)")
+            elif kind == "file":
+                ways.append(f"put the URL of a server that answers on a line of {place}")
+            elif kind == "dns":
+                ways.append(f"start servers behind the name of {place}")
+            else:
+                ways.append(f"start the server at {split_labels(entry)[0]}")
         return " or ".join(ways) or "name endpoints in inference.endpoints"
 
     def resolve(self) -> list[Endpoint]:
@@ -128,7 +136,8 @@ class EndpointSource:
             if isinstance(beat, Unreadable):
                 yield Endpoint(url=beat.name, refused=beat.error)
                 continue
-            refused, aged = self._identity.refusal(beat), _NO_TARGET
+            refused = self._identity.refusal(beat)
+            aged = "no trainer asks servers of the run for a version"
             if target is not None:
                 aged = target.aged(beat, self._version)
             yield Endpoint(
@@ -140,18 +149,7 @@ class EndpointSource:
             )
 
 
-def _advice(place: str) -> str:
-    if place == REGISTERED:
-        return "start servers (marin-rl serve RUN --follow --register)"
-    if place.startswith("file:"):
-        return f"put the URL of a server that answers on a line of {place.removeprefix('file:')}"
-    if place.startswith("dns:"):
-        return f"start servers behind the name of {place.removeprefix('dns:')}"
-    return f"start the server at {place}"
-
-
 def board_of(inference: InferenceConfig, folder: ObjectStore) -> FleetBoard:
-    """The fleet's records of a run, with the API token of this process's environment."""
     return FleetBoard(folder, os.environ.get(inference.api_key_variable))
 
 

@@ -65,15 +65,14 @@ class HttpClient:
         in_flight_max: int = 64,
         on_broken: Callable[[str], None],
     ) -> None:
-        self._model, self._on_broken = model, on_broken
+        self.model, self._on_broken = model, on_broken
         self._api_key, self._admin_key = api_key, admin_key
         self.timeout_s = timeout_s
         self.in_flight = asyncio.Semaphore(in_flight_max)
         self.not_before: dict[str, float] = {}
-        self._connections: dict[str, Connections] = {}
+        self._connections: dict[str, ConnectionPools] = {}
 
     async def close(self) -> None:
-        """Close every connection."""
         for connections in self._connections.values():
             await connections.close()
 
@@ -123,7 +122,7 @@ class HttpClient:
         if isinstance(path, Root):
             path = url.removesuffix("/v1") + path
         if url not in self._connections:
-            self._connections[url] = Connections(url, self._api_key, self.timeout_s)
+            self._connections[url] = ConnectionPools(url, self._api_key, self.timeout_s)
         with self._connections[url].lend() as client:
             if admin and self._admin_key is not None:
                 # over the same connections
@@ -144,20 +143,28 @@ class HttpClient:
         # openai's own prefix repeats the status that is said here.
         words = error.message.removeprefix(f"Error code: {error.status_code} - ")
         message = self._message(url, f"status {error.status_code}: {words}")
-        if isinstance(error.body, dict) and error.body.get("code") in _OTHER_WEIGHTS:
+        body = error.body if isinstance(error.body, dict) else {}
+        if body.get("code") in _OTHER_WEIGHTS:
             return StalePolicy(message)
         # The same request again would need the same memory.
-        if isinstance(error.body, dict) and error.body.get("code") == OUT_OF_MEMORY:
+        if body.get("code") == OUT_OF_MEMORY:
             return OutOfMemory(message)
         if error.status_code in _PASSING or error.status_code >= 500:
             return EndpointUnavailable(message)
-        if error.status_code == 404 and _is_about_the_model(error.body):
-            return StalePolicy(f"{message} (asked for {self._model!r})")
         if error.status_code == 404:
+            about_model = body.get("param") == "model" or body.get("code") == "model_not_found"
+            if about_model or "model" in str(body.get("message", "")).lower():
+                return StalePolicy(f"{message} (asked for {self.model!r})")
             return NoSuchRoute(f"{message}: no such route; does the base URL end in /v1?")
+        if error.status_code == 403 and error.request.url.path.endswith(GENERATE_ROUTE):
+            return RequestRejected(
+                f"{message}: inference.route vllm_generate needs {GENERATE_ROUTE}, which vLLM 0.32 "
+                "serves where it is started with --enable-scale-out"
+            )
         if error.status_code in (401, 403):
             return RequestRejected(
-                f"{message}: {_advice(error.status_code, error.request.url.path)}"
+                f"{message}: set the variable that inference.api_key_variable names, for new "
+                "weights the one of inference.server.admin_key_variable"
             )
         return RequestRejected(message)
 
@@ -168,19 +175,6 @@ class HttpClient:
         for key in filter(None, (self._api_key, self._admin_key)):
             text = text.replace(key, "***")
         return text[:MESSAGE_CHARACTERS_MAX]
-
-
-def _advice(status: int, route: str) -> str:
-    """Return what to do about a 401 or a 403 of a route."""
-    if status == 403 and route.endswith(GENERATE_ROUTE):
-        return (
-            f"inference.route vllm_generate needs {GENERATE_ROUTE}, which vLLM 0.32 serves "
-            "where it is started with --enable-scale-out"
-        )
-    return (
-        "set the variable that inference.api_key_variable names, for new weights the one of "
-        "inference.server.admin_key_variable"
-    )
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
@@ -197,15 +191,8 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
     return max(0.0, (at - datetime.now(UTC)).total_seconds())
 
 
-def _is_about_the_model(body: object) -> bool:
-    if not isinstance(body, dict):
-        return False
-    named = body.get("param") == "model" or body.get("code") == "model_not_found"
-    return named or "model" in str(body.get("message", "")).lower()
-
-
-class Connections:
-    """Connections to one endpoint, in pools of a few.
+class ConnectionPools:
+    """ConnectionPools to one endpoint, in pools of a few.
 
     The HTTP library looks at every connection of a pool for each request: with 512 in one pool a
     request costs 6.5 ms of CPU, in pools of 16 it costs 2 ms.
@@ -231,7 +218,6 @@ class Connections:
             self._unused.append(client)
 
     async def close(self) -> None:
-        """Close all connections."""
         for client in self._all:
             await client.close()
 
@@ -239,7 +225,7 @@ class Connections:
 def _connect(
     url: str, api_key: str | None, timeout_s: float, connections: int
 ) -> "openai.AsyncOpenAI":
-    """A client without retries of its own.
+    """Return a client that never retries.
 
     Imported here, because `openai` takes most of a second to import and only rollouts need it.
     Its own default would send OPENAI_API_KEY to any endpoint that is configured: a key is always
@@ -251,7 +237,7 @@ def _connect(
     parts = urlsplit(url)
     transport = openai.DefaultAsyncHttpxClient(
         follow_redirects=False,  # an endpoint does not choose who gets prompts and token
-        verify=_trusted() if parts.scheme == "https" else _distrusting(),
+        verify=_tls(parts.scheme),
         trust_env=parts.hostname not in LOOPBACK,
         limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
     )
@@ -264,12 +250,9 @@ def _connect(
     )
 
 
-@lru_cache(maxsize=1)
-def _trusted() -> ssl.SSLContext:
-    return ssl.create_default_context()
-
-
-@lru_cache(maxsize=1)
-def _distrusting() -> ssl.SSLContext:
-    """For plain http, where none is used: loading the certificates of the system takes 20 ms."""
+@lru_cache(maxsize=2)
+def _tls(scheme: str) -> ssl.SSLContext:
+    if scheme == "https":
+        return ssl.create_default_context()
+    # none is used: loading the certificates of the system takes 20 ms
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,37 +1,35 @@
 """The one client of a policy: `PolicyClient(source, dialect, proof)`.
 
 A request goes to an endpoint that is ready, and after a fault that may pass to another one. Owns
-the sending, the retries and the checks of every answer. Leaves out connections (`http_client`),
-bodies (`dialects`), the coming and going of endpoints (`fleet_watch`), and which weights may answer
-(`proofs`).
+the sending, the retries, the checks of every answer, and requests shared by turns of several
+dialogues. Leaves out connections (`http_client`), bodies (`dialects`), the coming and going of
+endpoints (`fleet`), and which weights may answer (`proofs`).
 """
 
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
 import tenacity
 
+from marin_rl.config import InferenceConfig
 from marin_rl.errors import BadResponse, EndpointUnavailable, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, model_ids
-from marin_rl.inference.client.chat_client import ChatClient
 from marin_rl.inference.client.dialects import ChatDialect, Dialect, Read
-from marin_rl.inference.client.fleet import FleetOptions, Member
+from marin_rl.inference.client.fleet import FleetOptions, FleetWatch, Member, Proof
 from marin_rl.inference.client.fleet_sources import EndpointSource
-from marin_rl.inference.client.fleet_watch import PROBE_TIMEOUT_S, FleetWatch
 from marin_rl.inference.client.http_client import PAUSE_FIRST_S, HttpClient, Root
-from marin_rl.inference.client.proofs import PolicyProof, Proof
+from marin_rl.inference.client.proofs import PolicyProof, check_answer
 from marin_rl.inference.client.protocol import (
+    ChatClient,
     ChatRequest,
     TurnsRequest,
-    parse_label,
-    parse_served_model_id,
 )
-from marin_rl.inference.client.publishing import Publisher, Send
-from marin_rl.inference.client.turn_batches import TurnBatches
+from marin_rl.inference.client.publishing import Publisher
+from marin_rl.inference.client.token_dialects import SGLangDialect, Template, VllmDialect
 
 PAUSE_MAX_S = 30.0
 
@@ -39,10 +37,16 @@ Value = TypeVar("Value")
 _WATCH = FleetOptions()
 
 
+# One that the engine answers and one that is being written: more would split the turns.
+IN_FLIGHT = 2
+Ask = Callable[[TurnsRequest], Awaitable[list[ChatAnswer]]]
+Turns = dict[asyncio.Future[ChatAnswer], ChatRequest]  # each with its answer, in order
+
+
 class PolicyClient(ChatClient):
     """Completions of one served model from any of several equal endpoints.
 
-    With a `source` they are a fleet: those that it names at the moment, each once it has passed the
+    With a `source` they are a fleet: the endpoints that it names now, each once it has passed the
     `proof`, of which the trainer has proven `endpoints` just now. Without one they are `endpoints`,
     for good, each asked in turn. A fault that may pass moves a request on to the next endpoint,
     with exponential back-off and full jitter after each turn around all of them, `attempts_max`
@@ -65,13 +69,13 @@ class PolicyClient(ChatClient):
         **connection: Any,
     ) -> None:
         assert endpoints or source, "a client needs at least one endpoint"
-        self.model, self.options = model, fleet
-        self.dialect = dialect or ChatDialect()
+        self.model, self.dialect = model, dialect or ChatDialect()
         self.gives_ids = self.dialect.gives_ids
         self._proof = proof or PolicyProof()
         self._attempts_max = attempts_max
-        self._watch = FleetWatch(self, self._proof, source, endpoints)
-        self._http = HttpClient(model=model, on_broken=self._watch.on_broken, **connection)
+        on_broken = lambda url: self._watch.on_broken(url)
+        self._http = HttpClient(model=model, on_broken=on_broken, **connection)
+        self._watch = FleetWatch(self._http, self.dialect, fleet, self._proof, source, endpoints)
         shared = turns_per_request if isinstance(self.dialect, ChatDialect) else 1
         self._turns = TurnBatches(self._ask_turns, shared, self._watch.fleet.place_of)
 
@@ -83,13 +87,11 @@ class PolicyClient(ChatClient):
         await self.close()
 
     async def close(self) -> None:
-        """Stop health checks and close all connections."""
         await self._watch.close()
         await self._turns.close()
         await self._http.close()
 
     async def wait_until_ready(self) -> list[str]:
-        """URLs of the endpoints that are ready, once there are some. Raises FleetEmpty."""
         return await self._watch.wait_until_ready()
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
@@ -99,30 +101,12 @@ class PolicyClient(ChatClient):
         else:
             answer = await self.dialect.answer(request, partial(self._send, request.session))
         if self.gives_ids:
-            self.check(answer, request.n)
+            check_answer(answer, self.model, request.n)
         return answer
 
     async def _ask_turns(self, request: TurnsRequest) -> list[ChatAnswer]:
-        """Answers to the prompts of one request, in order. Raises as `chat` does."""
         assert isinstance(self.dialect, ChatDialect), "others share no requests"
         return await self.dialect.turns(request, partial(self._send, request.session))
-
-    def check(self, answer: ChatAnswer, n: int) -> None:
-        """Raise StalePolicy or BadResponse for an answer that cannot be trained on."""
-        # The id has the digest of the weights: tokens of others are never trained on as this
-        # policy's.
-        if answer.model != self.model:
-            raise StalePolicy(
-                f"asked for the model {self.model!r}, but the answer is from {answer.model!r}: "
-                "the endpoint serves other weights than this round's"
-            )
-        # A short group would shift the baseline of its other members.
-        if len(answer.completions) != n:
-            raise BadResponse(f"expected {n} completions, found {len(answer.completions)}")
-        if not len(answer.prompt_token_ids):
-            raise BadResponse("expected the ids of the prompt, found none")
-        for completion in answer.completions:
-            _check_labels(self.model, [span.label for span in completion.weights])
 
     async def models(self) -> list[str]:
         """Ids that every endpoint serves, sorted. Raises as `chat` does."""
@@ -151,39 +135,22 @@ class PolicyClient(ChatClient):
         return await self._retried(lambda: self._send_as_admin(url, "POST", route, body))
 
     async def _send_as_admin(
-        self, url: str, method: str, path: str, body: dict[str, Any] | None, **options: Any
+        self, url: str, method: str, path: str, body: dict[str, Any] | None
     ) -> bytes:
-        return await self._http.request(url, method, Root(path), body, admin=True, **options)
-
-    def sender(self, member: Member) -> Send:
-        """Send requests to an endpoint as an admin, past the bound on requests in flight."""
-        return partial(self._send_as_admin, member.url, gate=nullcontext())
-
-    async def probe(self, member: Member, path: str) -> bytes:
-        """Answer of one endpoint to a GET, asked once. Raises as `chat` does."""
-        # One that joins may have a queue before it: its canary waits there as any request.
-        limit_s = min(PROBE_TIMEOUT_S, self._http.timeout_s) if member.state == "ready" else None
-        return await self._http.request(
-            member.url, "GET", path, gate=nullcontext(), timeout_s=limit_s
-        )
-
-    async def sample(self, member: Member, request: ChatRequest) -> ChatAnswer:
-        """Answer of one endpoint, asked once; not checked. Raises as `chat` does."""
-
-        async def send(path: str, body: dict[str, Any], read: Read) -> list[ChatAnswer]:
-            return read(
-                await self._http.request(member.url, "POST", path, body, gate=nullcontext())
-            )
-
-        return await self.dialect.answer(request, send)
+        return await self._http.request(url, method, Root(path), body, admin=True)
 
     async def _send(
         self, session: str, path: str, body: dict[str, Any], read: Read
     ) -> list[ChatAnswer]:
         """Answers of any endpoint to a POST, accepted by the proof. Raises as `chat` does."""
-        failures, samples, tried = 0, _samples(body), list[str]()
+        failures, tried = 0, list[str]()
+        match body.get("prompt"):
+            case [list(), *_] as prompts:
+                samples = len(prompts)
+            case _:
+                samples = int(body.get("n") or 1)
         while True:
-            # Before an endpoint is chosen: what waits here goes to those that join meanwhile.
+            # Before an endpoint is chosen: waiting requests go to endpoints that join meanwhile.
             async with self._http.in_flight:
                 member = await self._watch.member(session, tried)
                 wait_s = self._http.left_alone_s(member.url)
@@ -203,10 +170,11 @@ class PolicyClient(ChatClient):
         self, member: Member, samples: int, path: str, body: dict[str, Any], read: Read
     ) -> list[ChatAnswer]:
         """Answers of one endpoint to a POST that has its place among the requests in flight."""
+        endpoint = self._watch.access(member)
         member.sent(samples)
         try:
-            data = await self._http.request(member.url, "POST", path, body, gate=nullcontext())
-            return [await self._proof.accept(self, member, answer) for answer in read(data)]
+            answers = await endpoint.post(path, body, read)
+            return [await self._proof.accept(endpoint, answer) for answer in answers]
         finally:
             # Also of a request that was cancelled, or it would count as work for ever.
             member.answered(samples)
@@ -234,33 +202,89 @@ def _pause_s(failures: int, endpoints: int) -> float:
     return random.uniform(0, min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (turns - 1)))
 
 
-def _samples(body: dict[str, Any]) -> int:
-    """Completions that a request asks for."""
-    match body.get("prompt"):
-        case [list(), *_] as prompts:
-            return len(prompts)
-        case _:
-            return int(body.get("n") or 1)
+class TurnBatches:
+    """Turns of one client that share requests, at most `limit` in each; `ask` sends one request.
+
+    `place` says where a session's cache is: turns of one request have it at one endpoint.
+    """
+
+    def __init__(
+        self, ask: Ask, limit: int, place: Callable[[str], str] = lambda _session: ""
+    ) -> None:
+        self._ask, self._limit, self._place = ask, limit, place
+        self._waiting: Turns = {}
+        self._senders: set[asyncio.Task[None]] = set()
+
+    def takes(self, request: ChatRequest) -> bool:
+        """True for one sample of exact ids with a seed, where requests are shared at all.
+
+        Tools stay with the chat route.
+        """
+        single = request.n == 1 and request.prompt_ids is not None and not request.tools
+        return self._limit > 1 and single and request.sampling.seed is not None
+
+    async def ask(self, request: ChatRequest) -> ChatAnswer:
+        """Answer one turn. Raises as its request does."""
+        answer: asyncio.Future[ChatAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = request
+        if len(self._senders) < IN_FLIGHT:
+            sender = asyncio.create_task(self._send_waiting())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        return await answer
+
+    async def close(self) -> None:
+        senders = list(self._senders)
+        for task in (*senders, *self._waiting):
+            task.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+
+    async def _send_waiting(self) -> None:
+        """Send requests until no turn waits."""
+        # those whose turns are due in this pass of the event loop come along
+        await asyncio.sleep(0)
+        while turns := self._take():
+            try:
+                asked = list(turns.values())
+                joined = TurnsRequest(
+                    model=asked[0].model,
+                    prompts=[turn.prompt_ids for turn in asked if turn.prompt_ids is not None],
+                    seeds=[turn.sampling.seed for turn in asked if turn.sampling.seed is not None],
+                    sampling=replace(asked[0].sampling, seed=None),
+                    session=asked[0].session,
+                    stop_token_ids=asked[0].stop_token_ids,
+                )
+                answers = await self._ask(joined)
+                if len(answers) != len(turns):
+                    raise BadResponse(f"expected {len(turns)} completions, found {len(answers)}")
+                for turn, answer in zip(turns, answers, strict=True):
+                    if not turn.done():  # else its caller was cancelled
+                        turn.set_result(answer)
+            except Exception as error:  # noqa: BLE001 - raised where each turn is awaited
+                for turn in [turn for turn in turns if not turn.done()]:
+                    turn.set_exception(error)
+            finally:  # changes nothing but where this task is cancelled
+                for turn in turns:
+                    turn.cancel()
+            # the members that were answered ask for their next turns before the next request
+            await asyncio.sleep(0)
+
+    def _take(self) -> Turns:
+        self._waiting = {turn: asked for turn, asked in self._waiting.items() if not turn.done()}
+        # turns of one request have sampling and place in common, the longest waiting come first
+        common = {
+            turn: (replace(asked.sampling, seed=None), self._place(asked.session))
+            for turn, asked in self._waiting.items()
+        }
+        first = next(iter(common.values()), None)
+        taken = [turn for turn, each in common.items() if each == first][: self._limit]
+        return {turn: self._waiting.pop(turn) for turn in taken}
 
 
-def _check_labels(model: str, labels: Sequence[str]) -> None:
-    """Raise StalePolicy for tokens of other weights than a model's, or of several."""
-    labels, served = list(dict.fromkeys(labels)), parse_served_model_id(model)
-    if served is None:
-        # A name without a version takes any weights, but one set of them.
-        wrong = labels[1:]
-    else:
-        named = {label: parse_label(label) for label in labels}
-        wrong = [
-            label
-            for label, weights in named.items()
-            if weights is None
-            or weights.weight_version != served.weight_version
-            # In labels of our own servers it is empty, with which every digest begins.
-            or not served.digest.startswith(weights.digest)
-        ]
-    if wrong:
-        raise StalePolicy(
-            f"asked for the model {model!r}, but tokens were sampled by weights "
-            f"{', '.join(map(repr, labels)):.200}: new weights came in between"
-        )
+def client_of(inference: InferenceConfig, template: Template) -> Callable[..., PolicyClient]:
+    """The client of a run's endpoints; `template` renders and decodes for the routes of ids."""
+    if inference.route == "sglang":
+        return partial(PolicyClient, dialect=SGLangDialect(template))
+    if inference.route == "vllm_generate":
+        return partial(PolicyClient, dialect=VllmDialect(template))
+    return PolicyClient

@@ -1,97 +1,118 @@
 """Proofs that an endpoint samples from the policy that it is asked for.
 
 `PolicyProof` is for rounds of one policy: a request names its weights. `VersionsProof` is for
-`asynchrony.in_flight_updates`: a request names the model alone and is answered by whichever weights
+`asynchrony.in_flight_updates`: a request names only the model and is answered by whichever weights
 are loaded. There an answer is taken once every version that it has tokens of is proven at the
 endpoint that gave it: it is a checkpoint of the run, by the digest that the endpoint names, and the
 endpoint sampled the canary with it as the trainer scores it. An answer with tokens of a version
-that was gone before it could be proven is discarded, and asked for again. Leaves out when endpoints
-are looked at (`fleet_watch`).
+that was gone before it could be proven is discarded, and asked for again.
 """
 
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
-from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float, Int32
 
-from marin_rl.errors import EndpointUnavailable, InputError, StalePolicy
-from marin_rl.inference.canary_prompt import CANARY_PROMPT, CANARY_SEED, mean_difference
+from marin_rl.errors import BadResponse, EndpointUnavailable, InputError, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, Completion, model_ids
-from marin_rl.inference.client.dialects import Dialect
-from marin_rl.inference.client.fleet import FleetOptions, Member
+from marin_rl.inference.client.fleet import EndpointAccess, Proof
 from marin_rl.inference.client.protocol import (
     DIGEST_DIGITS,
     ChatRequest,
+    parse_label,
     parse_served_model_id,
     served_model_id,
 )
-from marin_rl.inference.client.publishing import Publisher, Send
-from marin_rl.inference.client.vllm import labelled
-from marin_rl.types import Canary, CanarySample, Sampling
+from marin_rl.inference.client.publishing import Publisher
+from marin_rl.inference.client.token_dialects import labelled
+from marin_rl.types import Canary, CanarySample, Message, Sampling
 
 Digests = Callable[[int], Awaitable[str]]
 CanaryOf = Callable[[int], Awaitable[Canary | None]]
 
 _log = logging.getLogger(__name__)
 
-
-@runtime_checkable
-class EndpointAccess(Protocol):
-    """One endpoint at a time, past the bound on requests in flight. Raises as the client does."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def dialect(self) -> Dialect: ...
-    @property
-    def options(self) -> FleetOptions: ...
-
-    async def probe(self, member: Member, path: str) -> bytes:
-        """Answer to a GET."""
-        ...
-
-    async def sample(self, member: Member, request: ChatRequest) -> ChatAnswer:
-        """Answer to a request, not checked."""
-        ...
-
-    def check(self, answer: ChatAnswer, n: int) -> None:
-        """Raise StalePolicy or BadResponse for an answer that cannot be trained on."""
-        ...
-
-    def sender(self, member: Member) -> Send:
-        """Send requests as an admin."""
-        ...
+CANARY_PROMPT = (Message(role="user", content="Which policy are you?"),)
+CANARY_SEED = 20_240_229
+# A mean over few tokens is less steady: it counts this number of further ones without a difference.
+EXACT_TOKENS = 4
+PROBE_TOKENS = 16  # that servers accept of a probe
 
 
-class Proof(ABC):
-    """Conditions on the endpoints of a client and on their answers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanarySize:
+    """Samples of the canary, and tokens of each at most.
 
-    Methods raise StalePolicy for other weights, and what `client` raises.
+    Several samples side by side cost an engine as many steps as one of them, and give tokens enough
+    also where a policy ends after one or two. A `probe` goes before requests that wait.
     """
 
-    @abstractmethod
-    async def admit(self, client: EndpointAccess, member: Member, *, first: bool) -> None:
-        """Prove an endpoint that joins; `first` where the trainer has proven it just now."""
+    samples: int = 8
+    tokens: int = 4
+    probe: bool = False
 
-    @abstractmethod
-    async def check_ready(self, client: EndpointAccess, member: Member) -> None:
-        """Check an endpoint that is ready for what it says that it serves."""
+    @classmethod
+    def in_flight(cls, room: int, *, probe: bool) -> "CanarySize":
+        """One sample, whose tokens have one order where new weights may come between them.
 
-    @abstractmethod
-    async def accept(
-        self, client: EndpointAccess, member: Member, answer: ChatAnswer
-    ) -> ChatAnswer:
-        """Return an answer of the endpoint with the policies of its tokens."""
+        `room` is what the context leaves for it.
+        """
+        return cls(samples=1, tokens=min(PROBE_TOKENS, room), probe=probe)
+
+
+CANARY = CanarySize()
+
+
+def mean_difference(expected: Float[np.ndarray, " N"], measured: Float[np.ndarray, " N"]) -> float:
+    """Sum of |difference| of log-probabilities over N + EXACT_TOKENS, in nats; NaN if one is."""
+    return float(np.abs(measured - expected).sum() / (len(expected) + EXACT_TOKENS))
+
+
+def check_answer(answer: ChatAnswer, model: str, n: int) -> None:
+    """Raise StalePolicy or BadResponse for an answer that cannot be trained on."""
+    # The id has the digest of the weights: tokens of others are never trained on as this policy's.
+    if answer.model != model:
+        raise StalePolicy(
+            f"asked for the model {model!r}, but the answer is from {answer.model!r}: "
+            "the endpoint serves other weights than this round's"
+        )
+    # A short group would shift the baseline of its other members.
+    if len(answer.completions) != n:
+        raise BadResponse(f"expected {n} completions, found {len(answer.completions)}")
+    if not len(answer.prompt_token_ids):
+        raise BadResponse("expected the ids of the prompt, found none")
+    for completion in answer.completions:
+        _check_labels(model, [span.label for span in completion.weights])
+
+
+def _check_labels(model: str, labels: Sequence[str]) -> None:
+    """Raise StalePolicy for tokens of other weights than a model's, or of several."""
+    labels, served = list(dict.fromkeys(labels)), parse_served_model_id(model)
+    if served is None:
+        # A name without a version takes any weights, but one set of them.
+        wrong = labels[1:]
+    else:
+        named = {label: parse_label(label) for label in labels}
+        wrong = [
+            label
+            for label, weights in named.items()
+            if weights is None
+            or weights.weight_version != served.weight_version
+            # In labels of our own servers it is empty, with which every digest begins.
+            or not served.digest.startswith(weights.digest)
+        ]
+    if wrong:
+        raise StalePolicy(
+            f"asked for the model {model!r}, but tokens were sampled by weights "
+            f"{', '.join(map(repr, labels)):.200}: new weights came in between"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,26 +125,32 @@ class PolicyProof(Proof):
     canary: Canary | None = None
     weights: Publisher | None = None
 
-    async def admit(self, client: EndpointAccess, member: Member, *, first: bool) -> None:
-        served = model_ids(await client.probe(member, "/models"))
+    async def admit(self, endpoint: EndpointAccess, *, first: bool) -> None:
+        served = model_ids(await endpoint.probe("/models"))
         if self.weights is not None:
-            await _send_weights(client.sender(member), self.weights, member.url, first=first)
-            served = model_ids(await client.probe(member, "/models"))
-        if client.model not in served:
+            send, loaded = endpoint.send_as_admin, first
+            if first:  # the trainer has seen it load them, but it may have been restarted since
+                try:
+                    await self.weights.check(send)
+                except StalePolicy as error:
+                    _log.warning("endpoint %s %s", endpoint.url, error)
+                    loaded = False
+            if not loaded:
+                await self.weights.publish(send)
+            served = model_ids(await endpoint.probe("/models"))
+        if endpoint.model not in served:
             shown = ", ".join(sorted(served)) or "no model"
-            raise StalePolicy(f"serves {shown:.200}, not {client.model}")
+            raise StalePolicy(f"serves {shown:.200}, not {endpoint.model}")
         if self.canary is not None and not first:
-            answer = await _ask_canary(client, member, self.canary, client.model)
-            client.check(answer, len(self.canary.samples))
+            answer = await _ask_canary(endpoint, self.canary, endpoint.model)
+            check_answer(answer, endpoint.model, len(self.canary.samples))
             compare(answer.completions, self.canary.samples, self.canary.tolerance)
 
-    async def check_ready(self, client: EndpointAccess, member: Member) -> None:
+    async def check_ready(self, endpoint: EndpointAccess) -> None:
         if self.weights is not None:
-            await self.weights.check(client.sender(member))
+            await self.weights.check(endpoint.send_as_admin)
 
-    async def accept(
-        self, client: EndpointAccess, member: Member, answer: ChatAnswer
-    ) -> ChatAnswer:
+    async def accept(self, endpoint: EndpointAccess, answer: ChatAnswer) -> ChatAnswer:
         labels = {span.label for each in answer.completions for span in each.weights}
         if self.weights is not None and labels - {self.weights.label}:
             raise StalePolicy(
@@ -133,22 +160,11 @@ class PolicyProof(Proof):
         return answer
 
 
-async def _send_weights(send: Send, weights: Publisher, url: str, *, first: bool) -> None:
-    """Have an endpoint load the weights, unless the trainer has just seen it do so."""
-    if first:
-        try:
-            await weights.check(send)
-            return
-        except StalePolicy as error:
-            _log.warning("endpoint %s %s", url, error)
-    await weights.publish(send)
-
-
 class VersionsProof(Proof):
     """Proof of `version` and of every later one, each by the digest of its checkpoint.
 
     `digest_of` gives the digest of the parameters that a version must have; it raises StalePolicy
-    for a version that there is none of. `canary_of` gives the canary of a version, None as long as
+    for an unknown version. `canary_of` gives the canary of a version, None as long as
     the trainer has not proven it; without `canary_of` the digest is enough.
     """
 
@@ -159,26 +175,24 @@ class VersionsProof(Proof):
         self._proven = defaultdict[str, set[int]](set)  # by URL
         self._proving = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
-    async def admit(self, client: EndpointAccess, member: Member, *, first: bool) -> None:
-        self._proven[member.url] = set()  # it may have been restarted with anything
-        version = await self._served(client, member)
+    async def admit(self, endpoint: EndpointAccess, *, first: bool) -> None:
+        self._proven[endpoint.url] = set()  # it may have been restarted with anything
+        version = await self._served(endpoint)
         if first and version == self._version:
-            self._proven[member.url].add(version)  # by the trainer, just now
-        await self._prove(client, member, version)
+            self._proven[endpoint.url].add(version)  # by the trainer, just now
+        await self._prove(endpoint, version)
 
-    async def check_ready(self, client: EndpointAccess, member: Member) -> None:
-        version = await self._served(client, member)
+    async def check_ready(self, endpoint: EndpointAccess) -> None:
+        version = await self._served(endpoint)
         # Locked, an answer has begun a proof there, and a look does not wait for it.
-        if not self._proving[member.url].locked():
-            # The next look proves what it has gone on to, and an answer tries again.
+        if not self._proving[endpoint.url].locked():
+            # The next look proves its newer version, and an answer tries again.
             with suppress(EndpointUnavailable):
-                await self._prove(client, member, version)
+                await self._prove(endpoint, version)
 
-    async def accept(
-        self, client: EndpointAccess, member: Member, answer: ChatAnswer
-    ) -> ChatAnswer:
+    async def accept(self, endpoint: EndpointAccess, answer: ChatAnswer) -> ChatAnswer:
         """As the base, and raises InputError for an endpoint that names no versions."""
-        answer = await self._dated(client, answer)
+        answer = await self._dated(endpoint, answer)
         version, digest = answer.weight_version, answer.parameters_digest
         if version is None or digest is None:
             raise InputError(
@@ -189,8 +203,12 @@ class VersionsProof(Proof):
         await self._check_digest(version, digest)
         versions = [_versions_of(each, version) for each in answer.completions]
         for each in sorted({int(token) for own in versions for token in own} or {version}):
-            self._check_version(each)
-            await self._prove(client, member, each)
+            if each < self._version:
+                raise StalePolicy(
+                    f"expected tokens of version {self._version} or later, found some of {each}: "
+                    "the endpoint went back to earlier weights"
+                )
+            await self._prove(endpoint, each)
         completions = [
             replace(
                 completion,
@@ -203,7 +221,7 @@ class VersionsProof(Proof):
             answer, completions=tuple(completions), weight_version=None, parameters_digest=None
         )
 
-    async def _dated(self, client: EndpointAccess, answer: ChatAnswer) -> ChatAnswer:
+    async def _dated(self, endpoint: EndpointAccess, answer: ChatAnswer) -> ChatAnswer:
         """The answer under the model's plain name, with versions in place of vLLM's labels."""
         served = parse_served_model_id(answer.model)
         # which version answered is checked by its digest
@@ -220,15 +238,15 @@ class VersionsProof(Proof):
                 )
                 last = tokens[-1]
             completions.append(completion)
-        if answer.weight_version is None and not client.dialect.names_versions:
+        if answer.weight_version is None and not endpoint.dialect.names_versions:
             if last is None:
                 raise EndpointUnavailable("the endpoint answered with no token")
             answer = replace(answer, parameters_digest=await self._digest_of(last))
         return replace(answer, completions=tuple(completions), weight_version=last)
 
-    async def _served(self, client: EndpointAccess, member: Member) -> int:
+    async def _served(self, endpoint: EndpointAccess) -> int:
         """The version that an endpoint says it serves, by the digest of the run's checkpoint."""
-        served = await client.dialect.serving(client.model, partial(client.probe, member))
+        served = await endpoint.dialect.serving(endpoint.model, endpoint.probe)
         if served.weight_version < self._version:
             raise StalePolicy(f"serves version {served.weight_version}, before {self._version}")
         await self._check_digest(served.weight_version, served.digest, DIGEST_DIGITS)
@@ -243,15 +261,7 @@ class VersionsProof(Proof):
                 f"{digest}: the endpoint serves other weights than this run's"
             )
 
-    def _check_version(self, version: int) -> None:
-        """Raise StalePolicy for a version before the one that this client began with."""
-        if version < self._version:
-            raise StalePolicy(
-                f"expected tokens of version {self._version} or later, found some of "
-                f"{version}: the endpoint went back to earlier weights"
-            )
-
-    async def _prove(self, client: EndpointAccess, member: Member, version: int) -> None:
+    async def _prove(self, endpoint: EndpointAccess, version: int) -> None:
         """Have an endpoint sample the canary by a version, once.
 
         Raises EndpointUnavailable where it has gone on to another one, StalePolicy for other
@@ -260,25 +270,25 @@ class VersionsProof(Proof):
         if self._canary_of is None:
             return
         # One canary at a time: answers that wait here see that their version is proven.
-        async with self._proving[member.url]:
-            if version in self._proven[member.url]:
+        async with self._proving[endpoint.url]:
+            if version in self._proven[endpoint.url]:
                 return
-            canary = await self._canary_in_time(client, member, self._canary_of, version)
-            model = client.model  # of vLLM, where all versions have one name
-            if client.dialect.names_versions:
+            canary = await self._canary_in_time(endpoint, self._canary_of, version)
+            model = endpoint.model  # of vLLM, where all versions have one name
+            if endpoint.dialect.names_versions:
                 model = served_model_id(model, version, await self._digest_of(version))
             try:
-                answer = await _ask_canary(client, member, canary, model, probe=True)
+                answer = await _ask_canary(endpoint, canary, model, probe=True)
             except StalePolicy:
                 # The id names a version: a refusal says that another one is loaded by now.
-                raise _unproven(member, version) from None
-            answer = await self._dated(client, answer)
-            client.check(answer, 1)
-            await self._check_canary(member, version, answer, canary)
-            self._proven[member.url].add(version)
+                raise _unproven(endpoint.url, version) from None
+            answer = await self._dated(endpoint, answer)
+            check_answer(answer, endpoint.model, 1)
+            await self._check_canary(endpoint.url, version, answer, canary)
+            self._proven[endpoint.url].add(version)
 
     async def _check_canary(
-        self, member: Member, version: int, answer: ChatAnswer, canary: Canary
+        self, url: str, version: int, answer: ChatAnswer, canary: Canary
     ) -> None:
         """Compare the tokens that a version sampled, before later weights came, if any did."""
         if answer.weight_version is None or answer.parameters_digest is None:
@@ -288,7 +298,7 @@ class VersionsProof(Proof):
         others = np.flatnonzero(_versions_of(completion, answer.weight_version) != version)
         count = int(others[0]) if len(others) else len(completion.token_ids)
         if not count:
-            raise _unproven(member, version)
+            raise _unproven(url, version)
         # Whole, it must have all of the canary's tokens; cut by later weights, the first of them.
         part = slice(count if count < len(completion.token_ids) else None)
         expected = canary.token_ids[part], canary.logprobs[part]
@@ -298,20 +308,22 @@ class VersionsProof(Proof):
         compare([own], [expected], canary.tolerance)
 
     async def _canary_in_time(
-        self, client: EndpointAccess, member: Member, canary_of: CanaryOf, version: int
+        self, endpoint: EndpointAccess, canary_of: CanaryOf, version: int
     ) -> Canary:
         """The canary of a version, once the trainer has proven that.
 
         Raises EndpointUnavailable where the endpoint goes on meanwhile, StalePolicy where the
         trainer proves nothing for `inference.fleet_timeout_s`.
         """
-        options = client.options
+        options = endpoint.options
         deadline = time.monotonic() + options.timeout_s
         while (canary := await canary_of(version)) is None:
-            if member.state != "ready":
-                member.reason = f"serves version {version}, which the trainer has not proven yet"
-            if await self._served(client, member) != version:
-                raise _unproven(member, version)
+            if endpoint.member.state != "ready":
+                endpoint.member.reason = (
+                    f"serves version {version}, which the trainer has not proven yet"
+                )
+            if await self._served(endpoint) != version:
+                raise _unproven(endpoint.url, version)
             if time.monotonic() > deadline:
                 raise StalePolicy(
                     f"serves version {version}, which the trainer has not proven for "
@@ -322,21 +334,20 @@ class VersionsProof(Proof):
 
 
 def _versions_of(completion: Completion, version: int) -> Int32[np.ndarray, " T"]:
-    """The version of each token; `version` is the answer's."""
     if completion.policy_versions is not None:
         return completion.policy_versions
     return np.full(len(completion.token_ids), version, np.int32)
 
 
-def _unproven(member: Member, version: int) -> EndpointUnavailable:
-    _log.info("endpoint %s went on before version %d was proven there", member.url, version)
+def _unproven(url: str, version: int) -> EndpointUnavailable:
+    _log.info("endpoint %s went on before version %d was proven there", url, version)
     return EndpointUnavailable(
-        f"{member.url}: went on to other weights before version {version} was proven there"
+        f"{url}: went on to other weights before version {version} was proven there"
     )
 
 
 async def _ask_canary(
-    client: EndpointAccess, member: Member, canary: Canary, model: str, *, probe: bool = False
+    endpoint: EndpointAccess, canary: Canary, model: str, *, probe: bool = False
 ) -> ChatAnswer:
     """An endpoint's answer to the canary by the weights with this id.
 
@@ -352,7 +363,7 @@ async def _ask_canary(
         probe=probe,
     )
     # In the time of a request: an endpoint may have a queue, where it waits as any other.
-    return await client.sample(member, request)
+    return await endpoint.dialect.answer(request, endpoint.post)
 
 
 def compare(
@@ -365,7 +376,8 @@ def compare(
     """
     expected, measured = list[float](), list[float]()
     for completion, (ids, logprobs) in zip(completions, samples, strict=True):
-        same = _common_prefix(completion.token_ids.tolist(), ids)
+        pairs = zip(completion.token_ids.tolist(), ids, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         expected += logprobs[:same]
         measured += completion.logprobs[:same].tolist()
     if 2 * len(expected) < sum(len(ids) for ids, _ in samples):
@@ -380,9 +392,3 @@ def compare(
             f"expected the trainer's log-probabilities of the canary, found them {gap:.6f} nats "
             f"apart on average, above inference.canary_tolerance ({tolerance:g})"
         )
-
-
-def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Number of first tokens that are the same."""
-    pairs = zip(ids, others, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

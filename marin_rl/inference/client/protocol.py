@@ -10,13 +10,16 @@ nothing of JAX, of sockets, or of any client library.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int32
 
+from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.types import Message, Sampling, ToolCall
 
 MODELS_ROUTE = "/v1/models"
@@ -38,6 +41,7 @@ SGLANG_LOAD_ADAPTER_ROUTE = "/load_lora_adapter"
 SGLANG_UNLOAD_ADAPTER_ROUTE = "/unload_lora_adapter"
 
 
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 DIGEST_DIGITS = 8  # of a digest, in a served model's id
 _SERVED = re.compile(rf"(?P<name>.+)@(?P<version>\d{{5,}})-(?P<digest>[0-9a-f]{{{DIGEST_DIGITS}}})")
 
@@ -70,7 +74,6 @@ def parse_served_model_id(model: str) -> ServedModel | None:
 
 
 def is_version_of(model_id: str, name: str) -> bool:
-    """True for an id that `served_model_id` made of this name."""
     parsed = parse_served_model_id(model_id)
     return parsed is not None and parsed.name == name
 
@@ -88,7 +91,7 @@ def parse_label(label: str) -> ServedModel | None:
     if label.isdecimal() and label.isascii():
         return ServedModel(name="_", weight_version=int(label), digest="")
     model = parse_served_model_id(f"_@{label}")
-    # Another name where the label has an `@` of its own.
+    # The name differs if the label itself contains an `@`.
     return model if model is not None and model.name == "_" else None
 
 
@@ -98,7 +101,7 @@ class ChatRequest:
 
     With `prompt_ids` the prompt is these very ids, and the server renders nothing. `tools` are
     functions as OpenAI's clients send them, each with its JSON schema. A `probe`, of a few tokens,
-    goes before all that wait at a server of ours. `session` is for the client alone.
+    is served first by our servers. `session` is not sent: it is for the client.
     `template_options` are for the chat template, and `stop_token_ids` end a completion in addition
     to the ids that the endpoint knows.
     """
@@ -116,11 +119,9 @@ class ChatRequest:
 
     @property
     def path(self) -> str:
-        """The route, below the base URL of an endpoint."""
         return CHAT_PATH if self.prompt_ids is None else CHAT_TOKENS_PATH
 
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [message_body(message) for message in self.messages],
@@ -146,7 +147,7 @@ def message_body(message: Message) -> dict[str, Any]:
     """Return a message in OpenAI's shape: role and content, and what else it has."""
     body: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        # null where there are calls alone, as OpenAI has it
+        # null beside calls without text, as in OpenAI's API
         body["content"] = message.content or None
         body["tool_calls"] = [call_body(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -157,7 +158,6 @@ def message_body(message: Message) -> dict[str, Any]:
 
 
 def call_body(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's shape."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -180,7 +180,6 @@ class TurnsRequest:
     stop_token_ids: tuple[int, ...] = ()
 
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
         prompts = [prompt.tolist() for prompt in self.prompts]
         body: dict[str, Any] = {
             "model": self.model,
@@ -215,5 +214,50 @@ def sampling_fields(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> d
 def error_body(
     message: str, *, type: str, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+class ChatClient(ABC):
+    """Client of one policy, asked for by the id `model`."""
+
+    model: str
+    gives_ids = True  # each answer has the ids of its prompt and its completions
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        n: int,
+        sampling: Sampling,
+        *,
+        prompt_ids: Int32[np.ndarray, " P"] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        session: str = "",
+        template_options: Mapping[str, Any] = NO_OPTIONS,
+        stop_token_ids: Sequence[int] = (),
+    ) -> ChatAnswer:
+        """`n` samples of one conversation, checked.
+
+        Requests of one `session` go to one endpoint while it can be, where a fleet has several: a
+        dialogue's cache is there. `prompt_ids` are the exact ids to go on from; without them
+        `messages` and `tools` are rendered, with `template_options`. `stop_token_ids` end a
+        completion in addition to the endpoint's own.
+        Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
+        refuses the request, StalePolicy when it serves another model, BadResponse when its answer
+        cannot be trained on; a client's `answer` says what else.
+        """
+        request = ChatRequest(
+            model=self.model,
+            messages=tuple(messages),
+            n=n,
+            sampling=sampling,
+            prompt_ids=prompt_ids,
+            tools=tuple(tools),
+            session=session,
+            template_options=template_options,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        return await self.answer(request)
+
+    @abstractmethod
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        """Answer to a request of this client's model, with `request.n` completions."""

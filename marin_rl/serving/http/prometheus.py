@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from marin_rl.inference.adapter_loads import AdapterStats
+from marin_rl.inference.adapters import AdapterStats
 from marin_rl.inference.batch_invariance import Invariance
-from marin_rl.inference.engine_stats import EngineStats
+from marin_rl.inference.engine_step import EngineStats
 from marin_rl.serving.http.access_log import RequestRecord
 
 METRICS_ROUTE = "/metrics"

@@ -20,18 +20,17 @@ from jaxtyping import Float32, Int32
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import BadResponse, InferenceError, MarinRLError, StalePolicy
-from marin_rl.inference.canary_prompt import (
+from marin_rl.inference.client.answers import ChatAnswer
+from marin_rl.inference.client.fleet_sources import board_of
+from marin_rl.inference.client.policy_client import PolicyClient, client_of
+from marin_rl.inference.client.proofs import (
     CANARY,
     CANARY_PROMPT,
     CANARY_SEED,
     CanarySize,
     mean_difference,
 )
-from marin_rl.inference.client.answers import ChatAnswer
-from marin_rl.inference.client.fleet_sources import board_of
-from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import ChatRequest
-from marin_rl.inference.client.routes import client_of
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.lora import Adapter, merged

@@ -1,4 +1,4 @@
-"""Cached prefixes: under which request, weights and adapter keys and values may be copied."""
+"""The scheduler: order of requests, and whose keys and values may be copied."""
 
 from concurrent.futures import Future
 
@@ -6,8 +6,7 @@ import numpy as np
 from support.engine_adapters import loaded_of
 
 from marin_rl.inference.batch import RunningBatch
-from marin_rl.inference.generation import GenerationRequest
-from marin_rl.inference.jobs import Job, PrefixKey, WeightsKey
+from marin_rl.inference.generation import GenerationRequest, Job, PrefixKey, WeightsKey
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.scheduler import JobQueue, Lanes, Schedule, schedule
 from marin_rl.types import Sampling
@@ -17,8 +16,10 @@ LANES = Lanes(1, 4)
 BUCKET = 16
 
 
-def job_of(n: int, adapter: int = 0) -> Job:
-    request = GenerationRequest(prompt_ids=PROMPT, n=n, sampling=Sampling(max_tokens=4))
+def job_of(n: int = 1, adapter: int = 0, *, probe: bool = False) -> Job:
+    request = GenerationRequest(
+        prompt_ids=PROMPT, n=n, sampling=Sampling(max_tokens=4), probe=probe
+    )
     adapted = loaded_of(adapter)
     return Job(request=request, future=Future(), seed=1, stop_tokens=(), adapter=adapted)
 
@@ -71,3 +72,19 @@ def test_adapters_share_no_prefix() -> None:
     # positions are shared only where all slots side by side have one key
     assert batch.shared_positions(2) == len(PROMPT)
     assert batch.shared_positions(4) == 0
+
+
+def test_probes_go_before_what_waits_and_after_earlier_probes() -> None:
+    queue = JobQueue()
+    jobs = [job_of(4), job_of(), job_of(probe=True), job_of(), job_of(probe=True)]
+    first, second, probe, third, later = jobs
+    queue.append(first)
+    queue.take(2)  # the others of its samples wait on
+    for each in jobs[1:]:
+        queue.append(each)
+    assert [*queue] == [probe, later, first, second, third]
+    assert queue.waiting == 6
+    queue.take(1)
+    queue.take(1)
+    assert queue.head is first
+    assert queue.waiting == 4
