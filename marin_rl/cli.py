@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from marin_rl.deferred import withhold
 from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
 from marin_rl.progress import saying
 
@@ -239,9 +240,8 @@ def _import_without(module: str, unused: Mapping[str, str]) -> None:
 def _spare_imports() -> None:
     """Leave out what a reader does not use: a tenth of the CPU time that its answer takes."""
     _import_without("jaxtyping", {"unittest.mock": "patch"})  # of its hook for tests
-    # Arrow imports pandas, which takes a second, to learn that a value is not of pandas: Python
-    # refuses to import a module that is None here.
-    sys.modules.update(pandas=None)  # pyright: ignore[reportArgumentType]
+    # Arrow imports pandas, which takes a second, to learn that a value is not of pandas.
+    withhold("pandas")
     # Pydantic looks for plugins of its models in the metadata of every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 

@@ -111,7 +111,7 @@ def test_no_reader_imports_pandas(root, command, tmp_path):
     program = (
         f"import sys; sys.argv = {line!r}\nfrom marin_rl.cli import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "print([name for name in sys.modules if name.startswith('pandas.')])"
+        "print([name for name in sys.modules if name.startswith('pandas')])"
     )
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -124,6 +124,8 @@ def test_readers_do_without_pandas_and_have_all_of_the_rest() -> None:
         "import sys; from marin_rl.cli import _spare_imports\n"
         "_spare_imports()\n"
         "import pyarrow as pa, polars as pl\n"
+        "import pyarrow.compute as pc\n"
+        "assert pc.less(pa.array([1]), 2).to_pylist() == [True]\n"
         "print(pa.array([1, None]).to_pylist(), pl.DataFrame({'a': [1]}).to_dicts())\n"
         "import transformers  # asks whether it is installed\n"
         "try:\n    import pandas\nexcept ModuleNotFoundError as error:\n    print(error.name)\n"
