@@ -16,8 +16,8 @@ from support.templates import QWEN
 
 from marin_rl.commands.serve import check_folder
 from marin_rl.config import Config, load_config
-from marin_rl.doctor.engines import check_all, model
-from marin_rl.doctor.policy import source, tools
+from marin_rl.doctor.engines import check_all
+from marin_rl.doctor.policy import tools
 from marin_rl.doctor.rewards import own_reward, reward
 from marin_rl.doctor.stages import EVALUATE, RL, Stage, examine
 from marin_rl.doctor.start import before_engines, check_files, finished
@@ -290,7 +290,7 @@ def test_a_model_folder_that_cannot_be_loaded_is_refused(tmp_path, settings, fil
         (folder / name).write_text(text)
     policy = f"policy={{context_length: 64, init: hf, hf_path: {folder}}}"
     with pytest.raises(InputError, match=words):
-        [check(debug(tmp_path / "runs", policy)) for check in (source, model)]
+        before_engines(debug(tmp_path / "runs", policy), "rl-loop")
 
 
 LOSSES = """

@@ -1,8 +1,8 @@
 """The configuration tree: frozen, typed, ranged, resolved once and written into the run.
 
 A section a class, by topic: policy.py, sampling.py, serving.py, asynchrony.py, batching.py,
-objective.py, training.py, orchestration.py, and run.py over all of them. section.py says what a
-section is and which of its keys are free; keys.py names keys, code.py those that name code,
+objective.py, training.py, orchestration.py, and sections.py over all of them. section.py says what
+a section is and which of its keys are free; keys.py names keys, code.py those that name code,
 paths.py those that name other files; loading.py reads YAML and the files of code, and no other
 file is read. Others import from here alone.
 """
@@ -22,6 +22,7 @@ from marin_rl.config.keys import (
     without,
 )
 from marin_rl.config.loading import (
+    Config,
     Overrides,
     Recipe,
     as_overrides,
@@ -41,7 +42,6 @@ from marin_rl.config.orchestration import (
 from marin_rl.config.paths import place_files, places_in, places_named
 from marin_rl.config.peers import closest
 from marin_rl.config.policy import LoraConfig, MeshConfig, ModelConfig, ModelFamily, PolicyConfig
-from marin_rl.config.run import Config
 from marin_rl.config.sampling import (
     EntrySampling,
     EnvironmentConfig,

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from marin_rl.config.run import Config
 from marin_rl.config.section import Section, is_plan, is_runtime_only, section_of
+from marin_rl.config.sections import RunSections
 
 # Keys and values (`key=value`) of earlier versions that decided what a run trains on, and what to
 # use instead: a run that recorded one can be read, and is not gone on with.
@@ -53,17 +53,17 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 def known_keys() -> list[str]:
     """Dotted names of every key of the tree, sections included."""
-    return [key for key, _ in _fields_of(Config)]
+    return [key for key, _ in _fields_of(RunSections)]
 
 
 def free_keys() -> list[str]:
     """Dotted names of the keys that may differ when a run is continued."""
-    return [key for key, info in _fields_of(Config) if is_runtime_only(info)]
+    return [key for key, info in _fields_of(RunSections) if is_runtime_only(info)]
 
 
 def outward_keys() -> list[str]:
     """Dotted names of the free keys that are their user's alone: no run.json decides them."""
-    fields = _fields_of(Config)
+    fields = _fields_of(RunSections)
     return [key for key, info in fields if is_runtime_only(info) and not is_plan(info)]
 
 

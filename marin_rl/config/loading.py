@@ -1,7 +1,7 @@
-"""Loading of configurations from YAML, recipes and `dotted.key=value`, with validation.
+"""A whole run's configuration, and its loading from YAML, recipes and `dotted.key=value`.
 
 The only code that reads files here, those of the folder recipes/ included; what is valid is said by
-the sections themselves.
+the sections themselves, and across them by `checks`.
 """
 
 import difflib
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from marin_rl.config.checks import CHECKS
 from marin_rl.config.code import pin_code
 from marin_rl.config.keys import WITHDRAWN, known_keys
 from marin_rl.config.paths import place_files
 from marin_rl.config.peers import closest, peer_hint
-from marin_rl.config.run import Config
-from marin_rl.config.sampling import as_mixture
+from marin_rl.config.sampling import SamplingConfig, as_mixture
+from marin_rl.config.sections import RunSections
+from marin_rl.config.yaml_files import FILE_BYTES_MAX, parse_yaml
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.plain_files import read_regular
 
@@ -36,6 +38,52 @@ INSTEAD = {
 }
 
 Overrides = Sequence[str] | Mapping[str, Any]  # `dotted.key=value`, or values by dotted key
+
+
+class Config(RunSections):
+    """A whole run: what is trained, on what, how, and for how many rounds."""
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        overrides: Overrides = (),
+    ) -> "Config":
+        """Read a configuration and validate it.
+
+        Args:
+            source: a YAML file, or a nested mapping as a YAML file holds it. Files that a mapping
+                names are relative to the current folder, those of a YAML file to its own.
+            overrides: values by dotted key, `{"training.learning_rate": 1e-4}`, or as the command
+                line takes them, `["training.learning_rate=1e-4"]`.
+
+        Raises:
+            ConfigError: naming every wrong key, with the nearest known one.
+        """
+        changes = as_overrides(overrides)
+        if isinstance(source, Mapping):
+            return load_tree(source, changes)
+        return load_config(source, changes)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_follow(cls, data: Any) -> Any:
+        """Give a short context a default of sampling.max_tokens that leaves room for a prompt."""
+        if not isinstance(data, Mapping):
+            return data
+        policy, sampling = data.get("policy"), data.get("sampling", {})
+        context = policy.get("context_length") if isinstance(policy, Mapping) else None
+        chosen = not isinstance(sampling, Mapping) or "max_tokens" in sampling
+        default = SamplingConfig.model_fields["max_tokens"].default
+        if chosen or not isinstance(context, int) or not 1 < context <= default:
+            return data
+        return {**data, "sampling": {**sampling, "max_tokens": context // 2}}
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> "Config":
+        for check in CHECKS:
+            check(self)
+        return self
 
 
 def as_overrides(overrides: Overrides) -> list[str]:
@@ -185,10 +233,8 @@ def _overlaid(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
-    from marin_rl.config.yaml_files import FILE_BYTES_MAX
-
     try:
-        tree = _parse_yaml(read_regular(file, FILE_BYTES_MAX).decode()) or {}
+        tree = parse_yaml(read_regular(file, FILE_BYTES_MAX).decode()) or {}
     except FileNotFoundError:
         raise ConfigError(f"no configuration file at {file}: expected a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -200,13 +246,6 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: expected keys and values, found {type(tree).__name__}")
     return tree
-
-
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML. Raises ValueError."""
-    from marin_rl.config.yaml_files import parse_yaml  # commands that read a run parse none
-
-    return parse_yaml(text)
 
 
 def parse_config(tree: Mapping[str, Any], source: str = "configuration") -> Config:
@@ -229,7 +268,7 @@ def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any
         if not equals or not key.strip():
             raise ConfigError(f"--set {item!r}: expected dotted.key=value")
         try:
-            value = _parse_yaml(text)
+            value = parse_yaml(text)
         except ValueError as error:
             raise ConfigError(f"--set {item:.200}: the value is not valid YAML: {error}") from error
         *parents, leaf = key.strip().split(".")

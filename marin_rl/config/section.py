@@ -96,46 +96,35 @@ def with_choices(node: Node, choice: Callable[[str], Any], prefix: str = "") -> 
         value, key = getattr(node, name), prefix + name
         if isinstance(value, Section):
             value = with_choices(value, choice, f"{key}.")
-        elif entries := entries_as_begun(info):
+        elif entries := _mark(info, "entries_as_begun"):
             chosen = choice(key) or {}
             kept = {entry: chosen[entry] for entry in entries if entry in chosen}
             value = {**kept, **(value or {})} or None if kept else value
-        elif value is None and is_as_begun(info):
+        elif value is None and _mark(info, "as_begun"):
             value = choice(key)
         if value is not getattr(node, name):
             update[name] = value
     return node.model_copy(update=update) if update else node
 
 
-def is_runtime_only(info: FieldInfo) -> bool:
-    """True if a key may differ when a run is continued."""
+def _mark(info: FieldInfo, name: str) -> Any:
     extra = info.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("free"))
+    return extra.get(name) if isinstance(extra, dict) else None
+
+
+def is_runtime_only(info: FieldInfo) -> bool:
+    """Return True for free keys, which may differ when a run is continued."""
+    return bool(_mark(info, "free"))
 
 
 def is_plan(info: FieldInfo) -> bool:
     """Return True for free keys that a run.json decides for everyone."""
-    extra = info.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("plan"))
-
-
-def is_as_begun(info: FieldInfo) -> bool:
-    """Return True for keys that a new run chooses where they are null, and then keeps."""
-    extra = info.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("as_begun"))
-
-
-def entries_as_begun(info: FieldInfo) -> Sequence[str]:
-    """Return the entries of a mapping that a new run chooses where they are not given."""
-    extra = info.json_schema_extra
-    entries = extra.get("entries_as_begun") if isinstance(extra, dict) else None
-    return tuple(map(str, entries)) if isinstance(entries, list) else ()
+    return bool(_mark(info, "plan"))
 
 
 def omitted_if_none(info: FieldInfo) -> bool:
-    """True if a key is left out of everything that is written while it is null."""
-    extra = info.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("absent"))
+    """Return True for keys that are left out of all that is written while they are null."""
+    return bool(_mark(info, "absent"))
 
 
 def runtime_field(*, default: Any, description: str, **limits: Any) -> Any:

@@ -8,14 +8,11 @@ import jax
 from marin_rl.config import Config
 from marin_rl.doctor import start, system
 from marin_rl.doctor.stages import DOCTOR, REWARD_MODEL, ROUNDS, Stage, run_stages
-from marin_rl.errors import ConfigError, InputError, ObjectMissing
-from marin_rl.hf_settings import check_hf_folder
+from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.batch_invariance import recorded_proofs
 from marin_rl.machine import machine_facts, share_one_heap
-from marin_rl.planning import architecture_of
-from marin_rl.rollouts.rewards import reward_model_slot_of
 from marin_rl.storage.runs import Run
-from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
+from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.adapters import Modules
 from marin_rl.training.custom_loss import check_loss
 from marin_rl.training.policy_source import recorded_modules
@@ -30,31 +27,12 @@ def check_all(config: Config, flow: str) -> None:
     run_stages(config, flow, ENGINES if start.has_passed(config, flow) else STAGES)
 
 
-def model(config: Config) -> str:
-    """Check that the model folder can be loaded exactly, or that the sizes of a built one fit."""
-    if config.policy.hf_path is not None:
-        check_hf_folder(config.policy.hf_path)
-    architecture = architecture_of(config)
-    if architecture is None:
-        raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")
-    return f"{architecture.parameters / 1e6:,.2f}M parameters"
-
-
 def loss(config: Config) -> str:
     """Check that a loss of the user's own has a finite value and gradient on a small batch."""
     if config.objective.loss is None:
         return f"surrogate {config.objective.surrogate}"
     share_one_heap()  # as a flow does, before JAX starts its threads
     return check_loss(config.objective)
-
-
-def reward_model(config: Config) -> str:
-    """Check that the reward model is committed, and made for the policy's tokenizer."""
-    if config.environment.reward_model is None:
-        return "none configured"
-    names = TokenizerIdentity.of(tokenizer_for(config.policy))
-    judge = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
-    return f"{judge.run.store.url_of(judge.ref.slot)}: {judge.identity.parameters_digest[:12]}"
 
 
 def devices(config: Config) -> str:
@@ -116,8 +94,6 @@ def reward_model_programs(config: Config) -> str:
 
 
 ENGINES = (
-    Stage("model", model),
-    Stage("reward model", reward_model, ROUNDS),
     Stage("loss", loss, ROUNDS),
     Stage("mesh", mesh, ROUNDS - {DOCTOR} | {REWARD_MODEL}),
     Stage("devices", devices, frozenset({DOCTOR})),

@@ -1,4 +1,4 @@
-"""Checks of the policy: model, adapter, tokenizer, chat template, prompts that fit, tools."""
+"""Checks of the policy, and of a reward model: files, tokenizer, chat template, prompts, tools."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +14,7 @@ from marin_rl.environments.episode import OffersTools
 from marin_rl.environments.mixture import parts_of
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import BridgeFault, InputError, ObjectMissing
+from marin_rl.hf_settings import check_hf_folder
 from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT
 from marin_rl.lora import configured_modules
 from marin_rl.model_folders import check_model_folder, read_hf_config, weight_files
@@ -21,10 +22,11 @@ from marin_rl.planning import architecture_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.data_warnings import training_environments
 from marin_rl.rollouts.pinned import has_dialogues, policy_as_begun
+from marin_rl.rollouts.rewards import reward_model_slot_of
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named, recorded_config
-from marin_rl.tokenizers import check_vocabulary, tokenizer_for
+from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary, tokenizer_for
 from marin_rl.types import Example, Message
 
 AS_BEGUN = "as the run began"
@@ -57,6 +59,16 @@ def source(config: Config) -> str:
     read_hf_config(Path(policy.hf_path))
     weight_files(Path(policy.hf_path))
     return policy.hf_path
+
+
+def model(config: Config) -> str:
+    """Check that the model folder can be loaded exactly, or that the sizes of a built one fit."""
+    if config.policy.hf_path is not None:
+        check_hf_folder(config.policy.hf_path)
+    architecture = architecture_of(config)
+    if architecture is None:
+        raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")
+    return f"{architecture.parameters / 1e6:,.2f}M parameters"
 
 
 def adapter(config: Config) -> str:
@@ -181,6 +193,15 @@ def canary(config: Config) -> str:
             f"round which weights are served: expected at least {length + CANARY.tokens}"
         )
     return f"{length} tokens and {CANARY.samples} samples of {CANARY.tokens}"
+
+
+def reward_model(config: Config) -> str:
+    """Check that the reward model is committed, and made for the policy's tokenizer."""
+    if config.environment.reward_model is None:
+        return "none configured"
+    names = TokenizerIdentity.of(tokenizer_for(config.policy))
+    judge = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
+    return f"{judge.run.store.url_of(judge.ref.slot)}: {judge.identity.parameters_digest[:12]}"
 
 
 def first_examples(config: Config, count: int) -> list[Example]:

@@ -1,7 +1,7 @@
 """Checks of a run by its files, before Prefect and JAX are imported.
 
-Also whether a run is locked, finished, or of another content. The stages that need the other
-libraries follow at the start of a flow (`engines`).
+Also whether a run is locked, finished, or of another content. The stages that need JAX
+follow at the start of a flow (`engines`).
 """
 
 from marin_rl.config import Config
@@ -35,6 +35,7 @@ from marin_rl.types import SlotRef
 FILES = (
     Stage("storage root", data.storage),
     Stage("model folder", policy.source, frozenset({RL, SFT, REWARD_MODEL})),
+    Stage("model", policy.model),
     Stage("adapter", policy.adapter),
     Stage("environment", data.environment, ROUNDS),
     Stage("rows", data.rows, frozenset({RL, SFT})),
@@ -47,6 +48,7 @@ FILES = (
     Stage("prompts", policy.prompts, ROUNDS),
     Stage("tools", policy.tools, ROUNDS - {SFT}),
     Stage("canary", policy.canary, ROUNDS - {SFT}),
+    Stage("reward model", policy.reward_model, ROUNDS),
     Stage("memory", system.memory, ROUNDS),
     Stage("reward", rewards.reward, frozenset({DOCTOR})),
     Stage("reward on an example", rewards.own_reward, frozenset({RL, EVALUATE})),
