@@ -1,7 +1,7 @@
 """marin-rl: reinforcement learning for language models as durable, file-based stages.
 
 The library behind the stages. It never imports Prefect; the flows do. Scripts and notebooks begin
-here: `from marin_rl import Config, Engine, run, scan_rollouts`. Each name is imported when it is
+here: `from marin_rl import LLM, Config, run, scan_rollouts`. Each name is imported when it is
 first used, so that `import marin_rl` stays quick; `__init__.pyi` tells type checkers what they are.
 """
 
@@ -14,12 +14,13 @@ from typing import Any
 
 # pyright: reportUnsupportedDunderAll=false
 __all__ = [
-    "Completion", "Config", "Engine", "Round", "TrainingRun", "__version__", "run", "scan_batches",
+    "LLM", "Completion", "Config", "Engine", "Round", "TrainingRun", "__version__", "run",
+    "scan_batches",
     "scan_dispositions", "scan_evals", "scan_metrics", "scan_rollouts", "scan_scores", "sql",
 ]  # fmt: skip
 
 _HOMES = {
-    "marin_rl.api.sampling": ("Completion", "Engine"),
+    "marin_rl.api.sampling": ("LLM", "Completion", "Engine"),
     "marin_rl.api.training": ("Round", "TrainingRun", "run"),
     "marin_rl.config": ("Config",),
 }

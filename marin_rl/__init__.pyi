@@ -5,6 +5,7 @@ from marin_rl.analysis import scan_metrics as scan_metrics
 from marin_rl.analysis import scan_rollouts as scan_rollouts
 from marin_rl.analysis import scan_scores as scan_scores
 from marin_rl.analysis import sql as sql
+from marin_rl.api.sampling import LLM as LLM
 from marin_rl.api.sampling import Completion as Completion
 from marin_rl.api.sampling import Engine as Engine
 from marin_rl.api.training import Round as Round

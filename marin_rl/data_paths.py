@@ -54,22 +54,18 @@ def folder_below(top: Path, parts: Sequence[str], *, make: bool = False) -> Iter
     descriptor = os.open(top, _FOLDER)
     try:
         for part in parts:
-            inner = _enter(part, descriptor, make=make)
+            if make:
+                with suppress(FileNotFoundError):
+                    if not stat.S_ISDIR(os.lstat(part, dir_fd=descriptor).st_mode):
+                        os.unlink(part, dir_fd=descriptor)
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=descriptor)
+            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _enter(part: str, folder: int, *, make: bool) -> int:
-    if make:
-        with suppress(FileNotFoundError):
-            if not stat.S_ISDIR(os.lstat(part, dir_fd=folder).st_mode):
-                os.unlink(part, dir_fd=folder)
-        with suppress(FileExistsError):
-            os.mkdir(part, dir_fd=folder)
-    return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
 
 
 def contents_at(top: Path, name: str) -> dict[str, Content]:

@@ -75,12 +75,8 @@ def parse_definition(row: dict[str, str]) -> Definition:
     return Definition(**{**filled, **numbers, "unit": row["unit"]})
 
 
-def _read_table() -> tuple[Definition, ...]:
-    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
-        return tuple(parse_definition(row) for row in csv.DictReader(file))
-
-
-DEFINITIONS = _read_table()
+with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _table:
+    DEFINITIONS = tuple(parse_definition(row) for row in csv.DictReader(_table))
 
 # Of the sampler, before the first update, where rewards are lowered by KL and where there is none.
 KL_OF_REWARDS = ("kl", "objective/kl", "objective/non_score_reward", "objective/rlhf_reward")

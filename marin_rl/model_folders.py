@@ -5,7 +5,6 @@ FIFO called `config.json` would block them for good, a device would never end, a
 a terabyte would fill the memory. So every file is looked at before any is opened.
 """
 
-import os
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -40,31 +39,20 @@ def check_model_folder(folder: Path) -> None:
 
     Symbolic links count as what they lead to: the Hugging Face cache is made of them.
     """
-    for path in (folder, folder / _TEMPLATES):
-        if path.is_dir():
-            _check_entries(path)
-
-
-def _check_entries(folder: Path) -> None:
-    with os.scandir(folder) as entries:
-        for count, entry in enumerate(entries):
+    for top in (folder, folder / _TEMPLATES):
+        for count, path in enumerate(top.iterdir() if top.is_dir() else ()):
             if count >= ENTRIES_MAX:
                 raise InputError(
-                    f"{folder}: expected a model folder, found more than {ENTRIES_MAX} entries"
+                    f"{top}: expected a model folder, found more than {ENTRIES_MAX} entries"
                 )
             try:
-                status = entry.stat()
+                status = path.stat()
             except OSError:
                 continue  # a link that leads nowhere can be opened by none
-            _check_entry(Path(entry.path), status)
-
-
-def _check_entry(path: Path, status: os.stat_result) -> None:
-    mode = status.st_mode
-    if stat.S_ISDIR(mode) and path.suffix not in (_WEIGHTS, *_READ):
-        return
-    bytes_max = SETTINGS_BYTES_MAX if path.name in _SETTINGS else VOCABULARY_BYTES_MAX
-    check_regular(path, status, bytes_max if path.suffix in _READ else None)
+            if stat.S_ISDIR(status.st_mode) and path.suffix not in (_WEIGHTS, *_READ):
+                continue
+            bytes_max = SETTINGS_BYTES_MAX if path.name in _SETTINGS else VOCABULARY_BYTES_MAX
+            check_regular(path, status, bytes_max if path.suffix in _READ else None)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,14 @@ from marin_rl.errors import InputError
 from schemas import Malformed
 from schemas.strict_json import LIMITS, parse_json
 
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
 
 def read_regular(path: Path, bytes_max: int | None = None) -> bytes:
     """Return the bytes of a regular file.
@@ -34,9 +42,9 @@ def read_regular(path: Path, bytes_max: int | None = None) -> bytes:
 def check_regular(path: Path, status: os.stat_result, bytes_max: int | None = None) -> None:
     """Raise InputError unless a path's status is that of a regular file of bounded size."""
     if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise InputError(
-            f"{path}: expected a regular file, found {_kind(status.st_mode)}; name a file, or "
-            "remove it"
+            f"{path}: expected a regular file, found {kind}; name a file, or remove it"
         )
     if bytes_max is not None and status.st_size > bytes_max:
         raise InputError(f"{path}: expected at most {bytes_max} bytes, found {status.st_size}")
@@ -60,14 +68,3 @@ def object_in(path: Path, data: bytes) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise InputError(f"{path}: expected a JSON object, found a {type(tree).__name__}")
     return tree
-
-
-def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    return kinds.get(stat.S_IFMT(mode), "something else")

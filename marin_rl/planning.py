@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows
-from marin_rl.config import Config, ModelConfig, ModelFamily
+from marin_rl.config import Config, ModelFamily
 from marin_rl.errors import InputError
 from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, STEP_LANES, computes_on_host
 from marin_rl.model_folders import check_family
@@ -94,7 +94,17 @@ def architecture_of(config: Config) -> Architecture | None:
     family that is not supported.
     """
     if config.policy.hf_path is None:
-        return _built(config.policy.model)
+        model = config.policy.model
+        return Architecture(
+            vocab_size=model.vocab_size or CHARACTER_VOCABULARY,
+            hidden_size=model.hidden_size,
+            layers=model.layers,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_size=model.head_size or model.hidden_size // model.heads,
+            intermediate_size=model.intermediate_size,
+            tie_embeddings=model.tie_embeddings,
+        )
     file = Path(config.policy.hf_path) / "config.json"
     if not file.exists():
         return None
@@ -162,7 +172,9 @@ def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
     memory = steps[0]
     kept = _checkpoints_kept(config)
     one = memory.learners * memory.trained * (PARAMETER_BYTES + OPTIMIZER_BYTES)
-    base = _base_disk_bytes(config, architecture.parameters)
+    # An adapter's base is written once, unless a model folder has it.
+    has_base = config.policy.lora is not None and config.policy.init != "hf"
+    base = architecture.parameters * PARAMETER_BYTES if has_base else 0
     fields = {
         "parameters": architecture.parameters,
         "trained_parameters": memory.trained,
@@ -181,8 +193,12 @@ def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
         tokens = config.inference.engine.slots * config.policy.context_length
         value_bytes = _value_bytes(config)
         cache = architecture.cache_bytes(tokens, value_bytes)
-        merged = _merged_bytes(config, architecture)
-        weights = _joined_bytes(config, architecture, value_bytes) + merged
+        joined = sum(map(math.prod, architecture.linear_shapes.values()))
+        if config.policy.quantize_base is not None:
+            joined = memory.trained  # the engine reads the base where it lies
+        elif config.policy.lora is not None:
+            merged = PARAMETER_BYTES * joined  # with the adapter, and stays while steps run
+        weights = joined * value_bytes + merged
         fields |= {"engine_cache_bytes": cache, "engine_weight_bytes": weights}
         sampling = cache + weights
     # Where sampling and training alternate, the engine gives its memory back to the step.
@@ -253,10 +269,15 @@ class StepMemory:
         value_bytes = 4 if on_host else _value_bytes(config)
         rows = microbatch_of(config, data * fsdp, on_host=on_host)
         how = {"recomputed": config.training.gradient_checkpointing, "shards": mesh.tensor}
-        backward = architecture.backward_bytes(
-            rows, value_bytes, base=_base_of(config), fsdp=fsdp, **how
-        )
-        lanes = _lanes(config, architecture, on_host=on_host)
+        copied: Base | None = None if config.policy.lora is None else "whole"
+        if config.policy.quantize_base is not None:
+            copied = "quantized"
+        backward = architecture.backward_bytes(rows, value_bytes, base=copied, fsdp=fsdp, **how)
+        # A small model's microbatches are computed side by side on one CPU device.
+        small = PARAMETER_BYTES * architecture.parameters <= LANE_WEIGHTS_BYTES_MAX
+        alone = mesh.data == mesh.fsdp == mesh.tensor == 1
+        several = config.training.microbatch_sequences < _step_sequences(config)
+        lanes = STEP_LANES if on_host and small and alone and several else 1
         # Each lane has gradients of its own; an update has old and new parameters at once.
         passes = 12 * own + lanes * (4 * own + learners * backward)
         update = round(UPDATE_BYTES * own) + 4 * own * (lanes - 1)
@@ -287,14 +308,6 @@ def _step_sequences(config: Config) -> int:
     return config.batching.sequences_per_step or of_round
 
 
-def _lanes(config: Config, architecture: Architecture, *, on_host: bool) -> int:
-    """Lanes of a training step: a small model's on one CPU device, with several microbatches."""
-    small = PARAMETER_BYTES * architecture.parameters <= LANE_WEIGHTS_BYTES_MAX
-    alone = config.mesh.data == config.mesh.fsdp == config.mesh.tensor == 1
-    several = config.training.microbatch_sequences < _step_sequences(config)
-    return STEP_LANES if on_host and small and alone and several else 1
-
-
 def memory_keys(config: Config) -> Iterator[str]:
     """Settings that lower the memory of a training step, the mildest first, with their values."""
     training, policy = config.training, config.policy
@@ -311,13 +324,6 @@ def memory_keys(config: Config) -> Iterator[str]:
     elif policy.quantize_base is None:
         yield "policy.quantize_base: nf4"
     yield f"a larger mesh.fsdp on more devices (now {config.mesh.fsdp})"
-
-
-def _base_of(config: Config) -> Base | None:
-    """The base of an adapter as a step copies it; None where all parameters are trained."""
-    if config.policy.lora is None:
-        return None
-    return "whole" if config.policy.quantize_base is None else "quantized"
 
 
 def _value_bytes(config: Config) -> int:
@@ -353,37 +359,3 @@ def _base_bytes(config: Config, architecture: Architecture, value_bytes: int) ->
     # One matrix at a time is there dequantised.
     largest = max(math.prod(shape[1:]) for shape in shapes)
     return quantized + (others + largest) * value_bytes
-
-
-def _merged_bytes(config: Config, architecture: Architecture) -> int:
-    """Bytes of weights merged with an adapter: the engine's own, which stay while steps run."""
-    if config.policy.lora is None or config.policy.quantize_base is not None:
-        return 0
-    return PARAMETER_BYTES * sum(map(math.prod, architecture.linear_shapes.values()))
-
-
-def _joined_bytes(config: Config, architecture: Architecture, value_bytes: int) -> int:
-    """Bytes of what the engine joins of its weights while it samples."""
-    if config.policy.quantize_base is not None:
-        return _trained(config, architecture) * value_bytes  # it reads the base where it lies
-    return value_bytes * sum(map(math.prod, architecture.linear_shapes.values()))
-
-
-def _base_disk_bytes(config: Config, parameters: int) -> int:
-    """Bytes of an adapter's base, which is written once unless a model folder has it."""
-    if config.policy.lora is None or config.policy.init == "hf":
-        return 0
-    return parameters * PARAMETER_BYTES
-
-
-def _built(model: ModelConfig) -> Architecture:
-    return Architecture(
-        vocab_size=model.vocab_size or CHARACTER_VOCABULARY,
-        hidden_size=model.hidden_size,
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_size=model.head_size or model.hidden_size // model.heads,
-        intermediate_size=model.intermediate_size,
-        tie_embeddings=model.tie_embeddings,
-    )

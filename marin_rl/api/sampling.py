@@ -1,4 +1,4 @@
-"""Sample text from a model folder or a checkpoint: `Engine`.
+"""Sample text from a model folder or a checkpoint: `LLM`.
 
 A front of the embedded engine (inference/engine.py) for scripts and notebooks: it loads weights and
 tokenizer, renders chat templates, and turns tokens back into text. For other processes and
@@ -56,7 +56,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
 
 
-class Engine:
+class LLM:
     """A model in this process that completes prompts, batched. Use it as a context manager.
 
     Args:
@@ -92,7 +92,7 @@ class Engine:
         self._template = ChatTemplate.of(self._tokenizer)
         self._encode = encoder_of(self._tokenizer)
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,6 +167,9 @@ class Engine:
             text = self._template.render(conversation).text
             return np.asarray(self._encode(text, False), np.int32)
         return np.asarray(prompt, np.int32)
+
+
+Engine = LLM  # its name before
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -37,7 +37,7 @@ class Round:
 
     `number` counts from 0. `metrics` are named as in docs/metrics.md. `checkpoint` is the place of
     the checkpoint that the round ended in, `ROOT/RUN_ID/checkpoints/round-00001` after round 0: an
-    `Engine` opens it, and so does `policy.checkpoint` of another run.
+    `LLM` opens it, and so does `policy.checkpoint` of another run.
     """
 
     number: int

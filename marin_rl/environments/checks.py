@@ -72,49 +72,34 @@ def environment_of(config: Config) -> Environment:
 
 
 def _check_goes_on(environment: Environment, config: Config) -> None:
-    """Raise ConfigError for environments whose rollouts no other policy can go on with."""
-    if config.piece_tokens is not None:
-        _check_begins_again(environment, config.environment)
-    if config.in_flight_updates:
-        _check_asks_nothing(environment, config.environment)
+    """Raise ConfigError for environments whose rollouts no other policy can go on with.
 
-
-def _check_begins_again(environment: Environment, config: EnvironmentConfig) -> None:
-    """Raise ConfigError for environments whose unfinished rollouts cannot be gone on with.
-
-    Their episodes are begun again and given the recorded turns, so that steps must have no effects
-    outside, and answer as before.
+    With partial_rollout, episodes are begun again and given the recorded turns, so their steps must
+    have no effects outside, and answer as before.
     """
-    for part in parts_of(environment, config):
-        found = _cannot_begin_again(part.environment)
-        if found is not None:
+    for part in parts_of(environment, config.environment):
+        own = part.environment
+        samples = isinstance(own, ReturnsRollouts)
+        asks = isinstance(own, AsksPolicy) and own.asks_policy
+        fault = ""
+        if samples:
+            fault = "which samples by itself"
+        elif asks:
+            fault = "whose episodes ask the policy themselves, and later weights answer otherwise"
+        elif isinstance(own, Replayable) and not own.replayable:
+            effects = "its steps have effects outside of their process"
+            fault = f"which says `replayable = False`: {effects}"
+        if fault and config.piece_tokens is not None:
             raise ConfigError(
-                f"asynchrony.partial_rollout with environment {part.environment.name}, {found}: a "
+                f"asynchrony.partial_rollout with environment {own.name}, {fault}: a "
                 "later process or policy cannot go on with an unfinished rollout; expected "
                 "environments whose episodes can be begun again and given the recorded turns, or "
                 "partial_rollout false (rollouts.commit_groups keeps the members of dialogues that "
                 "have ended)"
             )
-
-
-def _cannot_begin_again(environment: Environment) -> str | None:
-    """Return why episodes cannot be begun again with recorded turns; None if they can."""
-    if isinstance(environment, ReturnsRollouts):
-        return "which samples by itself"
-    if isinstance(environment, AsksPolicy) and environment.asks_policy:
-        return "whose episodes ask the policy themselves, and later weights answer otherwise"
-    if isinstance(environment, Replayable) and not environment.replayable:
-        return "which says `replayable = False`: its steps have effects outside of their process"
-    return None
-
-
-def _check_asks_nothing(environment: Environment, config: EnvironmentConfig) -> None:
-    """Raise ConfigError for environments that ask for a policy by the name of its version."""
-    for part in parts_of(environment, config):
-        asks = isinstance(part.environment, AsksPolicy) and part.environment.asks_policy
-        if asks or isinstance(part.environment, ReturnsRollouts):
+        if (asks or samples) and config.in_flight_updates:
             raise ConfigError(
-                f"asynchrony.in_flight_updates with environment {part.environment.name}, which "
+                f"asynchrony.in_flight_updates with environment {own.name}, which "
                 "asks the policy by itself: the version that it was given is gone once new weights "
                 "are served; expected other environments, or in_flight_updates false"
             )
@@ -153,28 +138,20 @@ def check_entries_apart(
                     section=key,
                     held_out_section=other_key,
                 )
-    for a, b in itertools.combinations(range(len(entries)), 2):
-        _check_training_apart(entries[a], entries[b], used[a], used[b])
-
-
-def _check_training_apart(
-    first: tuple[str, EnvironmentConfig],
-    second: tuple[str, EnvironmentConfig],
-    n_first: int,
-    n_second: int,
-) -> None:
-    """Raise ConfigError where two environments of the same problems train on the same seeds."""
-    (key, one), (other_key, other) = first, second
-    if (one.name, one.options) != (other.name, other.options):
-        return
-    period = period_of(one) or SEED_END
-    distance, back = other.train_seed - one.train_seed, one.train_seed - other.train_seed
-    if distance % period < n_first or back % period < n_second:
-        raise ConfigError(
-            f"{key}.train_seed {one.train_seed} with {n_first} training examples and "
-            f"{other_key}.train_seed {other.train_seed} with {n_second} share examples, for both "
-            f"are {one.name.partition('#')[0]!r} with the same options; move the seeds apart"
-        )
+    for ((key, one), n_one), ((other_key, other), n_other) in itertools.combinations(
+        zip(entries, used, strict=True), 2
+    ):
+        if (one.name, one.options) != (other.name, other.options):
+            continue
+        period = period_of(one) or SEED_END
+        distance = other.train_seed - one.train_seed
+        if distance % period < n_one or -distance % period < n_other:
+            raise ConfigError(
+                f"{key}.train_seed {one.train_seed} with {n_one} training examples and "
+                f"{other_key}.train_seed {other.train_seed} with {n_other} share examples, for "
+                f"both are {one.name.partition('#')[0]!r} with the same options; move the seeds "
+                "apart"
+            )
 
 
 def check_demonstrations(config: Config) -> None:
