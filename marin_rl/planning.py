@@ -16,6 +16,8 @@ from typing import get_args
 from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows
 from marin_rl.config import Config, ModelFamily
 from marin_rl.errors import InputError
+from marin_rl.lora import configured_modules, linear_shapes
+from marin_rl.lora.quantization import quantized_bytes
 from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, STEP_LANES, computes_on_host
 from marin_rl.model_folders import check_family
 from marin_rl.plain_files import read_object
@@ -334,9 +336,6 @@ def _trained(config: Config, architecture: Architecture) -> int:
     """Number of parameters that are trained: A and B of an adapter, else all."""
     if config.policy.lora is None:
         return architecture.parameters
-    # Readers of runs import this module for its names alone: NumPy takes a tenth of a second.
-    from marin_rl.lora import configured_modules, linear_shapes
-
     modules = configured_modules(config.policy.lora, architecture.linear_shapes)
     layers = linear_shapes(architecture.linear_shapes)
     return sum(
@@ -352,8 +351,6 @@ def _base_bytes(config: Config, architecture: Architecture, value_bytes: int) ->
         return 0
     if policy.quantize_base is None:
         return architecture.parameters * value_bytes
-    from marin_rl.lora.quantization import quantized_bytes
-
     others = architecture.parameters - sum(map(math.prod, shapes))
     quantized = sum(quantized_bytes(shape, policy.quantize_base) for shape in shapes)
     # One matrix at a time is there dequantised.

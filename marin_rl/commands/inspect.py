@@ -165,27 +165,19 @@ def sql(
     They are rollouts, batches, dispositions, scores, metrics, evals and rewards (of `rescore`). A
     query reads the run's own files and writes none, unless --unsafe is given.
     """
-    from marin_rl.analysis.query import answer_rows
+    from marin_rl.analysis.query import answer_rows, tables
     from marin_rl.display.tables import query_result
 
     if query is None:
-        _print_tables(root, run_name, as_json=as_json)
+        for table, columns in tables(root, run_name).items():
+            lines = (f"    {column}  {kind}" for column, kind in columns.items())
+            print_result({"table": table, "columns": columns}, table, *lines, as_json=as_json)
         return
     answer = answer_rows(root, run_name, query, unsafe=unsafe)
     if as_json:
         print_json(*(dict(zip(answer.columns, row, strict=True)) for row in answer.rows))
         return
     out.print(query_result(answer.columns, answer.rows, out.width))
-
-
-def _print_tables(root: str, run_name: str, *, as_json: bool) -> None:
-    from marin_rl.analysis.query import tables
-
-    for table, columns in tables(root, run_name).items():
-        if as_json:
-            print_json({"table": table, "columns": columns})
-            continue
-        print_info(table, *(f"    {column}  {kind}" for column, kind in columns.items()))
 
 
 def report(
@@ -217,7 +209,12 @@ def report(
     if curve is not None:
         if output is not None:
             raise ConfigError("--curve writes a picture instead of the page: leave out --output")
-        _write_curve(run, curve, as_json=as_json)
+        from marin_rl.analysis.learning_curve import learning_curve
+        from marin_rl.analysis.status import metric_rows
+
+        curve.parent.mkdir(parents=True, exist_ok=True)
+        curve.write_bytes(learning_curve(metric_rows(run), run.run_id))
+        print_result({"path": curve}, f"wrote {curve}", as_json=as_json)
         return
     from marin_rl.display.text import size
     from marin_rl.pages.document import Choice, RunPage
@@ -235,15 +232,6 @@ def report(
         replace_file(target, data)
     facts = {"path": target, "bytes": len(data), "stage": page.stage, "ended": page.ended}
     print_result(facts, f"wrote {target} ({size(len(data))})", as_json=as_json)
-
-
-def _write_curve(run: "Run", target: Path, *, as_json: bool) -> None:
-    from marin_rl.analysis.learning_curve import learning_curve
-    from marin_rl.analysis.status import metric_rows
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(learning_curve(metric_rows(run), run.run_id))
-    print_result({"path": target}, f"wrote {target}", as_json=as_json)
 
 
 def view(

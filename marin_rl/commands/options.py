@@ -91,7 +91,7 @@ def print_json(*values: Any) -> None:
     Durations are in seconds, dates are ISO 8601, paths and other types that JSON lacks are text.
     """
     for value in values:
-        typer.echo(json.dumps(_plain(value), default=_as_text))
+        typer.echo(json.dumps(_plain(value), default=str))
 
 
 def print_result(value: Any, *lines: str, as_json: bool) -> None:
@@ -110,6 +110,8 @@ def _plain(value: Any) -> Any:
         return float(value) if value.as_tuple().exponent else int(value)  # as DuckDB's type says
     if isinstance(value, timedelta):
         return value.total_seconds()
+    if isinstance(value, date):
+        return value.isoformat()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -117,10 +119,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def _as_text(value: Any) -> str:
-    return value.isoformat() if isinstance(value, date) else str(value)
 
 
 def print_info(*lines: str) -> None:
@@ -179,34 +177,28 @@ def load(
     the user's to choose, unless `trust` or `only_shown`, and where nothing has this name.
     """
     from marin_rl.config import load_config
+    from marin_rl.storage.runs import Run
 
     items = [f"{key}={value}" for key, value in options.items() if value is not None]
     changes = [*(overrides or ()), *items]
     usual = os.environ.get(ROOT_VARIABLE) or None
     own = {"trust": trust, "only_shown": only_shown}
     if (file / "run.json").is_file():
-        from marin_rl.storage.runs import Run
-
         folder = file.resolve() if file.name in ("", "..") else file
         changes += [] if root is None else [f"root={root}"]
         return _of_run(Run.open(str(folder.parent), folder.name), changes, **own)
     if not file.exists() and len(file.parts) == 1 and file.suffix not in (".yaml", ".yml"):
-        return _of_run(_run_named(str(file), root or usual or "runs"), changes, **own)
+        try:
+            run = Run.open(root or usual or "runs", str(file))
+        except ObjectMissing as error:
+            raise ConfigError(
+                f"no configuration file at {file}: expected a YAML file, or the id or folder of a "
+                f"run ({error})"
+            ) from None
+        return _of_run(run, changes, **own)
     before = [] if usual is None else [f"root={json.dumps(usual)}"]
     after = [] if root is None else [f"root={json.dumps(root)}"]
     return load_config(file, [*before, *changes, *after])
-
-
-def _run_named(name: str, root: str) -> "Run":
-    from marin_rl.storage.runs import Run
-
-    try:
-        return Run.open(root, name)
-    except ObjectMissing as error:
-        raise ConfigError(
-            f"no configuration file at {name}: expected a YAML file, or the id or folder of a "
-            f"run ({error})"
-        ) from None
 
 
 def _of_run(run: "Run", changes: list[str], *, trust: bool, only_shown: bool) -> "Config":

@@ -5,8 +5,7 @@ Flows are loaded through the entry-point group `marin_rl.flows`: the library kno
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,47 +140,37 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
     from marin_rl.analysis.warnings import NewWarnings
     from marin_rl.api.training import flow_named
     from marin_rl.display.live import RunDisplay, showing
+    from marin_rl.display.plans import checkpoints_kept
     from marin_rl.display.tables import plain
+    from marin_rl.doctor.system import tight
+    from marin_rl.planning import plan
     from marin_rl.progress import listening
     from marin_rl.rollouts.data_warnings import data_warnings, has_more_examples
 
     start = flow_named(flow)
     console = err if as_json else out
+
+    def show(text: str, style: str = "yellow") -> None:
+        console.print(plain(text, style), soft_wrap=True)
+
     warn = NewWarnings(
         config.run_id,
-        lambda text: console.print(plain(f"! {text}", "yellow"), soft_wrap=True),
+        lambda text: show(f"! {text}"),
         more_examples=flow == "rl-loop" and has_more_examples(config),
     )
     if flow != "reward-model":
         for text in data_warnings(config, scored=flow != "sft"):
-            console.print(plain(f"! {text}", "yellow"), soft_wrap=True)
+            show(f"! {text}")
     if flow == "rl-loop":
-        for text in _beforehand(config):
-            console.print(plain(text), soft_wrap=True)
-    display = RunDisplay(config.run_id, config.rounds)
-    with showing(display, console), listening(warn.listen), _interruptible():
-        return start(config)
-
-
-def _beforehand(config: Config) -> Iterator[str]:
-    """Sentences on the memory of a run, where it is scarce, and on the checkpoints it will keep."""
-    from marin_rl.display.plans import checkpoints_kept
-    from marin_rl.doctor.system import tight
-    from marin_rl.planning import plan
-
-    if (text := tight(config)) is not None:
-        yield f"! {text}"
-    planned = plan(config)
-    if (planned.checkpoint_disk_bytes or 0) >= SAID_BYTES:
-        yield f"checkpoints: {checkpoints_kept(config, planned)}"
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Replace the trace of Ctrl-C by a line that says how to continue, and exit code 130."""
+        planned = plan(config)
+        if (text := tight(config)) is not None:
+            show(f"! {text}", "")
+        if (planned.checkpoint_disk_bytes or 0) >= SAID_BYTES:
+            show(f"checkpoints: {checkpoints_kept(config, planned)}", "")
     try:
-        yield
-    except KeyboardInterrupt:
+        with showing(RunDisplay(config.run_id, config.rounds), console), listening(warn.listen):
+            return start(config)
+    except KeyboardInterrupt:  # a line in place of its trace
         err.print("interrupted: what is committed stays; the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
 

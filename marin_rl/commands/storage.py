@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,9 +17,6 @@ from marin_rl.commands.options import (
     print_json,
     try_next,
 )
-
-if TYPE_CHECKING:
-    from marin_rl.storage.upkeep.gc import Collection
 
 
 def fork(
@@ -83,6 +80,8 @@ def gc(
     recorded it (`retention.*`); --keep-last and --keep-every override it. Exit code 1 where another
     run under the root cannot be read: it may be a fork, so no checkpoint is pruned.
     """
+    from marin_rl.display.tables import frame_table
+    from marin_rl.display.text import size
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.gc import collect, rule_of
 
@@ -91,24 +90,15 @@ def gc(
     if as_json:
         print_json({**asdict(collection), "bytes": collection.bytes})
     else:
-        _print_garbage(collection, dry_run=dry_run)
+        if collection.garbage:
+            rows = [(item.reason, item.bytes, item.key) for item in collection.garbage]
+            out.print(frame_table(("reason", "bytes", "object"), rows))
+        damaged = "its manifest is damaged or gone, so nothing in it is touched; run fsck"
+        print_error(*(f"{slot}: {damaged}" for slot in collection.skipped))
+        if collection.live:
+            print_info("another process works on this run: what it may be writing was left")
+        verb = "would be deleted" if dry_run else "deleted"
+        print_info(f"{len(collection.garbage)} objects, {size(collection.bytes)} {verb}")
     if collection.unread:
         print_error(f"no checkpoint was pruned, for another run may be a fork: {collection.unread}")
         raise typer.Exit(1)
-
-
-def _print_garbage(collection: "Collection", *, dry_run: bool) -> None:
-    from marin_rl.display.tables import frame_table
-    from marin_rl.display.text import size
-
-    if collection.garbage:
-        rows = [(item.reason, item.bytes, item.key) for item in collection.garbage]
-        out.print(frame_table(("reason", "bytes", "object"), rows))
-    for slot in collection.skipped:
-        print_error(
-            f"{slot}: its manifest is damaged or gone, so nothing in it is touched; run fsck"
-        )
-    if collection.live:
-        print_info("another process works on this run: what it may be writing was left")
-    verb = "would be deleted" if dry_run else "deleted"
-    print_info(f"{len(collection.garbage)} objects, {size(collection.bytes)} {verb}")
