@@ -5,50 +5,49 @@ Leaves out advantages (objective.py).
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from marin_rl.config.section import Count, Section
+from marin_rl.config.section import Count, Section, field
 
 
 class FiltersConfig(Section):
     """Filters before training; every drop is counted in the dispositions."""
 
-    zero_signal: bool = Field(
-        default=True,
-        description="drop groups whose rewards are all equal, unless the objective has a "
-        "KL term or an entropy bonus to learn from",
+    zero_signal: bool = field(
+        True,
+        "drop groups whose rewards are all equal, unless the objective has a KL term or an "
+        "entropy bonus to learn from",
     )
-    truncated: bool = Field(default=False, description="drop completions cut off at max_tokens")
+    truncated: bool = field(False, "drop completions cut off at max_tokens")
 
 
 class BatchingConfig(Section):
     """Padding and packing of sequences into rows."""
 
-    length_buckets: tuple[Count, ...] = Field(
-        default=(), description="padded lengths allowed, ascending; empty: 32, 48, 64, 96, 128, …"
+    length_buckets: tuple[Count, ...] = field(
+        (), "padded lengths allowed, ascending; empty: 32, 48, 64, 96, 128, …"
     )
-    sequences_per_step: int | None = Field(
-        default=None,
+    sequences_per_step: int | None = field(
+        None,
+        "rollouts of one optimizer step, however many rows they fill; null: the whole round",
         ge=1,
-        description="rollouts of one optimizer step, however many rows they fill; null: the whole "
-        "round",
     )
-    packing: Literal["none", "sequences", "shared_prompt"] = Field(
-        default="none",
-        description="none: one sequence per row; sequences: several per row; shared_prompt: "
-        "several completions of a group per row, behind one copy of their prompt",
+    packing: Literal["none", "sequences", "shared_prompt"] = field(
+        "none",
+        "none: one sequence per row; sequences: several per row; shared_prompt: several "
+        "completions of a group per row, behind one copy of their prompt",
     )
-    row_tokens: int | None = Field(
-        default=None, ge=2, le=10_000_000, description="length of a packed row; needed by packing"
+    row_tokens: int | None = field(
+        None, "length of a packed row; needed by packing", ge=2, le=10_000_000
     )
-    staleness_rounds_max: int = Field(
-        default=0,
+    staleness_rounds_max: int = field(
+        0,
+        "largest age of a rollout: rounds between the policy that sampled it and the round that "
+        "trains on it; older rollouts are dropped as stale. At least asynchrony.max_staleness; "
+        "where rounds alternate, every rollout has age 0, but for groups that are pushed "
+        "(rollouts.source)",
         ge=0,
         le=1000,
-        description="largest age of a rollout: rounds between the policy that sampled it and "
-        "the round that trains on it; older rollouts are dropped as stale. "
-        "At least asynchrony.max_staleness; where rounds alternate, every rollout has age 0, but "
-        "for groups that are pushed (rollouts.source)",
     )
 
     @model_validator(mode="after")

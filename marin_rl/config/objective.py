@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from marin_rl.config.estimators import (
     ESTIMATORS,
@@ -16,7 +16,7 @@ from marin_rl.config.estimators import (
     Estimator,
     ScaleName,
 )
-from marin_rl.config.section import CodeName, Count, Section, optional_field
+from marin_rl.config.section import CodeName, Count, Section, field, optional_field
 
 # Surrogates that say what their ratio is taken over.
 RATIO_LEVELS: Mapping[str, str] = MappingProxyType(
@@ -34,161 +34,125 @@ SURROGATE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class ObjectiveConfig(Section):
     """The objective: orthogonal choices instead of named trainers (docs/objectives.md)."""
 
-    advantage: AdvantageName = Field(
-        default="rloo", description="advantage estimator; gae needs training.critic"
+    advantage: AdvantageName = field("rloo", "advantage estimator; gae needs training.critic")
+    advantage_scale: ScaleName = field(
+        "default", "divisor; default: group_std for grpo, token_whitening for gae, else none"
     )
-    advantage_scale: ScaleName = Field(
-        default="default",
-        description="divisor; default: group_std for grpo, token_whitening for gae, else none",
-    )
-    pass_k: Count = Field(default=4, le=4096, description="k of pass_at_k")
-    success_threshold: float = Field(
-        default=1.0,
-        description="reward from which pass_at_k counts a success, and a curriculum an example as "
-        "solved",
+    pass_k: Count = field(4, "k of pass_at_k", le=4096)
+    success_threshold: float = field(
+        1.0, "reward from which pass_at_k counts a success, and a curriculum an example as solved"
     )
     turn_discount: float | None = optional_field(
+        "discount between turns: turn k of a rollout has a discounted return of its own, which "
+        "is compared with turn k of the group's other rollouts; null: one advantage for the "
+        "whole rollout",
         ge=0,
         le=1,
-        description="discount between turns: turn k of a rollout has a discounted return of "
-        "its own, which is compared with turn k of the group's other rollouts; "
-        "null: one advantage for the whole rollout",
     )
     surrogate: Literal[
         "reinforce", "ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "dro"
-    ] = Field(
-        default="ppo_clip",
-        description="form of the policy loss: how the importance ratio enters it",
-    )
+    ] = field("ppo_clip", "form of the policy loss: how the importance ratio enters it")
     loss: CodeName | None = optional_field(
-        description="FILE.py:function or module:function that takes the place of the surrogate "
+        "FILE.py:function or module:function that takes the place of the surrogate "
         "(docs/objectives.md); null: surrogate"
     )
     loss_options: dict[str, bool | int | float | str] | None = optional_field(
-        description="arguments of that function by name, such as its clip; null: none"
+        "arguments of that function by name, such as its clip; null: none"
     )
-    ratio_level: Literal["token", "sequence", "sequence_mean"] = Field(
-        default="sequence",
-        description="ratio of a token, of the completion, or its geometric mean per token",
+    ratio_level: Literal["token", "sequence", "sequence_mean"] = field(
+        "sequence", "ratio of a token, of the completion, or its geometric mean per token"
     )
-    clip_low: float = Field(
-        default=0.2,
+    clip_low: float = field(
+        0.2,
+        "ratio is clipped below 1 - clip_low; gmpo, dppo and dppo_kl bound log-ratios, "
+        "probabilities and KL by it",
         ge=0,
         lt=1,
-        description="ratio is clipped below 1 - clip_low; gmpo, dppo and dppo_kl bound log-ratios, "
-        "probabilities and KL by it",
     )
-    clip_high: float = Field(
-        default=0.2, ge=0, le=100, description="ratio is clipped above 1 + clip_high"
-    )
-    clip_dual: float | None = Field(
-        default=None, gt=1, le=1000, description="largest ratio where the advantage is negative"
+    clip_high: float = field(0.2, "ratio is clipped above 1 + clip_high", ge=0, le=100)
+    clip_dual: float | None = field(
+        None, "largest ratio where the advantage is negative", gt=1, le=1000
     )
     cispo_clip_low: float | None = optional_field(
-        ge=0, le=1, description="cispo: weights are at least 1 - this; null: no bound"
+        "cispo: weights are at least 1 - this; null: no bound", ge=0, le=1
     )
-    sapo_temperature_positive: float = Field(
-        default=1.0, gt=0, le=1000, description="sapo's steepness where the advantage is positive"
+    sapo_temperature_positive: float = field(
+        1.0, "sapo's steepness where the advantage is positive", gt=0, le=1000
     )
-    sapo_temperature_negative: float = Field(
-        default=1.05, gt=0, le=1000, description="sapo's steepness elsewhere"
-    )
-    dro_beta: float | None = optional_field(
-        gt=0, le=1000, description="dro: weight of the squared log-ratio"
-    )
+    sapo_temperature_negative: float = field(1.05, "sapo's steepness elsewhere", gt=0, le=1000)
+    dro_beta: float | None = optional_field("dro: weight of the squared log-ratio", gt=0, le=1000)
     aggregation: Literal[
         "token_mean",
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
         "sequence_mean_token_sum_norm",
         "token_sum",
-    ] = Field(default="sequence_mean_token_sum", description="how token losses become one number")
-    kl_coefficient: float = Field(
-        default=0.0, ge=0, le=100, description="weight of KL to the reference"
+    ] = field("sequence_mean_token_sum", "how token losses become one number")
+    kl_coefficient: float = field(0.0, "weight of KL to the reference", ge=0, le=100)
+    kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = field(
+        "k3", "Schulman's estimators; the last has k3's value, k2's gradient"
     )
-    kl_estimator: Literal["k1", "k2", "k3", "k3_k2_gradient"] = Field(
-        default="k3", description="Schulman's estimators; the last has k3's value, k2's gradient"
+    kl_placement: Literal["loss", "reward"] = field(
+        "loss", "loss: a term of the loss; reward: subtracted from the reward"
     )
-    kl_placement: Literal["loss", "reward"] = Field(
-        default="loss", description="loss: a term of the loss; reward: subtracted from the reward"
-    )
-    kl_target: float | None = Field(
-        default=None,
+    kl_target: float | None = field(
+        None,
+        "target of an adaptive kl_coefficient, in nats per completion; null: the coefficient is "
+        "fixed",
         gt=0,
         le=1000,
-        description="target of an adaptive kl_coefficient, in nats per completion; null: the "
-        "coefficient is fixed",
     )
-    kl_rate: float = Field(
-        default=0.1, gt=0, le=1, description="adaptive: proportional gain per round"
+    kl_rate: float = field(0.1, "adaptive: proportional gain per round", gt=0, le=1)
+    reference: Literal["first", "refreshed", "average"] = field(
+        "first",
+        "reference policy of the KL: first, checkpoint 0; refreshed, a copy of the policy every "
+        "reference_every_rounds; average, the policy's moving average",
     )
-    reference: Literal["first", "refreshed", "average"] = Field(
-        default="first",
-        description="reference policy of the KL: first, checkpoint 0; refreshed, a copy of "
-        "the policy every reference_every_rounds; average, the policy's moving "
-        "average",
+    reference_every_rounds: Count = field(
+        10, "refreshed: rounds between two changes of the reference"
     )
-    reference_every_rounds: Count = Field(
-        default=10, description="refreshed: rounds between two changes of the reference"
+    reference_decay: float = field(
+        0.99, "average: share of the old average in each step", gt=0, lt=1
     )
-    reference_decay: float = Field(
-        default=0.99, gt=0, lt=1, description="average: share of the old average in each step"
+    entropy_coefficient: float = field(
+        0.0, "weight of the policy's entropy, maximised", ge=0, le=100
     )
-    entropy_coefficient: float = Field(
-        default=0.0, ge=0, le=100, description="weight of the policy's entropy, maximised"
+    importance_correction: Literal["none", "truncated", "masked", "rejected"] = field(
+        "none",
+        "weight of the loss by trainer over sampler probability, in addition to the importance "
+        "ratio; rejected: weight 1, and 0 for what `rejection` rejects",
     )
-    importance_correction: Literal["none", "truncated", "masked", "rejected"] = Field(
-        default="none",
-        description="weight of the loss by trainer over sampler probability, in addition to "
-        "the importance ratio; rejected: weight 1, and 0 for what `rejection` "
-        "rejects",
+    correction_level: Literal["token", "sequence"] = field(
+        "token", "whether that weight is computed per token or per sequence"
     )
-    correction_level: Literal["token", "sequence"] = Field(
-        default="token", description="whether that weight is computed per token or per sequence"
+    correction_low: float = field(
+        0.0, "weights below it are raised to it (truncated) or set to 0 (masked)", ge=0, le=1
     )
-    correction_low: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="weights below it are raised to it (truncated) or set to 0 (masked)",
-    )
-    correction_high: float = Field(
-        default=2.0,
-        ge=1,
-        le=1000,
-        description="weights above it are lowered to it (truncated) or set to 0 (masked)",
+    correction_high: float = field(
+        2.0, "weights above it are lowered to it (truncated) or set to 0 (masked)", ge=1, le=1000
     )
     rejection: Literal["k1", "k2", "k3"] | None = optional_field(
-        description="weight 0 where this estimate of the sampler's KL to the trainer is above "
+        "weight 0 where this estimate of the sampler's KL to the trainer is above "
         "rejection_high; null: nothing is rejected"
     )
     rejection_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] | None = (
         optional_field(
-            description="rejection: estimate of each token, or its sum, mean or maximum over the "
-            "completion"
+            "rejection: estimate of each token, or its sum, mean or maximum over the completion"
         )
     )
     rejection_high: float | None = optional_field(
-        gt=0,
-        le=1e6,
-        description="rejection: largest estimate in nats that is accepted; of k1 both ways",
+        "rejection: largest estimate in nats that is accepted; of k1 both ways", gt=0, le=1e6
     )
-    overlong: Literal["keep", "mask", "soft_penalty"] = Field(
-        default="keep",
-        description="completions that reach max_tokens: keep; mask, which leaves them out of "
-        "the loss; soft_penalty, which lowers the reward near the limit",
+    overlong: Literal["keep", "mask", "soft_penalty"] = field(
+        "keep",
+        "completions that reach max_tokens: keep; mask, which leaves them out of the loss; "
+        "soft_penalty, which lowers the reward near the limit",
     )
-    overlong_buffer: float = Field(
-        default=0.2,
-        gt=0,
-        le=1,
-        description="soft_penalty: last share of max_tokens, over which the penalty grows",
+    overlong_buffer: float = field(
+        0.2, "soft_penalty: last share of max_tokens, over which the penalty grows", gt=0, le=1
     )
-    overlong_penalty: float = Field(
-        default=1.0,
-        ge=0,
-        le=1000,
-        description="soft_penalty: subtracted from the reward at max_tokens",
+    overlong_penalty: float = field(
+        1.0, "soft_penalty: subtracted from the reward at max_tokens", ge=0, le=1000
     )
 
     @model_validator(mode="after")

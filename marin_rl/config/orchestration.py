@@ -5,16 +5,17 @@ Leaves out what a round does, which is all in the other sections.
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
 from marin_rl.config.section import (
-    PLAN,
     Count,
     Seconds,
     Section,
     SetName,
+    field,
     optional_field,
+    plan_field,
     runtime_field,
 )
 
@@ -24,27 +25,17 @@ PENDING_S = 600.0  # a busy machine takes minutes to start a process and import
 class EvaluationConfig(Section):
     """Evaluation of checkpoints during the run."""
 
-    every_rounds: Count = Field(
-        default=10, description="rounds between evaluations", json_schema_extra=PLAN
-    )
-    examples: Count = Field(default=256, le=1_000_000, description="held-out examples")
-    samples: Count = Field(default=1, le=4096, description="completions per example")
-    k: tuple[Count, ...] = Field(
-        default=(1,),
-        min_length=1,
-        max_length=16,
-        description="pass@k, mean@k and majority@k; at most `samples`",
+    every_rounds: Count = plan_field(10, "rounds between evaluations")
+    examples: Count = field(256, "held-out examples", le=1_000_000)
+    samples: Count = field(1, "completions per example", le=4096)
+    k: tuple[Count, ...] = field(
+        (1,), "pass@k, mean@k and majority@k; at most `samples`", min_length=1, max_length=16
     )
     sets: dict[SetName, EnvironmentConfig] | None = optional_field(
-        min_length=1,
-        description="environments to evaluate on, by a name of yours; null: the run's own",
+        "environments to evaluate on, by a name of yours; null: the run's own", min_length=1
     )
-    temperature: float = Field(
-        default=0.0, ge=0, le=10, description="sampling temperature of evaluations; 0 is greedy"
-    )
-    pass_threshold: float = Field(
-        default=1.0, description="reward from which an answer counts as right"
-    )
+    temperature: float = field(0.0, "sampling temperature of evaluations; 0 is greedy", ge=0, le=10)
+    pass_threshold: float = field(1.0, "reward from which an answer counts as right")
 
     @model_validator(mode="after")
     def _enough_samples(self) -> "EvaluationConfig":
@@ -63,64 +54,55 @@ class EvaluationConfig(Section):
 class TrackersConfig(Section):
     """Trackers of metrics; one that fails never stops a run."""
 
-    jsonl: bool = runtime_field(default=True, description="metrics.jsonl in the run")
-    tensorboard: str | None = runtime_field(default=None, description="log folder")
-    wandb_project: str | None = runtime_field(default=None, description="W&B project")
-    wandb_mode: Literal["online", "offline"] = runtime_field(
-        default="offline", description="W&B mode"
-    )
-    trackio_project: str | None = runtime_field(
-        default=None, min_length=1, description="trackio project"
-    )
+    jsonl: bool = runtime_field(True, "metrics.jsonl in the run")
+    tensorboard: str | None = runtime_field(None, "log folder")
+    wandb_project: str | None = runtime_field(None, "W&B project")
+    wandb_mode: Literal["online", "offline"] = runtime_field("offline", "W&B mode")
+    trackio_project: str | None = runtime_field(None, "trackio project", min_length=1)
 
 
 class FlowConfig(Section):
     """Retries, deadlines and concurrency of the orchestrator."""
 
-    shards_in_flight_max: Count = runtime_field(default=4, description="generate tasks at once")
+    shards_in_flight_max: Count = runtime_field(4, "generate tasks at once")
     runner: Literal["local", "work_pool", "ray"] = runtime_field(
-        default="local",
-        description="where shards are sampled and checkpoints evaluated: in the flow's process, by "
-        "workers of a Prefect work pool, or on a Ray cluster. All but local need "
-        "inference.endpoints",
+        "local",
+        "where shards are sampled and checkpoints evaluated: in the flow's process, by workers "
+        "of a Prefect work pool, or on a Ray cluster. All but local need inference.endpoints",
     )
     deployment: str = runtime_field(
-        default="prod",
-        pattern=r"^[A-Za-z0-9_.-]{1,100}$",
-        description="with runner work_pool: the name behind generate-shards/, sample-chunk/ and "
+        "prod",
+        "with runner work_pool: the name behind generate-shards/, sample-chunk/ and "
         "evaluate-checkpoint/",
+        pattern=r"^[A-Za-z0-9_.-]{1,100}$",
     )
     shards_per_flow_run: int | None = runtime_field(
-        default=None,
+        None,
+        "with runner work_pool: shards of one flow run, which takes seconds to start; null: a "
+        "round's shards in shards_in_flight_max equal parts",
         ge=1,
-        description="with runner work_pool: shards of one flow run, which takes seconds to start; "
-        "null: a round's shards in shards_in_flight_max equal parts",
     )
     pending_timeout_s: Seconds | None = optional_field(
-        runtime_only=True,
-        description="with runner work_pool: seconds between a worker's taking a flow run and its "
+        "with runner work_pool: seconds between a worker's taking a flow run and its "
         "beginning, after which its work is given out again, as it is once Prefect marks the "
         f"worker offline; null: {PENDING_S:g}",
+        runtime_only=True,
     )
     ray_address: str | None = optional_field(
+        "with runner ray: address of the cluster, HOST:PORT or ray://HOST:PORT",
         runtime_only=True,
         pattern=r"^\S{1,300}$",
-        description="with runner ray: address of the cluster, HOST:PORT or ray://HOST:PORT",
     )
     ray_resources: dict[Literal["generate", "sample", "evaluate"], dict[str, float]] | None = (
         optional_field(
+            "with runner ray: what a task of a stage reserves, such as {generate: {num_cpus: 2}}; "
+            "null: one processor",
             runtime_only=True,
-            description="with runner ray: what a task of a stage reserves, such as {generate: "
-            "{num_cpus: 2}}; null: one processor",
         )
     )
-    retries: int = runtime_field(
-        default=3, ge=0, le=100, description="per task, transient faults only"
-    )
-    retry_delay_s: float = runtime_field(
-        default=5.0, ge=0, le=3600, description="first back-off, doubles"
-    )
-    stage_timeout_s: Seconds = runtime_field(default=6 * 3600.0, description="per stage")
+    retries: int = runtime_field(3, "per task, transient faults only", ge=0, le=100)
+    retry_delay_s: float = runtime_field(5.0, "first back-off, doubles", ge=0, le=3600)
+    stage_timeout_s: Seconds = runtime_field(6 * 3600.0, "per stage")
 
     @model_validator(mode="after")
     def _ray_has_an_address(self) -> "FlowConfig":
@@ -144,23 +126,14 @@ class RetentionConfig(Section):
     and metrics stay.
     """
 
-    checkpoints_last: int | None = Field(
-        default=None,
-        ge=2,
-        description="number of latest checkpoints whose arrays are kept; null: all",
-        json_schema_extra=PLAN,
+    checkpoints_last: int | None = plan_field(
+        None, "number of latest checkpoints whose arrays are kept; null: all", ge=2
     )
-    checkpoints_every: int | None = Field(
-        default=None,
-        ge=1,
-        description="in addition, keep the arrays of every n-th round's checkpoint",
-        json_schema_extra=PLAN,
+    checkpoints_every: int | None = plan_field(
+        None, "in addition, keep the arrays of every n-th round's checkpoint", ge=1
     )
-    age_s: Seconds = Field(
-        default=3600.0,
-        description="age in seconds from which `gc` deletes files of killed processes (local "
-        "roots)",
-        json_schema_extra=PLAN,
+    age_s: Seconds = plan_field(
+        3600.0, "age in seconds from which `gc` deletes files of killed processes (local roots)"
     )
 
     @model_validator(mode="after")

@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marin_rl.config.section import PLAN, Count, Section, TemplateOptions, optional_field
+from marin_rl.config.section import (
+    Count,
+    Section,
+    TemplateOptions,
+    field,
+    optional_field,
+    plan_field,
+)
 
 ModelFamily = Literal["llama", "qwen2", "qwen3", "mistral", "gemma"]
 
@@ -16,28 +23,25 @@ ModelFamily = Literal["llama", "qwen2", "qwen3", "mistral", "gemma"]
 class ModelConfig(Section):
     """Architecture of a policy that is built here; ignored where `policy.hf_path` is given."""
 
-    family: ModelFamily = Field(default="llama", description="Levanter model family")
-    hidden_size: Count = Field(default=128, le=65536, description="width of the residual stream")
-    layers: Count = Field(default=3, le=512, description="number of transformer blocks")
-    heads: Count = Field(default=4, le=512, description="attention heads")
-    kv_heads: Count = Field(default=4, le=512, description="key/value heads (divides heads)")
-    intermediate_size: Count = Field(default=352, le=1_000_000, description="width of the MLP")
-    head_size: int | None = Field(
-        default=None,
+    family: ModelFamily = field("llama", "Levanter model family")
+    hidden_size: Count = field(128, "width of the residual stream", le=65536)
+    layers: Count = field(3, "number of transformer blocks", le=512)
+    heads: Count = field(4, "attention heads", le=512)
+    kv_heads: Count = field(4, "key/value heads (divides heads)", le=512)
+    intermediate_size: Count = field(352, "width of the MLP", le=1_000_000)
+    head_size: int | None = field(
+        None,
+        "dimensions of an attention head, even; null: hidden_size / heads; other values with "
+        "llama and qwen3 only",
         ge=2,
         le=1024,
-        description="dimensions of an attention head, even; null: hidden_size / heads; other "
-        "values with llama and qwen3 only",
     )
-    rope_theta: float = Field(default=10_000.0, gt=1, description="base of the rotary embedding")
-    norm_epsilon: float = Field(default=1e-5, gt=0, lt=1, description="epsilon inside RMSNorm")
-    initializer_range: float = Field(default=0.02, gt=0, le=1, description="std of initial weights")
-    tie_embeddings: bool = Field(default=True, description="output head shares the input embedding")
-    vocab_size: int | None = Field(
-        default=None,
-        ge=2,
-        le=10_000_000,
-        description="rows of the embedding; null: the tokenizer's",
+    rope_theta: float = field(10_000.0, "base of the rotary embedding", gt=1)
+    norm_epsilon: float = field(1e-5, "epsilon inside RMSNorm", gt=0, lt=1)
+    initializer_range: float = field(0.02, "std of initial weights", gt=0, le=1)
+    tie_embeddings: bool = field(True, "output head shares the input embedding")
+    vocab_size: int | None = field(
+        None, "rows of the embedding; null: the tokenizer's", ge=2, le=10_000_000
     )
 
     @model_validator(mode="after")
@@ -82,40 +86,38 @@ class LoraConfig(Section):
     Layers compute W x + scale B A x, where the scale is alpha / rank.
     """
 
-    rank: Annotated[int, Field(ge=1, le=65536)] | None = Field(
-        default=None, description="rank of B A; null only with init_from, whose ranks apply"
+    rank: Annotated[int, Field(ge=1, le=65536)] | None = field(
+        None, "rank of B A; null only with init_from, whose ranks apply"
     )
-    alpha: Alpha = Field(default=32.0, description="the scale of B A is alpha / rank")
-    modules: Names = Field(
-        default=("all-linear",),
-        description="adapted layers: all-linear, or names and patterns such as q_proj, mlp.*; "
-        "embeddings and the head stay frozen",
+    alpha: Alpha = field(32.0, "the scale of B A is alpha / rank")
+    modules: Names = field(
+        ("all-linear",),
+        "adapted layers: all-linear, or names and patterns such as q_proj, mlp.*; embeddings and "
+        "the head stay frozen",
     )
-    ranks: dict[str, Count] = Field(
-        default={}, description="ranks of single modules, by names and patterns as in modules"
+    ranks: dict[str, Count] = field(
+        {}, "ranks of single modules, by names and patterns as in modules"
     )
-    alphas: dict[str, Alpha] = Field(default={}, description="alphas of single modules, likewise")
-    rslora: bool = Field(default=False, description="the scale is alpha / sqrt(rank) instead")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="dtype of A, B and their moments; bfloat16 rounds small updates away",
+    alphas: dict[str, Alpha] = field({}, "alphas of single modules, likewise")
+    rslora: bool = field(False, "the scale is alpha / sqrt(rank) instead")
+    dtype: Literal["float32", "bfloat16"] = field(
+        "float32", "dtype of A, B and their moments; bfloat16 rounds small updates away"
     )
-    init_from: str | None = Field(
-        default=None,
-        description="PEFT folder whose A and B are the first ones; null: A random by seed, B zero",
+    init_from: str | None = field(
+        None, "PEFT folder whose A and B are the first ones; null: A random by seed, B zero"
     )
-    learning_rate_factor: float = Field(
-        default=10.0,
+    learning_rate_factor: float = field(
+        10.0,
+        "A and B are trained at this times the configured learning rates, which are those of "
+        "full training",
         gt=0,
         le=1000,
-        description="A and B are trained at this times the configured learning rates, which are "
-        "those of full training",
     )
-    begins: Literal["training", "sft"] = Field(
-        default="training",
-        description="first stage that trains the adapter: training, so that a warm start trains "
-        "all parameters and makes the base; or sft, the warm start; without one (policy.init "
-        "other than sft) both are training",
+    begins: Literal["training", "sft"] = field(
+        "training",
+        "first stage that trains the adapter: training, so that a warm start trains all "
+        "parameters and makes the base; or sft, the warm start; without one (policy.init other "
+        "than sft) both are training",
     )
 
     @model_validator(mode="after")
@@ -137,49 +139,43 @@ class LoraConfig(Section):
 class PolicyConfig(Section):
     """Model that is trained, and the source of its first parameters."""
 
-    init: Literal["random", "sft", "hf", "checkpoint"] = Field(
-        default="random",
-        description="source of the first weights: random, by `seed`; sft, the warm start that "
-        "section `sft` configures; hf, the folder `hf_path`; checkpoint, another "
-        "run's `checkpoint`",
+    init: Literal["random", "sft", "hf", "checkpoint"] = field(
+        "random",
+        "source of the first weights: random, by `seed`; sft, the warm start that section `sft` "
+        "configures; hf, the folder `hf_path`; checkpoint, another run's `checkpoint`",
     )
-    hf_path: str | None = Field(default=None, description="local Hugging Face model folder")
-    checkpoint: str | None = Field(
-        default=None,
-        description="checkpoint to start from, of this or another root: "
-        "ROOT/RUN_ID/checkpoints/round-00012 or ROOT/RUN_ID/sft/step-00500",
+    hf_path: str | None = field(None, "local Hugging Face model folder")
+    checkpoint: str | None = field(
+        None,
+        "checkpoint to start from, of this or another root: ROOT/RUN_ID/checkpoints/round-00012 "
+        "or ROOT/RUN_ID/sft/step-00500",
     )
-    tokenizer: str = Field(
-        default="characters", description="'characters' (built in) or a local tokenizer folder"
-    )
+    tokenizer: str = field("characters", "'characters' (built in) or a local tokenizer folder")
     end_tokens: tuple[Annotated[str, Field(min_length=1)], ...] | None = optional_field(
+        "texts of tokens that end a completion, in addition to the tokenizer's eos_token and "
+        "those in its generation_config.json; null: the token that the chat template puts after "
+        "an answer, which run.json then names",
         as_begun=True,
         max_length=8,
-        description="texts of tokens that end a completion, in addition to the tokenizer's "
-        "eos_token and those in its generation_config.json; null: the token that the chat template "
-        "puts after an answer, which run.json then names",
     )
     chat_template_options: TemplateOptions | None = optional_field(
-        as_begun=("date",),
-        description="values of variables that the chat template reads, such as enable_thinking; "
-        "date (YYYY-MM-DD) is today to a template that asks for it, else the day on which the run "
+        "values of variables that the chat template reads, such as enable_thinking; date "
+        "(YYYY-MM-DD) is today to a template that asks for it, else the day on which the run "
         "began",
+        as_begun=("date",),
     )
     model: ModelConfig = ModelConfig()
-    context_length: Count = Field(
-        default=128, le=10_000_000, description="tokens of prompt and completion together"
-    )
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="dtype of activations and products; master weights stay float32",
+    context_length: Count = field(128, "tokens of prompt and completion together", le=10_000_000)
+    compute_dtype: Literal["float32", "bfloat16"] = field(
+        "float32", "dtype of activations and products; master weights stay float32"
     )
     lora: LoraConfig | None = optional_field(
-        description="train an adapter, with all other parameters frozen; null: all are trained"
+        "train an adapter, with all other parameters frozen; null: all are trained"
     )
 
     quantize_base: Literal["int8", "nf4"] | None = optional_field(
-        description="store the frozen linear layers next to an adapter quantised, in 8 bits or in "
-        "NF4's 4, for training and sampling alike (QLoRA); null: in compute_dtype"
+        "store the frozen linear layers next to an adapter quantised, in 8 bits or in NF4's 4, "
+        "for training and sampling alike (QLoRA); null: in compute_dtype"
     )
 
     @model_validator(mode="after")
@@ -219,11 +215,9 @@ def _is_date(text: str) -> bool:
 class MeshConfig(Section):
     """Device mesh of the training step; 1 on an axis switches it off, -1 takes what is left."""
 
-    data: int = Field(default=1, ge=-1, description="data parallel", json_schema_extra=PLAN)
-    fsdp: int = Field(
-        default=1, ge=-1, description="parameters and optimizer sharded", json_schema_extra=PLAN
-    )
-    tensor: int = Field(default=1, ge=1, description="tensor parallel", json_schema_extra=PLAN)
+    data: int = plan_field(1, "data parallel", ge=-1)
+    fsdp: int = plan_field(1, "parameters and optimizer sharded", ge=-1)
+    tensor: int = plan_field(1, "tensor parallel", ge=1)
 
     @model_validator(mode="after")
     def _sizes(self) -> "MeshConfig":

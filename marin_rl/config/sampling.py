@@ -16,6 +16,7 @@ from marin_rl.config.section import (
     Section,
     SetName,
     TemplateOptions,
+    field,
     optional_field,
     runtime_field,
 )
@@ -29,94 +30,85 @@ class LearnedRewardConfig(Section):
     checkpoint: str = Field(
         description="checkpoint of the reward model: ROOT/RUN_ID/reward_model/step-00200"
     )
-    name: str = Field(
-        default="reward_model",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$",
-        description="name of the component",
+    name: str = field(
+        "reward_model", "name of the component", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
     )
-    weight: float = Field(default=1.0, description="weight of the component in the reward")
-    environment_weight: float = Field(
-        default=1.0, description="factor of the environment's own weights; 0: only record them"
+    weight: float = field(1.0, "weight of the component in the reward")
+    environment_weight: float = field(
+        1.0, "factor of the environment's own weights; 0: only record them"
     )
-    normalise: bool = Field(
-        default=True,
-        description="subtract the mean reward of the answers in its pairs and divide by their "
-        "standard deviation",
+    normalise: bool = field(
+        True,
+        "subtract the mean reward of the answers in its pairs and divide by their standard "
+        "deviation",
     )
-    offset: float = Field(default=0.0, description="added to the reward after normalising")
-    clip: float | None = Field(
-        default=None,
-        gt=0,
-        le=1e6,
-        description="bound of the absolute value, applied last; null: no bound",
+    offset: float = field(0.0, "added to the reward after normalising")
+    clip: float | None = field(
+        None, "bound of the absolute value, applied last; null: no bound", gt=0, le=1e6
     )
 
 
 class EnvironmentConfig(Section):
     """An environment by its registered name, with options of its own."""
 
-    name: str = Field(
-        default="echo",
-        description="chat, code, echo, game, gymnasium, judge, math, openenv, python, "
-        "reasoning_gym, repository, textarena, verifiers, FILE.py:Class, or another registered "
-        "name",
+    name: str = field(
+        "echo",
+        "chat, code, echo, game, gymnasium, judge, math, openenv, python, reasoning_gym, "
+        "repository, textarena, verifiers, FILE.py:Class, or another registered name",
     )
-    options: dict[str, Any] = Field(
-        default={}, description="options of the environment, listed at the end of this page"
+    options: dict[str, Any] = field(
+        {}, "options of the environment, listed at the end of this page"
     )
-    train_seed: int = Field(default=0, ge=0, lt=2**63, description="base seed of training examples")
-    eval_seed: int = Field(
-        default=1_000_000_000, ge=0, lt=2**63, description="base seed of held-out examples"
-    )
-    reward_timeout_s: Seconds = Field(default=10.0, description="seconds for scoring one rollout")
+    train_seed: int = field(0, "base seed of training examples", ge=0, lt=2**63)
+    eval_seed: int = field(1_000_000_000, "base seed of held-out examples", ge=0, lt=2**63)
+    reward_timeout_s: Seconds = field(10.0, "seconds for scoring one rollout")
     reward_memory_bytes_max: int = runtime_field(
-        default=8 * 2**30,
+        8 * 2**30,
+        "memory limit of a scoring process, in bytes; a rollout that exceeds it fails",
         ge=256 * 2**20,
         le=2**50,
-        description="memory limit of a scoring process, in bytes; a rollout that exceeds it fails",
     )
     pass_environment: tuple[VariableName, ...] = runtime_field(
-        default=(),
+        (),
+        "names of environment variables that scoring may see, such as a judge's key",
         max_length=64,
-        description="names of environment variables that scoring may see, such as a judge's key",
     )
     chat_template_options: TemplateOptions | None = optional_field(
-        description="values of variables that the chat template reads, for the prompts of this "
-        "environment; they win over policy.chat_template_options",
+        "values of variables that the chat template reads, for the prompts of this environment; "
+        "they win over policy.chat_template_options"
     )
     turns_max: Count | None = optional_field(
-        le=10_000, description="turns of the model after which an episode is ended; null: 64"
+        "turns of the model after which an episode is ended; null: 64", le=10_000
     )
     tool_output_characters_max: Count | None = optional_field(
+        "characters of a tool's result that the model reads, cut after a whole token; null: 16384",
         le=10_000_000,
-        description="characters of a tool's result that the model reads, cut after a whole token; "
-        "null: 16384",
     )
     tool_output_tokens_max: Count | None = optional_field(
+        "tokens of a tool's result that the model reads; null: no limit but characters",
         le=10_000_000,
-        description="tokens of a tool's result that the model reads; null: no limit but characters",
     )
     tokens_max: Count | None = optional_field(
+        "tokens in all, prompts included, after which an episode is ended; null: no limit but "
+        "policy.context_length, which is that of a segment",
         le=100_000_000,
-        description="tokens in all, prompts included, after which an episode is ended; null: no "
-        "limit but policy.context_length, which is that of a segment",
     )
     on_broken_prefix: Literal["end", "segments"] | None = optional_field(
-        description="where the chat template writes earlier turns of an episode differently once "
-        "it goes on (without their reasoning, say). end: the episode ends with stop reason "
-        "`bridge`; segments: it goes on in a new segment with a prompt of its own, which is "
-        "trained as a row of its own; null: end",
+        "where the chat template writes earlier turns of an episode differently once it goes on "
+        "(without their reasoning, say). end: the episode ends with stop reason `bridge`; "
+        "segments: it goes on in a new segment with a prompt of its own, which is trained as a "
+        "row of its own; null: end"
     )
     step_timeout_s: Seconds | None = optional_field(
-        description="seconds for each start, step and close of an episode; null: reward_timeout_s"
+        "seconds for each start, step and close of an episode; null: reward_timeout_s"
     )
     reward_model: LearnedRewardConfig | None = optional_field(
-        description="a trained reward model whose score is added to the reward; null: none"
+        "a trained reward model whose score is added to the reward; null: none"
     )
     mixture: "tuple[MixtureEntry, ...] | None" = optional_field(
-        max_length=64,
-        description="several environments in one run; `environment` may also be this list itself "
+        "several environments in one run; `environment` may also be this list itself "
         "(docs/your-environment.md)",
+        max_length=64,
     )
 
     @model_validator(mode="before")
@@ -142,11 +134,9 @@ class EntrySampling(Section):
     """Limits of sampling of one environment of several; null: those of `sampling`."""
 
     max_tokens: Count | None = optional_field(
-        description="new tokens per completion, at most sampling.max_tokens"
+        "new tokens per completion, at most sampling.max_tokens"
     )
-    stop: tuple[str, ...] | None = optional_field(
-        max_length=16, description="strings that end a completion"
-    )
+    stop: tuple[str, ...] | None = optional_field("strings that end a completion", max_length=16)
 
     @model_validator(mode="before")
     @classmethod
@@ -164,11 +154,11 @@ class EntrySampling(Section):
 class MixtureEntry(EnvironmentConfig):
     """One of several environments of a run: its share of the groups, and its own limits."""
 
-    weight: float = Field(default=1.0, gt=0, le=10_000, description="share of the groups")
+    weight: float = field(1.0, "share of the groups", gt=0, le=10_000)
     label: SetName | None = optional_field(
-        description="name in rollouts and metrics; null: the environment's own"
+        "name in rollouts and metrics; null: the environment's own"
     )
-    sampling: EntrySampling | None = optional_field(description="limits of its own")
+    sampling: EntrySampling | None = optional_field("limits of its own")
 
     @property
     def shown_label(self) -> str:
@@ -243,15 +233,11 @@ def _check_entries(entries: "Sequence[MixtureEntry]") -> None:
 class SamplingConfig(Section):
     """Sampling parameters; the seed of each completion is derived, never configured."""
 
-    temperature: float = Field(
-        default=1.0, ge=0, le=10, description="softmax temperature; 0 is greedy"
-    )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 is off")
-    top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0 is off")
-    max_tokens: Count = Field(default=32, le=1_000_000, description="new tokens per completion")
-    stop: tuple[str, ...] = Field(
-        default=(), max_length=16, description="strings that end a completion"
-    )
+    temperature: float = field(1.0, "softmax temperature; 0 is greedy", ge=0, le=10)
+    top_p: float = field(1.0, "nucleus mass; 1 is off", gt=0, le=1)
+    top_k: int = field(0, "keep the k likeliest tokens; 0 is off", ge=0)
+    max_tokens: Count = field(32, "new tokens per completion", le=1_000_000)
+    stop: tuple[str, ...] = field((), "strings that end a completion", max_length=16)
 
     @property
     def narrowed(self) -> bool:
@@ -264,45 +250,40 @@ class SamplingConfig(Section):
 class RolloutsConfig(Section):
     """Number of rollouts in a round, and their division into shards."""
 
-    groups_per_round: Count = Field(default=16, le=1_000_000, description="prompts per round")
-    group_size: Count = Field(
-        default=8,
+    groups_per_round: Count = field(16, "prompts per round", le=1_000_000)
+    group_size: Count = field(
+        8,
+        "completions per prompt; 1 only with objective.advantage gae, reinforce or reinforce_batch",
         le=4096,
-        description="completions per prompt; 1 only with objective.advantage gae, reinforce or "
-        "reinforce_batch",
     )
-    group_size_min: Count = Field(
-        default=2,
+    group_size_min: Count = field(
+        2,
+        "smallest number of valid completions with which a group is trained on; 1 under the same "
+        "conditions as group_size 1",
         le=4096,
-        description="smallest number of valid completions with which a group is trained on; 1 "
-        "under the same conditions as group_size 1",
     )
     greedy_baseline: Literal[True] | None = optional_field(
-        description="true: the last completion of each group is sampled at temperature 0, as "
-        "the baseline of objective.advantage remax, and is not trained on; null: "
-        "off"
+        "true: the last completion of each group is sampled at temperature 0, as the baseline of "
+        "objective.advantage remax, and is not trained on; null: off"
     )
     source: Literal["pushed"] | None = optional_field(
-        description="pushed: groups that environments push to `marin-rl serve-trajectories`, in "
-        "the order in which they were accepted; null: the run samples its own"
+        "pushed: groups that environments push to `marin-rl serve-trajectories`, in the order in "
+        "which they were accepted; null: the run samples its own"
     )
     push_timeout_s: Seconds | None = optional_field(
+        "seconds without another pushed group after which a round fails; null: 3600",
         runtime_only=True,
-        description="seconds without another pushed group after which a round fails; null: 3600",
     )
-    shards_per_round: Count = Field(default=1, le=100_000, description="Parquet objects per round")
-    errors_max_fraction: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="share of failed rollouts above which a shard is not committed",
+    shards_per_round: Count = field(1, "Parquet objects per round", le=100_000)
+    errors_max_fraction: float = field(
+        0.5, "share of failed rollouts above which a shard is not committed", ge=0, le=1
     )
 
     commit_groups: Literal[True] | None = optional_field(
+        "true: each group, and each member with several turns, is committed as soon as it is "
+        "finished, so that a killed process costs what is in flight only, and a retry asks for "
+        "what is missing; null: off",
         runtime_only=True,
-        description="true: each group, and each member with several turns, is committed as soon as "
-        "it is finished, so that a killed process costs what is in flight only, and a retry asks "
-        "for what is missing; null: off",
     )
 
     @model_validator(mode="after")

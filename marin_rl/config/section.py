@@ -127,19 +127,29 @@ def omitted_if_none(info: FieldInfo) -> bool:
     return bool(_mark(info, "absent"))
 
 
-def runtime_field(*, default: Any, description: str, **limits: Any) -> Any:
-    """A field that changes no result, so that a run's fingerprint leaves it out."""
-    return Field(default=default, description=description, json_schema_extra=RUNTIME_ONLY, **limits)
+def field(default: Any, description: str, **limits: Any) -> Any:
+    """A key with its default and what it says to its user."""
+    return Field(default=default, description=description, **limits)
+
+
+def plan_field(default: Any, description: str, **limits: Any) -> Any:
+    """A free key that the run itself says to all commands (`PLAN`)."""
+    return field(default, description, json_schema_extra=PLAN, **limits)
+
+
+def runtime_field(default: Any, description: str, **limits: Any) -> Any:
+    """A key that changes no result, so that a run's fingerprint leaves it out."""
+    return field(default, description, json_schema_extra=RUNTIME_ONLY, **limits)
 
 
 def optional_field(
-    *,
     description: str,
+    *,
     as_begun: bool | Sequence[str] = False,
     runtime_only: bool = False,
     **limits: Any,
 ) -> Any:
-    """A field that is null by default, and then left out of all that is written.
+    """A key that is null by default, and then left out of all that is written.
 
     `as_begun` marks it `AS_BEGUN`, or the named entries of a mapping; `runtime_only` marks it
     `RUNTIME_ONLY` as well.
@@ -148,7 +158,7 @@ def optional_field(
     if not isinstance(as_begun, bool):
         marks["entries_as_begun"] = list(as_begun)
     marks |= RUNTIME_ONLY if runtime_only else {}
-    return Field(default=None, description=description, json_schema_extra=marks, **limits)
+    return field(None, description, json_schema_extra=marks, **limits)
 
 
 def section_of(annotation: Any) -> type[Section] | None:

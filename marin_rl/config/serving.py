@@ -6,12 +6,13 @@ With the limits that a server sets for its callers. Leaves out what is sampled (
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from marin_rl.config.section import (
     Count,
     Seconds,
     Section,
+    field,
     optional_field,
     runtime_field,
 )
@@ -70,40 +71,37 @@ EndpointEntry = Annotated[str, AfterValidator(_endpoint_entry)]
 class EngineConfig(Section):
     """The embedded engine: fixed slots, decoded in chunks."""
 
-    slots: Count = Field(default=128, le=65536, description="sequences decoded in parallel")
-    chunk_steps: Count = Field(
-        default=16,
-        le=4096,
-        description="decode steps per device call; waiting requests are scheduled between calls",
+    slots: Count = field(128, "sequences decoded in parallel", le=65536)
+    chunk_steps: Count = field(
+        16, "decode steps per device call; waiting requests are scheduled between calls", le=4096
     )
-    prefill_rows: Count = Field(default=16, le=65536, description="prompts prefilled in one call")
+    prefill_rows: Count = field(16, "prompts prefilled in one call", le=65536)
     lanes: int = runtime_field(
-        default=0,
+        0,
+        "parts into which the slots are divided and decoded in parallel; 0: with a small model "
+        "on a CPU one per thread of XLA's pool, else one",
         ge=0,
         le=1024,
-        description="parts into which the slots are divided and decoded in parallel; 0: with "
-        "a small model on a CPU one per thread of XLA's pool, else one",
     )
     prefix_cache: bool | None = optional_field(
-        as_begun=True,
-        description="keep the KV cache of finished sequences until their slots are needed, and "
-        "continue dialogues from it; prompts are then computed as if decoded, with other last bits "
-        "than without; null: as the run began, and true for new runs whose environment has several "
+        "keep the KV cache of finished sequences until their slots are needed, and continue "
+        "dialogues from it; prompts are then computed as if decoded, with other last bits than "
+        "without; null: as the run began, and true for new runs whose environment has several "
         "turns, with a context of at least 512 tokens and at least 64 slots",
+        as_begun=True,
     )
     adapters_max: int | None = optional_field(
+        "adapters (LoRA) that are loaded at the same time, each sequence with its own or with "
+        "none; up to adapters_max * adapter_rank_max = 64 all of them are applied at every step, "
+        "beyond each sequence reads its own; null: 0, or what the run or the command line needs",
         ge=0,
         le=1024,
-        description="adapters (LoRA) that are loaded at the same time, each sequence with its own "
-        "or with none; up to adapters_max * adapter_rank_max = 64 all of them are applied at every "
-        "step, beyond each sequence reads its own; null: 0, or what the run or the command line "
-        "needs",
     )
     adapter_rank_max: int | None = optional_field(
+        "largest rank of an adapter that is loaded; null: 16, or what the run or the command "
+        "line needs",
         ge=1,
         le=1024,
-        description="largest rank of an adapter that is loaded; null: 16, or what the run or the "
-        "command line needs",
     )
 
 
@@ -111,85 +109,71 @@ class ServerConfig(Section):
     """Access to a server that we run: callers, limits, timeouts."""
 
     admin_key_variable: KeyVariable = runtime_field(
-        default="MARIN_RL_ADMIN_KEY",
-        description="environment variable, MARIN_RL_*, that holds the bearer token of the admin "
-        "routes",
+        "MARIN_RL_ADMIN_KEY",
+        "environment variable, MARIN_RL_*, that holds the bearer token of the admin routes",
     )
     hosts_allowed: tuple[str, ...] = runtime_field(
-        default=(),
-        max_length=256,
-        description="Further host names that are answered; '*.example.org' for all below it",
+        (), "Further host names that are answered; '*.example.org' for all below it", max_length=256
     )
     origins_allowed: tuple[str, ...] = runtime_field(
-        default=(),
+        (),
+        "web origins that browsers may call from (CORS), like https://app.example.org",
         max_length=256,
-        description="web origins that browsers may call from (CORS), like https://app.example.org",
     )
     update_roots: tuple[str, ...] = runtime_field(
-        default=(),
+        (),
+        "folders and URLs below which admins may load weights, in addition to the root of the "
+        "run, or the folder above the model, that is served",
         max_length=256,
-        description="folders and URLs below which admins may load weights, in addition to the root "
-        "of the run, or the folder above the model, that is served",
     )
     body_bytes_max: Count = runtime_field(
-        default=16 * 2**20, le=2**30, description="bytes of a request's body; beyond: 413"
+        16 * 2**20, "bytes of a request's body; beyond: 413", le=2**30
     )
     bodies_bytes_max: Count = runtime_field(
-        default=256 * 2**20,
+        256 * 2**20,
+        "bytes of all bodies that are read or wait to be parsed, 64 KiB of each not counted; at "
+        "least body_bytes_max; beyond: 503",
         le=2**36,
-        description="bytes of all bodies that are read or wait to be parsed, 64 KiB of each not "
-        "counted; at least body_bytes_max; beyond: 503",
     )
     prompt_tokens_max: int | None = runtime_field(
-        default=None,
-        ge=1,
-        description="largest number of tokens of a prompt; null: the context length",
+        None, "largest number of tokens of a prompt; null: the context length", ge=1
     )
     new_tokens_max: int | None = runtime_field(
-        default=None,
-        ge=1,
-        description="largest number of new tokens per completion; null: the rest of the context",
+        None, "largest number of new tokens per completion; null: the rest of the context", ge=1
     )
-    samples_max: Count = runtime_field(default=4096, le=2**20, description="largest n of a request")
-    prompts_max: Count = runtime_field(
-        default=1024, le=2**20, description="largest number of prompts of a request"
-    )
+    samples_max: Count = runtime_field(4096, "largest n of a request", le=2**20)
+    prompts_max: Count = runtime_field(1024, "largest number of prompts of a request", le=2**20)
     samples_queued_max: Count = runtime_field(
-        default=65536, le=2**24, description="samples that wait for a slot; beyond: 503"
+        65536, "samples that wait for a slot; beyond: 503", le=2**24
     )
     connections_max: Count = runtime_field(
-        default=2048,
-        le=65536,
-        description="open connections; requests on further ones: 503",
+        2048, "open connections; requests on further ones: 503", le=65536
     )
     requests_per_second: float | None = runtime_field(
-        default=None,
+        None,
+        "sustained requests per second of one bearer token; beyond: 429; null: no limit",
         gt=0,
         le=1e6,
-        description="sustained requests per second of one bearer token; beyond: 429; null: no "
-        "limit",
     )
     requests_burst: int | None = runtime_field(
-        default=None,
+        None,
+        "requests that one bearer token may send at once after a pause; null: those of one "
+        "second, at least 1",
         ge=1,
         le=1_000_000,
-        description="requests that one bearer token may send at once after a pause; null: "
-        "those of one second, at least 1",
     )
     queue_timeout_s: Seconds = runtime_field(
-        default=600.0, description="seconds until a request's first slot; beyond: 503"
+        600.0, "seconds until a request's first slot; beyond: 503"
     )
-    request_timeout_s: Seconds = runtime_field(
-        default=3600.0, description="seconds for a whole answer; beyond: 504"
-    )
+    request_timeout_s: Seconds = runtime_field(3600.0, "seconds for a whole answer; beyond: 504")
     drain_timeout_s: Seconds = runtime_field(
-        default=30.0, description="seconds for running requests to finish after SIGTERM"
+        30.0, "seconds for running requests to finish after SIGTERM"
     )
     access_log: bool = runtime_field(
-        default=True, description="one JSON line a request on stderr, if `marin-rl serve` runs it"
+        True, "one JSON line a request on stderr, if `marin-rl serve` runs it"
     )
     log_prompts: bool = runtime_field(
-        default=False, description="write request bodies to the access log, for debugging"
+        False, "write request bodies to the access log, for debugging"
     )
 
     @model_validator(mode="after")
@@ -215,88 +199,78 @@ class InferenceConfig(Section):
     """Source of completions: the embedded server, or remote OpenAI-compatible endpoints."""
 
     endpoints: Annotated[tuple[EndpointEntry, ...], BeforeValidator(_as_list)] = runtime_field(
-        default=(),
-        description="servers to sample from, a list or one of: base URLs ending in /v1; "
-        "dns:http://NAME:PORT/v1 for every address of a name; file:PATH for such entries by line; "
-        "registered for those that announce themselves next to the run; labels follow a space "
-        "(zone=eu); empty: serve from this process",
+        (),
+        "servers to sample from, a list or one of: base URLs ending in /v1; "
+        "dns:http://NAME:PORT/v1 for every address of a name; file:PATH for such entries by "
+        "line; registered for those that announce themselves next to the run; labels follow a "
+        "space (zone=eu); empty: serve from this process",
     )
     zone: str | None = optional_field(
+        "endpoints with this label zone are asked first, others while those are full; null: all "
+        "alike",
         runtime_only=True,
         pattern=r"^[A-Za-z0-9_.:-]{1,63}$",
-        description="endpoints with this label zone are asked first, others while those are full; "
-        "null: all alike",
     )
     fleet_timeout_s: Seconds = runtime_field(
-        default=300.0,
-        description="seconds that sampling waits while no endpoint serves the round's policy",
+        300.0, "seconds that sampling waits while no endpoint serves the round's policy"
     )
     host: str | None = optional_field(
+        "address of the server of this process; others than loopback need the token of "
+        "api_key_variable; null: 127.0.0.1",
         runtime_only=True,
-        description="address of the server of this process; others than loopback need the token "
-        "of api_key_variable; null: 127.0.0.1",
     )
     port: int | None = optional_field(
+        "port of the server of this process, for others that sample from it; null: a free one",
         runtime_only=True,
         ge=1,
         lt=2**16,
-        description="port of the server of this process, for others that sample from it; null: "
-        "a free one",
     )
-    model: str = Field(default="policy", description="name the policy is served under")
+    model: str = field("policy", "name the policy is served under")
     api_key_variable: KeyVariable = runtime_field(
-        default="MARIN_RL_API_KEY",
-        description="environment variable, MARIN_RL_*, that holds the bearer token",
+        "MARIN_RL_API_KEY", "environment variable, MARIN_RL_*, that holds the bearer token"
     )
     publish: PublishedBy = runtime_field(
-        default="none",
-        description="how remote endpoints receive new weights: not at all; pull: by following the "
-        "run themselves (marin-rl serve --follow); by SGLang's route update_weights_from_disk; by "
-        "vLLM's routes of its development mode (vllm_reload); or the adapter alone, of a run that "
-        "trains one, by vLLM's route load_lora_adapter or SGLang's",
+        "none",
+        "how remote endpoints receive new weights: not at all; pull: by following the run "
+        "themselves (marin-rl serve --follow); by SGLang's route update_weights_from_disk; by "
+        "vLLM's routes of its development mode (vllm_reload); or the adapter alone, of a run "
+        "that trains one, by vLLM's route load_lora_adapter or SGLang's",
     )
     publish_root: str | None = runtime_field(
-        default=None,
-        description="folder that this process and the endpoints share; null: the run's exports/",
+        None, "folder that this process and the endpoints share; null: the run's exports/"
     )
     route: Literal["chat", "sglang", "vllm_generate"] | None = optional_field(
+        "how endpoints are asked: by OpenAI's chat routes with token ids, as vLLM and marin-rl "
+        "have them, by SGLang's /generate, or by /inference/v1/generate (vllm_generate), which "
+        "vLLM 0.32 has with --enable-scale-out and whose answers name the weights of each token; "
+        "null: chat",
         runtime_only=True,
-        description="how endpoints are asked: by OpenAI's chat routes with token ids, as vLLM and "
-        "marin-rl have them, by SGLang's /generate, or by /inference/v1/generate (vllm_generate), "
-        "which vLLM 0.32 has with --enable-scale-out and whose answers name the weights of each "
-        "token; null: chat",
     )
-    requests_in_flight_max: Count = runtime_field(
-        default=64, le=65536, description="concurrent requests of one shard"
-    )
+    requests_in_flight_max: Count = runtime_field(64, "concurrent requests of one shard", le=65536)
     turns_per_request: Count | None = runtime_field(
-        default=None,
+        None,
+        "further turns of different episodes that one request asks for, at most, each with its "
+        "own seed; the answer comes when the longest is done, so it is for short turns; with "
+        "marin-rl's own server; null: 1",
         le=65536,
-        description="further turns of different episodes that one request asks for, at most, each "
-        "with its own seed; the answer comes when the longest is done, so it is for short turns; "
-        "with marin-rl's own server; null: 1",
     )
-    request_timeout_s: Seconds = runtime_field(
-        default=600.0, description="seconds for one completion request"
-    )
-    request_attempts_max: Count = runtime_field(
-        default=5, le=100, description="tries per request, with back-off"
-    )
+    request_timeout_s: Seconds = runtime_field(600.0, "seconds for one completion request")
+    request_attempts_max: Count = runtime_field(5, "tries per request, with back-off", le=100)
     canary_tolerance: float | None = runtime_field(
-        default=None,
+        None,
+        "largest accepted mean |engine - trainer| of a canary's log-probabilities, in nats; "
+        "null: 0.001 if policy.compute_dtype is float32, 0.1 if it is bfloat16",
         gt=0,
         le=10,
-        description="largest accepted mean |engine - trainer| of a canary's log-probabilities, in "
-        "nats; null: 0.001 if policy.compute_dtype is float32, 0.1 if it is bfloat16",
     )
     serve_merged: bool | None = optional_field(
+        "how a server of ours serves a policy with an adapter: true, as whole weights W + scale "
+        "B A; false, as the base and the adapter next to it, which differs in the last bits and "
+        "swaps faster; null: as the run began, and for new runs whose servers follow them "
+        "(publish: pull) false, or true with asynchrony.in_flight_updates; else true; marin-rl "
+        "serve RUN --follow without --register serves each version under a name of its own "
+        "unless it is true",
         as_begun=True,
-        description="how a server of ours serves a policy with an adapter: true, as whole weights "
-        "W + scale B A; false, as the base and the adapter next to it, which differs in the last "
-        "bits and swaps faster; null: as the run began, and for new runs whose servers "
-        "follow them (publish: pull) false, or true with asynchrony.in_flight_updates; else true; "
-        "marin-rl serve RUN --follow without --register serves each version under a name of its "
-        "own unless it is true",
     )
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
