@@ -91,6 +91,7 @@ def open_session(config: Config, flow: str) -> Iterator[RunRef]:
     # that trains while it samples would do so, and fail. By hand `prefect_api` has done it already.
     for module in HEAVY:
         importlib.import_module(module)
+    # Seconds of imports, in which a server of this process starts.
     from marin_rl.doctor.engines import check_all
 
     check_all(config, flow)

@@ -20,7 +20,7 @@ from marin_rl.doctor.engines import check_all
 from marin_rl.doctor.policy import tools
 from marin_rl.doctor.rewards import own_reward, reward
 from marin_rl.doctor.stages import EVALUATE, RL, Stage, examine
-from marin_rl.doctor.start import before_engines, check_files, finished
+from marin_rl.doctor.start import before_engines, check_files, finished, has_passed
 from marin_rl.environments.registry import _loaded
 from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
 from marin_rl.rollouts.pinned import record_rows
@@ -99,6 +99,16 @@ def test_a_context_too_short_for_the_canary_is_refused_before_the_warm_start(tmp
     with pytest.raises(InputError, match=r"no room for the canary.*expected at least 27"):
         before_engines(debug(tmp_path, *small, "policy.context_length=26"), "rl-loop")
     assert before_engines(debug(tmp_path, *small, "policy.context_length=27"), "rl-loop") is None
+
+
+def test_a_flow_goes_once_through_what_its_command_has_checked(tmp_path: Path) -> None:
+    config = debug(tmp_path)
+    assert not has_passed(config, RL)
+    before_engines(config, RL)
+    assert not has_passed(debug(tmp_path, "seed=4"), RL)
+    before_engines(config, RL)
+    assert has_passed(load_config(DEBUG, [f"root={tmp_path}"]), RL)
+    assert not has_passed(config, RL)  # a later flow checks again
 
 
 def test_another_content_is_refused_first(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -256,6 +257,28 @@ def test_places_outside_of_a_run_are_named_before_they_are_read(tmp_path: Path) 
     chosen = Consent(overrides=tuple(f"policy.{key}={value}" for key, value in policy.items()))
     forged = Run.open(str(tmp_path), "run")
     check_named(forged, settings_of(forged, chosen), chosen)
+
+
+def echo(value: object) -> dict[str, Any]:
+    return {"environment": {"name": "echo", "options": {"any": value}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        (echo("/etc/x"), "environment.options.any: reads /etc/x"),
+        (echo(["~/x"]), "environment.options.any.0: reads ~/x"),
+        (echo("http://a"), "environment.options.any: sends to http://a"),
+        ({"environment": {"name": "code", "options": {"interpreter": "py"}}}, "reads py"),
+        ({"asynchrony": {"group_filter": "os:system"}}, "group_filter: imports os:system, from"),
+        ({"policy": {"lora": {"init_from": "adapter"}}}, "policy.lora.init_from: reads adapter"),
+    ],
+)
+def test_one_rule_holds_for_every_key(tmp_path: Path, sections: dict[str, Any], named: str) -> None:
+    run = Run.create_or_open(configuration(str(tmp_path), **sections))
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        check_named(run, run.config, Consent())
+    check_named(run, run.config, Consent(trust=True))
 
 
 def test_code_of_the_package_needs_no_trust(tmp_path: Path) -> None:
