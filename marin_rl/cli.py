@@ -23,7 +23,7 @@ from marin_rl.progress import saying
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
-        "init": ("init:init", "Write a first configuration, prompts and a reward."),
+        "init": ("config:init", "Write a first configuration, prompts and a reward."),
         "run": ("run:run", "Start a run, or continue it where it stopped."),
         "sft": ("run:sft", "Run only the supervised warm start of a run."),
         "reward-model": ("run:reward_model", "Train a reward model from preference pairs."),
@@ -38,8 +38,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "evaluate": ("evaluate:evaluate", "Evaluate a run, a model folder or an endpoint."),
         "diff": ("provenance:diff", "Compare the settings and curves of two runs."),
         "lineage": ("provenance:lineage", "Trace an update back to text and code, or forward."),
-        "rescore": ("recompute:rescore", "Score a round with another reward function."),
-        "reprocess": ("recompute:reprocess", "Process a round with other settings, and compare."),
+        "rescore": ("provenance:rescore", "Score a round with another reward function."),
+        "reprocess": ("provenance:reprocess", "Process a round with other settings, and compare."),
     },
     "Check": {
         "doctor": ("check:doctor", "Check storage, model, devices and endpoints."),
@@ -48,9 +48,9 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "audit": ("check:audit", "Check that every rollout is accounted for."),
         "fsck": ("check:fsck", "Check that all objects of a run are there, unchanged."),
         "metrics": ("check:metrics", "Recompute the metrics of a run, and compare."),
-        "replay-step": ("recompute:replay_step", "Train a round again, and compare every bit."),
+        "replay-step": ("provenance:replay_step", "Train a round again, and compare every bit."),
         "replay-episode": (
-            "recompute:replay_episode",
+            "provenance:replay_episode",
             "Step an environment again, and compare each answer.",
         ),
         "verify": ("check:verify", "Check an exported run offline."),

@@ -13,7 +13,7 @@ from support.run_factories import evaluate, whole_run
 from typer.testing import CliRunner, Result
 
 from marin_rl.cli import COMMANDS, app
-from marin_rl.commands.init import TEMPLATES
+from marin_rl.commands.config import TEMPLATES
 from marin_rl.config import load_config
 from marin_rl.doctor.policy import rendered
 from marin_rl.doctor.rewards import trials

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from marin_rl.commands.init import demo_configuration
+from marin_rl.commands.config import demo_configuration
 from marin_rl.commands.options import (
     ApiKeyVariable,
     AsJson,

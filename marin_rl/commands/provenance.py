@@ -1,5 +1,10 @@
-"""Commands that trace where results came from: `lineage`, `diff`. None changes a run."""
+"""Commands that trace results back, and compute recorded rounds again. None changes a round.
 
+`lineage`, `diff`, `replay-step`, `replay-episode`, `rescore`, which adds a table of rewards next to
+the round, and `reprocess`.
+"""
+
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,11 +13,15 @@ import typer
 from marin_rl.commands.options import (
     AsJson,
     LatestRound,
+    Overrides,
     Root,
+    Round,
     RunName,
+    Trust,
     out,
     print_info,
     print_json,
+    print_result,
 )
 from marin_rl.errors import ConfigError, ObjectMissing
 
@@ -123,3 +132,173 @@ def diff(
         print_info(difference.message)
     if difference.parts_at is not None:
         raise typer.Exit(1)
+
+
+def replay_step(
+    run_name: RunName,
+    *,
+    round_number: Round,
+    trust: Trust = False,
+    as_json: AsJson = False,
+    root: Root = "runs",
+) -> None:
+    """Train a round again, and compare every bit.
+
+    Exit code 1 where its checkpoint is another.
+    """
+    from marin_rl.display.tables import frame_table
+    from marin_rl.storage.runs import Run
+    from marin_rl.training.replay import replay_round
+
+    replay = replay_round(Run.open(root, run_name), round_number, trust=trust)
+    if as_json:
+        print_json({"equal": replay.equal, **asdict(replay)})
+    else:
+        if replay.differing:
+            rows = [(d.name, d.largest, d.recorded_largest) for d in replay.differing]
+            columns = ("array", "largest difference", "largest value recorded")
+            out.print(frame_table(columns, rows))
+        for name, (then, now) in {**replay.metrics, **replay.changed}.items():
+            print_info(f"{name}: {then} then, {now} now")
+        scope = f"{replay.compared} arrays" if replay.compared else "the parameters' digest alone"
+        print_info(
+            f"parameters recorded {replay.recorded_digest}",
+            f"parameters now      {replay.digest}",
+            f"round {round_number}: {'EQUAL' if replay.equal else 'APART'}, by {scope}",
+        )
+    if not replay.equal:
+        raise typer.Exit(1)
+
+
+def replay_episode(
+    run_name: RunName,
+    rollout_id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="such as round-00003/group-00002/001")
+    ] = None,
+    *,
+    round_number: Annotated[
+        int | None, typer.Option("--round", min=0, help="all rollouts of this round")
+    ] = None,
+    trust: Trust = False,
+    as_json: AsJson = False,
+    root: Root = "runs",
+) -> None:
+    """Step an environment again, and compare each answer.
+
+    Every message, reward and end is compared. Exit code 1 where something differs.
+    """
+    from marin_rl.display.tables import frame_table
+    from marin_rl.errors import ConfigError
+    from marin_rl.rollouts.replay import replay_rollouts, round_of_rollout
+    from marin_rl.storage.runs import Run
+    from marin_rl.trust import Consent, check_named
+
+    if (rollout_id is None) == (round_number is None):
+        raise ConfigError("expected the id of a rollout, or --round N for all of a round")
+    run = Run.open(root, run_name)
+    number = round_number if rollout_id is None else round_of_rollout(rollout_id)
+    assert number is not None, "one of the two was given"
+    player = run.at_round(number)
+    check_named(player, player.config, Consent(trust=trust), ("environment",))
+    replays = replay_rollouts(run, number, rollout_id)
+    if as_json:
+        episodes = [{"equal": e.equal, **asdict(e)} for e in replays.episodes]
+        print_json({"equal": replays.equal, **asdict(replays), "episodes": episodes})
+    else:
+        shown = [e for e in replays.episodes if rollout_id is not None or not e.equal]
+        rows = [
+            (e.rollout_id, turn.turn, "differs" if turn.difference else "equal", turn.difference)
+            for e in shown
+            for turn in e.turns
+        ]
+        if rows:
+            columns = ("rollout", "turn", "replayed", "first difference")
+            out.print(frame_table(columns, [(*row[:3], row[3] or "") for row in rows]))
+        for name, (then, now) in replays.changed.items():
+            print_info(f"{name}: {then} then, {now} now")
+        equal = sum(episode.equal for episode in replays.episodes)
+        print_info(f"round {number}: {equal} of {len(replays.episodes)} episodes are equal")
+    if not replays.equal:
+        raise typer.Exit(1)
+
+
+def rescore(
+    run_name: RunName,
+    *,
+    round_number: Round,
+    reward: Annotated[str, typer.Option("--reward", help="FILE.py:function or module:function")],
+    name: Annotated[str, typer.Option("--name", help="of the table; versions count up under it")],
+    trust: Trust = False,
+    as_json: AsJson = False,
+    root: Root = "runs",
+) -> None:
+    """Score a round with another reward function.
+
+    The rewards are a table next to the unchanged shards: `rewards` of `marin-rl sql`. A file that
+    is not in the current folder is taken from the copy next to the run.
+    """
+    from marin_rl.rollouts.rescore import rescore_round
+    from marin_rl.storage.runs import Run
+    from marin_rl.trust import pin_function
+
+    run = Run.open(root, run_name)
+    function = pin_function(run, reward, "--reward", trust=trust)
+    scored = rescore_round(run, round_number, function, name)
+    print_result(
+        scored,
+        f"{'found' if scored.table.reused else 'wrote'} {scored.table.key}",
+        f"{scored.rollouts} rollouts, {scored.changed} with another reward, {scored.failed} "
+        f"failed; mean {_number(scored.mean_before)} -> {_number(scored.mean_after)}",
+        as_json=as_json,
+    )
+
+
+def reprocess(
+    run_name: RunName,
+    *,
+    round_number: Round,
+    overrides: Overrides = None,
+    rewards: Annotated[str | None, typer.Option("--rewards", help="a table of `rescore`")] = None,
+    gradient: Annotated[bool, typer.Option(help="compare gradients too, which takes JAX")] = True,
+    trust: Trust = False,
+    as_json: AsJson = False,
+    root: Root = "runs",
+) -> None:
+    """Process a round with other settings, and compare.
+
+    Such as another objective, filters or rewards. Changes nothing.
+    """
+    from marin_rl.display.tables import key_values
+    from marin_rl.storage.runs import Run
+    from marin_rl.training.reprocess import reprocess_round
+
+    run = Run.open(root, run_name)
+    outcome = reprocess_round(
+        run, round_number, overrides or (), rewards, gradient=gradient, trust=trust
+    )
+    if as_json:
+        print_json(outcome)
+        return
+    print_info(*outcome.settings)
+    before, after = outcome.before, outcome.after
+    pairs = {"steps": (before.steps, after.steps), "rows": (before.rows, after.rows)}
+    pairs |= {"padded length": (before.length, after.length)}
+    pairs |= {kind: (before.rollouts[kind], after.rollouts[kind]) for kind in before.rollouts}
+    rows = {name: f"{a} -> {b}" for name, (a, b) in pairs.items()} | dict(outcome.moved)
+    if (kept := outcome.advantages) is None:
+        rows["advantages compared"] = "none: the training stage makes them, by token"
+    else:
+        rows["advantages compared"] = f"{kept.rollouts} rollouts that both keep"
+        rows["correlation"] = _number(kept.correlation)
+        rows["difference"] = f"mean {kept.mean:.6g}, largest {kept.largest:.6g}"
+        rows["signs that differ"] = str(kept.signs)
+    if outcome.gradient is not None:
+        rows["gradient norm"] = (
+            f"{outcome.gradient.norm_before:.6g} -> {outcome.gradient.norm_after:.6g}"
+        )
+        rows["gradient cosine"] = _number(outcome.gradient.cosine)
+    out.print(key_values(f"Round {outcome.round}", rows))
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"

@@ -1,6 +1,6 @@
 """The configuration tree: frozen, typed, ranged, resolved once and written into the run.
 
-A section a class, by topic: policy.py, sampling.py, serving.py, asynchrony.py, batching.py,
+A section a class, by topic: policy.py, sampling.py, serving.py, asynchrony.py,
 objective.py, training.py, orchestration.py, and sections.py over all of them. section.py says what
 a section is and which of its keys are free; keys.py names keys, code.py those that name code,
 paths.py those that name other files; loading.py reads YAML and the files of code, and no other
@@ -8,7 +8,6 @@ file is read. Others import from here alone.
 """
 
 from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig, ReplayConfig
-from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.code import code_in, environments_in, pin_code
 from marin_rl.config.keys import (
     WITHDRAWN,
@@ -72,7 +71,9 @@ from marin_rl.config.serving import (
     split_labels,
 )
 from marin_rl.config.training import (
+    BatchingConfig,
     CriticConfig,
+    FiltersConfig,
     RewardModelConfig,
     SFTConfig,
     TrainingConfig,

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from marin_rl.config.asynchrony import AsynchronyConfig, ReplayConfig
-from marin_rl.config.batching import BatchingConfig, FiltersConfig
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
     EvaluationConfig,
@@ -20,7 +19,13 @@ from marin_rl.config.policy import MeshConfig, PolicyConfig
 from marin_rl.config.sampling import EnvironmentConfig, RolloutsConfig, SamplingConfig
 from marin_rl.config.section import PLAN, Count, Section, optional_field, runtime_field
 from marin_rl.config.serving import InferenceConfig
-from marin_rl.config.training import RewardModelConfig, SFTConfig, TrainingConfig
+from marin_rl.config.training import (
+    BatchingConfig,
+    FiltersConfig,
+    RewardModelConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
