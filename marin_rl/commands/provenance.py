@@ -188,7 +188,6 @@ def replay_episode(
     Every message, reward and end is compared. Exit code 1 where something differs.
     """
     from marin_rl.display.tables import frame_table
-    from marin_rl.errors import ConfigError
     from marin_rl.rollouts.replay import replay_rollouts, round_of_rollout
     from marin_rl.storage.runs import Run
     from marin_rl.trust import Consent, check_named
