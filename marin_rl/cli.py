@@ -222,7 +222,7 @@ def marin_rl(
 
 
 def _import_without(module: str, unused: Mapping[str, str]) -> None:
-    """Import a module with empty ones in place of those that it imports and does not use here.
+    """Import a module with empty modules in place of imports that it does not use here.
 
     `unused` has the class or function that it takes from each.
     """

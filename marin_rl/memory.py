@@ -119,7 +119,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(work: str, keys: Sequence[str], error: BaseException) -> OutOfMemory:
-    """The error of work that asked for too much: what it asked for, what there is, what to change.
+    """Build the error of a failed allocation: bytes asked for, bytes there, settings to lower.
 
     `keys` are settings that lower it, the mildest first.
     """

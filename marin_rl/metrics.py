@@ -78,7 +78,7 @@ def parse_definition(row: dict[str, str]) -> Definition:
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _table:
     DEFINITIONS = tuple(parse_definition(row) for row in csv.DictReader(_table))
 
-# Of the sampler, before the first update, where rewards are lowered by KL and where there is none.
+# Unless the KL is a term of the loss, these are the sampler's, before the first update.
 KL_OF_REWARDS = ("kl", "objective/kl", "objective/non_score_reward", "objective/rlhf_reward")
 
 

@@ -1,4 +1,4 @@
-"""Files that somebody else may have made: regular ones alone, of a bounded size, and their JSON.
+"""Files of other people: only regular files of a bounded size are read, and their JSON.
 
 A FIFO in the place of a file would block a reader for good, a device would never end, and a sparse
 file of a terabyte would fill the memory. Symbolic links are followed: the user names these files.

@@ -176,7 +176,7 @@ def phase(name: str | Callable[[], str], total: int = 0) -> Iterator[Phase]:
 
 
 def open_phase() -> Phase | None:
-    """Return the phase that was opened last, of those that are still open."""
+    """Return the innermost open phase."""
     phases = tuple(_phases)
     return phases[-1] if phases else None
 

@@ -1,4 +1,4 @@
-"""Trust: what a command takes from a run's folder, and what from its user alone.
+"""Trust: which settings a command takes from a run's folder, and which only from its user.
 
 One rule: the record of another user's run never names code to import, a place to read or an
 address. Its user does, by a configuration file, `--set`, or `--trust`, which accepts what the
@@ -75,7 +75,7 @@ def settings_of(run: Run, consent: Consent, uses: Sequence[str] = (EVERYTHING,))
 
 
 def _outward_in(tree: Any) -> dict[str, Any]:
-    """Values of the free keys that are their user's alone; keys of null sections have none."""
+    """Values of the keys that only the user decides; keys of null sections are left out."""
     values: dict[str, Any] = {}
     for key in outward_keys():
         *sections, name = key.split(".")

@@ -68,8 +68,8 @@ def doctor(
 def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs") -> None:
     """Check that every rollout is accounted for.
 
-    Exit code 1 if not. Reads the files alone. Cells are rollouts / tokens. Length bias is the mean
-    length of what was dropped less that of what was trained on, in tokens.
+    Exit code 1 if not. Reads nothing but files. Cells are rollouts / tokens. Length bias is the
+    mean length of dropped rollouts less that of trained ones, in tokens.
     """
     from marin_rl.display.audits import audit_table, balance_line, dropped_table
     from marin_rl.storage.runs import Run

@@ -215,7 +215,7 @@ def _of_run(run: "Run", changes: list[str], *, trust: bool, only_shown: bool) ->
 def key_named(variable: str | None, *, admin: bool = False) -> list[str]:
     """Return the override by which a configuration uses the key in an environment variable.
 
-    Configurations may name our own variables alone, so the value is copied into one of them.
+    Configurations may name only MARIN_RL_* variables, so the value is copied into one of them.
     Raises ConfigError where the variable is not set.
     """
     if variable is None:

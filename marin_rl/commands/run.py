@@ -33,7 +33,7 @@ from marin_rl.commands.options import (
 from marin_rl.config import Config
 from marin_rl.errors import INTERRUPTED, ConfigError, InputError, StorageError
 
-SAID_BYTES = 10**9  # of checkpoints, from which a run says what it will keep
+SAID_BYTES = 10**9  # checkpoints of this size are announced before a run
 MORE_ROUNDS = 20  # that the line to continue a finished run proposes
 
 
@@ -255,7 +255,7 @@ def _print_result(config: Config, again: str, *, as_json: bool) -> None:
 
 
 def run_again(config: Config, file: Path, overrides: Sequence[str] = ()) -> str:
-    """Return the command that goes on with the run of `config`, whatever its options were."""
+    """Return the command that continues the run of `config`."""
     if "://" not in config.root:
         return f"run {shlex.quote(f'{config.root}/{config.run_id}')}"
     # Only a local folder can stand in place of a file, so the command is given again.

@@ -62,7 +62,7 @@ def free_keys() -> list[str]:
 
 
 def outward_keys() -> list[str]:
-    """Dotted names of the free keys that are their user's alone: no run.json decides them."""
+    """Dotted names of the free keys that no run.json decides, but only their user."""
     fields = _fields_of(RunSections)
     return [key for key, info in fields if is_runtime_only(info) and not is_plan(info)]
 

@@ -25,7 +25,7 @@ _APART = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerKey:
-    """A key of another library, its value where that matters, and what it is here."""
+    """A key of another library, its value if only one counts, and our key for it."""
 
     library: str
     key: str

@@ -57,7 +57,7 @@ class Section(BaseModel):
 
 
 def fingerprint_fields(node: Section) -> dict[str, Any]:
-    """The part of a section that decides what its slots contain: everything but free fields.
+    """The part of a section that decides the content of slots: everything but free fields.
 
     Paths are as their user wrote them, wherever they lie.
     """
@@ -128,7 +128,7 @@ def omitted_if_none(info: FieldInfo) -> bool:
 
 
 def field(default: Any, description: str, **limits: Any) -> Any:
-    """A key with its default and what it says to its user."""
+    """A key with its default and its description."""
     return Field(default=default, description=description, **limits)
 
 

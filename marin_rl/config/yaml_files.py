@@ -85,7 +85,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: ScalarNode) -> int:
-        """Return an integer that is what it looks like."""
+        """Return a decimal integer; octal and base 60 are refused."""
         shown = node.value[:40]
         if ":" in shown or _OCTAL.fullmatch(shown):
             kind = "in base 60" if ":" in shown else "octal"
@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
             _refuse(f"expected an integer, found {shown}…", node)
 
     def construct_yaml_float(self, node: ScalarNode) -> float:
-        """Return a finite number that is what it looks like."""
+        """Return a finite decimal number; base 60 is refused."""
         number = super().construct_yaml_float(node)
         if ":" in node.value or not abs(number) < float("inf"):
             _refuse(f"expected a finite decimal number, found {node.value:.40}", node)

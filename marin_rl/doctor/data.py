@@ -61,7 +61,7 @@ def rows(config: Config) -> str:
 
 
 def warnings(config: Config) -> str:
-    """Report facts about the prompts that a user may not expect; none of them is an error."""
+    """Report surprising facts about the prompts; none is an error."""
     return "; ".join(data_warnings(config)) or "nothing unexpected in prompts and held-out sets"
 
 

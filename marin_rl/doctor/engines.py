@@ -20,7 +20,7 @@ from marin_rl.training.tracing import trace_programs, trace_reward_model
 
 
 def check_all(config: Config, flow: str) -> None:
-    """Go through the stages of `flow`, less those that `before_engines` has just gone through.
+    """Run the stages of `flow`, except the stages that `before_engines` has just run.
 
     Raises the error of the first that fails.
     """
@@ -72,7 +72,7 @@ def machine(_: Config) -> str:
 
 
 def programs(config: Config) -> str:
-    """Check that every program of the run can be built, by tracing them with shapes alone."""
+    """Check that every program of the run can be built, by tracing them with shapes only."""
     share_one_heap()
     count = trace_programs(config, tokenizer_for(config.policy), _recorded_modules(config))
     return f"{count} traced by shapes"
@@ -88,7 +88,7 @@ def _recorded_modules(config: Config) -> Modules | None:
 
 
 def reward_model_programs(config: Config) -> str:
-    """Check that the step of a reward model can be built, by tracing it with shapes alone."""
+    """Check that the step of a reward model can be built, by tracing it with shapes only."""
     share_one_heap()
     return f"{trace_reward_model(config, tokenizer_for(config.policy))} traced by shapes"
 

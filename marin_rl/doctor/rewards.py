@@ -39,7 +39,7 @@ class Trial:
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """Rewards of the answers that there are."""
+        """Rewards of the tried answers."""
         return (*(() if self.right is None else (self.right_reward,)), self.wrong_reward)
 
 
@@ -48,7 +48,7 @@ def trials(config: Config, count: int = TRIALS) -> list[Trial]:
 
     Raises InputError where the reward function fails on one, or gives what is no reward.
     """
-    examples = first_examples(config, count + 1)  # the last is for its answer alone
+    examples = first_examples(config, count + 1)  # the last one only lends its answer
     answers = [environment_of(config).demonstration(example) for example in examples]
     result: list[Trial] = []
     for place, (prompt, _) in enumerate(rendered(config, examples[:count])):

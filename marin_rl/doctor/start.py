@@ -61,7 +61,7 @@ _passed: list[tuple[str, str]] = []
 
 
 def before_engines(config: Config, flow: str) -> SlotRef | None:
-    """Check everything that files tell; return the last checkpoint of a flow that is finished.
+    """Check what needs nothing but files; return the last checkpoint of a finished flow.
 
     Raises ConfigError if the run exists with another content, RunLocked if another process works on
     it, and the errors of the stages.
@@ -74,7 +74,7 @@ def before_engines(config: Config, flow: str) -> SlotRef | None:
 
 
 def check_files(config: Config, flow: str) -> None:
-    """Go through the stages of `flow` that need files alone. Raises the first error."""
+    """Run the stages of `flow` that need nothing but files. Raises the first error."""
     _passed.clear()
     run_stages(config, flow, FILES)
     _passed.append((flow, config.model_dump_json()))

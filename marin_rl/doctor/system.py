@@ -16,7 +16,7 @@ from marin_rl.planning import Plan, memory_keys, plan
 
 HEALTH_TIMEOUT_S = 3.0
 ENDPOINT_TIMEOUT_S = 10.0
-# Share by which a plan may be too high: what it says to be beyond all memory is refused only then.
+# A plan may be this share too high; a run is refused only if it would not fit even then.
 PLAN_ERROR = 0.15
 
 
