@@ -74,6 +74,18 @@ def settings_of(run: Run, consent: Consent, uses: Sequence[str] = (EVERYTHING,))
     return parse_config(changed, f"run {run.run_id!r}")
 
 
+def trusted_config(
+    run: Run,
+    consent: Consent,
+    uses: Sequence[str] = (EVERYTHING,),
+    sections: Sequence[str] = (EVERYTHING,),
+) -> Config:
+    """The configuration of a command on `run`, checked as `settings_of` and `check_named` do."""
+    config = settings_of(run, consent, uses)
+    check_named(run, config, consent, sections)
+    return config
+
+
 def _outward_in(tree: Any) -> dict[str, Any]:
     """Values of the keys that only the user decides; keys of null sections are left out."""
     values: dict[str, Any] = {}

@@ -31,7 +31,7 @@ from marin_rl.serving.weights.checkpoint_loader import (
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named
 from marin_rl.tokenizers import encoder_of, tokenizer_for
-from marin_rl.trust import Consent, check_named, settings_of
+from marin_rl.trust import Consent, trusted_config
 from marin_rl.types import Sampling
 
 Message = Mapping[str, Any]
@@ -216,8 +216,7 @@ def _opened(
     else:
         return _of_folder(source, changes)
     consent = Consent(overrides=tuple(changes), trust=trust)
-    config = settings_of(run, consent, ("inference.engine",))
-    check_named(run, config, consent, ("policy",))
+    config = trusted_config(run, consent, ("inference.engine",), ("policy",))
     loaded = read_checkpoint(run, round) if ref is None else read_slot(run, ref)
     return loaded, tokenizer_for(config.policy), config
 

@@ -23,7 +23,7 @@ from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.machine import share_one_heap
 from marin_rl.progress import ProgressEvent, listening, phase
 from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
-from marin_rl.trust import Consent, check_named, settings_of
+from marin_rl.trust import Consent, trusted_config
 
 POLL_S = 0.05  # of asynchronous code for the next round; a round takes seconds or more
 
@@ -80,10 +80,7 @@ def config_of(source: Source, overrides: Overrides = (), *, trust: bool = False)
         return Config.load(source, overrides)
     opened = Run.open(str(folder.parent), folder.name)
     changes = tuple(as_overrides(overrides))
-    consent = Consent(overrides=changes, trust=trust)
-    config = settings_of(opened, consent)
-    check_named(opened, config, consent)
-    return config
+    return trusted_config(opened, Consent(overrides=changes, trust=trust))
 
 
 class TrainingRun:

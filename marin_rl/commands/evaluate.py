@@ -130,13 +130,13 @@ def _commit(target: "Target", overrides: list[str], *, as_json: bool) -> None:
     from marin_rl.api.training import flow_named
     from marin_rl.doctor.stages import EVALUATE
     from marin_rl.doctor.start import check_files
-    from marin_rl.trust import Consent, check_named, settings_of
+    from marin_rl.trust import Consent, trusted_config
 
     run = target.open_run()
     changes = (*overrides, *key_named(target.api_key_variable))
     consent = Consent(file=target.config, overrides=changes, trust=target.trust)
-    config = settings_of(run, consent, ("inference", "trackers", "flow"))
-    check_named(run, config, consent, ("environment", "evaluation", "policy"))
+    uses, sections = ("inference", "trackers", "flow"), ("environment", "evaluation", "policy")
+    config = trusted_config(run, consent, uses, sections)
     check_files(config, EVALUATE)
     with phase("evaluating") as evaluating, listening(evaluating.listen):
         slot = flow_named("evaluate")(config, target.round)

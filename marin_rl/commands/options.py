@@ -202,14 +202,10 @@ def load(
 
 
 def _of_run(run: "Run", changes: list[str], *, trust: bool, only_shown: bool) -> "Config":
-    from marin_rl.trust import Consent, check_named, settings_of
+    from marin_rl.trust import Consent, settings_of, trusted_config
 
     consent = Consent(overrides=tuple(changes), trust=trust)
-    if only_shown:
-        return settings_of(run, consent, ())
-    config = settings_of(run, consent)
-    check_named(run, config, consent)
-    return config
+    return settings_of(run, consent, ()) if only_shown else trusted_config(run, consent)
 
 
 def key_named(variable: str | None, *, admin: bool = False) -> list[str]:

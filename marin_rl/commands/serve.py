@@ -206,19 +206,18 @@ def serving_config(
     """Return a server's configuration: that of the file or the defaults, or of the run.
 
     With a run, only the section `inference` of the file is used: the rest is the run's content.
-    Raises ConfigError for a run of another user as `settings_of` and `check_named` do.
+    Raises ConfigError for a run of another user as `trusted_config` does.
     """
     settings = load_config(file) if file else None
     if run_name is None:
         base = settings or Config()
     else:
         from marin_rl.storage.runs import Run
-        from marin_rl.trust import Consent, check_named, settings_of
+        from marin_rl.trust import Consent, trusted_config
 
         run = Run.open(root, run_name)
         consent = Consent(file=file, overrides=tuple(overrides or ()), trust=trust)
-        base = settings_of(run, consent, SERVER_KEYS)
-        check_named(run, base, consent, ("policy",))
+        base = trusted_config(run, consent, SERVER_KEYS, ("policy",))
         if settings is not None:
             base = base.model_copy(update={"inference": settings.inference})
     tree = base.model_dump(mode="json", exclude_unset=True)  # a server sees which keys were not set
