@@ -55,12 +55,7 @@ AdminKeyVariable = Annotated[
 
 # Of a run's `inference`, what its servers go by. The rest is its trainer's, such as the endpoints:
 # a server sends nothing anywhere, so that one of a run of another machine needs no consent to them.
-SERVER_KEYS = (
-    "inference.engine",
-    "inference.server",
-    "inference.api_key_variable",
-    "inference.flight_ca",
-)
+SERVER_KEYS = ("inference.engine", "inference.server", "inference.api_key_variable")
 
 
 def serve(  # noqa: PLR0913 - each is an option that people type
