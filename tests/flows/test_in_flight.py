@@ -23,7 +23,7 @@ from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
 from marin_rl.config import Config
 from marin_rl.errors import MarinRLError, StalePolicy
-from marin_rl.inference.client import fleet
+from marin_rl.inference.client import fleet_watch
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.inference.engine import Engine
 from marin_rl.rollouts.streaming import sample_chunk
@@ -265,7 +265,7 @@ def test_a_server_with_other_weights_under_the_right_name_is_lost_and_no_group_i
     played: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its completions are sampled again by the other server."""
-    monkeypatch.setattr(fleet, "SPREAD_S", 60.0)  # both sample, however long a look takes
+    monkeypatch.setattr(fleet_watch, "SPREAD_S", 60.0)  # both sample, however long a look takes
     run, caplog_level = Run.open(played.root, played.run_id), caplog.at_level(logging.WARNING)
     with server_of(run) as honest, server_of(run) as liar, caplog_level:
         remote = sampling_from(run, [honest, liar])

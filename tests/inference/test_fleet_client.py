@@ -14,10 +14,11 @@ import pytest
 from support.fakes import END, FakePolicyServer, logprob_of
 
 from marin_rl.errors import EndpointUnavailable, FleetEmpty, StalePolicy
-from marin_rl.inference.client import fleet
+from marin_rl.inference.client import fleet_watch
 from marin_rl.inference.client.answers import Completion
-from marin_rl.inference.client.fleet import EndpointAccess, FleetOptions, Member
+from marin_rl.inference.client.fleet import FleetOptions, Member
 from marin_rl.inference.client.fleet_sources import Endpoint, EndpointSource
+from marin_rl.inference.client.fleet_watch import EndpointAccess
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.proofs import PolicyProof, compare
 from marin_rl.inference.client.protocol import served_model_id
@@ -200,7 +201,7 @@ def test_first_requests_are_spread_over_all_that_were_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second joins once the first has."""
-    monkeypatch.setattr(fleet, "SPREAD_S", 60.0)
+    monkeypatch.setattr(fleet_watch, "SPREAD_S", 60.0)
 
     joined = threading.Event()
 
@@ -224,7 +225,7 @@ def test_first_requests_are_spread_over_all_that_were_proven(
 def test_first_requests_wait_for_no_endpoint_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet, "SPREAD_S", 0.05)
+    monkeypatch.setattr(fleet_watch, "SPREAD_S", 0.05)
     with FakePolicyServer(MODEL) as server:
         proven = (server.url, "http://127.0.0.1:9/v1", "http://not-in-the-source/v1")
         ask(EndpointSource([server.url, proven[1]]), one, endpoints=proven)
@@ -260,7 +261,7 @@ def test_an_endpoint_that_goes_on_to_other_weights_gets_no_more() -> None:
 def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fleet_watch, "PROBE_TIMEOUT_S", 0.05)
     with FakePolicyServer(MODEL, says_a, delay_s=0.3) as slow:
         assert ask(EndpointSource([slow.url]), one, canary=CANARY).tolist() == [97, END]
     with FakePolicyServer(MODEL, says_a, delay_s=0.3) as slow, pytest.raises(FleetEmpty) as caught:
@@ -271,7 +272,7 @@ def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(
 def test_an_endpoint_is_lost_after_several_looks_without_an_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fleet, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fleet_watch, "PROBE_TIMEOUT_S", 0.05)
 
     async def use(client: PolicyClient) -> None:
         await client.wait_until_ready()
@@ -280,13 +281,13 @@ def test_an_endpoint_is_lost_after_several_looks_without_an_answer(
     with FakePolicyServer(MODEL) as busy, caplog.at_level(logging.WARNING):
         busy.metrics_delay_s = 0.3
         ask(EndpointSource([busy.url]), use)
-        assert busy.looks >= fleet.MISSES_MAX
+        assert busy.looks >= fleet_watch.MISSES_MAX
     assert "no answer in 0.05 s" in caplog.text
 
 
 def test_an_endpoint_that_comes_back_may_leave_as_many_looks_unanswered_as_before() -> None:
     client = PolicyClient(source=EndpointSource(["http://127.0.0.1:9/v1"]), model=MODEL)
-    member = Member(endpoint=Endpoint(url="http://127.0.0.1:9/v1"), missed=fleet.MISSES_MAX)
+    member = Member(endpoint=Endpoint(url="http://127.0.0.1:9/v1"), missed=fleet_watch.MISSES_MAX)
     client._watch._joined(member)
     assert (member.state, member.missed) == ("ready", 0)
 

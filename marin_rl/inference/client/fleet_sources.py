@@ -3,7 +3,7 @@
 An entry is a base URL, every address of a DNS name, a file with entries by line, or the heartbeats
 that servers of the run write next to it. Files, names and heartbeats are looked at again all the
 time, so that servers come and go. Leaves out whether an endpoint is alive and serves the policy
-(`fleet`).
+(`fleet_watch`).
 """
 
 import os

@@ -3,7 +3,7 @@
 A request goes to an endpoint that is ready, and after a fault that may pass to another one. Owns
 the sending, the retries, the checks of every answer, and requests shared by turns of several
 dialogues. Leaves out connections (`http_client`), bodies (`dialects`), the coming and going of
-endpoints (`fleet`), and which weights may answer (`proofs`).
+endpoints (`fleet_watch`), and which weights may answer (`proofs`).
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from marin_rl.config import InferenceConfig
 from marin_rl.errors import BadResponse, EndpointUnavailable, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, model_ids
 from marin_rl.inference.client.dialects import ChatDialect, Dialect, Read
-from marin_rl.inference.client.fleet import FleetOptions, FleetWatch, Member, Proof
+from marin_rl.inference.client.fleet import FleetOptions, Member
 from marin_rl.inference.client.fleet_sources import EndpointSource
+from marin_rl.inference.client.fleet_watch import FleetWatch, Proof
 from marin_rl.inference.client.http_client import PAUSE_FIRST_S, HttpClient, Root
 from marin_rl.inference.client.proofs import PolicyProof, check_answer
 from marin_rl.inference.client.protocol import (

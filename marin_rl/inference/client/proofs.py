@@ -22,7 +22,7 @@ from jaxtyping import Float, Int32
 
 from marin_rl.errors import BadResponse, EndpointUnavailable, InputError, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, Completion, model_ids
-from marin_rl.inference.client.fleet import EndpointAccess, Proof
+from marin_rl.inference.client.fleet_watch import EndpointAccess, Proof
 from marin_rl.inference.client.protocol import (
     DIGEST_DIGITS,
     ChatRequest,
