@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -58,24 +57,22 @@ def _drop_lost_reports(record: logging.LogRecord) -> bool:
     return record.name in RUNS and not isinstance(error, httpx.TransportError)
 
 
-def _filter_reports(loggers: Sequence[str]) -> None:
-    for name in loggers:
-        logging.getLogger(name).addFilter(_drop_lost_reports)
-
-
 class ApiConnection:
     """A connection that is open until it is lost, which it stays. Thread safe.
 
-    `temporary`: the server ends with this process and is lost only when it is killed. Prefect's
-    background senders may see that first, so their reports of it are dropped from the start.
+    A `temporary` server ends with this process and is lost only when it is killed. Prefect's
+    background senders may see that first, so their reports of it are dropped from the start. Any
+    other server is watched by a thread.
     """
 
     def __init__(self, url: str, *, temporary: bool = False) -> None:
         self.url, self.temporary = url, temporary
-        if temporary:
-            _filter_reports(NOISY)
-        self._lost = threading.Event()
+        self._lost, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()
+        if temporary:
+            self._filter_reports(NOISY)
+        else:
+            threading.Thread(target=self._watch, name="prefect-api", daemon=True).start()
 
     @property
     def lost(self) -> bool:
@@ -89,13 +86,14 @@ class ApiConnection:
                 return
             self._lost.set()
         _log.warning("%s: going on without reports to Prefect; files are not affected", reason)
-        _filter_reports(NOISY + RUNS)
+        self._filter_reports(NOISY + RUNS)
         set_api_log_sink(lambda _: None)
         EventsWorker.set_client_override(NullEventsClient)
         discard(services())
 
     def close(self) -> None:
-        """Leave the process as it was before the API was lost."""
+        """Leave the process as it was before."""
+        self._closing.set()
         if self.lost:
             discard(services())  # before the filters go: a sender may log its failure only now
             set_api_log_sink(None)
@@ -105,40 +103,36 @@ class ApiConnection:
 
     def confirm(self) -> None:
         """Check that the API is still there, before the last reports are sent."""
-
-    def refuse_when_lost(self, _: httpx.Request) -> None:
-        """Raise ApiLost instead of a request that would be retried for a minute."""
-        if self.lost:
-            raise ApiLost(f"the Prefect API at {self.url} is gone")
-
-
-class RemoteConnection(ApiConnection):
-    """A connection to a server that this process did not start, watched by a thread."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._closing = threading.Event()
-        threading.Thread(target=self._watch, name="prefect-api", daemon=True).start()
-
-    def close(self) -> None:
-        """End the watch."""
-        self._closing.set()
-        super().close()
-
-    def confirm(self) -> None:
-        """Lose the connection unless the API answers one of a few requests."""
+        if self.temporary:  # its end is seen at once
+            return
         for _ in range(LAST_TRIES):
             if self.lost or healthy(self.url, LAST_TRY_S):
                 return
             self._closing.wait(1.0)
-        self.lose(f"the Prefect API at {self.url} does not answer")
+        self._lose_unanswered()
+
+    async def refuse_when_lost(self, _: httpx.Request) -> None:
+        """Raise ApiLost instead of a request that would be retried for a minute."""
+        self.refuse_now(_)
+
+    def refuse_now(self, _: httpx.Request) -> None:
+        """The same, for a client that is not asynchronous."""
+        if self.lost:
+            raise ApiLost(f"the Prefect API at {self.url} is gone")
 
     def _watch(self) -> None:
         misses = 0
         while not self.lost and not self._closing.wait(WATCH_EVERY_S):
             misses = 0 if healthy(self.url) else misses + 1
             if misses == MISSES_MAX and not self._closing.is_set():
-                self.lose(f"the Prefect API at {self.url} does not answer")
+                self._lose_unanswered()
+
+    def _lose_unanswered(self) -> None:
+        self.lose(f"the Prefect API at {self.url} does not answer")
+
+    def _filter_reports(self, loggers: Sequence[str]) -> None:
+        for name in loggers:
+            logging.getLogger(name).addFilter(_drop_lost_reports)
 
 
 def healthy(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
@@ -206,16 +200,6 @@ async def _within(done: asyncio.Event) -> None:
         await asyncio.wait_for(done.wait(), DISCARD_S)
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """The end of a flow's function, whether or not Prefect received it."""
-
-    started: bool = False
-    returned: bool = False
-    value: Any = None
-    error: BaseException | None = None
-
-
 class _HeldBack(logging.Filter):
     """Holds back what Prefect logs as an error of every task and flow that is cancelled."""
 
@@ -255,15 +239,6 @@ def _quiet_interrupt() -> Iterator[None]:
 _called: ContextVar[bool] = ContextVar("marin-rl-called", default=False)
 
 
-@contextmanager
-def _raised_to_a_caller() -> Iterator[None]:
-    token = _called.set(True)
-    try:
-        yield
-    finally:
-        _called.reset(token)
-
-
 def has_caller() -> bool:
     """Return True inside of a flow that `play_flow` plays, whose error its caller reports."""
     return _called.get()
@@ -279,63 +254,65 @@ def play_flow(
     """
     connection = _current.get()
     assert connection is not None, "flows are played inside of prefect_api()"
-    outcome = _Outcome()
+    outcome = Future[Any]()  # of the function, whether or not Prefect receives it
 
     @functools.wraps(flow.fn)
     async def recorded(*args: Any, **kwargs: Any) -> Any:
-        outcome.started = True
+        outcome.set_running_or_notify_cancel()
         try:
-            outcome.value = await flow.fn(*args, **kwargs)
-            outcome.returned = True
+            outcome.set_result(await flow.fn(*args, **kwargs))
         except BaseException as error:
-            outcome.error = error
+            outcome.set_exception(error)
             raise
         finally:
             connection.confirm()
-        return outcome.value
+        return outcome.result()
 
     reported = flow.with_options()
     reported.fn = recorded
+    token = _called.set(True)
     try:
-        with _quiet_interrupt(), _raised_to_a_caller():
+        with _quiet_interrupt():
             return _run(_play(reported, connection, arguments, named), stop)
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        if error is outcome.error:
+        if outcome.done() and error is outcome.exception():
             raise
         connection.lose(f"the Prefect API at {connection.url} is gone ({type(error).__name__})")
-    if outcome.returned:
-        return outcome.value
-    if isinstance(outcome.error, asyncio.CancelledError):  # Ctrl-C, as a coroutine gets it
-        raise KeyboardInterrupt from None
-    if outcome.error is not None:
-        raise outcome.error from None
-    assert not outcome.started, "a flow that was begun has returned or raised"
+    finally:
+        _called.reset(token)
+    if outcome.done():
+        error = outcome.exception()
+        if isinstance(error, asyncio.CancelledError):  # Ctrl-C, as a coroutine gets it
+            raise KeyboardInterrupt from None
+        if error is not None:
+            raise error from None
+        return outcome.result()
+    assert not outcome.running(), "a flow that was begun has returned or raised"
     with temporary_settings({"logging.to_api.when_missing_flow": "ignore"}):
         return _run(_play(flow.fn, None, arguments, named), stop)
 
 
 def _run(work: Coroutine[Any, Any, Any], stop: Future[None] | None) -> Any:
     """Run `work` on an event loop of its own; raises KeyboardInterrupt where `stop` ended it."""
+
+    async def until_stopped() -> Any:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def cancel(_: Future[None]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the flow has ended by itself
+                loop.call_soon_threadsafe(task.cancel)
+
+        if stop is not None:
+            stop.add_done_callback(cancel)
+        return await work
+
     try:
-        return asyncio.run(_until(stop, work))
+        return asyncio.run(until_stopped())
     except asyncio.CancelledError:
         if stop is None or not stop.done():
             raise
         raise KeyboardInterrupt from None
-
-
-async def _until(stop: Future[None] | None, work: Coroutine[Any, Any, Any]) -> Any:
-    """Await `work`, which is cancelled when `stop` is set."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-
-    def cancel(_: Future[None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the flow has ended by itself
-            loop.call_soon_threadsafe(task.cancel)
-
-    if stop is not None:
-        stop.add_done_callback(cancel)
-    return await work
 
 
 async def _play(
@@ -345,12 +322,7 @@ async def _play(
     named: dict[str, Any],
 ) -> Any:
     """Call a flow, or its function outside of a flow run; one client serves all of its tasks."""
-
-    async def refuse_when_lost(request: httpx.Request) -> None:
-        assert connection is not None
-        connection.refuse_when_lost(request)
-
     async with AsyncClientContext() as context:
         if connection is not None:
-            context.client._client.event_hooks = {"request": [refuse_when_lost]}
+            context.client._client.event_hooks = {"request": [connection.refuse_when_lost]}
         return await function(*arguments, **named)

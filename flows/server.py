@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -29,7 +29,6 @@ from prefect.settings import get_current_settings, temporary_settings
 
 from flows.connection import (
     ApiConnection,
-    RemoteConnection,
     discard,
     has_caller,
     healthy,
@@ -85,7 +84,7 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
         configured = get_current_settings().api.url
         if configured and healthy(configured):
             _import(warm)
-            with using(RemoteConnection(configured)):
+            with using(ApiConnection(configured)):
                 yield configured
             return
         reason = f"no Prefect API at {configured}" if configured else "no Prefect API configured"
@@ -148,20 +147,59 @@ class _Terse(logging.Filter):
 
 @contextmanager
 def _local_server(warm: Sequence[str]) -> Iterator[str]:
+    """Start a server, wait until it answers, and end it with the block."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}/api"
-    connection = ApiConnection(url, temporary=True)
-    with (
-        _profile() as profile,
-        tempfile.TemporaryFile() as log,
-        using(connection),
-        _spawned(port, profile, log, connection) as (process, answered),
-    ):
-        _import(warm)
-        with phase("starting a Prefect server"):
-            _wait_until_healthy(process, connection, log)
-        answered.set()
-        yield url
+    connection = ApiConnection(f"http://127.0.0.1:{port}/api", temporary=True)
+    with _profile() as profile, tempfile.TemporaryFile() as log, using(connection):
+        settings = get_current_settings().to_environment_variables(exclude_unset=True)
+        environment = {**os.environ, **settings, **EPHEMERAL, **profile}
+        environment.pop("PREFECT_API_URL", None)
+        # -P keeps this folder off the child's path; a module name would need the package installed.
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(port)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for the flow, which reports it
+        )
+        answered, ending = threading.Event(), threading.Event()
+
+        def lose_when_ended() -> None:
+            code = process.wait()
+            # One that ends by itself before it has answered could not start, which is raised below.
+            if not ending.is_set() and (code < 0 or answered.is_set()):
+                killed = code < 0
+                how = (
+                    f"was killed by {signal.Signals(-code).name}"
+                    if killed
+                    else f"ended with {code}"
+                )
+                connection.lose(f"the temporary Prefect server {how}")
+
+        threading.Thread(target=lose_when_ended, name="prefect-server", daemon=True).start()
+        try:
+            _import(warm)
+            with phase("starting a Prefect server"):
+                _wait_until_healthy(process, connection, log)
+            answered.set()
+            yield connection.url
+        finally:
+            unsent = services()
+            if not connection.lost:
+                # Prefect's background reports must have arrived before the server ends.
+                APILogWorker.drain_all(timeout=DRAIN_S)
+                EventsWorker.drain_all(timeout=DRAIN_S)
+            ending.set()
+            discard(unsent)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 @contextmanager
@@ -180,66 +218,6 @@ def _profile() -> Iterator[dict[str, str]]:
         return
     own = {} if url is None else {DATABASE: url.get_secret_value()}
     yield {"PREFECT_HOME": str(settings.home), **own}
-
-
-@contextmanager
-def _spawned(
-    port: int, profile: Mapping[str, str], log: IO[bytes], connection: ApiConnection
-) -> Iterator[tuple[subprocess.Popen[bytes], threading.Event]]:
-    """Start a server; the event is set once it has answered, so that its end is a loss."""
-    settings = get_current_settings().to_environment_variables(exclude_unset=True)
-    environment = {**os.environ, **settings, **EPHEMERAL, **profile}
-    environment.pop("PREFECT_API_URL", None)
-    # -P keeps this folder off the child's path; a module name would need the package installed.
-    process = subprocess.Popen(
-        [sys.executable, "-P", __file__, str(port)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,  # Ctrl-C is for the flow, which reports it
-    )
-    assert process.stdin is not None
-    answered, ending = threading.Event(), threading.Event()
-    threading.Thread(
-        target=_watch,
-        args=(process, connection, answered, ending),
-        name="prefect-server",
-        daemon=True,
-    ).start()
-    try:
-        yield process, answered
-    finally:
-        unsent = services()
-        if not connection.lost:
-            # Prefect's background reports must have arrived before the server ends.
-            APILogWorker.drain_all(timeout=DRAIN_S)
-            EventsWorker.drain_all(timeout=DRAIN_S)
-        ending.set()
-        discard(unsent)
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _watch(
-    process: subprocess.Popen[bytes],
-    connection: ApiConnection,
-    answered: threading.Event,
-    ending: threading.Event,
-) -> None:
-    """Lose the connection when the server ends too early.
-
-    One that ends by itself before it has answered could not start: `_wait_until_healthy` raises.
-    """
-    code = process.wait()
-    if not ending.is_set() and (code < 0 or answered.is_set()):
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        connection.lose(f"the temporary Prefect server {how}")
 
 
 def _wait_until_healthy(

@@ -82,16 +82,17 @@ class Nodes(ABC):
 
     def for_nodes(self, arguments: Sequence[Any]) -> list[Any]:
         """The arguments of a call, whose run reference says what another machine must have."""
-        return [self._demanding(a) if isinstance(a, RunRef) else a for a in arguments]
 
-    def _demanding(self, run: RunRef) -> RunRef:
-        # One object for one run: Prefect knows arguments by their address.
-        name = f"{run.root}\0{run.run_id}"
-        if name not in self._references:
-            folder = open_store(run.root, run.storage_options).at(run.run_id)
-            needed = {"code": code_digest(), "record": run_sha256(folder)}
-            self._references[name] = dataclasses.replace(run, **needed)
-        return self._references[name]
+        def demanding(run: RunRef) -> RunRef:
+            # One object for one run: Prefect knows arguments by their address.
+            name = f"{run.root}\0{run.run_id}"
+            if name not in self._references:
+                folder = open_store(run.root, run.storage_options).at(run.run_id)
+                needed = {"code": code_digest(), "record": run_sha256(folder)}
+                self._references[name] = dataclasses.replace(run, **needed)
+            return self._references[name]
+
+        return [demanding(a) if isinstance(a, RunRef) else a for a in arguments]
 
 
 class WorkPool(Nodes):
@@ -127,7 +128,10 @@ class RayCluster(Nodes):
         parameters = get_call_parameters(tuned.fn, tuple(self.for_nodes(arguments)), {})
         # A context variable: it counts where `submit` is called.
         options = import_module("prefect_ray.context").remote_options
-        with _flow_that_travels(), options(**self._options(tuned.name)):
+        reserved = {str(name): each for name, each in (self.flow.ray_resources or {}).items()}
+        # By Ray, where a node is lost; errors of a stage are retried by Prefect, on its node.
+        retries = {"max_retries": self.flow.retries, **reserved.get(tuned.name, {})}
+        with _flow_that_travels(), options(**retries):
             reference = self._runner.submit(tuned, parameters=parameters).wrapped_future
         ray = import_module("ray")
         try:
@@ -140,11 +144,6 @@ class RayCluster(Nodes):
                 f"{tuned.name}: the Ray cluster lost what ran it ({error}); what it committed stays"
             ) from None
         return [await state.aresult()]
-
-    def _options(self, stage: str) -> dict[str, Any]:
-        reserved = {str(name): options for name, options in (self.flow.ray_resources or {}).items()}
-        # By Ray, where a node is lost; errors of a stage are retried by Prefect, on its node.
-        return {"max_retries": self.flow.retries, **reserved.get(stage, {})}
 
 
 def _nothing() -> None:
@@ -323,28 +322,20 @@ async def _is_abandoned(client: PrefectClient, run: FlowRun) -> bool:
     """
     if run.state is None or run.state.type not in (StateType.PENDING, StateType.RUNNING):
         return False
-    if not await _worker_is_gone(client, run):
-        return False
-    return run.state.type == StateType.PENDING or not await _has_heartbeat(client, run)
-
-
-async def _has_heartbeat(client: PrefectClient, run: FlowRun) -> bool:
-    """True if a flow run has sent a heartbeat."""
-    of_run = EventFilter(
-        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
-        resource=EventResourceFilter(id=[f"prefect.flow-run.{run.id}"]),
-    )
-    return bool((await client.read_events(of_run, limit=1)).events)
-
-
-async def _worker_is_gone(client: PrefectClient, run: FlowRun) -> bool:
-    """True once the server has missed the heartbeats of the worker that took a flow run."""
     taken_by = run.labels.get("prefect.worker.name")
     if taken_by is None or run.work_pool_name is None:
         return False
     workers = await client.read_workers_for_work_pool(run.work_pool_name)
     # A worker that is started again under its name is another process, and online.
-    return all(w.status == WorkerStatus.OFFLINE for w in workers if w.name == taken_by)
+    if any(w.status != WorkerStatus.OFFLINE for w in workers if w.name == taken_by):
+        return False
+    if run.state.type == StateType.PENDING:
+        return True
+    heartbeats = EventFilter(
+        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{run.id}"]),
+    )
+    return not (await client.read_events(heartbeats, limit=1)).events
 
 
 async def _cancel(run_id: UUID) -> None:

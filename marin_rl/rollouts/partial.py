@@ -62,7 +62,6 @@ class PartialSampling:
     proves: bool = False
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of some tokens."""
         return self.decode(ids, LENGTH)
 
     def finished_text(self, ids: Sequence[int], reason: str, stop: Sequence[str]) -> str:
@@ -101,10 +100,17 @@ def in_pieces(
 ) -> AbstractAsyncContextManager[ChatClient]:
     """A client of the policy of `log` that samples groups in pieces, as a run is configured."""
     assert config.piece_tokens is not None, "the run samples whole completions"
+    tokenizer = PolicyTokenizer(config.policy)
+
+    def decode(ids: Sequence[int], finish_reason: str) -> str:
+        """Decode as the run's server does, without the end token."""
+        ended = finish_reason == STOP and bool(ids) and ids[-1] in tokenizer.end_ids
+        return tokenizer.decoded(ids[:-1] if ended else ids)
+
     partial = PartialSampling(
         log=log,
         tokens=config.piece_tokens,
-        decode=_decoder_of(config),
+        decode=decode,
         interruption=interruption or Interruption(),
         oldest=oldest,
         proves=bool(config.inference.endpoints),
@@ -154,14 +160,22 @@ class PiecewiseClient(ChatClient):
             record.pending += parts
             if any(member.is_unfinished(sampling.max_tokens) for member in asked):
                 await self._commit(record)
-        return self._joined(members, timings, sampling.stop)
+        return ChatAnswer(
+            model=self.model,
+            prompt_token_ids=members[0].prompt,
+            completions=tuple(self._completion(member, sampling.stop) for member in members),
+            # Of all pieces that this process sampled; None where an endpoint says none.
+            timings=ServerTimings(
+                queue_s=total_seconds([each.queue_s for each in timings]),
+                prefill_s=total_seconds([each.prefill_s for each in timings]),
+                decode_s=total_seconds([each.decode_s for each in timings]),
+            ),
+        )
 
     def check_end(self, session: str, index: int, trajectory: Trajectory) -> None:
-        """Raise Diverged for a member that ended before its recorded turns do."""
         self._records[session].check_end(index, trajectory)
 
     def begin_again(self, session: str, index: int, reason: str) -> None:
-        """Leave out the recorded turns of a member."""
         self._records[session].begin_again(index, reason)
 
     def _agreed(self, record: GroupRecord, request: ChatRequest, member: Member) -> Member:
@@ -223,7 +237,7 @@ class PiecewiseClient(ChatClient):
         try:
             answer = await self._ask(request, 1, own, ids)
         except REFUSALS:
-            _proofs_here().forget(self._policy)  # another server may have taken its place
+            _proofs_here().forget()  # another server may have taken its place
             raise
         check_prompt(answer, ids)
         return answer
@@ -303,16 +317,6 @@ class PiecewiseClient(ChatClient):
             group = record.request.group_of(tuple(map(maker.part, parts)))
             await asyncio.to_thread(self._settings.log.go_on, group.group_id, group)
 
-    def _joined(
-        self, members: Sequence[Member], timings: Sequence[ServerTimings], stop: Sequence[str]
-    ) -> ChatAnswer:
-        return ChatAnswer(
-            model=self.model,
-            prompt_token_ids=members[0].prompt,
-            completions=tuple(self._completion(member, stop) for member in members),
-            timings=_added(timings),
-        )
-
     def _completion(self, member: Member, stop: Sequence[str]) -> Completion:
         ids, versions = member.tokens, member.versions
         constant = (versions == self._policy.weight_version).all()
@@ -329,32 +333,23 @@ class PiecewiseClient(ChatClient):
         )
 
 
-def _added(timings: Sequence[ServerTimings]) -> ServerTimings:
-    """Seconds of all pieces that this process sampled; None where an endpoint says none."""
-    return ServerTimings(
-        queue_s=total_seconds([each.queue_s for each in timings]),
-        prefill_s=total_seconds([each.prefill_s for each in timings]),
-        decode_s=total_seconds([each.decode_s for each in timings]),
-    )
-
-
-@dataclass(slots=True)
 class _Proofs:
-    """Endpoints of a policy that have gone on from ids, as far as this event loop knows."""
+    """Policies whose endpoints have gone on from ids, as far as this event loop knows."""
 
-    proven: set[tuple[str, ...]] = field(default_factory=set[tuple[str, ...]])
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # shards begin at the same time
+    def __init__(self) -> None:
+        self._proven: ServedPolicy | None = None
+        self._lock = asyncio.Lock()  # shards begin at the same time
 
     async def prove(self, client: ChatClient, policy: ServedPolicy, request: GroupRequest) -> None:
         """Ask an endpoint once for each policy. Raises as `_prove_continuation`."""
-        async with self.lock:
-            if _of_policy(policy) not in self.proven:
+        async with self._lock:
+            if self._proven != policy:
                 await _prove_continuation(client, policy, request)
-                self.proven = {_of_policy(policy)}
+                self._proven = policy
 
-    def forget(self, policy: ServedPolicy) -> None:
-        """Have the endpoints of a policy asked again before the next shard."""
-        self.proven.discard(_of_policy(policy))
+    def forget(self) -> None:
+        """Have endpoints asked again before the next shard."""
+        self._proven = None
 
 
 _proofs: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Proofs]" = WeakKeyDictionary()
@@ -362,10 +357,6 @@ _proofs: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Proofs]" = WeakKeyDictio
 
 def _proofs_here() -> _Proofs:
     return _proofs.setdefault(asyncio.get_running_loop(), _Proofs())
-
-
-def _of_policy(policy: ServedPolicy) -> tuple[str, ...]:
-    return policy.model, *policy.endpoints
 
 
 async def _prove_continuation(
@@ -387,14 +378,3 @@ async def _prove_continuation(
             "/v1/completions (marin-rl serve, vLLM), SGLang's with inference.route sglang, or "
             "partial_rollout false"
         ) from error
-
-
-def _decoder_of(config: Config) -> Decode:
-    """Texts of completions, by the run's tokenizer as its server decodes them."""
-    tokenizer = PolicyTokenizer(config.policy)
-
-    def decode(ids: Sequence[int], finish_reason: str) -> str:
-        ended = finish_reason == STOP and bool(ids) and ids[-1] in tokenizer.end_ids
-        return tokenizer.decoded(ids[:-1] if ended else ids)
-
-    return decode

@@ -256,30 +256,6 @@ def test_the_first_intake_of_two_processes_is_that_of_both(streaming: Streaming)
     assert numbers(read_intake(streaming.run, 0).taken) == [0, 1]
 
 
-def test_an_intake_that_names_a_lost_group_is_one_clear_error(streaming: Streaming) -> None:
-    run = streaming.run
-    streaming.put((0, 0), (1, 0))
-    intake = streaming.take(0)
-    lost = run.store.read(stream_key(1))
-    run.store.delete(stream_key(1))
-    with pytest.raises(CorruptObject, match=r"group 1 is gone.*restore the file from a copy"):
-        streaming.sealed(0, intake)
-    faults = [f for f in check_run(run.config.root, run.run_id).faults if not f.harmless]
-    assert [fault.kind for fault in faults] == ["missing"]
-    run.store.put_part(stream_key(1), lost[:-1])
-    with pytest.raises(CorruptObject, match="expected SHA-256"):
-        streaming.sealed(0, intake)
-    run.store.put_part(stream_key(1), lost)
-    assert streaming.sealed(0, intake).summary["rows"] == 4, "nothing is lost"
-
-
-def test_a_worker_with_other_settings_is_refused_by_its_digest(streaming: Streaming) -> None:
-    streaming.put((0, 0))
-    put_alone(streaming.run, 1, 0, "e" * 64, "node-7")
-    with pytest.raises(CommitConflict, match="worker node-7 sampled it with other settings"):
-        streaming.waiting(0)
-
-
 def test_a_worker_of_another_run_is_refused_by_its_name(
     streaming: Streaming, tmp_path: Path
 ) -> None:

@@ -167,7 +167,14 @@ def test_a_record_is_read_back_as_it_was(drawn: list[tuple[int, int, bool]]) -> 
     intake = Intake(round=0, groups=entries, settled=settled, waiting=3)
     manifest = intake_manifest(in_memory(), intake)
     assert intake_in(manifest) == intake
-    assert manifest.extra["intake"] == (2 if any(packed for _, _, packed in drawn) else 1)
+
+
+def test_a_record_of_an_older_version_has_groups_one_by_one() -> None:
+    manifest = intake_manifest(in_memory(), Intake(round=0, groups=(), settled=Settled(floor=2)))
+    groups = [[0, "a" * 64, 3, ""], [1, "b" * 64, 0, STALE]]
+    extra = {**manifest.extra, "intake": 1, "groups": groups}
+    read = intake_in(replace(manifest, extra=extra)).groups
+    assert read == (Entry(0, "a" * 64, 3), Entry(1, "b" * 64, 0, STALE))
 
 
 @cache

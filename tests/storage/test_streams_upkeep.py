@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from support.streams import Streaming, made
 
-from marin_rl.rollouts.streaming import group_id_of, now_utc
+from marin_rl.rollouts.streaming import now_utc
 from marin_rl.storage.layout import STREAM
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.tables.intakes import collect_shard
 from marin_rl.storage.tables.parquet import FETCHES_MAX
-from marin_rl.storage.tables.stream import GroupStream, groups_alone
+from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.storage.upkeep.streams import waiting_rollouts
 
 GROUPS = 3 * FETCHES_MAX
@@ -94,13 +94,4 @@ def test_a_trainer_reads_its_stream_with_as_few_objects_in_memory() -> None:
     store.check(2 * GROUPS)
     run, store = counted(streaming.run)
     collect_shard(run, 0, 0, intake)
-    store.check(GROUPS)
-
-
-@pytest.mark.slow
-def test_a_worker_reads_its_chunk_with_as_few_objects_in_memory() -> None:
-    streaming = filled()
-    run, store = counted(streaming.run)
-    read = (group.group_id for group in groups_alone(run, range(GROUPS + 1)))
-    assert [*read] == [group_id_of(number) for number in range(GROUPS)]
     store.check(GROUPS)

@@ -28,7 +28,7 @@ from marin_rl.storage.commits import (
     read_manifest,
     ref_of,
 )
-from marin_rl.storage.layout import STREAM, intake_slot, pack_of, stream_group_of
+from marin_rl.storage.layout import STREAM, intake_slot, numbers_in, stream_group_of
 from marin_rl.storage.runs import Run, committed
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import iter_present, verified
@@ -39,7 +39,7 @@ from schemas.manifests import Manifest, Parent
 from schemas.rollouts import CONTENT_VERSION
 
 STALE = "policy_age"
-VERSION, PACKED_VERSION = 1, 2  # of `extra`
+VERSION, RANGES_VERSION = 1, 2  # of `extra`; the first has groups one by one
 
 KEPT_MAX = 2  # intakes in memory: a round's own, and that of the round before
 
@@ -244,14 +244,11 @@ def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Man
 
 
 def _recorded(groups: Sequence[Entry]) -> dict[str, Any]:
-    """The groups as a record has them: one by one, or by ranges of numbers where there are packs.
+    """The groups as a record has them, by ranges of numbers.
 
     A range is `[object, first number, count, policy, reason]`; `object` counts in `objects`, each
     with its name and digest.
     """
-    # The older version where it is enough: readers from before packs know it.
-    if not any(entry.pack for entry in groups):
-        return {"intake": VERSION, "groups": [list(entry[:4]) for entry in groups]}
     objects = dict.fromkeys((entry.key.rpartition("/")[2], entry.sha256) for entry in groups)
     places = {name: place for place, (name, _) in enumerate(objects)}
     ranges = list[list[Any]]()
@@ -263,7 +260,7 @@ def _recorded(groups: Sequence[Entry]) -> dict[str, Any]:
             last[2] += 1
         else:
             ranges.append([same[0], entry.number, 1, *same[1:]])
-    return {"intake": PACKED_VERSION, "objects": [list(each) for each in objects], "groups": ranges}
+    return {"intake": RANGES_VERSION, "objects": [list(each) for each in objects], "groups": ranges}
 
 
 def _recorded_groups(extra: Mapping[str, Any]) -> tuple[Entry, ...]:
@@ -271,8 +268,8 @@ def _recorded_groups(extra: Mapping[str, Any]) -> tuple[Entry, ...]:
     version, groups = extra["intake"], extra["groups"]
     if version == VERSION:
         return tuple(Entry(int(n), str(sha), int(v), str(why)) for n, sha, v, why in groups)
-    if version != PACKED_VERSION:
-        raise ValueError(f"expected version {VERSION} or {PACKED_VERSION}, found {version!r}")
+    if version != RANGES_VERSION:
+        raise ValueError(f"expected version {VERSION} or {RANGES_VERSION}, found {version!r}")
     objects = dict(enumerate(extra["objects"]))
     return tuple(entry for each in groups for entry in _entries(objects, *each))
 
@@ -282,13 +279,12 @@ def _entries(
 ) -> Iterator[Entry]:
     """Yield the groups of a range. Raises KeyError, TypeError, ValueError."""
     name, sha256 = map(str, objects[place])
-    own, numbers = stream_group_of(f"{STREAM}/{name}"), pack_of(f"{STREAM}/{name}")
-    if own is not None:
-        numbers = range(own, own + 1)
+    key = f"{STREAM}/{name}"
+    numbers, alone = numbers_in(key), stream_group_of(key) is not None
     # Before the loop: a forged count must not make entries without end.
-    if numbers is None or first not in numbers or not 0 < count <= numbers.stop - first:
+    if first not in numbers or not 0 < count <= numbers.stop - first:
         raise ValueError(f"{name} cannot have {count} groups from number {first} on")
-    pack = "" if own is not None else name
+    pack = "" if alone else name
     for number in range(first, first + count):
         yield Entry(number, sha256, int(version), str(reason), pack)
 

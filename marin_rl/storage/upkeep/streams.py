@@ -6,8 +6,6 @@ Which objects may go is said here; `gc` decides when, `fsck` and `audit` report.
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema
 from marin_rl.storage.commits import read_manifest
@@ -17,7 +15,6 @@ from marin_rl.storage.layout import (
     claim_of,
     intake_slot,
     numbers_in,
-    pack_of,
     partial_of,
     popped_batch_of,
     rollouts_slot,
@@ -25,7 +22,7 @@ from marin_rl.storage.layout import (
 from marin_rl.storage.runs import Run, rounds_in
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.intakes import Intake, Settled, intake_in
-from marin_rl.storage.tables.parquet import FETCHES_MAX, PARTS_MAX, iter_present
+from marin_rl.storage.tables.parquet import PARTS_MAX, iter_present
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.storage.tables.stream import numbers_of, rows_by_group
 from marin_rl.storage.upkeep.integrity import Fault
@@ -139,54 +136,15 @@ def waiting_rollouts(run: Run) -> int:
     They are groups of the stream that no sealed round has, and rounds that are sealed and have no
     batches. Groups that cannot be read are left to `fsck`.
     """
-    return _streamed(run) + _sealed(run)
-
-
-def _streamed(run: Run) -> int:
     settled, unsealed = Settled(), set[int]()
     if (intake := _latest_intake(run)) is not None:
         settled = intake.settled
         # Earlier ones are: each round is sealed before the next one takes its groups.
         if read_manifest(run.store, rollouts_slot(intake.round)) is None:
             unsealed = {entry.number for entry in intake.groups}
-    rows = dict(_finished(run, run.store.list(STREAM), settled, unsealed))
-    return sum(rows.values())
-
-
-def _finished(
-    run: Run, keys: Iterable[str], settled: Container[int] = (), unsealed: Container[int] = ()
-) -> Iterator[tuple[int, int]]:
-    """Number and rollouts of finished groups, but for those that are `settled` and sealed.
-
-    Groups that cannot be read are left to `fsck`.
-    """
-
-    def wanted(number: int) -> bool:
-        return number not in settled or number in unsealed
-
-    listed = [key for key in keys if any(map(wanted, numbers_in(key)))]
-    # A pack may be as large as a part of a round; other objects have one group each.
-    packs = [key for key in listed if pack_of(key) is not None]
-    alone = [key for key in listed if pack_of(key) is None]
-    for keys_of_kind, at_once in ((packs, PARTS_MAX), (alone, FETCHES_MAX)):
-        present = iter_present(run.store, keys_of_kind, at_once)
-        for key, data in zip(keys_of_kind, present, strict=True):
-            rows = () if data is None else _rows(key, data, run.store.url_of(key))
-            yield from ((number, count) for number, count in rows if wanted(number))
-
-
-def _rows(key: str, data: pa.Buffer, source: str) -> list[tuple[int, int]]:
-    """Number and rollouts of each group of an object; none of one that cannot be read."""
-    try:
-        table = decode_shard(data, ["group_id"], source=source)
-        return [(number, len(group)) for number, group in rows_by_group(table, key, source)]
-    except (CorruptObject, NewerSchema):
-        return []
-
-
-def _sealed(run: Run) -> int:
-    """Rollouts of sealed rounds after the last one that has batches."""
-    count, round = 0, max(rounds_in(run.store, "batches"), default=-1)
+    # By number: two workers may have committed a group.
+    streamed = dict(_finished(run, run.store.list(STREAM), settled, unsealed))
+    count, round = sum(streamed.values()), max(rounds_in(run.store, "batches"), default=-1)
     # A folder without a manifest is an attempt: that round has no batches yet.
     if round < 0 or read_manifest(run.store, batches_slot(round)) is not None:
         round += 1
@@ -194,3 +152,26 @@ def _sealed(run: Run) -> int:
         count += int(sealed[0].totals.get("rows", 0))
         round += 1
     return count
+
+
+def _finished(
+    run: Run, keys: Iterable[str], settled: Container[int] = (), unsealed: Container[int] = ()
+) -> Iterator[tuple[int, int]]:
+    """Number and rollouts of finished groups, but for those that are `settled` and sealed."""
+
+    def wanted(number: int) -> bool:
+        return number not in settled or number in unsealed
+
+    listed = [key for key in keys if any(map(wanted, numbers_in(key)))]
+    # An object may be as large as a part of a round.
+    for key, data in zip(listed, iter_present(run.store, listed, PARTS_MAX), strict=True):
+        source = run.store.url_of(key)
+        try:
+            rows = (
+                ()
+                if data is None
+                else rows_by_group(decode_shard(data, ["group_id"], source=source), key, source)
+            )
+            yield from ((number, len(group)) for number, group in rows if wanted(number))
+        except (CorruptObject, NewerSchema):
+            continue  # left to fsck
