@@ -1,4 +1,4 @@
-"""Length bias of `asynchrony.select`: completions that index and first_done train on.
+"""Length bias of `asynchrony.over_sampling.select`: completions that index and first_done train on.
 
 One untrained model samples twice as many groups as a round takes; lengths differ by chance alone,
 and the reward does not look at them. Prints for each way the mean length of what is trained on, of
@@ -55,7 +55,7 @@ def configuration(folder: Path, options: argparse.Namespace) -> Path:
         "batching": {"length_buckets": [224]},
         "training": {"learning_rate": 1e-6},
         "evaluation": {"every_rounds": 1000, "examples": 1},
-        "asynchrony": {"over_sampling_factor": options.factor},
+        "asynchrony": {"over_sampling": {"factor": options.factor}},
     }
     path = folder / "selection.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -64,7 +64,7 @@ def configuration(folder: Path, options: argparse.Namespace) -> Path:
 
 def played(config: Path, way: str) -> list[dict[str, Any]]:
     """Play a run that selects in one way; the metrics of its rounds."""
-    start(load_config(config, [f"run_id={way}", f"asynchrony.select={way}"]))
+    start(load_config(config, [f"run_id={way}", f"asynchrony.over_sampling.select={way}"]))
     return read_metrics(Run.open(str(config.parent / "runs"), way)).to_pylist()
 
 

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config import Config, fingerprint_fields, load_config, parse_config
+from marin_rl.config import (
+    AsynchronyConfig,
+    Config,
+    fingerprint_fields,
+    load_config,
+    of_older_version,
+    parse_config,
+)
+from marin_rl.config.keys import RENAMED
 from marin_rl.display.plans import plan_rows
 from marin_rl.errors import ConfigError
 from marin_rl.planning import plan
@@ -22,7 +30,7 @@ def configured(*overrides: str) -> Config:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("asynchrony.dynamic_sampling=none", "asynchrony.select=index"),
+        ("asynchrony.dynamic_sampling=none", "asynchrony.over_sampling.select=index"),
         ("asynchrony.max_staleness=0", "asynchrony.group_filter=null"),
     ],
 )
@@ -40,9 +48,8 @@ def test_a_run_ahead_says_what_it_said_before_there_were_other_keys() -> None:
 def test_a_round_has_examples_for_all_that_it_may_sample() -> None:
     config = configured(
         SIGNAL,
-        "asynchrony.dynamic_sampling=filter",
-        "asynchrony.max_sample_batches=3",
-        "asynchrony.over_sampling_factor=1.1",
+        "asynchrony.dynamic_sampling=3",
+        "asynchrony.over_sampling=1.1",
     )
     assert (config.candidates_per_batch, config.sample_batches_max) == (5, 3)
     assert config.examples_per_round == 15
@@ -50,23 +57,70 @@ def test_a_round_has_examples_for_all_that_it_may_sample() -> None:
     assert (plan(config).rollouts, plan(config).rollouts_max) == (least, most)
 
 
+OLDER: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"over_staleness": "wait", "sampler": "windowed"}, {"sampler": "windowed_wait"}),
+    (
+        {"in_flight_updates": True, "recompute_kv_cache": False, "sampler": "windowed"},
+        {"in_flight_updates": "keep_kv_cache", "sampler": "windowed"},
+    ),
+    ({"partial_rollout": True}, {"partial_tokens": 1024}),
+    ({"partial_rollout": True, "partial_tokens": 5}, {"partial_tokens": 5}),
+    ({"dynamic_sampling": "filter"}, {"dynamic_sampling": 10}),
+    ({"dynamic_sampling": "filter", "max_sample_batches": 3}, {"dynamic_sampling": 3}),
+    (
+        {"over_sampling_factor": 1.5, "select": "first_done"},
+        {"over_sampling": {"factor": 1.5, "select": "first_done"}},
+    ),
+    ({"group_filter": "diversity"}, {"group_filter": {"score": "diversity"}}),
+    (
+        {"group_filter": "min_reward", "group_filter_min": 0.5},
+        {"group_filter": {"score": "min_reward", "min": 0.5}},
+    ),
+    ({"curriculum": "solve_rate"}, {"curriculum": 8}),
+    ({"curriculum": "solve_rate", "curriculum_window_rounds": 2}, {"curriculum": 2}),
+    (
+        {"sampler": "windowed", "claim_s": 5.0, "shared_device": "refuse"},
+        {"sampler": "windowed", "limits": {"claim_s": 5.0, "shared_device": "refuse"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("recorded", "expected"), OLDER)
+def test_keys_that_older_runs_recorded_have_a_place(
+    recorded: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    section = AsynchronyConfig(max_staleness=2, **of_older_version(recorded))
+    assert section == AsynchronyConfig(max_staleness=2, **expected)
+    as_it_is = section.model_dump()
+    assert of_older_version(as_it_is) == as_it_is
+    assert section.model_fields.keys() >= expected.keys()
+
+
+def test_an_asynchrony_has_ten_keys_and_older_ones_name_their_place() -> None:
+    assert len(AsynchronyConfig.model_fields) == 10
+    for name, instead in RENAMED.items():
+        with pytest.raises(ConfigError, match=f"{name}: was withdrawn; {instead.split(' ')[0]}"):
+            configured("asynchrony.max_staleness=1", f"{name}=1")
+
+
 def test_a_factor_is_exact() -> None:
     """1.1 times 10 groups are 11, though 1.1 * 10 is more than that in floating point."""
-    config = configured("rollouts.groups_per_round=10", "asynchrony.over_sampling_factor=1.1")
+    config = configured("rollouts.groups_per_round=10", "asynchrony.over_sampling.factor=1.1")
     assert config.candidates_per_batch == 11
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["asynchrony.max_sample_batches=3"], "expected dynamic_sampling filter, found none"),
-        (["asynchrony.select=first_done"], "set over_sampling_factor"),
-        (["asynchrony.group_filter_min=1"], "expected one of reward_std_nonzero"),
+        (["asynchrony.over_sampling.select=first_done"], "set over_sampling.factor"),
         (["asynchrony.group_filter=divers"], "is not known: expected one of"),
-        (["asynchrony.group_filter=min_reward"], "needs group_filter_min: found null"),
+        (["asynchrony.group_filter=min_reward"], "needs min, the least that passes: found null"),
         (["asynchrony.group_filter=absent.py:score"], "no file absent.py"),
-        (["asynchrony.over_sampling_factor=1"], "greater than 1"),
-        (["asynchrony.dynamic_sampling=replace"], "should be 'filter', found 'replace'"),
+        (["asynchrony.over_sampling=1"], "greater than 1"),
+        (
+            ["asynchrony.dynamic_sampling=replace"],
+            "found 'replace'; expected filter, or the batches",
+        ),
         (["asynchrony.dynamic_sampling=filter"], "found filters.zero_signal false"),
         (
             [SIGNAL, "asynchrony.dynamic_sampling=filter", "objective.advantage=reinforce"],
@@ -103,10 +157,6 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
     ("overrides", "message"),
     [
         (
-            ["asynchrony.curriculum_window_rounds=2"],
-            "expected curriculum solve_rate, found none",
-        ),
-        (
             [
                 "asynchrony.curriculum=solve_rate",
                 "asynchrony.max_staleness=1",
@@ -128,7 +178,7 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
             ["asynchrony.in_flight_updates=true", "asynchrony.max_staleness=1"],
             "there the policy of a round follows from its number",
         ),
-        ([*WINDOW, "asynchrony.recompute_kv_cache=false"], "a setting of in_flight_updates"),
+        (["asynchrony.limits.claim_s=5"], "limits.claim_s is 5.0, a setting of sampler windowed"),
         (
             [*IN_FLIGHT, "objective.surrogate=reinforce"],
             "tokens of several policies, but objective.surrogate reinforce .* set "
@@ -162,7 +212,7 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
             "one that joins would have no weights of the run until the next checkpoint",
         ),
         (
-            [*IN_FLIGHT, *REMOTE, *VLLM, "asynchrony.recompute_kv_cache=false"],
+            [*IN_FLIGHT, *REMOTE, *VLLM, "asynchrony.in_flight_updates=keep_kv_cache"],
             "only together with the caches of completions under way",
         ),
         (
@@ -204,7 +254,7 @@ def test_modes_that_a_run_cannot_have_are_refused_with_what_to_do(
 
 
 def test_a_device_that_sampling_and_training_share_is_refused_or_time_sliced() -> None:
-    ahead, refuse = "asynchrony.max_staleness=1", "asynchrony.shared_device=refuse"
+    ahead, refuse = "asynchrony.max_staleness=1", "asynchrony.limits.shared_device=refuse"
     with pytest.raises(ConfigError, match=r"expected inference\.endpoints"):
         configured(ahead, refuse)
     with pytest.raises(ConfigError, match="expected max_staleness of 1 to 8, found 0"):
@@ -213,7 +263,7 @@ def test_a_device_that_sampling_and_training_share_is_refused_or_time_sliced() -
     assert fingerprint_fields(configured(ahead, refuse, *remote))["asynchrony"] == {
         "max_staleness": 1
     }
-    assert configured(ahead, "asynchrony.shared_device=time_sliced") == configured(ahead)
+    assert configured(ahead, "asynchrony.limits.shared_device=time_sliced") == configured(ahead)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +317,8 @@ def test_weights_that_change_in_flight_are_a_choice_of_the_window() -> None:
     assert (chosen.in_flight_updates, chosen.recompute_kv_cache, chosen.mixes_policies) == (
         True, True, True,
     )  # fmt: skip
-    assert configured(*IN_FLIGHT, "asynchrony.recompute_kv_cache=true") == chosen
-    kept = configured(*IN_FLIGHT, "asynchrony.recompute_kv_cache=false")
+    kept = configured(*WINDOW, "asynchrony.in_flight_updates=keep_kv_cache")
+    assert kept.in_flight_updates
     assert not kept.recompute_kv_cache
     plain = configured(*WINDOW)
     assert configured(*WINDOW, "asynchrony.in_flight_updates=false") == plain

@@ -227,7 +227,7 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
         ({"flow": {"runner": "root"}}, "flow.runner=root: was withdrawn; use work_pool or ray"),
         (
             {"asynchrony": {"over_sampling_factor": 2, "select": "best"}},
-            "asynchrony.select=best: was withdrawn; set group_filter and group_filter_min",
+            "asynchrony.select=best: was withdrawn; set group_filter",
         ),
         (
             {"asynchrony": {"curriculum": "weights", "curriculum_weights": {0: {"echo": 1}}}},

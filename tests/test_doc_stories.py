@@ -39,7 +39,7 @@ ELSEWHERE = {
     "docs/asynchrony.md": {
         "run CONFIG --set asynchrony.curriculum": "flows/test_reuse.py",
         "run CONFIG --set asynchrony.replay": "flows/test_reuse.py",
-        "run CONFIG --set asynchrony.partial_rollout": "flows/test_windowed.py",
+        "run CONFIG --set asynchrony.partial_tokens": "flows/test_windowed.py",
         "run CONFIG --set asynchrony.in_flight_updates": "flows/test_in_flight.py",
     },
     "docs/security.md": {"evaluate theirs": "attacks/test_trust.py"},

@@ -226,9 +226,14 @@ def _decisive(config: Config) -> dict[str, object]:
     discount, settings = config.objective.turn_discount, config.asynchrony
     chosen: dict[str, object] = {}
     if settings is not None and settings.selects_groups:
-        names = ("dynamic_sampling", "select", "group_filter", "group_filter_min")
-        selected = {name: getattr(settings, name) for name in names}
-        chosen["selection"] = {**selected, "groups": config.rollouts.groups_per_round}
+        # Under the names that keys once had: fingerprints of earlier runs stay what they were.
+        chosen["selection"] = {
+            "dynamic_sampling": "filter" if settings.dynamic_sampling else None,
+            "select": settings.select,
+            "group_filter": settings.group_filter and settings.group_filter.score,
+            "group_filter_min": settings.group_filter and settings.group_filter.min,
+            "groups": config.rollouts.groups_per_round,
+        }
     if config.replay is not None:
         groups = config.replay.groups or config.rollouts.groups_per_round
         chosen[RECORD] = {**fingerprint_fields(config.replay), "groups": groups}
@@ -260,7 +265,7 @@ def _scalar_columns(
     by_turn, share = looks_at_turns(config.objective), config.batching.packing == "shared_prompt"
     read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
     scored_by = config.asynchrony and config.asynchrony.group_filter
-    more = () if scored_by is None else selection.columns_of(scored_by)
+    more = () if scored_by is None else selection.columns_of(scored_by.score)
     versions = versions_of(config)
     names = tuple(dict.fromkeys((*columns, *read, *more, *versions)))
     row_groups = iter_sources(run, manifest, reused or {}, names)

@@ -1,4 +1,4 @@
-"""Selection of a round's groups among those that were sampled (`asynchrony.select`).
+"""Selection of a round's groups among those that were sampled (`asynchrony.over_sampling.select`).
 
 A pure function of the committed shards: groups that have a signal and pass the filter
 (`asynchrony.group_filter`) are taken by number, or by the time at which they were finished, until
@@ -88,7 +88,7 @@ def select_groups(
         taken_P=taken_P,
         failing_P=signal_P & np.isnan(score_P),
         surplus_P=passing_P & ~taken_P,
-        failing_reason=reason_of(settings.group_filter or ""),
+        failing_reason=reason_of(settings.group_filter.score if settings.group_filter else ""),
     )
 
 
@@ -96,7 +96,7 @@ def shards_missing(selected: int, shards: int, config: Config) -> Sequence[int]:
     """Numbers of the further shards to sample, where `shards` gave `selected` groups.
 
     As many as would give what is missing if groups went on as so far; one sample batch at most, and
-    none once a round has its groups or was sampled `max_sample_batches` times.
+    none once a round has its groups or was sampled `dynamic_sampling` times.
     """
     per_batch = config.rollouts.shards_per_round
     missing = config.rollouts.groups_per_round - selected
@@ -124,8 +124,8 @@ def with_scores(table: pa.Table, settings: AsynchronyConfig, keep: Sequence[str]
 
     Raises ConfigError where the user's function fails or returns no number.
     """
-    name, least = settings.group_filter, settings.group_filter_min
-    assert name is not None, "rounds without a filter have no scores"
+    assert settings.group_filter is not None, "rounds without a filter have no scores"
+    name, least = settings.group_filter.score, settings.group_filter.min
     if name in GROUP_FILTERS:
         rows = table.select(list(READ)).to_pylist()
         parts = [list(part) for _, part in groupby(rows, key=lambda row: row["group_id"])]

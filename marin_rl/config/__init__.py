@@ -7,7 +7,12 @@ paths.py those that name other files; loading.py reads YAML and the files of cod
 file is read. Others import from here alone.
 """
 
-from marin_rl.config.asynchrony import GROUP_FILTERS, AsynchronyConfig, ReplayConfig
+from marin_rl.config.asynchrony import (
+    GROUP_FILTERS,
+    AsynchronyConfig,
+    ReplayConfig,
+    of_older_version,
+)
 from marin_rl.config.code import code_in, environments_in, pin_code
 from marin_rl.config.keys import (
     WITHDRAWN,
@@ -89,7 +94,8 @@ __all__ = [
     "RolloutsConfig", "SFTConfig", "SamplingConfig", "Seconds", "Section", "ServerConfig",
     "TrackersConfig", "TrainingConfig", "as_overrides", "closest", "code_in", "content_fields",
     "differences", "environments_in", "fingerprint_fields", "free_keys", "is_runtime_only",
-    "known_keys", "load_config", "omitted_if_none", "outward_keys", "override", "parse_config",
+    "known_keys", "load_config", "of_older_version", "omitted_if_none", "outward_keys", "override",
+    "parse_config",
     "pin_code", "pin_files", "place_files", "places_in", "places_named", "section_of",
     "shipped_recipes", "split_labels", "value_at", "whole_weights", "with_choices",
     "withdrawn_in", "without",

@@ -2,15 +2,16 @@
 
 Leaves out the machines that sample (serving.py, orchestration.py). Every key but `max_staleness` is
 null by default and then leaves no trace; the names of defaults (`none`, `index`, …) stand for null.
+Runs of older versions recorded other keys: `of_older_version`.
 """
 
 import math
 from collections.abc import Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from marin_rl.config.section import (
     Count,
@@ -39,25 +40,133 @@ PARTIAL_TOKENS = 1024  # of a piece of a completion
 CURRICULUM_CHOICES = 4
 CURRICULUM_WINDOW_ROUNDS = 8
 
-_SPELLED = {
-    "curriculum": "none", "dynamic_sampling": "none", "in_flight_updates": False,
-    "over_staleness": "drop", "partial_rollout": False, "recompute_kv_cache": True,
-    "sampler": "in_order", "select": "index",
-    "shared_device": "time_sliced",
-}  # fmt: skip
+# Names of modes: of defaults, and of the usual number.
+_SPELLED: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
+    {
+        "sampler": {"in_order": None},
+        "in_flight_updates": {False: None},
+        "partial_tokens": {False: None, True: PARTIAL_TOKENS},
+        "dynamic_sampling": {"none": None, "filter": SAMPLE_BATCHES_MAX},
+        "curriculum": {"none": None, "solve_rate": CURRICULUM_WINDOW_ROUNDS},
+    }
+)
 
-# Keys that say more of another one, its mode that they need, and what it is by default.
-_SETTINGS_OF = {
-    "max_sample_batches": ("dynamic_sampling", "filter", "none"),
-    "recompute_kv_cache": ("in_flight_updates", "true", "false"),
-    "partial_tokens": ("partial_rollout", "true", "false"),
-    "curriculum_window_rounds": ("curriculum", "solve_rate", "none"),
-    "shared_device": ("max_staleness", "of 1 to 8", "0"),
-    "over_staleness": ("sampler", "windowed", "in_order"),
-    "max_inflight_groups": ("sampler", "windowed", "in_order"),
-    "claim_s": ("sampler", "windowed", "in_order"),
-    "commit_every_s": ("sampler", "windowed", "in_order"),
-}
+
+def of_older_version(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The section as it is now, from the keys that a run of an older version recorded."""
+    tree = dict(recorded)
+
+    def taken(name: str) -> Any:
+        return tree.pop(name, None)
+
+    modes = {
+        "sampler": "windowed_wait" if taken("over_staleness") == "wait" else None,
+        "in_flight_updates": "keep_kv_cache" if taken("recompute_kv_cache") is False else None,
+        "partial_tokens": taken("partial_tokens") or taken("partial_rollout"),
+        "dynamic_sampling": taken("max_sample_batches"),
+        "curriculum": taken("curriculum_window_rounds"),
+        "over_sampling": _said(factor=taken("over_sampling_factor"), select=taken("select")),
+    }
+    taken("partial_rollout")
+    least = taken("group_filter_min")
+    if isinstance(tree.get("group_filter"), str):
+        tree["group_filter"] = _said(score=tree["group_filter"], min=least)
+    limits = {name: taken(name) for name in LimitsConfig.model_fields}
+    modes["limits"] = _said(**(limits | (taken("limits") or {})))
+    return tree | _said(**modes)
+
+
+def _said(**values: Any) -> dict[str, Any]:
+    """The values that say something."""
+    return {name: value for name, value in values.items() if value not in (None, {})}
+
+
+def _null_if_empty(section: Section | None) -> Section | None:
+    """Leave no trace of a section that says nothing."""
+    return section if section is not None and section.model_dump() else None
+
+
+class OverSamplingConfig(Section):
+    """Groups of which a round takes some."""
+
+    factor: float | None = optional_field(
+        gt=1,
+        le=64,
+        description="groups that are sampled for each one that the round takes, rounded up; "
+        "null: 1",
+    )
+    select: Literal["first_done"] | None = optional_field(
+        description="groups that a round takes of those that pass: null or index, the first by "
+        "number; first_done, those that were finished first, the others are cancelled"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _factor_alone(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {**value, "select": None} if value.get("select") == "index" else value
+        return value if isinstance(value, OverSamplingConfig) else {"factor": value}
+
+
+class GroupFilterConfig(Section):
+    """Groups that are trained on, by a score of each."""
+
+    score: str = Field(
+        min_length=1,
+        description=f"score of a group: {', '.join(GROUP_FILTERS)}, or FILE.py:function",
+    )
+    min: float | None = optional_field(
+        description="least score of a group that passes; null: the score's own (docs)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _score_alone(cls, value: Any) -> Any:
+        return {"score": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_known(self) -> "GroupFilterConfig":
+        if self.score not in GROUP_FILTERS and parse_spec(self.score) is None:
+            raise ValueError(
+                f"score {self.score!r} is not known: expected one of {', '.join(GROUP_FILTERS)}, "
+                "or FILE.py:function"
+            )
+        if self.min is None and GROUP_FILTERS.get(self.score, 0.0) is None:
+            raise ValueError(f"score {self.score} needs min, the least that passes: found null")
+        return self
+
+
+class LimitsConfig(Section):
+    """Bounds and times of sampling ahead, which change no group."""
+
+    max_inflight_groups: Count | None = optional_field(
+        runtime_only=True,
+        description="windowed: groups that are sampled or being sampled and not yet taken; at "
+        "least rollouts.groups_per_round. null: groups_per_round * (max_staleness + 1)",
+    )
+    claim_s: Seconds | None = optional_field(
+        runtime_only=True,
+        description="windowed: seconds after which another worker samples groups that one claimed "
+        "and did not finish; null: 3600",
+    )
+    commit_every_s: Seconds | None = optional_field(
+        runtime_only=True,
+        description="windowed: groups of a chunk that end within this time are committed as "
+        "one object, which a killed worker loses with those under way; null: a group is committed "
+        "as soon as it ends",
+    )
+    shared_device: Literal["refuse"] | None = optional_field(
+        runtime_only=True,
+        description="max_staleness with the embedded engine, which samples on the device that "
+        "trains: null or time_sliced, they take it in turn; refuse, the run is refused",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _device_by_name(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("shared_device") == "time_sliced":
+            return {**value, "shared_device": None}
+        return value
 
 
 class ReplayConfig(Section):
@@ -99,184 +208,143 @@ class AsynchronyConfig(Section):
         description="round r is sampled by checkpoint max(0, r - max_staleness), while earlier "
         "rounds are trained; 0: sampling and training alternate",
     )
-    shared_device: Literal["refuse"] | None = optional_field(
-        runtime_only=True,
-        description="max_staleness with the embedded engine, which samples on the device that "
-        "trains: null or time_sliced, they take it in turn; refuse, the run is refused",
-    )
-    sampler: Literal["windowed"] | None = optional_field(
+    sampler: Literal["windowed", "windowed_wait"] | None = optional_field(
         description="null or in_order: the policy of a round follows from its number; windowed: "
         "groups are sampled by the latest policy and committed as they end, and an intake record "
-        "names what each round takes of them"
+        "names what each round takes of them: what is finished, without groups that got older than "
+        "max_staleness; windowed_wait: a round also waits for groups under way that would be too "
+        "old for the next round"
     )
-    over_staleness: Literal["wait"] | None = optional_field(
-        description="windowed: null or drop, a round takes what is finished, and groups that get "
-        "older than max_staleness are dropped as stale; wait, it waits for groups under way that "
-        "would be too old for the next round"
-    )
-    max_inflight_groups: Count | None = optional_field(
-        runtime_only=True,
-        description="windowed: groups that are sampled or being sampled and not yet taken; at "
-        "least rollouts.groups_per_round. null: groups_per_round * (max_staleness + 1)",
-    )
-    claim_s: Seconds | None = optional_field(
-        runtime_only=True,
-        description="windowed: seconds after which another worker samples groups that one claimed "
-        "and did not finish; null: 3600",
-    )
-    commit_every_s: Seconds | None = optional_field(
-        runtime_only=True,
-        description="windowed: groups of a chunk that end within this time are committed as "
-        "one object, which a killed worker loses with those under way; null: a group is committed "
-        "as soon as it ends",
-    )
-    in_flight_updates: Literal[True] | None = optional_field(
+    in_flight_updates: Literal[True, "keep_kv_cache"] | None = optional_field(
         description="windowed: true, a new checkpoint is served while completions are sampled, "
-        "which go on with it, and each token has the version of its policy; null or false: what is "
-        "under way is finished first"
-    )
-    recompute_kv_cache: Literal[False] | None = optional_field(
-        description="in_flight_updates: null or true, the new weights compute the cache of "
-        "completions under way again; false, they go on over what the old ones left, and tokens "
-        "are of no single policy's forward"
-    )
-    partial_rollout: Literal[True] | None = optional_field(
-        description="true: completions are sampled in pieces of partial_tokens tokens, and the "
-        "pieces of unfinished ones are kept: a process that starts again goes on with them, and "
-        "with sampler windowed the next policy does, as soon as it is there. null or false: a "
-        "completion is finished by the policy that began it"
+        "which go on with it, and each token has the version of its policy: the new weights "
+        "compute the cache of completions under way again; keep_kv_cache, they go on over what the "
+        "old ones left, and tokens are of no single policy's forward; null or false: what is under "
+        "way is finished first"
     )
     partial_tokens: Count | None = optional_field(
         le=1_000_000,
-        description="partial_rollout: tokens of a piece, at whose end a completion may be "
-        f"interrupted; null: {PARTIAL_TOKENS}",
+        description="completions are sampled in pieces of so many tokens, and the pieces of "
+        "unfinished ones are kept: a process that starts again goes on with them, and with sampler "
+        f"windowed the next policy does, as soon as it is there; true: {PARTIAL_TOKENS}. null or "
+        "false: a completion is finished by the policy that began it",
     )
-    dynamic_sampling: Literal["filter"] | None = optional_field(
-        description="filter: further groups are sampled until a round has "
-        "rollouts.groups_per_round of them whose rewards differ (DAPO); null or none: a round "
-        "trains on what is left of its groups"
-    )
-    max_sample_batches: Count | None = optional_field(
+    dynamic_sampling: Count | None = optional_field(
         le=1000,
-        description="dynamic_sampling: batches of rollouts.groups_per_round groups that are "
-        f"sampled at most; then the round is short. null: {SAMPLE_BATCHES_MAX}",
+        description="further groups are sampled until a round has rollouts.groups_per_round of "
+        "them whose rewards differ (DAPO), in so many batches of groups_per_round groups at most; "
+        f"filter: {SAMPLE_BATCHES_MAX}. null or none: a round trains on what is left of its groups",
     )
-    over_sampling_factor: float | None = optional_field(
-        gt=1,
-        le=64,
-        description="groups that are sampled for each one that the round takes, rounded up; "
-        "null: 1",
+    over_sampling: Annotated[OverSamplingConfig | None, AfterValidator(_null_if_empty)] = (
+        optional_field(
+            description="groups that are sampled for a round of which it takes some; a number is "
+            "the factor; null: a round takes what it samples"
+        )
     )
-    select: Literal["first_done"] | None = optional_field(
-        description="groups that a round takes of those that pass: null or index, the first by "
-        "number; first_done, those that were finished first, the others are cancelled"
+    group_filter: GroupFilterConfig | None = optional_field(
+        description="groups below the least score are not trained on; a name is the score; null: "
+        "every group passes"
     )
-    group_filter: str | None = optional_field(
-        min_length=1,
-        description=f"score of a group: {', '.join(GROUP_FILTERS)}, or FILE.py:function; groups "
-        "below group_filter_min are not trained on; null: every group passes",
-    )
-    group_filter_min: float | None = optional_field(
-        description="least score of a group that passes; null: the filter's own (docs)"
-    )
-
-    curriculum: Literal["solve_rate"] | None = optional_field(
-        description="solve_rate: environments whose groups are solved in part are sampled more, "
-        "examples that were always or never solved less, by the rounds that are trained; null "
-        "or none: as environment says"
-    )
-    curriculum_window_rounds: Count | None = optional_field(
-        description="solve_rate: trained rounds that solve rates are of; null: "
-        f"{CURRICULUM_WINDOW_ROUNDS}"
+    curriculum: Count | None = optional_field(
+        description="environments whose groups are solved in part are sampled more, examples that "
+        "were always or never solved less, by the solve rates of so many trained rounds; "
+        f"solve_rate: {CURRICULUM_WINDOW_ROUNDS}; null or none: as environment says"
     )
     replay: ReplayConfig | None = optional_field(
         description="groups that later rounds train on again; null: a group is trained on in one "
         "round"
     )
+    limits: Annotated[LimitsConfig | None, AfterValidator(_null_if_empty)] = optional_field(
+        description="bounds and times, which may change when a run is continued; null: defaults"
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_by_name(cls, value: Any) -> Any:
+    def _modes_by_name(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {k: None if v is not None and _SPELLED.get(k) == v else v for k, v in value.items()}
+
+        def mode(key: str, given: Any) -> Any:
+            named = _SPELLED.get(key, {})
+            known = isinstance(given, str | bool) and given in named
+            return named[given] if known else given
+
+        return {key: mode(key, given) for key, given in value.items()}
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> "AsynchronyConfig":
-        for name, (key, mode, default) in _SETTINGS_OF.items():
-            value = getattr(self, name)
-            if value is not None and not getattr(self, key):
-                raise ValueError(
-                    f"{name} is {str(value).lower()}, a setting of {key} {mode}: expected {key} "
-                    f"{mode}, found {default}"
-                )
+        limits = self.bounds
+        if limits.shared_device is not None and not self.max_staleness:
+            raise ValueError(
+                f"limits.shared_device is {limits.shared_device}, a setting of sampling ahead: "
+                "expected max_staleness of 1 to 8, found 0"
+            )
         if self.select is not None and not (self.over_sampling_factor or self.dynamic_sampling):
             raise ValueError(
-                f"select {self.select} chooses among more groups than a round takes: set "
-                "over_sampling_factor (1.5, say) or dynamic_sampling filter"
+                f"over_sampling.select {self.select} chooses among more groups than a round takes: "
+                "set over_sampling.factor (1.5, say) or dynamic_sampling filter"
             )
-        self._check_filter()
-        self._check_window()
-        if self.partial_rollout and self.select == "first_done":
+        if self.partial_tokens and self.select == "first_done":
             raise ValueError(
-                "partial_rollout with select first_done: what a round cancels belongs to its own "
-                "examples, and no later round goes on with it; expected sampler windowed, whose "
-                "groups belong to no round until they are finished, or partial_rollout false"
+                "partial_tokens with over_sampling.select first_done: what a round cancels belongs "
+                "to its own examples, and no later round goes on with it; expected sampler "
+                "windowed, whose groups belong to no round until they are finished, or "
+                "partial_tokens null"
             )
-        return self
-
-    def _check_window(self) -> None:
         if self.sampler is None:
+            for name in ("max_inflight_groups", "claim_s", "commit_every_s"):
+                if (value := getattr(limits, name)) is not None:
+                    raise ValueError(
+                        f"limits.{name} is {value}, a setting of sampler windowed: expected "
+                        "sampler windowed, found in_order"
+                    )
             if self.in_flight_updates:
                 raise ValueError(
                     "in_flight_updates with sampler in_order: there the policy of a round follows "
                     "from its number, and here from the moment at which a checkpoint comes; "
                     "expected sampler windowed, or in_flight_updates false"
                 )
-            return
+        else:
+            self._check_window()
+        return self
+
+    def _check_window(self) -> None:
         if self.max_staleness == 0:
             raise ValueError(
-                "sampler windowed takes groups of earlier policies: expected max_staleness of 1 to "
-                "8, found 0"
+                f"sampler {self.sampler} takes groups of earlier policies: expected max_staleness "
+                "of 1 to 8, found 0"
             )
-        if self.over_sampling_factor or self.select:
+        if self.over_sampling is not None:
             raise ValueError(
-                "sampler windowed takes the oldest finished groups: expected "
-                "over_sampling_factor null and select index, found "
-                f"{self.over_sampling_factor} and {self.select or 'index'}"
+                f"sampler {self.sampler} takes the oldest finished groups: expected over_sampling "
+                f"null, found {self.over_sampling.model_dump()}"
             )
         if self.curriculum is not None:
             raise ValueError(
-                f"curriculum {self.curriculum} is decided once a round, and groups of sampler "
-                "windowed belong to none when they are sampled: expected sampler in_order, which "
-                "max_staleness overlaps with training too"
+                f"curriculum is decided once a round, and groups of sampler {self.sampler} belong "
+                "to none when they are sampled: expected sampler in_order, which max_staleness "
+                "overlaps with training too"
             )
 
-    def _check_filter(self) -> None:
-        name, least = self.group_filter, self.group_filter_min
-        known = ", ".join(GROUP_FILTERS)
-        if name is None:
-            if least is not None:
-                raise ValueError(
-                    f"group_filter_min is {least:g}, the least score of group_filter: found null "
-                    f"there; expected one of {known}, or FILE.py:function"
-                )
-        elif name not in GROUP_FILTERS and parse_spec(name) is None:
-            raise ValueError(
-                f"group_filter {name!r} is not known: expected one of {known}, or FILE.py:function"
-            )
-        elif least is None and GROUP_FILTERS.get(name, 0.0) is None:
-            raise ValueError(f"group_filter {name} needs group_filter_min: found null")
+    @property
+    def waits(self) -> bool:
+        """True if rounds wait for groups under way that would be too old for the next round."""
+        return self.sampler == "windowed_wait"
 
     @property
-    def piece_tokens(self) -> int | None:
-        """Tokens of a piece of a completion; None where completions are sampled whole."""
-        return self.partial_tokens or PARTIAL_TOKENS if self.partial_rollout else None
+    def bounds(self) -> LimitsConfig:
+        """The limits, those that are not set included."""
+        return self.limits or LimitsConfig()
 
     @property
-    def curriculum_window(self) -> int:
-        """Number of trained rounds that solve rates are of."""
-        return self.curriculum_window_rounds or CURRICULUM_WINDOW_ROUNDS
+    def over_sampling_factor(self) -> float | None:
+        """Number of groups that are sampled for each one that a round takes."""
+        return self.over_sampling.factor if self.over_sampling else None
+
+    @property
+    def select(self) -> Literal["first_done"] | None:
+        """Order in which a round takes its groups, where it is not that of their numbers."""
+        return self.over_sampling.select if self.over_sampling else None
 
     @property
     def choices(self) -> int:
@@ -289,16 +357,9 @@ class AsynchronyConfig(Section):
         return any((self.dynamic_sampling, self.over_sampling_factor, self.group_filter))
 
     @property
-    def sample_batches_max(self) -> int:
-        """Number of times that a round's groups are sampled at most."""
-        if self.dynamic_sampling is None:
-            return 1
-        return self.max_sample_batches or SAMPLE_BATCHES_MAX
-
-    @property
     def seconds_of_claims(self) -> float:
         """Seconds for which groups are left to the worker that claimed them."""
-        return self.claim_s or CLAIM_S
+        return self.bounds.claim_s or CLAIM_S
 
     def candidates(self, groups: int) -> int:
         """Number of groups in a sample batch of a round that takes `groups` of them."""

@@ -52,8 +52,13 @@ def _changed(tree: Mapping[str, Any], change: Change) -> dict[str, Any]:
         for name, prefix in (("name", key), ("options", key)):
             if name in node:
                 node[name] = _deep(node[name], f"{prefix}.{name}", change)
-    for section, name in (("objective", "loss"), ("asynchrony", "group_filter")):
-        node = result.get(section)
+    nodes: dict[str, Any] = {name: result.get(name) for name in ("objective", "asynchrony")}
+    if isinstance(nodes["asynchrony"], dict):
+        nodes["asynchrony.group_filter"] = nodes["asynchrony"].get("group_filter")
+    for section, name in (
+        ("objective", "loss"), ("asynchrony", "group_filter"), ("asynchrony.group_filter", "score"),
+    ):  # fmt: skip
+        node = nodes.get(section)
         if isinstance(node, dict) and isinstance(node.get(name), str):
             node[name] = change(node[name], f"{section}.{name}")
     return result

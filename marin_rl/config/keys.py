@@ -15,8 +15,8 @@ from marin_rl.config.sections import RunSections
 # Keys and values (`key=value`) of earlier versions that decided what a run trains on, and what to
 # use instead: a run that recorded one can be read, and is not gone on with.
 WITHDRAWN_CONTENT = {
-    "asynchrony.select=best": "set group_filter and group_filter_min, and select index or "
-    "first_done",
+    "asynchrony.select=best": "set group_filter (score and min), and over_sampling.select index "
+    "or first_done",
     "asynchrony.curriculum=weights": "give the entries of environment a weight, or set curriculum "
     "solve_rate",
     "asynchrony.curriculum_weights": "give the entries of environment a weight, or set curriculum "
@@ -36,6 +36,25 @@ WITHDRAWN = {
     "flow.runner=root": "use work_pool or ray, and have servers of other machines join the run's "
     "fleet (inference.endpoints: registered, marin-rl serve RUN --register)",
     **WITHDRAWN_CONTENT,
+}
+
+# Keys that have another place now: runs that recorded one are gone on with.
+RENAMED = {
+    f"asynchrony.{name}": f"set asynchrony.{instead}"
+    for name, instead in {
+        "over_staleness": "sampler windowed_wait in place of wait, or windowed in place of drop",
+        "recompute_kv_cache": "in_flight_updates keep_kv_cache in place of false, or true",
+        "partial_rollout": "partial_tokens 1024 in place of true, or null",
+        "max_sample_batches": "dynamic_sampling to the number of batches",
+        "over_sampling_factor": "over_sampling.factor",
+        "select": "over_sampling.select",
+        "group_filter_min": "group_filter.min, and group_filter.score to the name of the filter",
+        "curriculum_window_rounds": "curriculum to the number of rounds",
+        "max_inflight_groups": "limits.max_inflight_groups",
+        "claim_s": "limits.claim_s",
+        "commit_every_s": "limits.commit_every_s",
+        "shared_device": "limits.shared_device",
+    }.items()
 }
 
 

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from marin_rl.config.checks import CHECKS
 from marin_rl.config.code import pin_code
-from marin_rl.config.keys import WITHDRAWN, known_keys
+from marin_rl.config.keys import RENAMED, WITHDRAWN, known_keys
 from marin_rl.config.paths import place_files
 from marin_rl.config.peers import closest, peer_hint
 from marin_rl.config.sampling import SamplingConfig, as_mixture
@@ -32,9 +32,14 @@ RECIPE = "recipe"
 RECIPES = Path(__file__).parent / "recipes"
 PROBLEMS_SHOWN_MAX = 20
 
+# Errors of pydantic for a key or a mode that is no more.
+WITHDRAWN_ERRORS = ("extra_forbidden", "literal_error", "int_parsing", "int_type")
+
 # What is meant by a value that these keys do not have.
 INSTEAD = {
     "objective.surrogate": "a loss of your own is objective.loss: FILE.py:function",
+    "asynchrony.dynamic_sampling": "expected filter, or the batches that are sampled at most",
+    "asynchrony.curriculum": "expected solve_rate, or the trained rounds that solve rates are of",
 }
 
 Overrides = Sequence[str] | Mapping[str, Any]  # `dotted.key=value`, or values by dotted key
@@ -286,9 +291,9 @@ def override(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any
 
 def _describe(item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"]) or "(whole configuration)"
-    for name in (key, f"{key}={item['input']!s:.20}"):
-        if item["type"] in ("extra_forbidden", "literal_error") and name in WITHDRAWN:
-            return f"{name}: was withdrawn; {WITHDRAWN[name]}"
+    for name in (f"{key}={item['input']!s:.20}", key):
+        if item["type"] in WITHDRAWN_ERRORS and name in WITHDRAWN | RENAMED:
+            return f"{name}: was withdrawn; {(WITHDRAWN | RENAMED)[name]}"
     if item["type"] == "extra_forbidden":
         hint = peer_hint(key, item["input"])
         return f"{key}: unknown key{f'; {hint}' if hint else _nearest(key)}"

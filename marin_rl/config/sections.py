@@ -90,12 +90,12 @@ class RunSections(Section):
     @property
     def windowed(self) -> bool:
         """True if rounds take finished groups of a stream, in place of sampling their own."""
-        return self.asynchrony is not None and self.asynchrony.sampler == "windowed"
+        return self.asynchrony is not None and self.asynchrony.sampler is not None
 
     @property
     def piece_tokens(self) -> int | None:
         """Tokens of a piece of a completion; None where completions are sampled whole."""
-        return self.asynchrony.piece_tokens if self.asynchrony else None
+        return self.asynchrony.partial_tokens if self.asynchrony else None
 
     @property
     def in_flight_updates(self) -> bool:
@@ -105,8 +105,7 @@ class RunSections(Section):
     @property
     def recompute_kv_cache(self) -> bool:
         """True if new weights compute the cache of completions under way again."""
-        chosen = self.asynchrony.recompute_kv_cache if self.asynchrony else None
-        return self.in_flight_updates and chosen is None
+        return self.asynchrony is not None and self.asynchrony.in_flight_updates is True
 
     @property
     def mixes_policies(self) -> bool:
@@ -116,7 +115,7 @@ class RunSections(Section):
     @property
     def inflight_groups_max(self) -> int:
         """Number of groups that are claimed and not yet taken, at most (`windowed`)."""
-        chosen = self.asynchrony.max_inflight_groups if self.asynchrony else None
+        chosen = self.asynchrony.bounds.max_inflight_groups if self.asynchrony else None
         return chosen or self.rollouts.groups_per_round * (self.max_staleness + 1)
 
     @property
@@ -138,7 +137,7 @@ class RunSections(Section):
     @property
     def sample_batches_max(self) -> int:
         """Number of times that these groups are sampled for a round at most."""
-        return self.asynchrony.sample_batches_max if self.asynchrony else 1
+        return (self.asynchrony and self.asynchrony.dynamic_sampling) or 1
 
     @property
     def examples_per_round(self) -> int:
@@ -148,7 +147,7 @@ class RunSections(Section):
     @property
     def curriculum(self) -> str | None:
         """Rule by which the examples of a round follow from earlier rounds, if they do."""
-        return self.asynchrony.curriculum if self.asynchrony else None
+        return "solve_rate" if self.asynchrony and self.asynchrony.curriculum else None
 
     @property
     def examples_reserved(self) -> int:

@@ -79,8 +79,8 @@ def demonstrations(config: Config) -> str:
 
 def group_filter(config: Config) -> str:
     """Check that a filter of groups of the user's own can be loaded and takes a group."""
-    name = config.asynchrony and config.asynchrony.group_filter
-    return "every group passes" if name is None else check_filter(name)
+    chosen = config.asynchrony and config.asynchrony.group_filter
+    return "every group passes" if chosen is None else check_filter(chosen.score)
 
 
 def pairs(config: Config) -> str:

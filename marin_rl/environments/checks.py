@@ -74,7 +74,7 @@ def environment_of(config: Config) -> Environment:
 def _check_goes_on(environment: Environment, config: Config) -> None:
     """Raise ConfigError for environments whose rollouts no other policy can go on with.
 
-    With partial_rollout, episodes are begun again and given the recorded turns, so their steps must
+    With partial_tokens, episodes are begun again and given the recorded turns, so their steps must
     have no effects outside, and answer as before.
     """
     for part in parts_of(environment, config.environment):
@@ -91,10 +91,10 @@ def _check_goes_on(environment: Environment, config: Config) -> None:
             fault = f"which says `replayable = False`: {effects}"
         if fault and config.piece_tokens is not None:
             raise ConfigError(
-                f"asynchrony.partial_rollout with environment {own.name}, {fault}: a "
+                f"asynchrony.partial_tokens with environment {own.name}, {fault}: a "
                 "later process or policy cannot go on with an unfinished rollout; expected "
                 "environments whose episodes can be begun again and given the recorded turns, or "
-                "partial_rollout false (rollouts.commit_groups keeps the members of dialogues that "
+                "partial_tokens null (rollouts.commit_groups keeps the members of dialogues that "
                 "have ended)"
             )
         if (asks or samples) and config.in_flight_updates:

@@ -107,7 +107,7 @@ def decide(run: Run, round: int, policy_version: int) -> Curriculum | None:
     if settings is None or settings.curriculum is None:
         return None
     # A policy's own rounds are those before its number: later ones may be under way.
-    rounds = range(max(0, policy_version - settings.curriculum_window), policy_version)
+    rounds = range(max(0, policy_version - settings.curriculum), policy_version)
     known = _counted.setdefault(run.store, {})
     for number in rounds:
         if number not in known:

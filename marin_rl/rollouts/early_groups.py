@@ -32,7 +32,7 @@ Sampling = Sequence[Coroutine[Any, Any, RolloutGroup]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDone:
-    """End of sampling once `count` groups are finished (`asynchrony.select: first_done`).
+    """End of sampling once `count` groups are finished (`over_sampling.select: first_done`).
 
     A finished group has at least `members_min` members that did not fail. The groups that end first
     are those of short answers, so this favours them: `selection/length_bias`.

@@ -1,4 +1,4 @@
-"""Completions in pieces that are kept, and gone on with later (`asynchrony.partial_rollout`).
+"""Completions in pieces that are kept, and gone on with later (`asynchrony.partial_tokens`).
 
 A completion is asked for a piece of tokens at a time, from the exact ids of its prompt and of what
 was sampled. A token's random number follows from the seed and its position, so the pieces are what
@@ -373,8 +373,8 @@ async def _prove_continuation(
         check_prompt(answer, ids)
     except REFUSALS as error:
         raise InputError(
-            f"asynchrony.partial_rollout: the endpoint of {policy.model} does not go on from token "
+            f"asynchrony.partial_tokens: the endpoint of {policy.model} does not go on from token "
             f"ids ({error}): expected one that takes them at /v1/chat/completions/tokens or "
             "/v1/completions (marin-rl serve, vLLM), SGLang's with inference.route sglang, or "
-            "partial_rollout false"
+            "partial_tokens null"
         ) from error

@@ -59,8 +59,9 @@ _log = logging.getLogger(__name__)
 def open_groups_max(config: Config, version: int, rounds_taken: int) -> int:
     """Number of groups that may be claimed and not settled while checkpoint `version` samples.
 
-    `max_inflight_groups`; and no more than the rounds within the bound of staleness will take, for
-    what they leave would be too old for later ones. With dynamic sampling that number is not known.
+    `limits.max_inflight_groups`; and no more than the rounds within the bound of staleness will
+    take, for what they leave would be too old for later ones. With dynamic sampling that number is
+    not known.
     """
     most, groups = config.inflight_groups_max, config.rollouts.groups_per_round
     if config.samples_on:
@@ -251,7 +252,7 @@ async def sample_chunk(
         config, environment.version, policy.tokenizer_digest, policy.chat_template_digest
     )
     numbers = numbers_of(config, chunk)
-    every_s = config.asynchrony.commit_every_s if config.asynchrony else None
+    every_s = config.asynchrony.bounds.commit_every_s if config.asynchrony else None
     log = ChunkLog(
         groups_of_chunk(run, numbers, fingerprint, policy, worker), numbers, every_s or 0.0
     )

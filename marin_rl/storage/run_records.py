@@ -22,6 +22,7 @@ from marin_rl.config import (
     code_in,
     differences,
     fingerprint_fields,
+    of_older_version,
     outward_keys,
     parse_config,
     value_at,
@@ -156,8 +157,10 @@ def stored_config(record: Mapping[str, Any], source: str) -> Config:
     if not isinstance(tree, Mapping):
         return parse_config(tree, source)
     _check_pinned(tree, source)
-    withdrawn = [name.partition("=")[0] for name in withdrawn_in(tree)]
-    return parse_config(without(tree, [*outward_keys(), *withdrawn]), source)
+    tree = without(tree, [name.partition("=")[0] for name in withdrawn_in(tree)])
+    if isinstance(asynchrony := tree.get("asynchrony"), Mapping):
+        tree["asynchrony"] = of_older_version(asynchrony)
+    return parse_config(without(tree, outward_keys()), source)
 
 
 def refuse_withdrawn(folder: ObjectStore) -> None:

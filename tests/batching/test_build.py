@@ -72,7 +72,7 @@ def test_rollouts_of_several_policies_are_packed_as_they_are_padded(
     ]
     bounds = {"staleness_rounds_max": 2}
     padded, packed = (
-        _run(tmp_path / name, asynchrony={"partial_rollout": True}, batching={**bounds, **more})
+        _run(tmp_path / name, asynchrony={"partial_tokens": True}, batching={**bounds, **more})
         for name, more in (("padded", {}), ("packed", {"packing": packing, "row_tokens": 128}))
     )
     refs = [_built(run, [group_of("g", members)], round=2) for run in (padded, packed)]

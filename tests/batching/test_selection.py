@@ -56,7 +56,7 @@ def processed(run: Run, *groups: RolloutGroup) -> SlotRef:
 
 
 def test_a_round_takes_its_first_groups_with_a_signal(tmp_path: Path) -> None:
-    run = _run(tmp_path, asynchrony={"over_sampling_factor": 2})
+    run = _run(tmp_path, asynchrony={"over_sampling": 2})
     ref = processed(run, group("a", FLAT), group("b", EVEN), group("c", EVEN), group("d", EVEN))
     assert fates(run) == {"a": "zero_signal", "b": "consumed", "c": "consumed", "d": "surplus"}
     summary = ref.summary
@@ -70,7 +70,7 @@ def test_surplus_is_in_no_statistic_that_advantages_are_divided_by(tmp_path: Pat
     run = _run(tmp_path / "all", objective=scaled)
     processed(run, *groups)
     expected = {r["rollout_id"]: r["advantage"] for r in read_dispositions(run, 0).to_pylist()}
-    run = _run(tmp_path / "more", objective=scaled, asynchrony={"over_sampling_factor": 1.5})
+    run = _run(tmp_path / "more", objective=scaled, asynchrony={"over_sampling": 1.5})
     processed(run, *groups, group("c", [0.0, 100.0]))
     for row in read_dispositions(run, 0).to_pylist():
         if row["group_id"] != "c":
@@ -89,7 +89,7 @@ def test_the_first_that_were_finished_are_taken(tmp_path: Path) -> None:
 
     cancelled = rollout("d/0", status="aborted"), rollout("d/1", index=1, status="aborted")
     lost = group_of("d", [replace(r, finish_reason="unfinished") for r in cancelled])
-    run = _run(tmp_path, asynchrony={"over_sampling_factor": 2, "select": "first_done"})
+    run = _run(tmp_path, asynchrony={"over_sampling": {"factor": 2, "select": "first_done"}})
     ref = processed(run, finished("a", 9), finished("b", 1), finished("c", 2), lost)
     assert fates(run) == {"a": "surplus", "b": "consumed", "c": "consumed", "d": "unfinished"}
     assert ref.summary["rollouts/filtered"] == 4
@@ -99,7 +99,7 @@ def test_the_first_that_were_finished_are_taken(tmp_path: Path) -> None:
 def test_the_length_bias_compares_what_is_trained_on_with_what_was_finished(
     tmp_path: Path,
 ) -> None:
-    run = _run(tmp_path, groups=1, asynchrony={"over_sampling_factor": 2})
+    run = _run(tmp_path, groups=1, asynchrony={"over_sampling": 2})
     ref = processed(run, group("a", EVEN, completion=[4, 4]), group("b", EVEN, completion=[4] * 6))
     assert ref.summary["selection/length_bias"] == 2 - 4
 
@@ -108,11 +108,11 @@ def test_the_length_bias_compares_what_is_trained_on_with_what_was_finished(
     ("settings", "passing"),
     [
         ({"group_filter": "reward_std_nonzero"}, "varied wordy"),
-        ({"group_filter": "min_reward", "group_filter_min": 0.6}, "flat"),
+        ({"group_filter": {"score": "min_reward", "min": 0.6}}, "flat"),
         ({"group_filter": "diversity"}, "flat varied wordy"),
-        ({"group_filter": "diversity", "group_filter_min": 0.9}, "varied"),
-        ({"group_filter": "reasonable_length", "group_filter_min": 0.9}, "flat varied"),
-        ({"group_filter": "quality_and_diversity", "group_filter_min": 0.49}, "flat varied"),
+        ({"group_filter": {"score": "diversity", "min": 0.9}}, "varied"),
+        ({"group_filter": {"score": "reasonable_length", "min": 0.9}}, "flat varied"),
+        ({"group_filter": {"score": "quality_and_diversity", "min": 0.49}}, "flat varied"),
     ],
 )
 def test_named_filters_by_hand(tmp_path: Path, settings: dict[str, Any], passing: str) -> None:
@@ -154,7 +154,7 @@ def lacking():
 def own_filter(tmp_path: Path, name: str, **more: Any) -> Run:
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "filters.py").write_text(FILTERS)
-    settings = {"group_filter": f"filters.py:{name}", "over_sampling_factor": 2, **more}
+    settings = {"group_filter": {"score": f"filters.py:{name}", **more}, "over_sampling": 2}
     tree = configuration(str(tmp_path), groups=2, asynchrony=settings).model_dump(mode="json")
     tree["rollouts"]["group_size"] = 2
     return Run.create_or_open(parse_config(pin_code(tree, tmp_path)))
@@ -164,7 +164,7 @@ def test_a_function_of_the_user_scores_groups_or_drops_them(tmp_path: Path) -> N
     groups = [
         group(name, EVEN, completion=[4] * n) for name, n in zip("abcd", (2, 9, 5, 7), strict=True)
     ]
-    run = own_filter(tmp_path, "longest", group_filter_min=9)
+    run = own_filter(tmp_path, "longest", min=9)
     processed(run, *groups)
     assert fates(run) == {"a": "longest", "b": "consumed", "c": "longest", "d": "consumed"}
 
@@ -187,7 +187,7 @@ def sampled_on(run: Run, shards: Sequence[Sequence[RolloutGroup]]) -> list[SlotR
 
 
 def test_a_round_is_sampled_on_until_it_has_its_groups(tmp_path: Path) -> None:
-    settings = {"dynamic_sampling": "filter", "max_sample_batches": 3}
+    settings = {"dynamic_sampling": 3}
     run = _run(tmp_path, groups=2, asynchrony=settings, rollouts={"shards_per_round": 2})
     refs = sampled_on(run, [[group("a", FLAT)], [group("b", EVEN)]])
     assert further_shards(run, 0, refs) == [2, 3]  # one of two had a signal
@@ -199,7 +199,7 @@ def test_a_round_is_sampled_on_until_it_has_its_groups(tmp_path: Path) -> None:
 
 
 def test_a_round_that_was_sampled_as_often_as_it_may_be_is_short(tmp_path: Path) -> None:
-    settings = {"dynamic_sampling": "filter", "max_sample_batches": 2}
+    settings = {"dynamic_sampling": 2}
     run = _run(tmp_path, groups=1, asynchrony=settings)
     refs = sampled_on(run, [[group("a", FLAT)], [group("b", FLAT)]])
     assert further_shards(run, 0, refs) == []
@@ -216,7 +216,7 @@ def test_missing_shards_are_at_most_a_batch_and_never_beyond_the_last(
 ) -> None:
     config = configuration(
         "memory://x", shards=per_batch, groups=16,
-        asynchrony={"dynamic_sampling": "filter", "max_sample_batches": batches},
+        asynchrony={"dynamic_sampling": batches},
     )  # fmt: skip
     missing = list(shards_missing(selected, shards, config))
     assert missing == list(range(shards, shards + len(missing)))

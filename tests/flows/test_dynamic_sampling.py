@@ -28,7 +28,7 @@ def sampling_on(root: Path, *overrides: str) -> Config:
         "run_id": "on",
         "rounds": ROUNDS,
         "filters": {"zero_signal": True},
-        "asynchrony": {"dynamic_sampling": "filter", "max_sample_batches": 6},
+        "asynchrony": {"dynamic_sampling": 6},
     }
     return prompt_run(root, rows, "rare_rewards.py:rare", sections, overrides)
 

@@ -88,14 +88,13 @@ def test_all_after_the_rollouts_is_played_again_to_the_same_bits(
 
 
 PIECES = (
-    "asynchrony.partial_rollout=true",
     "asynchrony.partial_tokens=4",
     "sampling.max_tokens=24",
     "inference.engine.chunk_steps=1",
 )
 
 
-PACKS = "asynchrony.commit_every_s=0.05"
+PACKS = "asynchrony.limits.commit_every_s=0.05"
 
 
 @pytest.mark.slow

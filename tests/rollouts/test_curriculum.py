@@ -71,7 +71,7 @@ def test_a_round_is_decided_by_the_rounds_that_its_policy_was_trained_on(tmp_pat
 
 
 def test_a_window_forgets(tmp_path: Path) -> None:
-    decision = decide(trained(tmp_path, curriculum_window_rounds=1), 2, 2)
+    decision = decide(trained(tmp_path, curriculum=1), 2, 2)
     assert decision is not None
     assert (decision.rounds, set(decision.buckets)) == ((1,), {("", "echo-medium")})
 

@@ -23,8 +23,8 @@ MODEL = served_model_id("policy", 0, "ab" * 32)
 SETTINGS = (
     "rollouts.groups_per_round=2",
     "rollouts.shards_per_round=1",
-    "asynchrony.over_sampling_factor=2",
-    "asynchrony.select=first_done",
+    "asynchrony.over_sampling.factor=2",
+    "asynchrony.over_sampling.select=first_done",
     "inference.request_attempts_max=1",
 )
 

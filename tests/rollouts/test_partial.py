@@ -67,7 +67,7 @@ TOKENS_MAX = 11
 
 def settings(root: str | Path, *items: str) -> Config:
     window = ["asynchrony.sampler=windowed", "asynchrony.max_staleness=2"]
-    pieces = ["asynchrony.partial_rollout=true", f"asynchrony.partial_tokens={PIECE}"]
+    pieces = [f"asynchrony.partial_tokens={PIECE}"]
     limits = [f"sampling.max_tokens={TOKENS_MAX}", "rollouts.shards_per_round=1"]
     return load_config(DEBUG, [f"root={root}", *window, *pieces, *limits, *items])
 
@@ -362,7 +362,7 @@ def shard_of(root: Path, server: PolicyServer, *items: str) -> list[Rollout]:
     return committed(run)
 
 
-PIECES = ("asynchrony.partial_rollout=true", f"asynchrony.partial_tokens={PIECE}")
+PIECES = (f"asynchrony.partial_tokens={PIECE}",)
 
 
 @pytest.mark.slow
@@ -514,18 +514,17 @@ def test_endpoints_are_asked_once_for_a_policy_and_again_after_a_refusal(tmp_pat
 @pytest.mark.parametrize(
     ("asynchrony", "sections", "message"),
     [
-        ({"partial_tokens": 5}, {}, "partial_tokens is 5, a setting of partial_rollout"),
         (
-            {"partial_rollout": True, "over_sampling_factor": 2, "select": "first_done"},
+            {"partial_tokens": 5, "over_sampling": {"factor": 2, "select": "first_done"}},
             {},
-            "partial_rollout with select first_done",
+            "partial_tokens with over_sampling.select first_done",
         ),
         (
-            {"partial_rollout": True},
+            {"partial_tokens": True},
             {"rollouts": {"source": "pushed"}},
-            "partial_rollout is for groups that the run samples",
+            "partial_tokens is for groups that the run samples",
         ),
-        ({"partial_rollout": True, "partial_tokens": 0}, {}, "partial_tokens"),
+        ({"partial_tokens": 0}, {}, "partial_tokens"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(
@@ -536,5 +535,5 @@ def test_settings_that_cannot_be_are_refused(
 
 
 def test_false_is_the_run_that_says_nothing() -> None:
-    config = configuration("memory://none", asynchrony={"partial_rollout": False})
+    config = configuration("memory://none", asynchrony={"partial_tokens": False})
     assert config == configuration("memory://none")

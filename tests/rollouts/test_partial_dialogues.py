@@ -75,7 +75,7 @@ def bridge(
 
 def settings(root: Path, *items: str) -> Config:
     window = ["asynchrony.sampler=windowed", "asynchrony.max_staleness=2"]
-    pieces = ["asynchrony.partial_rollout=true", "asynchrony.partial_tokens=3"]
+    pieces = ["asynchrony.partial_tokens=3"]
     limits = ["sampling.max_tokens=11", "rollouts.shards_per_round=1"]
     return load_config(DEBUG, [f"root={root}", *window, *pieces, *limits, *items])
 
@@ -254,7 +254,7 @@ def test_environments_with_effects_outside_are_refused_by_name(tmp_path: Path) -
     config = DEBUG.read_text().replace("name: echo", "name: outside.py:Outside")
     (tmp_path / "run.yaml").write_text(config)
     window = ["asynchrony.sampler=windowed", "asynchrony.max_staleness=2"]
-    items = [f"root={tmp_path}", *window, "asynchrony.partial_rollout=true"]
+    items = [f"root={tmp_path}", *window, "asynchrony.partial_tokens=true"]
     loaded = load_config(tmp_path / "run.yaml", items)
     with pytest.raises(ConfigError, match=r"says `replayable = False`: its steps have effects"):
         environment_of(loaded)

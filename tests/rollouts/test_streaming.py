@@ -1,4 +1,4 @@
-"""Chunks of a stream whose groups are committed together (`asynchrony.commit_every_s`)."""
+"""Chunks of a stream whose groups are committed together (`asynchrony.limits.commit_every_s`)."""
 
 import asyncio
 import threading
@@ -53,7 +53,7 @@ def server() -> Iterator[HeldServer]:
 
 @pytest.fixture
 def run(tmp_path: Path, server: HeldServer) -> Run:
-    run = created(tmp_path, "asynchrony.commit_every_s=0.02")
+    run = created(tmp_path, "asynchrony.limits.commit_every_s=0.02")
     last = numbers_of(run.config, 0)[-1]
     environment = environment_of(run.config)
     example = environment.example(run.config.environment.train_seed, last, "train")
@@ -99,7 +99,7 @@ def test_groups_that_ended_do_not_wait_for_a_slow_one(
 def test_groups_that_ended_are_committed_when_sampling_is_cancelled(
     run: Run, server: HeldServer
 ) -> None:
-    run = created(Path(run.config.root), "asynchrony.commit_every_s=600")
+    run = created(Path(run.config.root), "asynchrony.limits.commit_every_s=600")
     numbers, ended = numbers_of(run.config, 0), threading.Event()
 
     def listen(event: ProgressEvent) -> None:

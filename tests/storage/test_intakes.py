@@ -71,7 +71,7 @@ def test_too_few_groups_are_waited_for() -> None:
 
 
 def test_with_wait_a_round_waits_for_groups_that_would_be_too_old_for_the_next() -> None:
-    groups, config = [streamed(0, 2), streamed(1, 2)], settings(over_staleness="wait")
+    groups, config = [streamed(0, 2), streamed(1, 2)], settings(sampler="windowed_wait")
     assert decide(2, groups, Settled(), config, under_way=[1]) is None
     assert decide(2, groups, Settled(), config, under_way=[2]) is not None
     assert decide(2, groups, Settled(), settings(), under_way=[1]) is not None
@@ -80,7 +80,7 @@ def test_with_wait_a_round_waits_for_groups_that_would_be_too_old_for_the_next()
 
 
 def test_with_dynamic_sampling_groups_that_do_not_differ_are_taken_and_not_counted() -> None:
-    config = settings(dynamic_sampling="filter", max_sample_batches=3)
+    config = settings(dynamic_sampling=3)
     flat = [streamed(number, 0, differs=False) for number in range(5)]
     assert decide(0, [*flat, streamed(5, 0)], Settled(), config) is not None, "short"
     two = [streamed(5, 0), streamed(6, 0), streamed(7, 0)]
@@ -123,7 +123,7 @@ def test_groups_are_taken_once_and_are_never_too_old(data: st.DataObject) -> Non
         (0, 1, None, 2),  # round 1
         (0, 2, None, 0),  # round 2 would find them too old
         (2, 2, None, 4),  # after a recovery as without
-        (2, 2, 2, 2),  # max_inflight_groups
+        (2, 2, 2, 2),  # limits.max_inflight_groups
         (9, 9, None, 2),  # the last round
         (9, 10, None, 0),
     ],
@@ -131,7 +131,7 @@ def test_groups_are_taken_once_and_are_never_too_old(data: st.DataObject) -> Non
 def test_no_more_groups_are_open_than_rounds_can_take(
     version: int, taken: int, most: int | None, expected: int
 ) -> None:
-    config = settings(max_inflight_groups=most)
+    config = settings(limits={"max_inflight_groups": most})
     assert open_groups_max(config, version, taken) == expected
 
 

@@ -203,4 +203,4 @@ def test_a_record_that_contradicts_itself_is_refused(groups: list[list[object]])
 
 def test_the_key_is_a_setting_of_windows() -> None:
     with pytest.raises(ConfigError, match=r"commit_every_s is 5\.0, a setting of sampler windowed"):
-        configuration("memory://none", asynchrony={"commit_every_s": 5})
+        configuration("memory://none", asynchrony={"limits": {"commit_every_s": 5}})

@@ -119,7 +119,7 @@ def test_a_run_of_a_withdrawn_key_is_read_and_not_gone_on_with(
     record["config"]["asynchrony"] |= recorded
     del record["digest"]
     file.write_bytes(sealed_json(record))
-    kept = {"over_sampling_factor": 2.0} if "select" in recorded else {}
+    kept = {"over_sampling": {"factor": 2.0}} if "select" in recorded else {}
     run = Run.open(str(tmp_path), "run-1")
     assert run.config.model_dump()["asynchrony"] == {"max_staleness": 1, **kept}
     assert check_run(str(tmp_path), "run-1").faults == ()

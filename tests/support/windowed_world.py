@@ -364,7 +364,7 @@ class WindowedWorld(World):
                 "rollouts": {"groups_per_round": 3, "shards_per_round": 2}
                 if packs
                 else {"groups_per_round": GROUPS, "shards_per_round": 1},
-                "asynchrony": window | ({"over_staleness": "wait"} if waits else {}),
+                "asynchrony": window | ({"sampler": "windowed_wait"} if waits else {}),
             }
         )
 

@@ -8,8 +8,7 @@ from marin_rl.config.serving import InferenceConfig
 
 # Keys of `asynchrony` that choose among what a run samples, or keep it.
 OF_SAMPLING = (
-    "dynamic_sampling", "over_sampling_factor", "group_filter", "curriculum", "replay",
-    "partial_rollout",
+    "dynamic_sampling", "over_sampling", "group_filter", "curriculum", "replay", "partial_tokens",
 )  # fmt: skip
 IN_FLIGHT = "asynchrony.in_flight_updates"
 
@@ -68,8 +67,8 @@ def check_window(config: RunSections) -> None:
     groups, most = config.rollouts.groups_per_round, config.inflight_groups_max
     if config.windowed and most < groups:
         raise ValueError(
-            f"asynchrony.max_inflight_groups is {most}, so that no round would ever have its "
-            f"rollouts.groups_per_round ({groups}) groups: expected at least {groups}"
+            f"asynchrony.limits.max_inflight_groups is {most}, so that no round would ever have "
+            f"its rollouts.groups_per_round ({groups}) groups: expected at least {groups}"
         )
     if config.windowed and config.environment.reward_model is not None:
         raise ValueError(
@@ -138,9 +137,9 @@ def _check_vllm_in_flight(inference: InferenceConfig, *, recompute_kv_cache: boo
         )
     if not recompute_kv_cache:
         raise ValueError(
-            "asynchrony.recompute_kv_cache false with inference.publish vllm_reload: vLLM drops "
+            f"{IN_FLIGHT} keep_kv_cache with inference.publish vllm_reload: vLLM drops "
             "what its prefix cache has of the old weights only together with the caches of "
-            "completions under way; expected recompute_kv_cache true"
+            "completions under way; expected in_flight_updates true"
         )
 
 
@@ -152,11 +151,11 @@ def check_sampling_ahead(config: RunSections) -> None:
             f"retention.checkpoints_last is {kept}, but asynchrony.max_staleness {ahead} "
             f"samples with checkpoints that old: expected at least {ahead + 1}"
         )
-    refuses = config.asynchrony is not None and config.asynchrony.shared_device == "refuse"
+    refuses = config.asynchrony is not None and config.asynchrony.bounds.shared_device == "refuse"
     if refuses and not config.inference.endpoints:
         raise ValueError(
             f"asynchrony.max_staleness is {ahead}, but the embedded engine samples on the "
-            "device that trains, and asynchrony.shared_device is refuse: expected "
+            "device that trains, and asynchrony.limits.shared_device is refuse: expected "
             "inference.endpoints (`marin-rl serve` on other devices), shared_device "
             "time_sliced, or max_staleness 0"
         )

@@ -139,7 +139,7 @@ def decide(
     ended: nothing under way is waited for.
     """
     oldest = round - config.staleness_rounds_max
-    waits = config.asynchrony is not None and config.asynchrony.over_staleness == "wait"
+    waits = config.asynchrony is not None and config.asynchrony.waits
     # Before anything is taken: a group under way that would be too old next time is worth the wait.
     if waits and not ended and any(version <= oldest for version in under_way):
         return None
@@ -168,7 +168,7 @@ def decide(
 def _first(fresh: Sequence[StreamedGroup], config: Config) -> Sequence[StreamedGroup] | None:
     """The oldest groups until the round has its number of them; None where there are too few.
 
-    With dynamic sampling only those whose rewards differ count, up to `max_sample_batches` rounds.
+    With dynamic sampling only those whose rewards differ count, up to `dynamic_sampling` batches.
     """
     wanted, most = config.rollouts.groups_per_round, len(fresh)
     if not config.samples_on:
