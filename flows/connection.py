@@ -76,7 +76,6 @@ class ApiConnection:
 
     @property
     def lost(self) -> bool:
-        """Return True once the API is gone."""
         return self._lost.is_set()
 
     def lose(self, reason: str) -> None:

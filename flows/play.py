@@ -322,5 +322,4 @@ class InOrder(Rounds):
         return sampled.seconds, sampled.transfer
 
     def _version_of(self, round: int) -> int:
-        """The checkpoint that samples a round."""
         return max(self._origin, round - self._config.max_staleness)

@@ -148,5 +148,4 @@ def resume_point(run: Run) -> SlotRef | None:
 
 
 def is_closed(run: Run, round: int) -> bool:
-    """True if the metrics of a round are committed."""
     return metrics_key(round).rpartition("/")[2] in run.store.children("metrics")

@@ -186,7 +186,6 @@ def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
 
 
 def automations() -> list[AutomationCore]:
-    """Automations of the server, from flows/automations.yaml."""
     tree = yaml.safe_load(AUTOMATIONS.read_text(encoding="utf-8"))
     return [AutomationCore.model_validate(item) for item in tree["automations"]]
 

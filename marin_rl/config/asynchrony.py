@@ -328,12 +328,10 @@ class AsynchronyConfig(Section):
 
     @property
     def waits(self) -> bool:
-        """True if rounds wait for groups under way that would be too old for the next round."""
         return self.sampler == "windowed_wait"
 
     @property
     def bounds(self) -> LimitsConfig:
-        """The limits, those that are not set included."""
         return self.limits or LimitsConfig()
 
     @property
@@ -348,7 +346,6 @@ class AsynchronyConfig(Section):
 
     @property
     def choices(self) -> int:
-        """Number of examples that each one of a round is chosen from."""
         return CURRICULUM_CHOICES if self.curriculum else 1
 
     @property

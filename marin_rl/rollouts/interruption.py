@@ -36,9 +36,7 @@ class KeepsTurns(Protocol):
         """Raise Diverged for a member that ended before its recorded turns do."""
         ...
 
-    def begin_again(self, session: str, index: int, reason: str) -> None:
-        """Leave out the recorded turns of a member."""
-        ...
+    def begin_again(self, session: str, index: int, reason: str) -> None: ...
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:

@@ -48,7 +48,6 @@ class Member:
         return np.concatenate([self.prompt, self.tokens])
 
     def is_unfinished(self, tokens_max: int) -> bool:
-        """True if a further piece is to be asked for."""
         return self.finish_reason in GOES_ON and len(self.tokens) < tokens_max
 
     def add(self, part: SampledPart) -> None:

@@ -124,7 +124,6 @@ def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
 
 
 def is_finished(stream: GroupStream, settled: Settled, chunk: int) -> bool:
-    """True if every group of a chunk is committed, or was settled."""
     return stream.has(settled.left(numbers_of(stream.run.config, chunk)))
 
 
@@ -331,7 +330,6 @@ def _stream_of(run: Run) -> GroupStream:
 
 
 def now_utc() -> datetime:
-    """The time by this machine's clock."""
     return datetime.now(UTC)
 
 

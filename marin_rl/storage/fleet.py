@@ -193,11 +193,9 @@ class FleetBoard:
         self.folder, self.api_key = folder, api_key
 
     def announce(self, heartbeat: Heartbeat) -> None:
-        """Write a server's heartbeat."""
         self.folder.replace(_key(heartbeat.server), self.signed("heartbeat", asdict(heartbeat)))
 
     def withdraw(self, server: str) -> None:
-        """Remove a server's heartbeat."""
         self.folder.delete(_key(server))
 
     def heartbeats(self) -> list[Heartbeat | Unreadable]:
@@ -227,12 +225,10 @@ class FleetBoard:
         return Heartbeat(**fields)
 
     def aim(self, target: Target) -> None:
-        """Write which checkpoint servers are to serve."""
         said = {name: value for name, value in asdict(target).items() if value is not None}
         self.folder.replace(TARGET_KEY, self.signed("target", said))
 
     def release(self) -> None:
-        """Let servers go on to the newest checkpoint."""
         self.folder.delete(TARGET_KEY)
 
     def target(self) -> Target | None:
@@ -294,7 +290,6 @@ class FleetBoard:
         return SamplingTarget(checkpoint=checkpoint, open=record["state"] == "open")
 
     def signed(self, kind: str, record: Mapping[str, Any]) -> bytes:
-        """The bytes of a record."""
         full = {kind: dict(record), "format": f"marin-rl/{kind}", "version": VERSION}
         return sealed_json({**full, "signature": self._signature(full)})
 

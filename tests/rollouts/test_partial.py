@@ -1,7 +1,6 @@
 """Completions in pieces: the same tokens as whole ones, whichever process goes on with them."""
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -376,25 +375,6 @@ def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(
         assert rollout.token_ids.tolist() == other.token_ids.tolist()
         assert np.abs(rollout.logprobs - other.logprobs).max() < 1e-4
         assert rollout.reward == other.reward
-        assert [t.content for t in rollout.turns] == [t.content for t in other.turns]
-
-
-@pytest.mark.slow
-def test_stop_strings_of_the_engine_are_those_of_whole_completions(
-    server: PolicyServer, tmp_path: Path
-) -> None:
-    """Of two characters, each of which is a token: many lie across the pieces' borders."""
-    free = shard_of(tmp_path / "free", server)
-    texts = [rollout.turns[-1].content for rollout in free]
-    stops = {text[at : at + 2] for text in texts for at in (2, 5) if len(text) > at + 1}
-    stop = f"sampling.stop={json.dumps(sorted(stops)[:4])}"
-    expected = shard_of(tmp_path / "a", server, stop)
-    rollouts = shard_of(tmp_path / "b", server, stop, *PIECES)
-    assert any(r.finish_reason == "stop" and r.n_completion_tokens > PIECE for r in rollouts)
-    for rollout, other in zip(rollouts, expected, strict=True):
-        assert rollout.token_ids.tolist() == other.token_ids.tolist()
-        assert np.abs(rollout.logprobs - other.logprobs).max() < 1e-4
-        assert (rollout.reward, rollout.finish_reason) == (other.reward, other.finish_reason)
         assert [t.content for t in rollout.turns] == [t.content for t in other.turns]
 
 

@@ -53,7 +53,6 @@ class QueuePlace:
 
     @property
     def group_id(self) -> str:
-        """The group's id in its shard."""
         return f"{round_name(self.round)}/group-{self.group:05d}"
 
 

@@ -59,7 +59,6 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The object that has the group."""
         return object_key(self.number, self.pack)
 
 
@@ -104,12 +103,10 @@ class Intake:
 
     @property
     def taken(self) -> tuple[Entry, ...]:
-        """Groups that the round takes, in order."""
         return tuple(entry for entry in self.groups if not entry.reason)
 
     @property
     def dropped(self) -> tuple[Entry, ...]:
-        """Groups that the round drops."""
         return tuple(entry for entry in self.groups if entry.reason)
 
 
