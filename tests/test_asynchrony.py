@@ -32,6 +32,7 @@ def configured(*overrides: str) -> Config:
     [
         ("asynchrony.dynamic_sampling=none", "asynchrony.over_sampling.select=index"),
         ("asynchrony.max_staleness=0", "asynchrony.group_filter=null"),
+        ("asynchrony.partial_tokens=false", "asynchrony.limits.shared_device=time_sliced"),
     ],
 )
 def test_defaults_by_name_are_the_run_that_says_nothing(overrides: tuple[str, ...]) -> None:
@@ -179,6 +180,18 @@ REMOTE = ("inference.endpoints=[http://host/v1]",)
             "there the policy of a round follows from its number",
         ),
         (["asynchrony.limits.claim_s=5"], "limits.claim_s is 5.0, a setting of sampler windowed"),
+        (
+            [
+                "asynchrony.partial_tokens=5",
+                "asynchrony.over_sampling={factor: 2, select: first_done}",
+            ],
+            "partial_tokens with over_sampling.select first_done",
+        ),
+        (
+            ["asynchrony.partial_tokens=true", "rollouts.source=pushed"],
+            "partial_tokens is for groups that the run samples",
+        ),
+        (["asynchrony.partial_tokens=0"], "greater than or equal to 1"),
         (
             [*IN_FLIGHT, "objective.surrogate=reinforce"],
             "tokens of several policies, but objective.surrogate reinforce .* set "

@@ -7,10 +7,9 @@ and parameters of an undisturbed local one.
 import asyncio
 import importlib.util
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -42,9 +41,7 @@ from marin_rl.types import ServedPolicy, SlotRef
 from tasks import fan_out
 from tasks.fan_out import (
     WorkPool,
-    _has_heartbeat,
     _is_abandoned,
-    _worker_is_gone,
     fanning_out,
     play_on_pool,
 )
@@ -411,13 +408,7 @@ def test_work_that_is_cancelled_ends_so_whether_or_not_the_server_hears_of_it(
 
 @pytest.mark.slow
 def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
-    async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-        while True:
-            if await holds():
-                return
-            await asyncio.sleep(0.2)
-
-    async def play() -> tuple[bool, bool]:
+    async def play() -> None:
         async with get_client() as client:
             run = await client.create_flow_run_from_deployment(await deploy_never_begun(client))
             await client.send_worker_heartbeat("pending", "short", heartbeat_interval_seconds=1)
@@ -425,15 +416,12 @@ def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
             for state in (Pending(), Running()):
                 await client.set_flow_run_state(run.id, state)
             run = await client.read_flow_run(run.id)
-            await eventually(partial(_worker_is_gone, client, run))
-            silent = await _is_abandoned(client, run)
+            while not await _is_abandoned(client, run):  # until its worker is known to be gone
+                await asyncio.sleep(0.2)
             resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}"}
             emit_event("prefect.flow-run.heartbeat", resource=resource)
-            await eventually(partial(_has_heartbeat, client, run))
-            heard_of = await _is_abandoned(client, run)
+            while await _is_abandoned(client, run):  # then the server's automation looks after it
+                await asyncio.sleep(0.2)
             await client.set_flow_run_state(run.id, Completed())
-        return silent, heard_of
 
-    silent, heard_of = asyncio.run(asyncio.wait_for(play(), 300))
-    assert silent, "its worker is gone, and no heartbeat would tell that it is"
-    assert not heard_of, "the server's automation looks after it"
+    asyncio.run(asyncio.wait_for(play(), 300))

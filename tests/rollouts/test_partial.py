@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
-from support.run_factories import checkpoint, configuration, train
+from support.run_factories import checkpoint, train
 from support.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.servers import serving
 from support.streams import groups_in
@@ -23,7 +22,7 @@ from marin_rl.analysis.verify import verify_run
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
-from marin_rl.errors import CommitConflict, ConfigError, InputError, MarinRLError
+from marin_rl.errors import CommitConflict, InputError, MarinRLError
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.progress import ProgressEvent
@@ -489,31 +488,3 @@ def test_endpoints_are_asked_once_for_a_policy_and_again_after_a_refusal(tmp_pat
             assert single_tokens() == 3, "a token, and the next one by two routes"
 
         asyncio.run(shards())
-
-
-@pytest.mark.parametrize(
-    ("asynchrony", "sections", "message"),
-    [
-        (
-            {"partial_tokens": 5, "over_sampling": {"factor": 2, "select": "first_done"}},
-            {},
-            "partial_tokens with over_sampling.select first_done",
-        ),
-        (
-            {"partial_tokens": True},
-            {"rollouts": {"source": "pushed"}},
-            "partial_tokens is for groups that the run samples",
-        ),
-        ({"partial_tokens": 0}, {}, "partial_tokens"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(
-    asynchrony: dict[str, Any], sections: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        configuration("memory://none", asynchrony=asynchrony, **sections)
-
-
-def test_false_is_the_run_that_says_nothing() -> None:
-    config = configuration("memory://none", asynchrony={"partial_tokens": False})
-    assert config == configuration("memory://none")

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.run_factories import configuration
 from support.streams import Streaming, made, settings
 
 from marin_rl.batching.build import build_round
-from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
+from marin_rl.errors import CommitConflict, CorruptObject
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.layout import STREAM, pack_key, pack_of, stream_key
 from marin_rl.storage.runs import Run
@@ -199,8 +198,3 @@ def test_a_record_that_contradicts_itself_is_refused(groups: list[list[object]])
     extra = {**manifest.extra, "intake": 2, "objects": objects, "groups": groups}
     with pytest.raises(CorruptObject, match="expected an intake of groups"):
         intake_in(replace(manifest, extra=extra))
-
-
-def test_the_key_is_a_setting_of_windows() -> None:
-    with pytest.raises(ConfigError, match=r"commit_every_s is 5\.0, a setting of sampler windowed"):
-        configuration("memory://none", asynchrony={"limits": {"commit_every_s": 5}})
