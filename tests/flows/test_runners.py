@@ -408,6 +408,12 @@ def test_work_that_is_cancelled_ends_so_whether_or_not_the_server_hears_of_it(
 
 @pytest.mark.slow
 def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
+    async def eventually(client: PrefectClient, run: FlowRun, *, abandoned: bool) -> None:
+        while True:
+            if await _is_abandoned(client, run) == abandoned:
+                return
+            await asyncio.sleep(0.2)
+
     async def play() -> None:
         async with get_client() as client:
             run = await client.create_flow_run_from_deployment(await deploy_never_begun(client))
@@ -416,12 +422,10 @@ def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(api: str) -> None:
             for state in (Pending(), Running()):
                 await client.set_flow_run_state(run.id, state)
             run = await client.read_flow_run(run.id)
-            while not await _is_abandoned(client, run):  # until its worker is known to be gone
-                await asyncio.sleep(0.2)
+            await eventually(client, run, abandoned=True)  # its worker is gone
             resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}"}
             emit_event("prefect.flow-run.heartbeat", resource=resource)
-            while await _is_abandoned(client, run):  # then the server's automation looks after it
-                await asyncio.sleep(0.2)
+            await eventually(client, run, abandoned=False)  # the server's automation looks after it
             await client.set_flow_run_state(run.id, Completed())
 
     asyncio.run(asyncio.wait_for(play(), 300))
