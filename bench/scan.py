@@ -48,7 +48,8 @@ def parse() -> argparse.Namespace:
 
 def questions(root: str, run_id: str, rounds: int) -> dict[str, Callable[[], Any]]:
     """Queries by name."""
-    from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, sql
+    from marin_rl.analysis.query import sql
+    from marin_rl.analysis.scan import scan_dispositions, scan_rollouts
 
     name = f"round-{rounds // 2:05d}/group-00123/004"
     rewards = pl.col("reward").mean()

@@ -30,8 +30,7 @@ MARIN_RL = (sys.executable, "-m", "marin_rl")
 RUN = "started"
 WHOLE = "whole"  # its checkpoints have arrays, which fsck reads
 
-READER_LIMIT_S = 0.6  # of a command that reads a run
-LIMITS_S = {"--help": 0.3, "run --help": 0.3, "--version": 0.3, "status": READER_LIMIT_S}
+LIMITS_S = {"--help": 0.3, "run --help": 0.3, "--version": 0.3, "status": 0.6, "status RUN": 0.6}
 ID = "group-00000/000"
 OF_ROLLOUTS = "select round, avg(reward) from rollouts group by round"
 # It writes a page of megabytes. `metrics verify` is not here: it computes, in JAX.
@@ -116,7 +115,7 @@ def limit_of(name: str) -> float:
     """Return the limit of a command's CPU seconds; infinity where none is set."""
     if name == REPORT:
         return float("inf")
-    return READER_LIMIT_S if " RUN" in name else LIMITS_S.get(name, float("inf"))
+    return LIMITS_S.get(name, float("inf"))
 
 
 if __name__ == "__main__":

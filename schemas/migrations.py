@@ -17,11 +17,15 @@ Upgrade = Callable[[pa.Table], pa.Table]
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The versions of one format: `newest`, and a rung for each version below it."""
+    """The versions of one format: `newest`, and a rung for each version below it.
+
+    `schema` has the columns of the newest version; None where they differ from file to file.
+    """
 
     format: str
     newest: int
     rungs: Mapping[int, Upgrade] = field(default_factory=dict)
+    schema: pa.Schema | None = None
 
     def check(self, version: int) -> None:
         """Raise NewerVersion above the newest version, Malformed below 1."""
@@ -66,10 +70,12 @@ def _uncut(table: pa.Table) -> pa.Table:
     return _with_nulls(_with_new_fields(table), rollouts.ROLLOUTS, ("segment_lengths", "start_s"))
 
 
-ROLLOUTS = Ladder(rollouts.FORMAT, rollouts.SCHEMA_VERSION, {1: _with_new_fields, 2: _uncut})
-BATCHES = Ladder("marin-rl/batches", tables.BATCHES_VERSION)
-DISPOSITIONS = Ladder("marin-rl/dispositions", tables.BATCHES_VERSION)
-METRICS = Ladder("marin-rl/metrics", 1)
+ROLLOUTS = Ladder(
+    rollouts.FORMAT, rollouts.SCHEMA_VERSION, {1: _with_new_fields, 2: _uncut}, rollouts.ROLLOUTS
+)
+BATCHES = Ladder("marin-rl/batches", tables.BATCHES_VERSION)  # rows differ in length
+DISPOSITIONS = Ladder("marin-rl/dispositions", tables.BATCHES_VERSION, schema=tables.DISPOSITIONS)
+METRICS = Ladder("marin-rl/metrics", 1)  # a column for each metric of the round
 # Version 2 adds the values of a critic, version 3 what an optimal token baseline is made of.
 SCORES = Ladder(
     "marin-rl/scores",
@@ -78,6 +84,7 @@ SCORES = Ladder(
         1: partial(_with_nulls, schema=tables.SCORES, names=tables.VALUED),
         2: partial(_with_nulls, schema=tables.SCORES, names=tables.WEIGHED),
     },
+    tables.SCORES,
 )
-PAIRS = Ladder("marin-rl/pairs", tables.PAIRS_VERSION)
-REWARDS = Ladder("marin-rl/rewards", 1)
+PAIRS = Ladder("marin-rl/pairs", tables.PAIRS_VERSION, schema=tables.PAIRS)
+REWARDS = Ladder("marin-rl/rewards", 1, schema=tables.REWARDS)

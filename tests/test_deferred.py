@@ -77,9 +77,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", [("status",), ("rollouts",), ("lineage", "--round", "0"), ("sql", "select 1")]
-)
+@pytest.mark.parametrize("command", [("status",), ("rollouts",)])
 def test_commands_that_read_a_run_import_little(root, command):
     name, *options = command
     line = ["marin-rl", name, "run", *options, "--root", root]

@@ -6,7 +6,12 @@ import time
 import pytest
 from rich.console import Console
 
-from marin_rl.display.episodes import BeforeAfter, EpisodePair, PlayedEpisode, episodes_table
+from marin_rl.analysis.before_after import (
+    BeforeAfter,
+    EpisodePair,
+    PlayedEpisode,
+    episodes_table,
+)
 from marin_rl.display.live import RunDisplay, showing
 from marin_rl.display.tables import (
     fleet_table,

@@ -7,6 +7,7 @@ which trains has better use for.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from marin_rl.analysis.query import sql
     from marin_rl.analysis.scan import (
         scan_batches,
         scan_dispositions,
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
         scan_rewards,
         scan_rollouts,
         scan_scores,
-        sql,
     )
 
 __all__ = [
@@ -27,6 +27,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from marin_rl.analysis import scan
+    from marin_rl.analysis import query, scan
 
-    return vars(scan)[name]
+    return getattr(query if name == "sql" else scan, name)

@@ -51,7 +51,6 @@ class RolloutFilter:
 
     @property
     def asks(self) -> bool:
-        """True if there is any condition."""
         return self != RolloutFilter()
 
 
@@ -67,8 +66,12 @@ def is_sampled(turn: Mapping[str, Any]) -> bool:
 
 def tools_of(turns: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the tools that a rollout called or whose results it read, in order of first use."""
-    names = (name for turn in turns for name in _tool_names(turn))
-    return list(dict.fromkeys(name for name in names if name))
+    names: dict[str, None] = {}
+    for turn in turns:
+        # The name of a turn repeats those of its calls, and is all that older files have.
+        called = [call["name"] for call in calls_of(turn)] or [turn["tool_name"]]
+        names |= dict.fromkeys(filter(None, called))
+    return list(names)
 
 
 def calls_of(turn: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -86,11 +89,6 @@ def environment_seconds(turns: Sequence[Mapping[str, Any]]) -> float | None:
     """Seconds of the environment's answers to all turns; None where none is known."""
     seconds = [turn["environment_s"] for turn in turns if turn["environment_s"] is not None]
     return sum(seconds) if seconds else None
-
-
-def _tool_names(turn: Mapping[str, Any]) -> list[str | None]:
-    # the name of a turn with calls repeats those of the calls, and is all that older files have
-    return [call["name"] for call in calls_of(turn)] or [turn["tool_name"]]
 
 
 def sample_rollouts(
@@ -174,21 +172,17 @@ def dialogue_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "segment_lengths": row["segment_lengths"],
         "policy_version_min": row["policy_version_min"],
         "policy_version_max": row["policy_version_max"],
-        "timing": _timing(row),
+        # Seconds of the model, of the environment, and of the group up to its scores.
+        "timing": {
+            "started_at": row["started_at"],
+            "group_s": (row["finished_at"] - row["started_at"]).total_seconds(),
+            "queue_s": row["queue_s"],
+            "prefill_s": row["prefill_s"],
+            "decode_s": row["decode_s"],
+            "environment_s": environment_seconds(turns),
+            "start_s": row["start_s"],
+        },
         "turns": [_turn(turn) for turn in turns],
-    }
-
-
-def _timing(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Times of a rollout: of the model, of the environment, and of its group up to the scores."""
-    return {
-        "started_at": row["started_at"],
-        "group_s": (row["finished_at"] - row["started_at"]).total_seconds(),
-        "queue_s": row["queue_s"],
-        "prefill_s": row["prefill_s"],
-        "decode_s": row["decode_s"],
-        "environment_s": environment_seconds(row["turns"] or []),
-        "start_s": row["start_s"],
     }
 
 
@@ -215,28 +209,22 @@ def _row(rows: pa.Table, place: int) -> dict[str, Any]:
     names = [field.name for field in rows.schema if pa.types.is_timestamp(field.type)]
     row = rows.slice(place, 1).combine_chunks()
     (values,) = row.drop_columns(names).to_pylist()
-    return values | {name: _moment(row[name].chunk(0)) for name in names}
-
-
-def _moment(microseconds: pa.Array) -> datetime | None:
-    """The time in an array of one, in UTC as all times on disk are."""
-    (value,) = microseconds.view(pa.int64()).to_pylist()
-    return None if value is None else datetime.fromtimestamp(0, UTC) + timedelta(microseconds=value)
+    for name in names:
+        (since,) = row[name].chunk(0).view(pa.int64()).to_pylist()
+        # In UTC, as all times on disk are.
+        moment = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=since or 0)
+        values[name] = None if since is None else moment
+    return values
 
 
 def _round(run: Run, chosen: int | None) -> int:
     """The chosen round or the newest sealed one. Raises ObjectMissing where it is not sealed."""
-    number = _newest_sealed(run) if chosen is None else chosen
-    if number is None or committed(run, rollouts_slot(number)) is None:
-        which = "" if number is None else f" of round {number}"
+    rounds = reversed(rounds_in(run.store, "rollouts")) if chosen is None else [chosen]
+    number = next((n for n in rounds if committed(run, rollouts_slot(n)) is not None), None)
+    if number is None:
+        which = "" if chosen is None else f" of round {chosen}"
         raise ObjectMissing(
             f"run {run.run_id!r} has no committed rollouts{which} under {run.config.root}: "
             f"`marin-rl status {run.run_id}` shows which rounds there are"
         )
     return number
-
-
-def _newest_sealed(run: Run) -> int | None:
-    """The highest round whose rollouts are sealed: a listing, and a read or two."""
-    rounds = reversed(rounds_in(run.store, "rollouts"))
-    return next((n for n in rounds if committed(run, rollouts_slot(n)) is not None), None)

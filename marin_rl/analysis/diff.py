@@ -5,9 +5,8 @@ trained on, and of the parameters that came out.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,8 +26,6 @@ SAMPLED = (
     "status",
 )  # fmt: skip
 TRAINED = ("token_ids", "loss_mask", "positions", "policy_logprobs", "advantages")
-STAGES = ("policy", "rollouts", "batches")
-
 CURVES = (
     "reward", "eval/accuracy", "kl", "entropy", "completions/mean_length", "clip_ratio/region",
     "mismatch_kl", "loss", "grad_norm",
@@ -65,7 +62,6 @@ class RunDifference:
 
     @property
     def message(self) -> str:
-        """The result in one sentence."""
         if self.parts_at is None:
             return f"the same in all {self.rounds} rounds that both have begun"
         return f"they part at round {self.parts_at}, in its {self.stage}: {self.detail}"
@@ -74,15 +70,12 @@ class RunDifference:
 def compare_runs(first: Run, second: Run) -> RunDifference:
     """Compare two runs. Raises CorruptObject, NewerSchema, ObjectMissing."""
     rounds = sorted(set(progress(first)) & set(progress(second)))
-    parting = _parting(first, second, rounds)
-    round, stage, detail = parting or (None, None, "")
+    round, stage, detail = _parting(first, second, rounds) or (None, None, "")
+    ours, theirs = (fingerprint_fields(run.config) for run in (first, second))
+    same = rounds if round is None else [r for r in rounds if r <= round]
     return RunDifference(
-        settings=tuple(
-            differences(fingerprint_fields(first.config), fingerprint_fields(second.config))
-        ),
-        changed=_changed(
-            first, second, rounds if round is None else [r for r in rounds if r <= round]
-        ),
+        settings=tuple(differences(ours, theirs)),
+        changed=_changed(first, second, same),
         curves=_curves(first, second),
         rounds=len(rounds),
         parts_at=round,
@@ -125,14 +118,14 @@ def _parting(first: Run, second: Run, rounds: Sequence[int]) -> tuple[int, str, 
 
 def _digest(run: Run, round: int, stage: str) -> str | None:
     """A digest of the content of one stage of a round; None while it is not committed."""
-    if stage == "policy":
-        committed = read_manifest(run.store, checkpoint_slot(round))
-        return None if committed is None else str(committed[0].extra.get("parameters_digest"))
-    slot = rollouts_slot(round) if stage == "rollouts" else batches_slot(round)
-    committed = read_manifest(run.store, slot)
-    if committed is None:
-        return None
-    return _sampled(run, committed[0]) if stage == "rollouts" else _trained(run, committed[0])
+    slot_of, digest_of = STAGES[stage]
+    committed = read_manifest(run.store, slot_of(round))
+    return None if committed is None else digest_of(run, committed[0])
+
+
+def _parameters(run: Run, manifest: Manifest) -> str:
+    del run  # the manifest has it
+    return str(manifest.extra.get("parameters_digest"))
 
 
 def _sampled(run: Run, manifest: Manifest) -> str:
@@ -162,8 +155,15 @@ def _trained(run: Run, manifest: Manifest) -> str:
     return digest.hexdigest()
 
 
+STAGES: Mapping[str, tuple[Callable[[int], str], Callable[[Run, Manifest], str]]] = {
+    "policy": (checkpoint_slot, _parameters),
+    "rollouts": (rollouts_slot, _sampled),
+    "batches": (batches_slot, _trained),
+}
+
+
 def _curves(first: Run, second: Run) -> tuple[Curve, ...]:
-    a, b = _rows(first), _rows(second)
+    a, b = ({row["round"]: row for row in read_metrics(run).to_pylist()} for run in (first, second))
     curves: list[Curve] = []
     for name in CURVES:
         both = [
@@ -178,7 +178,3 @@ def _curves(first: Run, second: Run) -> tuple[Curve, ...]:
                 Curve(metric=name, round=round, first=left, second=right, largest=largest)
             )
     return tuple(curves)
-
-
-def _rows(run: Run) -> Mapping[int, Mapping[str, Any]]:
-    return {row["round"]: row for row in read_metrics(run).to_pylist()}

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import polars as pl
+
+from marin_rl.analysis.scan import scan_dispositions
 from marin_rl.batching.dispositions import advantage_choice
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import CorruptObject, InputError, ObjectMissing
@@ -112,17 +115,13 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
     _add_slot(graph, batches, [parent.slot for parent in batches.parents])
     if (intake := read_manifest(run.store, intake_slot(round))) is not None:
         _add_slot(graph, intake[0], [parent.slot for parent in intake[0].parents])
-    for number, names in _by_round(places):
+    # A round may train on rollouts of earlier ones again.
+    for number in sorted({int(place["round_generated"]) for place in places}, reverse=True):
+        names = [p["rollout_id"] for p in places if p["round_generated"] == number]
         _add_rollouts(graph, run, number, names)
     add_policy(graph, run, checkpoint_slot(round))
     _add_run(graph, player)
     return graph
-
-
-def _by_round(places: Sequence[Facts]) -> Iterator[tuple[int, list[str]]]:
-    """Rollouts by the round that sampled them: a round may train on those of earlier ones again."""
-    for number in sorted({int(place["round_generated"]) for place in places}, reverse=True):
-        yield number, [p["rollout_id"] for p in places if p["round_generated"] == number]
 
 
 def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | None) -> str:
@@ -343,10 +342,6 @@ def _consumed(
 
 def _places_of(run: Run, rollout_id: str) -> list[Facts]:
     """Dispositions of a rollout in the rounds that decided on it, its own first."""
-    import polars as pl  # imports as much as all of the rest, and only this way back needs it
-
-    from marin_rl.analysis.scan import scan_dispositions
-
     frame = scan_dispositions(run.config.root, run.run_id, run.config.storage_options)
     rows = frame.filter(pl.col("rollout_id") == rollout_id).collect().to_dicts()
     if not rows:
@@ -359,11 +354,10 @@ def _places_of(run: Run, rollout_id: str) -> list[Facts]:
 
 
 def _add_slot(graph: Lineage, manifest: Manifest, sources: Sequence[str], **facts: Any) -> None:
-    kind = {"checkpoints": "checkpoint", "intakes": "intake", "sft": "warm start"}.get(
-        manifest.slot.partition("/")[0], manifest.slot.partition("/")[0]
-    )
+    folder = manifest.slot.partition("/")[0]
+    kinds = {"checkpoints": "checkpoint", "intakes": "intake", "sft": "warm start"}
     graph.add(
-        kind,
+        kinds.get(folder, folder),
         manifest.slot,
         sources,
         manifest=manifest.sha256,

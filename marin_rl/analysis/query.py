@@ -1,52 +1,50 @@
 """SQL over runs: DuckDB's answer to one query, with a view for each table that it names.
 
-Neither Polars, Arrow nor NumPy is imported for queries over local rollouts, evaluations and metrics
-with an answer of plain types, so that `marin-rl sql` starts quickly. The other tables are frames
-(`frames`), and so are answers with other types.
+DuckDB's own settings, which are locked, keep a query away from other files, extensions and
+settings. They do not separate reading from writing, so statements that write files are refused
+before they run, by DuckDB's parser.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
-from marin_rl.analysis.database import (
-    check_statements,
-    connect_unsafe,
-    explained,
-    restricted_database,
-)
-from marin_rl.analysis.parts import Part, of_metrics, sealed, shards
+import duckdb
+import polars as pl
+import pyarrow as pa
+
+from marin_rl.analysis.scan import Options, Root, Runs, open_runs
+from marin_rl.analysis.tables import TABLES
 from marin_rl.errors import InputError
+from marin_rl.machine import cores
 from marin_rl.storage.run_records import read_record
-from marin_rl.storage.runs import Run, runs_under
+from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.forked_store import ForkedStore
+from schemas.rollouts import ROLLOUTS
 
-if TYPE_CHECKING:
-    import duckdb
+# Statements that work in memory. COPY, ATTACH, EXPORT and LOAD reach files, SET and PRAGMA
+# settings, CALL either of them; COMMIT would leave tables for the next query, and EXECUTE hides its
+# statement.
+STATEMENTS = (
+    "SELECT", "EXPLAIN", "CREATE", "INSERT", "UPDATE", "DELETE", "MERGE_INTO", "ALTER", "DROP",
+    "MULTI",
+)  # fmt: skip
+WRITES_FILES = b"copy"  # DuckDB runs it inside WITH and EXPLAIN ANALYZE too
 
-Options = Mapping[str, Any]
-Root = str | os.PathLike[str]
-Runs = str | Sequence[str] | None
-
-TABLES = ("rollouts", "batches", "dispositions", "metrics", "evals", "scores", "rewards")
-
-# The type of `turns`, which files of earlier versions have fewer fields of. In DuckDB's words, for
-# this module imports no Arrow.
-TURNS_TYPE = (
-    'STRUCT("role" VARCHAR, content VARCHAR, "start" INTEGER, "end" INTEGER, reward DOUBLE, '
-    "tool_name VARCHAR, tool_call_id VARCHAR, inference_metadata STRUCT(model VARCHAR, "
-    "weight_version INTEGER, temperature DOUBLE, top_p DOUBLE, top_k INTEGER, max_tokens INTEGER, "
-    '"stop" VARCHAR[], seed BIGINT, request_id VARCHAR, finish_reason VARCHAR), '
-    'tool_calls STRUCT(id VARCHAR, "name" VARCHAR, arguments VARCHAR)[], cut BOOLEAN, '
-    "queue_s DOUBLE, prefill_s DOUBLE, decode_s DOUBLE, environment_s DOUBLE, "
-    'rewards STRUCT("name" VARCHAR, "value" DOUBLE)[], malformed VARCHAR)[]'
+UNSAFE = (
+    "a query reads the run's own files and writes none; `--unsafe` (in Python `unsafe=True`) lets "
+    "it read, write, attach and install whatever you may"
 )
-# Columns that no file of an earlier version has, for runs that have only those.
-_LATER = "select null::INTEGER[] as segment_lengths, null::DOUBLE as start_s where false"
+_REFUSED = re.compile(r"configuration has been locked|Table with name \S*/")  # a path, in FROM
+_PATTERN = re.compile(r"[*?[]")  # DuckDB takes a path with one of these for a pattern
+_INTERVAL = re.compile(r'(?<!")\bINTERVAL\b(?!")')  # the type, not a field of that name
 
+READ_BY_DUCKDB = ("rollouts", "evals", "metrics")  # where their files are local
+OF_ROLLOUTS = ("rollouts", "evals")
 # Columns of `rollouts` and `evals` that SQL has next to the stored ones: turns of the model, and
 # tools that a rollout called or whose results it read.
 _DERIVED = (
@@ -59,15 +57,12 @@ _DERIVED = (
     "and coalesce(len(turn.tool_calls), 0) = 0]))) as tools"
 )
 
-_PATTERN = re.compile(r"[*?[]")  # DuckDB takes a path with one of these for a pattern
-
 # Types whose Python values from DuckDB are those that Polars gives, by DuckDB's ids.
 _PLAIN = frozenset(
     {f"{sign}{size}int" for sign in ("", "u") for size in ("tiny", "small", "", "big", "huge")}
     | {"integer", "uinteger", "boolean", "float", "double", "decimal", "varchar", "blob", "enum"}
     | {"NULL", "null"}
 )
-_NESTED = ("list", "struct", "map")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +73,31 @@ class Answer:
     rows: Sequence[Sequence[Any]]
 
 
+def sql(
+    root: Root,
+    run_id: Runs,
+    query: str,
+    storage_options: Options | None = None,
+    *,
+    unsafe: bool = False,
+) -> pl.DataFrame:
+    """Return DuckDB's answer to `query`, which may name the runs' tables (`tables.TABLES`).
+
+    Local rollouts are read by DuckDB itself, unless `*`, `?` or `[` is in their path, everything
+    else through Polars. A query reads the files of these runs and nothing else, and writes none:
+    DuckDB's access to files, extensions and settings is switched off but for the folders of
+    rollouts, and statements that write files are refused. Tables that it creates in memory are
+    dropped when it has answered. `unsafe` lifts all of that: the query may then read and write
+    whatever the user may, in a database of its own.
+
+    Intervals are durations, in which a month has 30 days. Raises InputError in DuckDB's own words
+    when the query is wrong or refused, or when Polars has no such type as it answers with, and as
+    `scan_rollouts`.
+    """
+    with _answering(root, run_id, query, storage_options, unsafe=unsafe) as answer:
+        return _as_frame(answer)
+
+
 def answer_rows(
     root: Root,
     run_id: Runs,
@@ -86,88 +106,130 @@ def answer_rows(
     *,
     unsafe: bool = False,
 ) -> Answer:
-    """Return DuckDB's answer to `query` as Python's values. Raises as `scan.sql`."""
-    with answering(root, run_id, query, storage_options, unsafe=unsafe) as answer:
+    """Return DuckDB's answer to `query` as Python's values: sums of integers are integers.
+
+    Raises as `sql`.
+    """
+    with _answering(root, run_id, query, storage_options, unsafe=unsafe) as answer:
         names = answer.columns
         # Of two columns of one name a frame renames the second.
         if len({name.lower() for name in names}) == len(names) and all(map(_plain, answer.types)):
             return Answer(columns=names, rows=answer.fetchall())
-        from marin_rl.analysis.frames import as_frame
-
-        frame = as_frame(answer)
+        frame = _as_frame(answer)
         return Answer(columns=frame.columns, rows=frame.rows())
 
 
 def tables(
     root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> dict[str, dict[str, str]]:
-    """Columns of each table that a query may name, with types in SQL. Raises as `scan.sql`."""
-    described = _columns(open_runs(root, run_id, storage_options))
-    metrics = answer_rows(root, run_id, "describe metrics", storage_options).rows
-    return {name: {row[0]: row[1] for row in described.get(name, metrics)} for name in TABLES}
-
-
-def _columns(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Names and types of the columns of tables that have a schema: of all but metrics."""
-    import pyarrow as pa
-
-    from marin_rl.analysis.table_schemas import SCHEMAS
-
-    described = dict[str, list[Any]]()
-    with _database(runs).cursor() as connection:
-        for name, schema in SCHEMAS.items():
+    """Columns of each table that a query may name, with types in SQL. Raises as `sql`."""
+    described: dict[str, dict[str, str]] = {}
+    with _database(open_runs(root, run_id, storage_options)).cursor() as connection:
+        for name, table in TABLES.items():
+            if table.differ:
+                rows = answer_rows(root, run_id, f"describe {name}", storage_options).rows
+                described[name] = {row[0]: row[1] for row in rows}
+                continue
             # `empty_table` imports pandas
-            stored = connection.from_arrow(pa.Table.from_batches([], schema))
-            if name in ("rollouts", "evals"):
+            stored = connection.from_arrow(pa.Table.from_batches([], table.columns))
+            if name in OF_ROLLOUTS:
                 stored = stored.project(f"*, {_DERIVED}")
-            described[name] = list(zip(stored.columns, map(str, stored.types), strict=True))
+            described[name] = dict(zip(stored.columns, map(str, stored.types), strict=True))
     return described
 
 
 @contextmanager
-def answering(
-    root: Root,
-    run_id: Runs,
-    query: str,
-    storage_options: Options | None = None,
-    *,
-    unsafe: bool = False,
-) -> Iterator["duckdb.DuckDBPyRelation"]:
-    """Open DuckDB's answer to `query`, to be read inside the block. Raises as `scan.sql`."""
-    import duckdb  # here, for it is large, and only SQL needs it
-
+def _answering(
+    root: Root, run_id: Runs, query: str, storage_options: Options | None, *, unsafe: bool
+) -> Iterator[duckdb.DuckDBPyRelation]:
+    """Open DuckDB's answer to `query`, to be read inside the block."""
     runs = open_runs(root, run_id, storage_options)
     try:
         if unsafe:
-            with connect_unsafe() as connection:
+            with _connected() as connection:
                 yield _answer(connection, query, runs)
             return
-        check_statements(query)
+        _check_statements(query)
         with _database(runs).cursor() as connection:
             connection.begin()  # never committed: closing takes back what the query creates
             yield _answer(connection, query, runs)
     except duckdb.Error as error:
-        raise InputError(f"DuckDB refuses the query: {explained(error)}") from None
+        # With the remedy where DuckDB's settings refuse.
+        refused = isinstance(error, duckdb.PermissionException) or _REFUSED.search(str(error))
+        remedy = f"; {UNSAFE}" if refused else ""
+        raise InputError(f"DuckDB refuses the query: {error}{remedy}") from None
 
 
-def _database(runs: Sequence[Run]) -> "duckdb.DuckDBPyConnection":
-    attempts = frozenset(_attempt(run) for run in runs)
-    return restricted_database(os.getpid(), attempts, _folders(runs))
+def _check_statements(query: str) -> None:
+    """Raise InputError for statements that reach beyond memory and the runs' files.
+
+    Raises duckdb.Error where DuckDB cannot parse the query.
+    """
+    for statement in duckdb.extract_statements(query):
+        if (kind := statement.type.name) not in STATEMENTS:
+            words = {"MULTI": "PIVOT", "CREATE_FUNC": "CREATE MACRO"}.get(kind, kind)
+            raise InputError(f"DuckDB's {words.replace('_', ' ')} statement is refused: {UNSAFE}")
+    tokens, data = duckdb.tokenize(query), query.encode()
+    ends = [start for start, _ in tokens[1:]] + [len(data)]
+    for (start, kind), end in zip(tokens, ends, strict=True):
+        word = data[start:end].split(maxsplit=1)
+        if kind.name == "keyword" and word and word[0].lower() == WRITES_FILES:
+            raise InputError(f'COPY is refused (a column of that name is written "copy"): {UNSAFE}')
 
 
-def open_runs(root: Root, run_id: Runs, storage_options: Options | None) -> list[Run]:
-    """Open one run, several, or all below a root (None). Raises ObjectMissing."""
-    place = os.fspath(root)
-    if run_id is None:
-        names: Sequence[str] = runs_under(place, storage_options)
-    else:
-        names = [run_id] if isinstance(run_id, str) else list(dict.fromkeys(run_id))
-    return [Run.open(place, name, storage_options) for name in names]
+def _database(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:
+    """The database of these runs, which opens what DuckDB reads of them and of their ancestors."""
+    stores, records = [run.folder for run in runs], [read_record(run.store) for run in runs]
+    for run in runs:
+        if isinstance(run.store, ForkedStore):
+            stores += [store for _, store in run.store.shared]
+    folders = [store.local_path(name) for store in stores for name in READ_BY_DUCKDB]
+    return _restricted(
+        os.getpid(),
+        # Another one than that of a run that was started again under its name.
+        frozenset(str(record["attempt"]) for record in records if record is not None),
+        frozenset(str(folder) for folder in folders if folder is not None),
+    )
+
+
+@lru_cache(maxsize=8)
+def _restricted(
+    process: int, runs: frozenset[str], folders: frozenset[str]
+) -> duckdb.DuckDBPyConnection:
+    """An empty database in memory that caches Parquet footers and opens files in `folders` alone.
+
+    Footers take most of the time of a query over many files, and files of a run never change. Other
+    runs have a database of their own, for DuckDB takes a file with the name and time of an earlier
+    one for the same; so has a forked process.
+    """
+    del process, runs  # are the cache's key
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    database = _connected(
+        memory_limit=f"{memory_bytes // 2}B",
+        temp_directory="",  # no spilling: it writes files
+        allow_community_extensions=False,
+        autoinstall_known_extensions=False,
+        autoload_known_extensions=False,
+    )
+    database.execute("set global allowed_directories = ?", [sorted(folders)])
+    database.execute("set global enable_external_access = false")
+    database.execute("set global lock_configuration = true")
+    return database
+
+
+def _connected(**settings: str | bool) -> duckdb.DuckDBPyConnection:
+    """An empty database in memory."""
+    # The system has pages of local files in its memory; a second copy costs more than it spares.
+    # DuckDB would count all cores of the machine, not those of this process.
+    chosen = {"threads": cores(), "enable_external_file_cache": False, **settings}
+    database = duckdb.connect(config=chosen)
+    database.execute("set global parquet_metadata_cache = true")
+    return database
 
 
 def _answer(
-    connection: "duckdb.DuckDBPyConnection", query: str, runs: Sequence[Run]
-) -> "duckdb.DuckDBPyRelation":
+    connection: duckdb.DuckDBPyConnection, query: str, runs: Sequence[Run]
+) -> duckdb.DuckDBPyRelation:
     for name in TABLES:
         if re.search(rf"\b{name}\b", query, re.IGNORECASE):
             _create_view(connection, name, runs)
@@ -177,68 +239,56 @@ def _answer(
     return answer
 
 
+def _create_view(connection: duckdb.DuckDBPyConnection, name: str, runs: Sequence[Run]) -> None:
+    """Create a view: by DuckDB's own reader for local files, else over the frame."""
+    paths = []
+    if name in READ_BY_DUCKDB:
+        paths = [part.path for part in TABLES[name].parts(runs)]
+    # DuckDB cannot escape a pattern in a path that contains a backslash.
+    if paths and all(path and not _PATTERN.search(path) for path in paths):
+        listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
+        # Columns differ by version, or by round as metrics do: DuckDB reads every footer at first.
+        options = "union_by_name=true, hive_partitioning=false"
+        stored = f"select * from read_parquet([{listed}], {options})"
+        if name in OF_ROLLOUTS:  # files of earlier versions have fewer columns, and fields of turns
+            newest = pa.Table.from_batches([], ROLLOUTS)
+            connection.register("newest_rollouts", newest)
+            (turns,) = connection.from_arrow(newest.select(["turns"])).types
+            stored = (
+                f"{stored} union all by name select segment_lengths, start_s from newest_rollouts"
+            )
+            stored = f"select * replace (turns::{turns} as turns) from ({stored})"
+    else:
+        connection.register(f"stored_{name}", TABLES[name].frame(runs))
+        stored = f"select * from stored_{name}"
+    derived = f", {_DERIVED}" if name in OF_ROLLOUTS else ""
+    connection.sql(f"create temp view {name} as select *{derived} from ({stored})")
+
+
 def _plain(kind: Any) -> bool:
     """Return True for types of DuckDB whose values, or parts, are all of `_PLAIN`."""
-    if kind.id in _NESTED:
+    if kind.id in ("list", "struct", "map"):
         return all(_plain(child) for _, child in kind.children)
     return kind.id in _PLAIN
 
 
-def _create_view(connection: "duckdb.DuckDBPyConnection", name: str, runs: Sequence[Run]) -> None:
-    """Create a view: by DuckDB's own reader for local files of `_READ`, else over the frame."""
-    if name in _READ:
-        parts_of, reading = _READ[name]
-        paths = [part.path for part in parts_of(runs)]
-        # DuckDB cannot escape a pattern in a path that contains a backslash.
-        if paths and all(path and not _PATTERN.search(path) for path in paths):
-            connection.sql(f"create temp view {name} as {reading(paths)}")
-            return
-    from marin_rl.analysis.frames import VIEWS
-
-    if name in ("rollouts", "evals"):
-        connection.register(f"stored_{name}", VIEWS[name](runs))
-        connection.sql(f"create temp view {name} as select *, {_DERIVED} from stored_{name}")
-        return
-    connection.register(name, VIEWS[name](runs))
-
-
-def _rollouts_in(paths: Sequence[str | None]) -> str:
-    """DuckDB's query over files of rollouts, of any version."""
-    return (
-        f"select *, {_DERIVED} from (select * replace (turns::{TURNS_TYPE} as turns) from ("
-        f"{_files_in(paths)} union all by name {_LATER}))"
-    )
-
-
-def _files_in(paths: Sequence[str | None]) -> str:
-    """DuckDB's query over files whose columns differ: by version, or by round as metrics do."""
-    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
-    # Reads every footer before the query starts.
-    options = "union_by_name=true, hive_partitioning=false"
-    return f"select * from read_parquet([{listed}], {options})"
-
-
-# Tables that DuckDB reads itself where they are local: their files, and the query over these.
-_READ: Mapping[
-    str, tuple[Callable[[Sequence[Run]], list[Part]], Callable[[Sequence[str | None]], str]]
-] = {
-    "rollouts": (shards, _rollouts_in),
-    "evals": (lambda runs: sealed(runs, "evals", ""), _rollouts_in),
-    "metrics": (of_metrics, _files_in),
-}
-
-
-def _folders(runs: Sequence[Run]) -> frozenset[str]:
-    """Local folders with what DuckDB reads itself, of these runs and of their ancestors."""
-    stores = [run.folder for run in runs]
-    for run in runs:
-        if isinstance(run.store, ForkedStore):
-            stores += [store for _, store in run.store.shared]
-    folders = (store.local_path(name) for store in stores for name in _READ)
-    return frozenset(str(folder) for folder in folders if folder is not None)
-
-
-def _attempt(run: Run) -> str:
-    """The identity of a run, other than that of a run that was started again under its name."""
-    record = read_record(run.store)
-    return "" if record is None else str(record["attempt"])
+def _as_frame(answer: duckdb.DuckDBPyRelation) -> pl.DataFrame:
+    """The answer as a frame. Raises InputError for types that Polars lacks, duckdb.Error."""
+    kinds = [(name, str(kind)) for name, kind in zip(answer.columns, answer.types, strict=True)]
+    intervals = [name for name, kind in kinds if kind == "INTERVAL"]
+    for name, kind in kinds:  # nested intervals panic in Polars, which is no error
+        if name not in intervals and _INTERVAL.search(kind):
+            raise InputError(
+                f"no table can hold column {name!r} of type {kind}: expected intervals in columns "
+                "of their own; unnest it"
+            )
+    try:
+        if not intervals:
+            return answer.pl()
+        # Polars has durations in place of DuckDB's intervals.
+        quoted = ['"' + name.replace('"', '""') + '"' for name in intervals]
+        casts = ", ".join(f"epoch_us({name}) as {name}" for name in quoted)
+        frame = answer.project(f"* replace ({casts})").pl()
+        return frame.with_columns(pl.col(intervals).cast(pl.Duration("us")))
+    except (pl.exceptions.PolarsError, pa.ArrowException) as error:
+        raise InputError(f"no table can hold the answer: {error}; cast its columns") from None

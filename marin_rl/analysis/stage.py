@@ -50,9 +50,10 @@ class Stage:
 
 def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
     """The first stage of the run that is not committed yet."""
-    if not any(item.checkpoint for item in slots.values()):
+    checkpoints = [number for number, item in slots.items() if item.checkpoint]
+    if not checkpoints:
         return _warm_start(run)
-    round = _trained(slots)
+    round = max(checkpoints)
     here = slots.get(round, RoundProgress(round=round))
     if round >= rounds_planned(run, round) and not here.shards:
         holder = holder_of(run)
@@ -89,10 +90,6 @@ def _warm_start(run: Run) -> Stage:
     done = latest_sft(run)
     steps = int(done.slot.rpartition("-")[2]) if done else 0
     return Stage(name="warm start, steps", round=0, done=steps, total=run.config.sft.steps)
-
-
-def _trained(slots: Mapping[int, RoundProgress]) -> int:
-    return max((number for number, item in slots.items() if item.checkpoint), default=0)
 
 
 def _idle_s(run: Run, round: int, now: datetime) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from marin_rl.analysis.stage import standstill
 from marin_rl.analysis.warnings import warnings_of
-from marin_rl.config import EnvironmentConfig, PolicyConfig
+from marin_rl.config import EnvironmentConfig
 from marin_rl.errors import MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
@@ -147,6 +147,10 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
     run, rows = followed.run, followed.rows(slots)
     checkpoints = [number for number, item in slots.items() if item.checkpoint]
     trained = max(checkpoints, default=0)
+    bounds = {
+        round: {"eval/accuracy/low": known.low, "eval/accuracy/high": known.high}
+        for round, known in held_out_accuracies(rows).items()
+    }
     return RunStatus(
         run_id=run.run_id,
         root=run.store.url,
@@ -161,7 +165,7 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         reward_model=_reward_model(run),
         headline=headline(rows, run.run_id),
         warnings=[*warnings_of(rows, run.run_id), *standstill(run, slots, rows)],
-        rounds=_with_intervals(rows),
+        rounds=[{**row, **bounds.get(row["round"], {})} for row in rows],
         fleet=fleet_rows(run),
     )
 
@@ -189,7 +193,10 @@ def fleet_rows(run: Run) -> list[dict[str, Any]]:
 def _policy(run: Run, trained: int) -> str:
     """Source of the first parameters, tokenizer, and the adapter where one is trained."""
     config = run.config.policy
-    facts = [_source(config), f"tokenizer {_tokenizer(run, trained)}"]
+    # What a folder or a checkpoint decides has its name.
+    named = {"hf": config.hf_path, "checkpoint": config.checkpoint}.get(config.init)
+    source = f"init {config.init}" + (f" ({named})" if named else "")
+    facts = [source, f"tokenizer {_tokenizer(run, trained)}"]
     lora = config.lora
     if lora is not None:
         kind = f"of rank {lora.rank}" if lora.rank else f"as {lora.init_from}"
@@ -197,12 +204,6 @@ def _policy(run: Run, trained: int) -> str:
     if config.quantize_base is not None:
         facts.append(f"base quantised to {config.quantize_base}")
     return ", ".join(facts)
-
-
-def _source(config: PolicyConfig) -> str:
-    """Source of the first parameters; what a folder or a checkpoint decides has its name."""
-    named = {"hf": config.hf_path, "checkpoint": config.checkpoint}.get(config.init)
-    return f"init {config.init}" + (f" ({named})" if named else "")
 
 
 def _tokenizer(run: Run, trained: int) -> str:
@@ -267,15 +268,6 @@ def headline(rows: Sequence[Mapping[str, Any]], run_id: str) -> str:
 
 def _shown(accuracy: Estimate) -> str:
     return f"{accuracy.value:.1%} ({accuracy.low:.1%} to {accuracy.high:.1%})"
-
-
-def _with_intervals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    accuracies = held_out_accuracies(rows)
-    bounds = {
-        round: {"eval/accuracy/low": known.low, "eval/accuracy/high": known.high}
-        for round, known in accuracies.items()
-    }
-    return [{**row, **bounds.get(row["round"], {})} for row in rows]
 
 
 def _warm_start(run: Run) -> str | None:

@@ -8,7 +8,6 @@ their rows. Metrics that no file gives again (times, gradients) are reported as 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 
@@ -63,7 +62,6 @@ class Finding:
 
     @property
     def message(self) -> str:
-        """The finding in one line."""
         if self.metric == UNREADABLE:
             return f"round {self.round}: {self.problem}"
         values = f"expected {_shown(self.expected)}, found {_shown(self.found)}"
@@ -82,7 +80,8 @@ def verify_run(run: Run, round: int | None = None, *, trust: bool = False) -> It
         raise ObjectMissing(f"{run.store.url_of('metrics')}: no round has been closed")
     episodes = _Episodes(run)
     for row in rows:
-        number, recorded = row["round"], _metrics_of(row)
+        number = row.pop("round")
+        recorded = {k: v for k, v in row.items() if k != "run_id" and v is not None}
         try:
             player = run.at_round(number)  # a fork's first rounds are as its parent's settings say
             # Answers are extracted where there is an evaluation; a loss is always computed.
@@ -200,7 +199,9 @@ def _compare(
         if _generation(name) not in known:
             continue
         if name.startswith("scores/"):
-            yield _contradiction(round, name, expected[name])
+            problem = "tokens of the scores contradict the batches" if expected[name] else ""
+            count = expected[name]
+            yield Finding(round=round, metric=name, expected=0.0, found=count, problem=problem)
             continue
         definition = definition_of(name)
         unchecked = "" if definition is None else _unchecked(name, definition, run.config, recorded)
@@ -255,19 +256,6 @@ def _problem(definition: Definition | None, expected: float | None, logged: floa
     if expected is None:
         return "is in the row, but no file gives it"
     return "" if definition.allows(expected, logged) else "differs"
-
-
-def _contradiction(round: int, name: str, count: float) -> Finding:
-    problem = "" if not count else "tokens of the scores contradict the batches"
-    return Finding(round=round, metric=name, expected=0.0, found=count, problem=problem)
-
-
-def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in row.items()
-        if name not in ("run_id", "round") and value is not None
-    }
 
 
 def _shown(value: float | None) -> str:

@@ -52,7 +52,8 @@ def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
         return []
     last = trained[-1]
     beyond = [
-        f"round {last['round']}: " + _words(name, text, last[name], run_id)
+        f"round {last['round']}: "
+        + (_ALL.get(name, text) if last[name] >= 1.0 else text).format(last[name], run=run_id)
         for name, (limit, text) in _LIMITS.items()
         if last.get(name) is not None and last[name] > limit
     ]
@@ -90,10 +91,6 @@ def _kind(warning: str) -> str:
     """Return what stays of a warning from round to round: its words, without the numbers."""
     words = warning.partition(": ")[2] if warning.startswith("round ") else warning
     return "".join(sign for sign in words if sign.isalpha())
-
-
-def _words(name: str, text: str, value: float, run_id: str) -> str:
-    return (_ALL[name] if value >= 1.0 and name in _ALL else text).format(value, run=run_id)
 
 
 def _held_out(rows: Rows) -> list[str]:

@@ -71,7 +71,7 @@ def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs
     Exit code 1 if not. Reads nothing but files. Cells are rollouts / tokens. Length bias is the
     mean length of dropped rollouts less that of trained ones, in tokens.
     """
-    from marin_rl.display.audits import audit_table, balance_line, dropped_table
+    from marin_rl.display.tables import audit_table, balance_line, dropped_table
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.audit import audit_run
     from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts

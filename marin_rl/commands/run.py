@@ -228,10 +228,9 @@ def _print_data_warnings(config: Config) -> None:
 
 
 def _print_result(config: Config, again: str, *, as_json: bool) -> None:
-    from marin_rl.analysis.before_after import before_and_after
+    from marin_rl.analysis.before_after import before_and_after, episodes_table
     from marin_rl.analysis.learning_curve import write_learning_curve
     from marin_rl.analysis.status import run_status
-    from marin_rl.display.episodes import episodes_table
     from marin_rl.display.tables import rounds_table
     from marin_rl.storage.runs import Run
 

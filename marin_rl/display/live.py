@@ -78,7 +78,12 @@ class RunDisplay:
         if event.stage == "evaluate" and "eval/accuracy" in event.metrics:
             self.accuracies.append(event.metrics["eval/accuracy"])
         if event.stage == "round":
-            self._end_round(event)
+            now = time.monotonic()
+            if self._round_ended is not None:
+                self.round_seconds.append(now - self._round_ended)
+            self._round_ended = now
+            if "reward" in event.metrics:
+                self.rewards.append(event.metrics["reward"])
 
     def seconds_left(self) -> float | None:
         """Rounds to come times the mean seconds of the latest ten; None before two rounds."""
@@ -89,19 +94,13 @@ class RunDisplay:
 
     def render(self) -> RenderableType:
         """A panel: rounds, stage, main metrics, two curves."""
+        curves = (("reward   ", self.rewards), ("held-out ", self.accuracies))
+        lines = [Text(f"{name} {sparkline(values)}") for name, values in curves if values]
         return Panel(
-            Group(self._rounds_line(), self._stage_line(), self._numbers(), *self._curves()),
+            Group(self._rounds_line(), self._stage_line(), self._numbers(), *lines),
             title=plain(self.run_id, "bold"),
             border_style="cyan",
         )
-
-    def _end_round(self, event: ProgressEvent) -> None:
-        now = time.monotonic()
-        if self._round_ended is not None:
-            self.round_seconds.append(now - self._round_ended)
-        self._round_ended = now
-        if "reward" in event.metrics:
-            self.rewards.append(event.metrics["reward"])
 
     def _rounds_line(self) -> Table:
         finished = min(self.round + (self.stage in ("round", "done")), self.rounds)
@@ -138,10 +137,6 @@ class RunDisplay:
             )
         )
         return grid
-
-    def _curves(self) -> list[Text]:
-        curves = (("reward   ", self.rewards), ("held-out ", self.accuracies))
-        return [Text(f"{name} {sparkline(values)}") for name, values in curves if values]
 
 
 @contextmanager

@@ -18,7 +18,6 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0, widt
 
 
 def duration(seconds: float | int) -> str:
-    """Format seconds: 42 s, 3 min 05 s, 2 h 10 min."""
     minutes, rest_s = divmod(round(seconds), 60)
     if minutes == 0:
         return f"{rest_s} s"
@@ -38,7 +37,6 @@ def evenly(items: Sequence[Item], count: int) -> list[Item]:
 
 
 def size(n_bytes: float | int) -> str:
-    """Format bytes with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if n_bytes < 1000 or unit == "TB":
             return f"{n_bytes:,.0f} {unit}" if unit == "B" else f"{n_bytes:,.1f} {unit}"

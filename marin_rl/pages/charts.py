@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from marin_rl.display.text import evenly
-from marin_rl.pages.records import Chart, Line, Number
+from marin_rl.pages.records import Chart, Line
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 
 Rows = Sequence[Mapping[str, Any]]
@@ -40,7 +40,6 @@ class ChartPlan:
 
 @cache
 def plans() -> tuple[ChartPlan, ...]:
-    """The entries of charts.yaml, in order."""
     text = Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8")
     return tuple(ChartPlan(**item) for item in yaml.safe_load(text))
 
@@ -69,23 +68,24 @@ def _rewards(rows: Rows, training: Estimates, held_out: Estimates) -> Chart:
         "held-out reward": held_out,
         "held-out accuracy": held_out_accuracies(rows),
     }
+    lines = [
+        Line(
+            name=name,
+            x=list(estimates),
+            y=[estimate.value for estimate in estimates.values()],
+            low=[estimate.low for estimate in estimates.values()],
+            high=[estimate.high for estimate in estimates.values()],
+        )
+        for name, estimates in bands.items()
+        if estimates
+    ]
     return Chart(
         key="reward",
         title="Reward",
         unit="reward, accuracy",
         about="Mean reward of training and held-out rollouts and held-out accuracy, each with its "
         "95 % interval.",
-        lines=[_band(name, estimates) for name, estimates in bands.items() if estimates],
-    )
-
-
-def _band(name: str, estimates: Estimates) -> Line:
-    return Line(
-        name=name,
-        x=list(estimates),
-        y=[estimate.value for estimate in estimates.values()],
-        low=[estimate.low for estimate in estimates.values()],
-        high=[estimate.high for estimate in estimates.values()],
+        lines=lines,
     )
 
 
@@ -119,12 +119,8 @@ def _matched(pattern: str, name: str) -> str | None:
 
 
 def _line(name: str, label: str, rows: Rows, noise: float) -> Line | None:
-    points = [(row["round"], _finite(row.get(name))) for row in rows]
-    points = [(x, y) for x, y in points if y is not None]
+    values = [(row["round"], row.get(name)) for row in rows]
+    points = [(x, float(y)) for x, y in values if y is not None and math.isfinite(y)]
     if not points or max(abs(y) for _, y in points) < noise:
         return None
     return Line(name=label, x=[x for x, _ in points], y=[y for _, y in points])
-
-
-def _finite(value: Any) -> Number:
-    return float(value) if value is not None and math.isfinite(value) else None

@@ -1,34 +1,45 @@
 """A run as a page, from committed slots.
 
 A round that is sealed, batched and trained is read once: a page of a running run reads new rounds
-alone.
+alone. Slots are read from manifests: a digest that a page shows can be compared with the files by
+`sha256sum`, as it is that of the manifest, or of the part.
 """
 
+import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import polars as pl
+import yaml
 
 from marin_rl.analysis.scan import scan_evals
 from marin_rl.analysis.stage import stage_of
 from marin_rl.analysis.status import Followed, status_of
 from marin_rl.display.text import evenly
 from marin_rl.pages.charts import make_charts
-from marin_rl.pages.records import Page, RoundSlots, Slot
+from marin_rl.pages.records import Facts, Page, RoundSlots, Slot
 from marin_rl.pages.rounds import Amount, RoundPart, read_round
-from marin_rl.pages.slots import facts_of, round_slots
 from marin_rl.pages.tokens import TokenTexts
 from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
+from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_progress import RoundProgress
-from marin_rl.storage.runs import Run
+from marin_rl.storage.run_records import RUN_KEY
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, evals_slot, rollouts_slot
+from marin_rl.storage.stores.filesystem import ObjectStore, open_store
+from schemas.manifests import Manifest
 
+ARRAYS_SHOWN_MAX = 16  # files of a checkpoint, which may have thousands; shards are all shown
 TOKENS_OF_A_PAGE = 400_000
 CHARACTERS_OF_A_PAGE = 2_500_000
 TOKENS_MAX, CHARACTERS_MAX = 2048, 20_000
 
-Key = tuple[bool, bool, bool, Amount]
+_SECRET = re.compile("secret|passw|token|key|credential|sign", re.IGNORECASE)
+
+Key = tuple[bool, bool, Amount]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +51,6 @@ class Choice:
     rollouts_max: int = 1600
 
     def rounds_max(self) -> int:
-        """Number of rounds whose rollouts are shown."""
         return max(1, self.rollouts_max // max(1, self.groups_per_round * self.members_per_group))
 
     def amount(self, rounds: int) -> Amount:
@@ -71,11 +81,19 @@ class RunPage:
         """The committed state. Raises CorruptObject, NewerSchema, StoreUnavailable."""
         run, committed = self._run, self._followed.progress()
         status = status_of(self._followed, committed)
-        self._forget_another()
+        if self._followed.times_begun != self._times_begun:
+            # The folder has another run of the same name now.
+            self._times_begun = self._followed.times_begun
+            for kept in (self._parts, self._slots, self._held_out):
+                kept.clear()
         stage = stage_of(run, committed)
         sealed = [number for number in committed if committed[number].rollouts]
         shown = evenly(sealed, self._choice.rounds_max())
-        parts = self._round_parts(committed, status.planned, shown)
+        amount = self._choice.amount(status.planned)
+        parts = [
+            self._round_part(number, committed, amount if number in shown else Amount(groups=0))
+            for number in sealed
+        ]
         self._read_evaluations(committed)
         charts, absent = make_charts(
             status.rounds,
@@ -103,25 +121,13 @@ class RunPage:
             ended=stage.ended,
         )
 
-    def _forget_another(self) -> None:
-        """Clear the caches where the folder now has another run of the same name."""
-        if self._followed.times_begun != self._times_begun:
-            self._times_begun = self._followed.times_begun
-            for kept in (self._parts, self._slots, self._held_out):
-                kept.clear()
-
-    def _round_parts(
-        self, committed: dict[int, RoundProgress], planned: int, shown: Sequence[int]
-    ) -> list[RoundPart]:
-        sealed = [number for number in committed if committed[number].rollouts]
-        amount = self._choice.amount(planned)
-        for number in sealed:
-            of_round = amount if number in shown else Amount(groups=0)
-            trained = number + 1 in committed and committed[number + 1].checkpoint
-            key = (committed[number].rollouts, committed[number].batches, trained, of_round)
-            if self._parts.get(number, (None, None))[0] != key:
-                self._parts[number] = (key, read_round(self._run, number, of_round, self._texts))
-        return [self._parts[number][1] for number in sealed]
+    def _round_part(
+        self, number: int, committed: dict[int, RoundProgress], amount: Amount
+    ) -> RoundPart:
+        key = (committed[number].batches, _trained(number, committed), amount)
+        if self._parts.get(number, (None, None))[0] != key:
+            self._parts[number] = (key, read_round(self._run, number, amount, self._texts))
+        return self._parts[number][1]
 
     def _read_evaluations(self, committed: dict[int, RoundProgress]) -> None:
         new = [n for n in committed if committed[n].evaluation and n not in self._held_out]
@@ -142,13 +148,10 @@ class RunPage:
                 self._held_out[int(number)] = reward  # type: ignore[arg-type]  # an int column
 
     def _slots_of(self, number: int, committed: dict[int, RoundProgress]) -> dict[str, Slot]:
-        if number not in self._slots:
-            slots = round_slots(self._run, number)
-            trained = number + 1 in committed and committed[number + 1].checkpoint
-            if not trained:
-                return slots
+        slots = self._slots.get(number) or round_slots(self._run, number)
+        if _trained(number, committed):
             self._slots[number] = slots
-        return self._slots[number]
+        return slots
 
     def _notes(self, parts: Sequence[RoundPart]) -> list[str]:
         shown = [part for part in parts if part.groups]
@@ -171,3 +174,76 @@ class RunPage:
                 f"expected {', '.join(sorted(digests))}, found {self._texts.digest}."
             )
         return notes
+
+
+def _trained(number: int, committed: dict[int, RoundProgress]) -> bool:
+    return number + 1 in committed and committed[number + 1].checkpoint
+
+
+def round_slots(run: Run, round: int) -> dict[str, Slot]:
+    """The committed slots of a round by their part in it, in the order they were made."""
+    titles = {
+        checkpoint_slot(round): "policy that sampled",
+        evals_slot(round): "held-out evaluation of it",
+        rollouts_slot(round): "rollouts",
+        batches_slot(round): "batches and dispositions",
+        checkpoint_slot(round + 1): "policy after training",
+    }
+    manifests = [(title, read_manifest(run.store, slot)) for slot, title in titles.items()]
+    return {title: slot_of(*item) for title, item in manifests if item}
+
+
+def slot_of(manifest: Manifest, sha256: str) -> Slot:
+    """The record of a manifest."""
+    rows = manifest.totals.get("rows")
+    shown = ARRAYS_SHOWN_MAX if manifest.slot.startswith("checkpoints/") else None
+    return Slot(
+        name=manifest.slot,
+        sha256=sha256,
+        created_at=manifest.created_at,
+        attempt=manifest.attempt,
+        bytes=sum(part.bytes for part in manifest.parts),
+        rows=None if rows is None else int(rows),
+        parents=[(parent.slot, parent.sha256) for parent in manifest.parents],
+        parts=[(part.name, part.sha256) for part in manifest.parts[:shown]],
+        n_parts=len(manifest.parts),
+        digest=str(manifest.extra.get("parameters_digest", "")),
+    )
+
+
+def facts_of(run: Run, headline: str, lines: dict[str, str]) -> Facts:
+    """The head of a page from run.json, and `headline` and `lines` on the run's progress."""
+    top = open_store(run.config.root, run.config.storage_options)
+    record = _record(run.folder)
+    config = record["config"]
+    config["storage_options"] = without_secrets(config["storage_options"])
+    return Facts(
+        run_id=run.run_id,
+        root=run.store.url,
+        headline=headline,
+        lines=list(lines.items()),
+        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        content_digest=record["content_digest"],
+        shared=[
+            (a.run_id, a.through_round, _record(top.at(a.run_id))["content_digest"])
+            for a in run.ancestors
+        ],
+        environment=[
+            (name, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, indent=1))
+            for name, v in config["environment"].items()
+        ],
+        code=[(name, str(value)) for name, value in record["code"].items()]
+        + [("created", record["created_at"]), ("seed", str(record["seeds"]["run"]))],
+        libraries=[(name, str(value)) for name, value in record["libraries"].items()],
+    )
+
+
+def _record(folder: ObjectStore) -> dict[str, Any]:
+    return json.loads(folder.read(RUN_KEY))
+
+
+def without_secrets(node: Any, name: str = "") -> Any:
+    """Storage options without secrets, for a page may be passed on."""
+    if isinstance(node, dict):
+        return {key: without_secrets(value, str(key)) for key, value in node.items()}
+    return "(not shown)" if _SECRET.search(name) and node is not None else node

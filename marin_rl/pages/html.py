@@ -45,7 +45,6 @@ class Script:
 
     @property
     def hash(self) -> str:
-        """The hash as Content-Security-Policy has it."""
         digest = hashlib.sha256(self.text.encode()).digest()
         return f"sha256-{base64.b64encode(digest).decode()}"
 
@@ -117,7 +116,6 @@ def _inlined(script: str) -> Markup:
 
 
 def page_json(page: Page) -> bytes:
-    """The page's data; numbers that are not finite are null."""
     return orjson.dumps(page)
 
 
@@ -129,7 +127,6 @@ def report_html(page: Page) -> str:
 
 
 def live_html(run_id: str) -> str:
-    """The same page without scripts and data, which it loads from the server."""
     return _render(run_id, "null", content_policy=None)
 
 

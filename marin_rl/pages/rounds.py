@@ -2,6 +2,10 @@
 
 Read through the verifying readers: a page never shows a row whose file differs from its manifest.
 Light columns are read of all rollouts, tokens only of the row groups that hold a picked one.
+
+Few rollouts are shown, and the same of the same files. Of a round these groups are taken: the one
+whose rewards differ most, the one with the lowest mean, the one with the highest, then others in
+their order. Of a group: its best, its worst, then others in their order.
 """
 
 import json
@@ -22,7 +26,6 @@ from marin_rl.analysis.dialogues import (
     tools_of,
 )
 from marin_rl.errors import ObjectMissing
-from marin_rl.pages.picks import Member, Pick, pick
 from marin_rl.pages.records import Card, Fate, GroupCard, TurnView
 from marin_rl.pages.tokens import Scores, TokenTexts, tokens_of
 from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
@@ -40,6 +43,7 @@ from schemas.tables import SCORES
 LIGHT = ("rollout_id", "group_id", "index_in_group", "reward", "status")
 LEFT_OUT = ("run_id", "messages", "attempt", "replica")
 SCORE_COLUMNS = ("rollout_id", "positions", "trainer_logprobs", "entropies", "clipped")
+BEST, WORST = "best", "worst"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,24 @@ class RoundPart:
     tokenizer_digest: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rollout to pick from; `reward` is None where it has no usable one."""
+
+    rollout_id: str
+    index: int
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+    """A group that is shown, the reason, and its shown members by id, with their place in it."""
+
+    group_id: str
+    why: str
+    members: Mapping[str, str]
+
+
 def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> RoundPart:
     """A sealed round; `amount.groups` 0 reads no tokens.
 
@@ -73,7 +95,11 @@ def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> Round
         part.name: open_part(run.store, manifest.slot, part, LADDER) for part in manifest.parts
     }
     light = pl.concat([_frame(shard.table(select(ROLLOUTS, LIGHT))) for shard in shards.values()])
-    members = _members(light)
+    members: dict[str, list[Member]] = {}
+    for name, group, index, reward, status in light.rows():
+        usable = reward is not None and math.isfinite(reward) and status not in ("error", "aborted")
+        member = Member(rollout_id=name, index=index, reward=reward if usable else None)
+        members.setdefault(group, []).append(member)
     valid = [[m.reward for m in group if m.reward is not None] for group in members.values()]
     picks = pick(members, amount.groups, amount.members)
     rows = _picked_rows(shards, picks) if picks else {}
@@ -100,15 +126,6 @@ class _Reading:
     scores: Mapping[str, Scores | None]
     amount: Amount
     texts: TokenTexts
-
-
-def _members(light: pl.DataFrame) -> dict[str, list[Member]]:
-    groups: dict[str, list[Member]] = {}
-    for name, group, index, reward, status in light.rows():
-        usable = reward is not None and math.isfinite(reward) and status not in ("error", "aborted")
-        member = Member(rollout_id=name, index=index, reward=reward if usable else None)
-        groups.setdefault(group, []).append(member)
-    return groups
 
 
 def _picked_rows(
@@ -271,3 +288,44 @@ def _frame(table: pa.Table) -> pl.DataFrame:
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame), "a table gives a frame"
     return frame
+
+
+def pick(groups: Mapping[str, Sequence[Member]], n_groups: int, n_members: int) -> list[Pick]:
+    """Pick at most `n_groups` groups of at most `n_members` members, the most telling first."""
+    chosen: dict[str, str] = {}
+    rewards = {
+        name: [member.reward for member in members if member.reward is not None]
+        for name, members in groups.items()
+    }
+    means = {name: math.fsum(values) / len(values) for name, values in rewards.items() if values}
+    spreads = {name: max(rewards[name]) - min(rewards[name]) for name in means}
+    if spreads and max(spreads.values()) > 0:
+        chosen[max(spreads, key=spreads.__getitem__)] = "rewards differ most"
+    if means:
+        chosen.setdefault(min(means, key=means.__getitem__), "lowest mean reward")
+        chosen.setdefault(max(means, key=means.__getitem__), "highest mean reward")
+    for name in groups:
+        chosen.setdefault(name, "next in order")
+    picked = list(chosen.items())[:n_groups]
+    return [
+        Pick(group_id=name, why=why, members=pick_members(groups[name], n_members))
+        for name, why in picked
+    ]
+
+
+def pick_members(members: Sequence[Member], n_members: int) -> dict[str, str]:
+    """The ids of the shown members in their order, each with its place: best, worst or none.
+
+    Where all rewards are equal, none is best or worst.
+    """
+    places: dict[str, str] = {}
+    valid = [member for member in members if member.reward is not None]
+    if valid:
+        best = max(valid, key=lambda member: (member.reward or 0.0, -member.index))
+        worst = min(valid, key=lambda member: (member.reward or 0.0, -member.index))
+        if best.reward != worst.reward:
+            places = {best.rollout_id: BEST, worst.rollout_id: WORST}
+    for member in members:
+        places.setdefault(member.rollout_id, "")
+    kept = dict(list(places.items())[:n_members])
+    return {m.rollout_id: kept[m.rollout_id] for m in members if m.rollout_id in kept}

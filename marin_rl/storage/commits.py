@@ -95,12 +95,10 @@ def fingerprint(
 
 
 def manifest_key(slot: str) -> str:
-    """The key whose creation commits `slot`."""
     return f"{slot}/manifest.json"
 
 
 def part_of(name: str, data: bytes, *, rows: int | None = None) -> Part:
-    """The record of an object with the bytes `data`, named relative to its slot."""
     return Part(name=name, bytes=len(data), sha256=sha256_of(data), rows=rows)
 
 
@@ -138,7 +136,6 @@ def ref_of(manifest: Manifest, *, reused: bool = False) -> SlotRef:
 
 
 def parent_of(ref: SlotRef) -> Parent:
-    """The record of `ref` as a parent of another slot."""
     return Parent(slot=ref.slot, sha256=ref.sha256)
 
 

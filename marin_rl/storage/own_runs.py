@@ -76,12 +76,12 @@ def remembered(run: Run) -> tuple[str, ...] | None:
     # decides.
     except (OSError, ValidationError):
         return None
-    return tuple(item for item in own.free if not _names_of(item) & WITHDRAWN.keys())
-
-
-def _names_of(item: str) -> set[str]:
-    """Return a setting's key, and key and value, as `WITHDRAWN` has them."""
-    return {item.partition("=")[0], item.replace('"', "")}
+    # A key was withdrawn, or a key with a value.
+    return tuple(
+        item
+        for item in own.free
+        if not {item.partition("=")[0], item.replace('"', "")} & WITHDRAWN.keys()
+    )
 
 
 def _path_of(run: Run) -> Path:

@@ -18,7 +18,6 @@ from marin_rl.config import (
     WITHDRAWN,
     WITHDRAWN_CONTENT,
     Config,
-    EnvironmentConfig,
     code_in,
     differences,
     fingerprint_fields,
@@ -67,7 +66,6 @@ def parse_record(data: bytes, source: str) -> dict[str, Any]:
 
 
 def ancestors_in(record: Mapping[str, Any]) -> tuple[Ancestor, ...]:
-    """The runs that a fork's run.json names, ascending; none for other runs."""
     return tuple(Ancestor(**item) for item in record.get("ancestors", ()))
 
 
@@ -84,7 +82,9 @@ def create_record(
     # Before run.json: a run that exists has its code, wherever a crash comes.
     keep_code(store, tree)
     named = [item for item in code_in(tree) if not item[1].module.startswith("marin_rl.")]
-    for key, name in _names(config.environment):
+    mixture = enumerate(config.environment.mixture or ())
+    names = {f"environment.mixture.{place}.name": entry.name for place, entry in mixture}
+    for key, name in (names or {"environment.name": config.environment.name}).items():
         named += [(key, spec) for spec in registered(name)]
     code = [{"key": key, **record_of(spec)} for key, spec in named]
     forked = {"ancestors": [asdict(ancestor) for ancestor in ancestors]} if ancestors else {}
@@ -137,13 +137,6 @@ def keep_code(store: ObjectStore, tree: object) -> None:
         )
 
 
-def _names(config: EnvironmentConfig) -> list[tuple[str, str]]:
-    """Names of a run's environments, by their keys."""
-    entries = enumerate(config.mixture or ())
-    names = [(f"environment.mixture.{place}.name", entry.name) for place, entry in entries]
-    return names or [("environment.name", config.name)]
-
-
 def offer_code(store: ObjectStore, tree: object, *, allowed: bool) -> None:
     """Make the copies of a run's code known; see `user_code.offer`. Reads nothing yet."""
     for digest in files_in(tree):
@@ -164,7 +157,6 @@ def stored_config(record: Mapping[str, Any], source: str) -> Config:
 
 
 def refuse_withdrawn(folder: ObjectStore) -> None:
-    """Raise ConfigError for a run whose rounds were chosen in a way that was withdrawn."""
     if (record := read_record(folder)) is not None:
         _refuse_withdrawn(record, folder.url_of(RUN_KEY))
 
@@ -184,8 +176,7 @@ def as_recorded(record: Mapping[str, Any], config: Config, source: str) -> Confi
 
     Raises ConfigError.
     """
-    recorded = stored_config(record, source)
-    return with_choices(config, partial(value_at, recorded))
+    return with_choices(config, partial(value_at, stored_config(record, source)))
 
 
 def _check_pinned(tree: Mapping[str, Any], source: str) -> None:

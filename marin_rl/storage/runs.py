@@ -24,10 +24,7 @@ from marin_rl.config import (
 )
 from marin_rl.errors import ConfigError, ObjectMissing, StorageError
 from marin_rl.slot_ref import SlotRef
-from marin_rl.storage.commits import (
-    read_manifest,
-    ref_of,
-)
+from marin_rl.storage.commits import read_manifest, ref_of
 from marin_rl.storage.layout import (
     base_slot,
     batches_slot,
@@ -142,15 +139,13 @@ class Run:
 
     @classmethod
     def of(cls, ref: RunRef) -> "Run":
-        """The run that `ref` names, with its free keys."""
         return cls._open(ref, ref.free)
 
     @classmethod
     def _open(cls, ref: RunRef, free: tuple[str, ...] | None) -> "Run":
-        root, run_id, storage_options = ref.root, ref.run_id, ref.storage_options
-        check_run_id(run_id)
-        top = open_store(root, storage_options)
-        store = top.at(run_id)
+        check_run_id(ref.run_id)
+        top = open_store(ref.root, ref.storage_options)
+        store = top.at(ref.run_id)
         record = read_record(store)
         if record is None:
             # What is there helps more than an error of the store: mostly the root, or the name, is
@@ -159,7 +154,7 @@ class Run:
             shown = ", ".join(names[:CHILDREN_NAMED_MAX]) or "nothing"
             more = len(names) - CHILDREN_NAMED_MAX
             raise ObjectMissing(
-                f"no run {run_id!r} under {root}: expected {store.url_of(RUN_KEY)}; "
+                f"no run {ref.run_id!r} under {ref.root}: expected {store.url_of(RUN_KEY)}; "
                 f"found there: {shown}{f' and {more} more' if more > 0 else ''}"
             )
         stored = stored_config(record, store.url_of(RUN_KEY))
@@ -174,11 +169,11 @@ class Run:
         )
         tree = place_files(tree, known=ref.places)
         # The run may have been moved since run.json was written: it lies where it was opened.
-        tree |= {"root": root, "storage_options": dict(storage_options)}
+        tree |= {"root": ref.root, "storage_options": dict(ref.storage_options)}
         ancestors = ancestors_in(record)
         return cls(
             config=parse_config(tree, "run reference"),
-            run_id=run_id,
+            run_id=ref.run_id,
             store=with_ancestors(top, store, ancestors),
             ancestors=ancestors,
         )
@@ -215,13 +210,11 @@ class Run:
     @property
     def reference(self) -> RunRef:
         """The name of this run for other tasks."""
-        # Fields of the reference already.
-        skip = {"root", "storage_options"}
-        tree, defaults = (
-            self.config.model_dump(mode="json"),
-            Config.model_validate({}).model_dump(mode="json"),
-        )
-        free = {key: _dig(tree, key) for key in free_keys() if key not in skip}
+        tree = self.config.model_dump(mode="json")
+        defaults = Config.model_validate({}).model_dump(mode="json")
+        # Those two are fields of the reference already.
+        keys = [key for key in free_keys() if key not in ("root", "storage_options")]
+        free = {key: (_dig(tree, key), _dig(defaults, key)) for key in keys}
         return RunRef(
             # Absolute, because the other task may run in another working directory.
             root=open_store(self.config.root, self.config.storage_options).url,
@@ -229,8 +222,8 @@ class Run:
             storage_options=dict(self.config.storage_options),
             free=tuple(
                 f"{key}={json.dumps(value)}"
-                for key, value in free.items()
-                if value != _dig(defaults, key)
+                for key, (value, default) in free.items()
+                if value != default
             ),
             places=places_in(tree),
         )
@@ -276,8 +269,7 @@ def latest_checkpoint(run: Run) -> SlotRef | None:
     """The committed checkpoint of the highest round: one listing, then one read or two."""
     # A listing that is out of date costs work again, and no more: every stage looks at its own key
     # first.
-    rounds = reversed(rounds_in(run.store, "checkpoints"))
-    return _latest(run, (checkpoint_slot(round) for round in rounds))
+    return _latest(run, map(checkpoint_slot, reversed(rounds_in(run.store, "checkpoints"))))
 
 
 def checkpoint_at(run: Run, round: int | None) -> SlotRef:
@@ -293,13 +285,11 @@ def checkpoint_at(run: Run, round: int | None) -> SlotRef:
 
 
 def latest_sft(run: Run) -> SlotRef | None:
-    """The committed checkpoint of the warm start with the most steps."""
-    return _latest(run, (sft_slot(step) for step in _steps(run, "sft")))
+    return _latest(run, map(sft_slot, _steps(run, "sft")))
 
 
 def latest_reward_model(run: Run) -> SlotRef | None:
-    """The committed checkpoint of the run's reward model with the most steps."""
-    return _latest(run, (reward_model_slot(step) for step in _steps(run, "reward_model")))
+    return _latest(run, map(reward_model_slot, _steps(run, "reward_model")))
 
 
 def checkpoint_named(
@@ -370,26 +360,25 @@ def check_run_id(run_id: str) -> None:
 def runs_under(root: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """Names of the runs below `root`, sorted; also of what cannot be looked into and may be one."""
     top = open_store(root, storage_options)
-    return [name for name in top.children() if _may_be_run(top, name)]
-
-
-def _may_be_run(top: ObjectStore, name: str) -> bool:
-    try:
-        return RUN_KEY in top.at(name).children()  # a run's own folder may be a link
-    except StorageError as error:
-        # A network failure must not look like a root with fewer runs.
-        if error.transient:
-            raise
-        return is_run_name(name)
+    names: list[str] = []
+    for name in top.children():
+        try:
+            is_run = RUN_KEY in top.at(name).children()  # a run's own folder may be a link
+        except StorageError as error:
+            # A network failure must not look like a root with fewer runs.
+            if error.transient:
+                raise
+            is_run = is_run_name(name)
+        if is_run:
+            names.append(name)
+    return names
 
 
 def is_run_name(name: str) -> bool:
-    """True if a run may have this name; `lost+found`, for one, may not."""
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
 def _steps(run: Run, kind: str) -> list[int]:
-    """Steps that have a folder of a kind, descending."""
     steps = map(step_of, run.store.children(kind))
     return sorted((step for step in steps if step is not None), reverse=True)
 

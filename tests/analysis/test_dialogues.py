@@ -20,7 +20,8 @@ from support.run_factories import (
 from typer.testing import CliRunner
 
 from marin_rl.analysis.dialogues import RolloutFilter, rollout_named, sample_rollouts
-from marin_rl.analysis.scan import scan_rollouts, sql
+from marin_rl.analysis.query import sql
+from marin_rl.analysis.scan import scan_rollouts
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.storage.runs import Run, shard_key

@@ -1,18 +1,11 @@
-"""Rows of `marin-rl sql` are those of a frame, and plain ones take neither Polars nor Arrow."""
+"""Rows of `marin-rl sql` are those of a frame."""
 
-import subprocess
-import sys
-
-import duckdb
-import polars as pl
 import pytest
 from support.run_factories import whole_run
 
-from marin_rl.analysis.frames import VIEWS, columns_of
-from marin_rl.analysis.query import TABLES, TURNS_TYPE, answer_rows, tables
-from marin_rl.analysis.scan import sql
+from marin_rl.analysis.query import answer_rows, sql, tables
+from marin_rl.analysis.tables import TABLES
 from marin_rl.storage.runs import Run
-from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
 
 VALUES = (
     "1::tinyint", "1::ubigint", "null", "0.1::float", "'nan'::double", "1.50::decimal(9, 2)",
@@ -46,36 +39,10 @@ def test_sums_of_integers_are_integers_and_columns_of_one_name_are_kept_apart(ru
 
 
 def test_tables_have_the_names_of_the_frames(run: Run) -> None:
-    assert list(TABLES) == list(VIEWS) == list(tables(run.config.root, run.run_id))
+    assert list(TABLES) == list(tables(run.config.root, run.run_id))
 
 
 def test_columns_of_tables_are_those_that_a_query_has(run: Run) -> None:
     for name, columns in tables(run.config.root, run.run_id).items():
         described = answer_rows(run.config.root, run.run_id, f"describe {name}").rows
         assert list(columns.items()) == [(row[0], row[1]) for row in described], name
-
-
-def test_turns_have_the_type_of_the_schema() -> None:
-    with duckdb.connect() as connection:
-        connection.register("newest", pl.DataFrame(schema=dict(columns_of(ROLLOUTS_SCHEMA))))
-        (kind,) = connection.sql("select turns from newest").types
-        (ours,) = connection.sql(f"select null::{TURNS_TYPE}").types
-    assert str(kind) == str(ours)
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        "select round, count(*), sum(reward) from rollouts group by round",
-        "select * from metrics order by round",
-    ],
-)
-def test_a_query_over_local_files_imports_no_table_library(run: Run, query: str) -> None:
-    arguments = ["marin-rl", "sql", run.run_id, query, "--root", run.config.root]
-    program = (
-        f"import sys; from marin_rl.cli import main\nsys.argv = {arguments!r}\n"
-        "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
-        "print([n for n in ('polars', 'pyarrow', 'numpy', 'pandas') if n in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.stdout.splitlines()[-1:] == ["[]"], ended.stderr

@@ -25,6 +25,7 @@ from support.run_factories import (
     whole_run,
 )
 
+from marin_rl.analysis.query import sql
 from marin_rl.analysis.scan import (
     scan_batches,
     scan_dispositions,
@@ -32,7 +33,6 @@ from marin_rl.analysis.scan import (
     scan_metrics,
     scan_rollouts,
     scan_scores,
-    sql,
 )
 from marin_rl.batching.build import build_round
 from marin_rl.errors import CorruptObject, InputError, ObjectMissing

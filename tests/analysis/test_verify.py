@@ -14,8 +14,9 @@ from support.policy_runs import play_two_rounds
 from typer.testing import CliRunner
 
 from marin_rl.analysis.lineage import trace_forward
+from marin_rl.analysis.query import sql
 from marin_rl.analysis.recompute import NORMS
-from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, scan_scores, sql
+from marin_rl.analysis.scan import scan_dispositions, scan_rollouts, scan_scores
 from marin_rl.analysis.verify import UNREADABLE, Finding, _compare, not_checked, verify_run
 from marin_rl.cli import app
 from marin_rl.config import load_config

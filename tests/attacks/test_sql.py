@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.run_factories import commit_round, configuration, group
 
-from marin_rl.analysis.scan import sql
+from marin_rl.analysis.query import sql
 from marin_rl.errors import InputError
 from marin_rl.storage.runs import Run
 

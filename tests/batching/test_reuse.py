@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pytest
 from support.cases import others_slow
@@ -184,7 +185,8 @@ def _row(group_id: str, *, round: int, version: int = 0, name: str | None = None
 
 def _offences(run: Run, consumed: pa.Table, round: int, seen: Seen) -> dict[str, tuple[str, ...]]:
     """The offences that have names, as a report of an audit shows them."""
-    offences = uses_offences(run, consumed, round, seen)
+    frame = pl.DataFrame(pl.from_arrow(consumed))
+    offences = uses_offences(run, frame, round, seen)
     return {kind: tuple(names) for kind, names in offences.items() if names}
 
 

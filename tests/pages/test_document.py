@@ -24,10 +24,9 @@ from support.run_factories import (
 
 from marin_rl.errors import CorruptObject
 from marin_rl.pages import document
-from marin_rl.pages.document import Choice, RunPage
+from marin_rl.pages.document import Choice, RunPage, without_secrets
 from marin_rl.pages.html import page_json, report_html, scripts
 from marin_rl.pages.records import Page
-from marin_rl.pages.slots import without_secrets
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.rollouts import commit_shard

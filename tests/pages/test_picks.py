@@ -1,7 +1,7 @@
 """Rollouts of a round are picked for a reason, and the same way every time."""
 
 from marin_rl.display.text import evenly
-from marin_rl.pages.picks import Member, pick, pick_members
+from marin_rl.pages.rounds import Member, pick, pick_members
 
 
 def members(name: str, *rewards: float | None) -> list[Member]:

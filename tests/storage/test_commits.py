@@ -200,24 +200,6 @@ def test_a_single_object_is_its_own_commit(store: ObjectStore) -> None:
 # --- races -------------------------------------------------------------------------------------
 
 
-def test_racing_threads_agree_on_one_winner(store: ObjectStore) -> None:
-    n_threads, slots = 4, [f"race/round-{i:05d}" for i in range(6)]
-    barrier = threading.Barrier(n_threads)
-    results: dict[str, list[Manifest]] = {slot: [] for slot in slots}
-
-    def compete(name: str) -> None:
-        mine = pickle.loads(pickle.dumps(store))
-        for slot in slots:
-            barrier.wait(30)
-            results[slot].append(commit_manifest(mine, manifest(name, slot=slot)))
-
-    _run([lambda i=i: compete(f"thread-{i}") for i in range(n_threads)])
-    for slot in slots:
-        assert len(results[slot]) == n_threads
-        assert len({found.attempt for found in results[slot]}) == 1
-        assert read_manifest(store, slot) == (results[slot][0], results[slot][0].sha256)
-
-
 def test_racing_contents_leave_one_winner_and_conflicts(store: ObjectStore) -> None:
     barrier, outcomes = threading.Barrier(4), []
 

@@ -158,22 +158,6 @@ def test_free_keys_of_the_given_config_hold_for_this_process(tmp_path: Path) -> 
     assert Run.of(run.reference).config == run.config
 
 
-def test_two_creators_agree_on_one_run(config: Config) -> None:
-    barrier, made = threading.Barrier(3), []
-
-    def create() -> None:
-        barrier.wait(30)
-        made.append(Run.create_or_open(config).store.read("run.json"))
-
-    threads = [threading.Thread(target=create) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(made) == 3
-    assert len(set(made)) == 1
-
-
 def test_two_creators_with_different_contents_cannot_both_win(tmp_path: Path) -> None:
     barrier, outcomes = threading.Barrier(4), []
 

@@ -35,7 +35,7 @@ class BucketStore(FilesystemStore):
     """A folder of a bucket on Google Cloud Storage (gcsfs) or S3 (s3fs)."""
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """Send one conditional request, once: the commit protocol decides on retries."""
+        # Sent once: the commit protocol decides on retries.
         assert len(data) < SINGLE_REQUEST_BYTES_MAX, f"{key} has {len(data)} bytes: cut it smaller"
         try:
             self._fs_once.pipe_file(
@@ -47,8 +47,13 @@ class BucketStore(FilesystemStore):
                 timeout=_timeout_s(len(data)),
             )
         except _remote_errors(self._protocol) as error:
+            if isinstance(error, FileExistsError):
+                return PutOutcome.EXISTS
+            if refusal := _refusal(error):
+                raise StorageError(f"cannot create {self.url_of(key)}: {refusal}") from error
             # Not raised: an error after the request was sent does not say that nothing was created.
-            return self._outcome(key, error)
+            _log.warning("no clear answer on creating %s: %s", self.url_of(key), _text(error))
+            return PutOutcome.UNKNOWN
         return PutOutcome.CREATED
 
     def read(self, key: str) -> bytes:
@@ -84,14 +89,6 @@ class BucketStore(FilesystemStore):
     @property
     def _base(self) -> str:
         return self.url.partition("://")[2]
-
-    def _outcome(self, key: str, error: Exception) -> PutOutcome:
-        if isinstance(error, FileExistsError):
-            return PutOutcome.EXISTS
-        if refusal := _refusal(error):
-            raise StorageError(f"cannot create {self.url_of(key)}: {refusal}") from error
-        _log.warning("no clear answer on creating %s: %s", self.url_of(key), _text(error))
-        return PutOutcome.UNKNOWN
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:

@@ -67,15 +67,11 @@ def _bucket(scheme: str, path: str, options: Mapping[str, Any] | None) -> Object
     return BucketStore(f"{scheme}://{path.strip('/')}", options)
 
 
-def _memory(path: str, options: Mapping[str, Any] | None) -> ObjectStore:
-    return MemoryStore(f"memory://{path.strip('/')}", options)
-
-
 # By the scheme of a root's URL: opens the store at the rest of the URL, with fsspec's options.
 BACKENDS: dict[str, Callable[[str, Mapping[str, Any] | None], ObjectStore]] = {
     "file": _local,
     "local": _local,
-    "memory": _memory,
+    "memory": lambda path, options: MemoryStore(f"memory://{path.strip('/')}", options),
     "gs": partial(_bucket, "gs"),
     "gcs": partial(_bucket, "gs"),
     "s3": partial(_bucket, "s3"),

@@ -39,16 +39,18 @@ class ForkedStore(ObjectStore):
 
     def owner(self, key: str) -> ObjectStore:
         """The folder that `key` lies in."""
-        place = _place(key)
+        kind, _, path = key.partition("/")
+        round = 0 if kind in BEFORE else round_of(path.partition("/")[0])
         # Locks, records and private files of the run itself are never shared.
-        if place is None:
+        if kind not in KINDS or round is None:
             return self.own
+        # The checkpoint that finishes it: round r ends with checkpoint r + 1.
+        place = round + 1 if kind in PLAYED else round
         # Ascending: the first ancestor that reaches so far played the round, and later ones have it
         # from there.
         return next((store for through, store in self.shared if place <= through), self.own)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """Create in the fork's folder. Raises ObjectMissing for what the shared prefix lacks."""
         owner = self.owner(key)
         if owner is self.own:
             return owner.put_if_absent(key, data)
@@ -62,7 +64,6 @@ class ForkedStore(ObjectStore):
         return self.owner(key).read(key)
 
     def put_part(self, key: str, data: bytes) -> None:
-        """Write in the fork's folder. Raises StorageError for the shared prefix."""
         self._writable(key).put_part(key, data)
 
     def replace(self, key: str, data: bytes) -> None:
@@ -92,7 +93,6 @@ class ForkedStore(ObjectStore):
         )
 
     def delete(self, key: str) -> None:
-        """Delete in the fork's folder. Raises StorageError for the shared prefix."""
         self._writable(key).delete(key)
 
     def size(self, key: str) -> int:
@@ -115,15 +115,3 @@ class ForkedStore(ObjectStore):
                 "expected to write nothing there"
             )
         return owner
-
-
-def _place(key: str) -> int | None:
-    """The checkpoint by which `key` is finished: what precedes a fork there is shared."""
-    kind, _, path = key.partition("/")
-    if kind in BEFORE:
-        return 0
-    round = round_of(path.partition("/")[0])
-    if kind not in KINDS or round is None:
-        return None
-    # Round r ends with checkpoint r + 1.
-    return round if kind == "checkpoints" else round + 1

@@ -38,7 +38,6 @@ class LocalStore(ObjectStore):
         self.url = url
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
-        """UNKNOWN only if the folder cannot be synced once the name is there."""
         path = self._path(key)
         with explained(path, len(data)):
             check_way(path, key)
@@ -67,8 +66,12 @@ class LocalStore(ObjectStore):
             except NotADirectoryError:  # a file where a folder would be: nothing lies below it
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
             with os.fdopen(descriptor, "rb", buffering=0) as file:
-                if path.name in RECORDS:
-                    _check_size(path, os.fstat(descriptor).st_size)
+                size = os.fstat(descriptor).st_size
+                if path.name in RECORDS and size > RECORD_BYTES_MAX:
+                    raise CorruptObject(
+                        f"{path}: expected a record of {RECORD_BYTES_MAX} bytes at most, found "
+                        f"{size} bytes"
+                    )
                 return file.read()
 
     def put_part(self, key: str, data: bytes) -> None:
@@ -229,13 +232,6 @@ def replace_file(path: Path, data: bytes) -> None:
         finally:
             with suppress(OSError):
                 temporary.unlink()
-
-
-def _check_size(path: Path, size: int) -> None:
-    if size > RECORD_BYTES_MAX:
-        raise CorruptObject(
-            f"{path}: expected a record of {RECORD_BYTES_MAX} bytes at most, found {size} bytes"
-        )
 
 
 def _not_folders(top: str) -> Iterator[str]:

@@ -95,7 +95,11 @@ def run_lock(path: Path) -> Iterator[None]:
     with file:
         # Signed only once it is locked: another's name in the file would send people to the wrong
         # process.
-        _lock(file.fileno(), path)
+        try:
+            # Without waiting: a second process is mostly a mistake, which an error explains.
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _locked(path) from None
         _sign(file, f"{os.getpid()} {platform.node()}\n")
         try:
             yield
@@ -109,15 +113,6 @@ def _sign(file: TextIO, text: str) -> None:
         file.truncate(0)
         file.write(text)
         file.flush()
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        # Without waiting: a second process is mostly a mistake, which an error explains and a wait
-        # hides.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _locked(path) from None
 
 
 def _locked(path: Path) -> RunLocked:

@@ -142,7 +142,6 @@ class FilesystemStore(ObjectStore):
             return int(self._fs.info(self._path(key))["size"])
 
     def local_path(self, key: str) -> Path | None:
-        """None: nothing here is a file."""
         return None
 
     def url_of(self, key: str) -> str:

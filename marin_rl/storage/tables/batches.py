@@ -81,7 +81,6 @@ class BatchWriter:
         self.steps += 1
 
     def close(self) -> tuple[Part, ...]:
-        """Write what is left; the parts in order, at least one."""
         # At least one part, so that readers need no second way for a round without rollouts.
         return self._parts.close(empty=self._schema)
 
@@ -116,11 +115,12 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     for table in _steps(run, manifest, schema):
         # A round without a kept rollout has one empty row group, which is no step.
         if table.num_rows:
-            yield _training_batch(table)
+            arrays = {name: _view(table[name]) for name in ARRAYS}
+            names = tuple(tuple(row) for row in table["rollout_ids"].to_pylist())
+            yield TrainingBatch(**arrays, rollout_ids=names)
 
 
 def schema_of(manifest: Manifest, source: str) -> pa.Schema:
-    """The schema of a round's batches. Raises CorruptObject naming `source`."""
     return batches_schema(max(count_in(manifest, "length", source, at_most=LENGTH_MAX), 1))
 
 
@@ -141,10 +141,11 @@ def read_dispositions(run: Run, round: int) -> pa.Table:
 
     Raises ObjectMissing while the batches are not committed, CorruptObject, NewerSchema.
     """
-    committed = read_manifest(run.store, batches_slot(round))
+    slot = batches_slot(round)
+    committed = read_manifest(run.store, slot)
     if committed is None:
         raise ObjectMissing(
-            f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
+            f"{run.store.url_of(slot)}: the batches of this round are not committed"
         )
     return dispositions_of(run, committed[0])
 
@@ -157,17 +158,11 @@ def dispositions_of(run: Run, manifest: Manifest) -> pa.Table:
             f"{run.store.url_of(manifest.slot)}: expected one part with dispositions, found "
             f"{len(parts)}"
         )
-    return open_part(run.store, manifest.slot, parts[0], DISPOSITIONS_LADDER).table(DISPOSITIONS)
+    return open_part(run.store, manifest.slot, parts[0], DISPOSITIONS_LADDER).table()
 
 
 def _parts(manifest: Manifest, prefix: str) -> list[Part]:
     return [part for part in manifest.parts if part.name.startswith(prefix)]
-
-
-def _training_batch(table: pa.Table) -> TrainingBatch:
-    arrays = {name: _view(table[name]) for name in ARRAYS}
-    names = tuple(tuple(row) for row in table["rollout_ids"].to_pylist())
-    return TrainingBatch(**arrays, rollout_ids=names)
 
 
 def _view(column: pa.ChunkedArray) -> np.ndarray:

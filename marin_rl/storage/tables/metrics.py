@@ -53,10 +53,13 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
     data = _encode(run.run_id, round, metrics, {"attempt": attempt, "fingerprint": decided})
     committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=decided)
     reused = committed != data
-    if run.config.trackers.jsonl:
-        _append_line(run, round, committed, reused=reused)
-    # Durations differ from attempt to attempt: progress shows those that are committed.
-    summary = _measured(committed) if reused else dict(metrics)
+    reader = TableReader(committed, JSONL_KEY, LADDER)
+    (row,) = reader.table(reader.schema).to_pylist()
+    path = run.store.local_path(JSONL_KEY)
+    # The committed row. Another attempt that committed it may have been killed before the line.
+    if run.config.trackers.jsonl and path is not None and not (reused and _has_line(path, round)):
+        _append(path, json_line(row))
+    summary = {name: value for name, value in row.items() if name not in METRICS_IDENTITY.names}
     return SlotRef(slot=key, sha256=digest_of(committed), reused=reused, summary=summary)
 
 
@@ -105,31 +108,6 @@ def _encode(
     return writer.finish()
 
 
-def _append_line(run: Run, round: int, data: bytes, *, reused: bool) -> None:
-    """Append the committed row to metrics.jsonl, once, also after a line that a kill cut."""
-    path = run.store.local_path(JSONL_KEY)
-    if path is None:
-        return
-    # Another attempt committed: it may have been killed before it wrote the line.
-    if reused and _has_line(path, round):
-        return
-    with explained(path, len(data)):
-        _append(path, json_line(_row_of(data)))
-
-
-def _row_of(data: bytes) -> dict[str, Any]:
-    reader = TableReader(data, JSONL_KEY, LADDER)
-    (row,) = reader.table(reader.schema).to_pylist()
-    return row
-
-
-def _measured(data: bytes) -> dict[str, float]:
-    """The metrics of a committed row."""
-    return {
-        name: value for name, value in _row_of(data).items() if name not in METRICS_IDENTITY.names
-    }
-
-
 def json_line(row: Mapping[str, Any]) -> bytes:
     """The line of metrics.jsonl for a round's row, without its end."""
     return json.dumps({"round": row["round"], **row}).encode()
@@ -137,7 +115,8 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 def _append(path: Path, line: bytes) -> None:
     """Append a line to the file. Raises CorruptObject if it is no regular file of the run."""
-    with os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+") as file:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+    with explained(path, len(line)), os.fdopen(open_regular(path, flags), "ab+") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         # A line that was cut stays apart, so that it spoils itself alone.
         torn = file.read() not in (b"", b"\n")

@@ -18,11 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from marin_rl.errors import InputError
 from marin_rl.finite import REWARD_MAX
-from marin_rl.storage.commits import (
-    commit_slot,
-    manifest_of,
-    new_attempt,
-)
+from marin_rl.storage.commits import commit_slot, manifest_of, new_attempt
 from marin_rl.storage.runs import Run, pairs_slot
 from marin_rl.storage.tables.parquet import TableWriter, open_part, put_part
 from marin_rl.storage.tables.structs import Struct
@@ -82,18 +78,13 @@ def write_pairs(path: str | Path, pairs: Sequence[PreferencePair]) -> None:
 
 
 def encode_pairs(pairs: Sequence[PreferencePair], stamp: Mapping[str, str] | None = None) -> bytes:
-    """The Parquet bytes of pairs, in their order."""
     writer = TableWriter(LADDER, PAIRS, stamp or {})
     writer.write(pa.Table.from_pylist([_PAIR.encode(pair) for pair in pairs], schema=PAIRS))
     return writer.finish()
 
 
 def commit_pairs(
-    run: Run,
-    pairs: Sequence[PreferencePair],
-    *,
-    decided: str,
-    extra: Mapping[str, Any],
+    run: Run, pairs: Sequence[PreferencePair], *, decided: str, extra: Mapping[str, Any]
 ) -> SlotRef:
     """Commit the pairs that a run trains on under the fingerprint `decided`; `extra` is kept.
 
@@ -118,7 +109,7 @@ def committed_pairs(run: Run, ref: SlotRef) -> list[PreferencePair]:
     """The pairs of a run, verified. Raises CorruptObject, ObjectMissing."""
     manifest = manifest_of(run.store, ref)
     tables = (open_part(run.store, manifest.slot, part, LADDER) for part in manifest.parts)
-    rows = [row for reader in tables for row in reader.table(PAIRS).to_pylist()]
+    rows = [row for reader in tables for row in reader.table().to_pylist()]
     return [_PAIR.decode(row) for row in rows]
 
 
@@ -186,15 +177,13 @@ def _pair(raw: object, where: str) -> PreferencePair:
         tree["messages"] = [{"role": "user", "content": row.prompt}]
     if row.id is None:
         # Of the content, so that the same file gives the same names wherever it lies.
-        text = orjson.dumps([tree["messages"], row.chosen, row.rejected, *map(tree.get, _IDS)])
+        ids = [row.chosen_id, row.rejected_id]
+        text = orjson.dumps([tree["messages"], row.chosen, row.rejected, *ids])
         tree["id"] = hashlib.sha256(text).hexdigest()[:16]
     try:
         return _PAIR.decode(tree)
     except OverflowError:
         raise InputError(f"{where}: a token id does not fit in 32 bits") from None
-
-
-_IDS = ("chosen_id", "rejected_id")
 
 
 def _json_rows(file: Path, data: bytes) -> Iterator[tuple[str, object]]:

@@ -34,6 +34,7 @@ PARTS_MAX = 8  # parts of PART_BYTES_MAX
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+Columns = pa.Schema | Sequence[str] | None
 
 STAMP_PREFIX = "marin_rl."
 _WRITER = re.compile(r"parquet-cpp-arrow version \d+\.\d+\.\d+[\w.+-]*")
@@ -71,7 +72,6 @@ class TableWriter:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes so far, without the footer."""
         return self._sink.tell()
 
     def write(self, table: pa.Table) -> None:
@@ -82,7 +82,7 @@ class TableWriter:
         self._writer.write_table(table.cast(self.schema), row_group_size=max(table.num_rows, 1))
 
     def finish(self) -> bytes:
-        """Write the footer; the bytes of the file."""
+        """Write the footer; return the bytes of the file."""
         self._writer.close()
         return self._sink.getvalue().to_pybytes()
 
@@ -140,16 +140,17 @@ class PartWriter:
 
 
 def put_part(store: ObjectStore, slot: str, name: str, data: bytes, *, rows: int) -> Part:
-    """Write a part durably; its entry in the slot's manifest. Raises StorageError."""
+    """Write a part durably; return its entry of the manifest. Raises StorageError."""
     store.put_part(f"{slot}/{name}", data)
     # Hashed from memory, and not read back: the digest is of what was meant to be written.
     return part_of(name, data, rows=rows)
 
 
 class TableReader:
-    """Reader of a Parquet file of a known format, by row groups.
+    """Reader of a Parquet file of a known format, by row groups, which are upgraded.
 
-    `stamp` is what the footer says of it, `schema` its columns as they are in the file.
+    `stamp` is what the footer says of it, `schema` its columns as they are in the file. `Columns`
+    are names of the ladder's columns, None for all of them, or a schema where it has none.
     Raises CorruptObject where the bytes are not such a file, NewerSchema where the version is not
     known here; both name `source`.
     """
@@ -165,12 +166,10 @@ class TableReader:
 
     @property
     def rows(self) -> int:
-        """Rows of the file."""
         return self._file.metadata.num_rows
 
     @property
     def row_groups(self) -> int:
-        """Row groups of the file."""
         return self._file.num_row_groups
 
     @property
@@ -183,21 +182,18 @@ class TableReader:
             )
         return self.stamp["attempt"], self.stamp["fingerprint"]
 
-    def group(self, index: int, schema: pa.Schema) -> pa.Table:
-        """Row group `index`, upgraded, with exactly the columns of `schema`."""
-        return self._read([index], schema)
+    def group(self, index: int, columns: Columns = None) -> pa.Table:
+        return self._read([index], columns)
 
-    def groups(self, schema: pa.Schema) -> Iterator[pa.Table]:
-        """Row groups in order, upgraded, each with exactly the columns of `schema`."""
-        return (self.group(index, schema) for index in range(self.row_groups))
+    def groups(self, columns: Columns = None) -> Iterator[pa.Table]:
+        return (self.group(index, columns) for index in range(self.row_groups))
 
-    def table(self, schema: pa.Schema) -> pa.Table:
-        """All rows, upgraded, with exactly the columns of `schema`."""
-        return self._read(list(range(self.row_groups)), schema)
+    def table(self, columns: Columns = None) -> pa.Table:
+        return self._read(list(range(self.row_groups)), columns)
 
-    def check(self, schema: pa.Schema) -> None:
-        """Raise CorruptObject unless the columns are, or become by upgrades, those of `schema`."""
-        self._read([], schema)
+    def check(self, columns: Columns = None) -> None:
+        """Raise CorruptObject unless the columns are, or become by upgrades, exactly these."""
+        self._read([], columns)
 
     def rewritten(self) -> bytes | None:
         """The bytes that writing all rows again gives; None if another writer made the file.
@@ -222,12 +218,13 @@ class TableReader:
         ours = pq.read_metadata(pa.BufferReader(data)).created_by
         return data if ours == created_by else None
 
-    def _read(self, groups: list[int], schema: pa.Schema) -> pa.Table:
-        stored = set(self.schema.names)
-        columns = [name for name in schema.names if name in stored]
+    def _read(self, groups: list[int], columns: Columns) -> pa.Table:
+        schema = select(self.ladder.schema, columns)
+        inside = set(self.schema.names)
+        stored = [name for name in schema.names if name in inside]
         with corruption_named(self.source):
-            check_decoded(self._file, self._buffer, groups, columns)
-            raw = self._file.read_row_groups(groups, columns=columns, use_threads=False)
+            check_decoded(self._file, self._buffer, groups, stored)
+            raw = self._file.read_row_groups(groups, columns=stored, use_threads=False)
             table = self.ladder.upgrade(raw, int(self.stamp["schema_version"]))
         columns_read = Counter(table.column_names)
         # Twice is as wrong as never: Arrow would read either of the two.
@@ -344,7 +341,6 @@ def iter_present(
 
 
 def load_or_none(store: ObjectStore, key: str) -> pa.Buffer | None:
-    """The object as a buffer; None where it is not there."""
     try:
         return load(store, key)
     except ObjectMissing:
@@ -352,7 +348,6 @@ def load_or_none(store: ObjectStore, key: str) -> pa.Buffer | None:
 
 
 def digest_of(data: pa.Buffer | bytes) -> str:
-    """SHA-256 of the bytes, in hexadecimal."""
     return hashlib.sha256(memoryview(data)).hexdigest()
 
 
@@ -383,11 +378,12 @@ def corruption_named(source: str) -> Iterator[None]:
         raise CorruptObject(f"{source} is not a readable Parquet file: {reason}") from None
 
 
-def select(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
-    """The fields named by `columns`, in that order; all of them for None."""
-    if columns is None:
-        return schema
-    return pa.schema([schema.field(name) for name in columns])
+def select(schema: pa.Schema | None, columns: Columns) -> pa.Schema:
+    """The fields that `columns` name, in that order; all of them for None."""
+    if isinstance(columns, pa.Schema):
+        return columns
+    assert schema is not None, "files of this format differ in their columns"
+    return schema if columns is None else pa.schema([schema.field(name) for name in columns])
 
 
 def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:

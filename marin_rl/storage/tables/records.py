@@ -54,7 +54,16 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
     Raises InputError for what an environment gave and no file can hold.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    shared = [_group_row(group) for group in groups]  # rendered once a group
+    shared = [  # rendered once a group
+        {
+            "group_id": group.group_id,
+            "group_size": group.group_size,
+            "prompt_seed": group.example.seed,
+            "metadata": _json(group.example),
+            **_EXAMPLE.encode(group.example),
+        }
+        for group in groups
+    ]
     values = {name: [value] * len(rollouts) for name, value in constants.items()}
     for name in _GROUP_COLUMNS:
         rows = zip(shared, groups, strict=True)
@@ -129,16 +138,6 @@ def _check_rollout(rollout: Rollout) -> None:
         raise ValueError(f"rollout {name}: a sampled token's logprob is not a finite number")
 
 
-def _group_row(group: RolloutGroup) -> Row:
-    return {
-        "group_id": group.group_id,
-        "group_size": group.group_size,
-        "prompt_seed": group.example.seed,
-        "metadata": _json(group.example),
-        **_EXAMPLE.encode(group.example),
-    }
-
-
 def _json(example: Example) -> str:
     try:
         return json.dumps(
@@ -200,17 +199,18 @@ def _group(rows: list[Row]) -> RolloutGroup:
 
 
 def _rollout(row: Row) -> Rollout:
-    turns = tuple(_turn(turn, row["logprobs"]) for turn in row["turns"])
-    rollout = _ROLLOUT.decode(row, turns=turns, **{name: row[name] for name in TOKEN_COLUMNS})
+    logprobs, turns = row["logprobs"], list[Turn]()
+    for turn in row["turns"]:
+        sampled = turn["inference_metadata"] is not None and turn["role"] == "assistant"
+        located = sampled and turn["start"] is not None
+        own = logprobs[turn["start"] : turn["end"]] if located else None
+        turns.append(_TURN.decode(turn, logprobs=own))
+    rollout = _ROLLOUT.decode(
+        row, turns=tuple(turns), **{name: row[name] for name in TOKEN_COLUMNS}
+    )
     # A search in the text: most rollouts have no details, and no JSON is parsed for them.
     if f'"{DETAILS}"' not in row["metadata"]:
         return rollout
     details = json.loads(row["metadata"]).get(DETAILS, {})
     parts = (replace(part, detail=details.get(part.name)) for part in rollout.reward_components)
     return replace(rollout, reward_components=tuple(parts))
-
-
-def _turn(row: Row, logprobs: np.ndarray) -> Turn:
-    sampled = row["inference_metadata"] is not None and row["role"] == "assistant"
-    located = sampled and row["start"] is not None
-    return _TURN.decode(row, logprobs=logprobs[row["start"] : row["end"]] if located else None)

@@ -93,7 +93,7 @@ def committed_rewards(
         if reader.stamp.get("fingerprint") == decided:
             version = int(item.rpartition("-v")[2])
             existing = RewardTable(key=key, version=version, sha256=digest_of(data), reused=True)
-            return existing, reader.table(REWARDS)
+            return existing, reader.table()
     return None
 
 
@@ -110,7 +110,7 @@ def read_rewards(run: Run, round: int, name: str) -> Mapping[str, float | None]:
             f"{', '.join(there) or 'none'}; `marin-rl rescore` makes one"
         )
     key = f"{_folder(round)}/{versions[-1]}.parquet"
-    table = TableReader(load(run.store, key), run.store.url_of(key), LADDER).table(REWARDS)
+    table = TableReader(load(run.store, key), run.store.url_of(key), LADDER).table()
     # By name and not by position: the table names its rollouts.
     names, rewards = (table[column].to_pylist() for column in ("rollout_id", "reward"))
     return dict(zip(names, rewards, strict=True))

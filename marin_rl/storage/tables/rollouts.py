@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -41,7 +42,6 @@ from marin_rl.storage.tables.parquet import (
     load,
     load_or_none,
     open_part,
-    select,
     verified,
 )
 from marin_rl.storage.tables.records import check_groups, groups_of, rollout_table
@@ -118,11 +118,10 @@ def decode_shard(
 
     Raises CorruptObject or NewerSchema naming `source`.
     """
-    return TableReader(data, source, LADDER).table(select(ROLLOUTS, columns))
+    return TableReader(data, source, LADDER).table(columns)
 
 
 def identify_shard(data: bytes | pa.Buffer, source: str = "rollout shard") -> tuple[str, str]:
-    """(attempt, fingerprint) of a shard, from its footer. Raises CorruptObject, NewerSchema."""
     return TableReader(data, source, LADDER).committed_as
 
 
@@ -139,7 +138,7 @@ def commit_shard(
 
     Raises CommitConflict, CommitUnknown, StorageError, and what `encode_shard` raises.
     """
-    key, attempt = shard_key(round, shard), new_attempt()
+    attempt = new_attempt()
     data = encode_shard(
         groups,
         run_id=run.run_id,
@@ -151,7 +150,7 @@ def commit_shard(
         policy=policy,
         stamp=stamp,
     )
-    return _commit(run, key, data, attempt, fingerprint)
+    return _commit(run, round, shard, data, attempt, fingerprint)
 
 
 def commit_tables(
@@ -161,30 +160,29 @@ def commit_tables(
 
     Raises as `commit_shard` does.
     """
-    key, attempt = shard_key(round, shard), new_attempt()
+    attempt = new_attempt()
+    constants = {"attempt": attempt, "replica": _replica(), "round": round, "shard": shard}
     writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
     for part in _row_groups(tables, len):
-        rows, place = pa.concat_tables(part), {"round": round, "shard": shard}
-        writer.write(_as_of(rows, attempt=attempt, replica=_replica(), **place))
-    return _commit(run, key, writer.finish(), attempt, fingerprint)
-
-
-def _as_of(table: pa.Table, **constants: str | int) -> pa.Table:
-    """Set columns to one value each."""
-    for name, value in constants.items():
-        kind = ROLLOUTS.field(name)
-        column = pa.repeat(pa.scalar(value, kind.type), table.num_rows)
-        table = table.set_column(table.column_names.index(name), kind, column)
-    return table
+        table = pa.concat_tables(part)
+        for name, value in constants.items():
+            kind = ROLLOUTS.field(name)
+            column = pa.repeat(pa.scalar(value, kind.type), table.num_rows)
+            table = table.set_column(table.column_names.index(name), kind, column)
+        writer.write(table)
+    return _commit(run, round, shard, writer.finish(), attempt, fingerprint)
 
 
 def _replica() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def _commit(run: Run, key: str, data: bytes, attempt: str, fingerprint: str) -> SlotRef:
+def _commit(
+    run: Run, round: int, shard: int, data: bytes, attempt: str, fingerprint: str
+) -> SlotRef:
+    key = shard_key(round, shard)
     committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
-    return _shard_ref(run.store, key, committed, reused=committed != data)
+    return _ref_of(run.store, key, committed, reused=committed != data)
 
 
 def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | None:
@@ -198,7 +196,7 @@ def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | N
     # A shard of other settings is an error and no absence: it would be sampled again, and conflict
     # at its commit.
     check_fingerprint(source, attempt, committed, fingerprint)
-    return _shard_ref(run.store, key, data, reused=True)
+    return _ref_of(run.store, key, data, reused=True)
 
 
 def seal_round(
@@ -227,8 +225,11 @@ def seal_round(
     if existing is not None and existing[0].fingerprint == decided:
         return ref_of(existing[0], reused=True)
     parts, summaries = zip(*_parts(run.store, shards), strict=True)
-    learned = run.config.environment.reward_model is not None
-    judges = {"reward_model": _judges(run.store, shards)} if learned else {}
+    judges = dict[str, Any]()
+    if run.config.environment.reward_model is not None:  # its digests, as footers name them
+        sources = ((load(run.store, ref.slot), run.store.url_of(ref.slot)) for ref in shards)
+        stamps = [TableReader(data, source, LADDER).stamp for data, source in sources]
+        judges["reward_model"] = sorted({s["reward_model"] for s in stamps if "reward_model" in s})
     record = sampling or SamplingRecord()
     return commit_slot(
         run.store,
@@ -274,9 +275,8 @@ def iter_row_groups(
     run: Run, manifest: Manifest, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
     """The row groups of a sealed round in shard order, verified; remote ones are fetched ahead."""
-    schema = select(ROLLOUTS, columns)
     for reader in _readers(run, manifest):
-        yield from reader.groups(schema)
+        yield from reader.groups(columns)
 
 
 def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -284,10 +284,8 @@ def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> I
 
     Raises ObjectMissing, CorruptObject or NewerSchema naming the file.
     """
-    schema = select(ROLLOUTS, columns)
-    manifest = rollouts_manifest(run, round)
-    for reader in _readers(run, manifest):
-        yield reader.table(schema)
+    for reader in _readers(run, rollouts_manifest(run, round)):
+        yield reader.table(columns)
 
 
 def _readers(run: Run, manifest: Manifest) -> Iterator[TableReader]:
@@ -325,14 +323,14 @@ def _check_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> None:
         raise ValueError(f"expected the shards {', '.join(sorted(expected))}; found {keys}")
 
 
-def _shard_ref(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused: bool) -> SlotRef:
-    table = decode_shard(data, SUMMARY_COLUMNS, source=store.url_of(key))
-    summary = _summary(table)
+def _ref_of(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused: bool) -> SlotRef:
+    summary = _summary(decode_shard(data, SUMMARY_COLUMNS, source=store.url_of(key)))
     return SlotRef(slot=key, sha256=digest_of(data), reused=reused, summary=summary)
 
 
 def _parts(store: ObjectStore, shards: Sequence[SlotRef]) -> Iterator[tuple[Part, pa.Table]]:
-    return in_order(store, lambda ref: _part(store, ref), shards, PARTS_MAX)
+    """The entry of each shard in the manifest, and its columns for the summary."""
+    return in_order(store, partial(_part, store), shards, PARTS_MAX)
 
 
 def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:
@@ -341,35 +339,32 @@ def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:
     data = verified(load(store, ref.slot), ref.sha256, source)
     table = decode_shard(data, SUMMARY_COLUMNS, source=source)
     names = ("reward", "policy_version_min", "policy_version_max")
-    bounds = {name: _finite_bounds(table[name]) for name in names}
+    columns = {name: column for name in names if len(column := _finite(table[name]))}
+    bounds = {name: _bounds(column) for name, column in columns.items()}
     part = Part(
         name=ref.slot.rpartition("/")[2],
         bytes=data.size,
         sha256=ref.sha256,
         rows=table.num_rows,
-        minima={name: bound[0] for name, bound in bounds.items() if bound},
-        maxima={name: bound[1] for name, bound in bounds.items() if bound},
+        minima={name: bound[0] for name, bound in bounds.items()},
+        maxima={name: bound[1] for name, bound in bounds.items()},
     )
     return part, table
-
-
-def _judges(store: ObjectStore, shards: Sequence[SlotRef]) -> list[str]:
-    """The digests of the reward models that judged some shards, as their footers name them."""
-    sources = ((load(store, ref.slot), store.url_of(ref.slot)) for ref in shards)
-    stamps = (TableReader(data, source, LADDER).stamp for data, source in sources)
-    return sorted({stamp["reward_model"] for stamp in stamps if "reward_model" in stamp})
 
 
 def _summary(table: pa.Table) -> dict[str, float]:
     """Totals of rollouts: counts, and the bounds of rewards and policy versions where any are."""
     import pyarrow.compute as pc
 
+    def total(column: Any) -> int:
+        return pc.sum(column).as_py() or 0
+
     counts = {
         "rows": table.num_rows,
         "groups": pc.count_distinct(table["group_id"]).as_py(),
-        "tokens": _sum(table["n_prompt_tokens"]) + _sum(table["n_completion_tokens"]),
-        "completion_tokens": _sum(table["n_completion_tokens"]),
-        "errors": _sum(pc.is_in(table["status"], pa.array(["error", "aborted"]))),
+        "tokens": total(table["n_prompt_tokens"]) + total(table["n_completion_tokens"]),
+        "completion_tokens": total(table["n_completion_tokens"]),
+        "errors": total(pc.is_in(table["status"], pa.array(["error", "aborted"]))),
     }
     bounds = {}
     rewards = _finite(table["reward"])
@@ -382,12 +377,6 @@ def _summary(table: pa.Table) -> dict[str, float]:
     return {name: float(value) for name, value in (counts | bounds).items()}
 
 
-def _sum(column: Any) -> int:
-    import pyarrow.compute as pc
-
-    return pc.sum(column).as_py() or 0
-
-
 def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:
     import pyarrow.compute as pc
 
@@ -396,11 +385,6 @@ def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:
         # JSON has no infinities, and a bound that is one says nothing.
         column = column.filter(pc.is_finite(column))
     return column
-
-
-def _finite_bounds(column: pa.ChunkedArray) -> tuple[float, float] | None:
-    column = _finite(column)
-    return _bounds(column) if len(column) else None
 
 
 def _bounds(column: pa.ChunkedArray) -> tuple[float, float]:

@@ -26,7 +26,6 @@ from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.parquet import (
     PART_BYTES_MAX,
     PartWriter,
-    TableReader,
     TableWriter,
     open_part,
 )
@@ -89,7 +88,10 @@ class ScoresWriter:
         # A bound on memory: scores of a step are as large as its batch.
         while len(self._waiting) >= STEPS_WAITING_MAX:
             self._waiting.pop(0).result()
-        self._waiting.append(self._pool.submit(self._append, self._steps, scored))
+        step = self._steps
+        self._waiting.append(
+            self._pool.submit(lambda: self._parts.write(score_table(self._round, step, scored)))
+        )
         self._steps += 1
 
     def parts(self) -> tuple[Part, ...]:
@@ -101,12 +103,8 @@ class ScoresWriter:
             self._waiting.pop(0).result()
         return closing.result()
 
-    def _append(self, step: int, scored: ScoredStep) -> None:
-        self._parts.write(score_table(self._round, step, scored))
-
 
 def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
-    """A writer of the version that the schema is of."""
     # The lowest version that fits: parts without a critic stay readable to older readers.
     version = next(number for number, known in VERSIONS.items() if schema.equals(known))
     return TableWriter(LADDER, schema, {**stamp, "schema_version": str(version)})
@@ -156,7 +154,6 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
 
 
 def _schema_of(scored: ScoredStep) -> pa.Schema:
-    """Return the schema of the lowest version that has the columns of a step."""
     if scored.floats.get("squared_score_norms") is not None:
         return SCORES
     return SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
@@ -186,25 +183,23 @@ def iter_scores(run: Run, manifest: Manifest) -> Iterator[StepScores]:
     for part in manifest.parts:
         if part.name.startswith(SCORES_PREFIX):
             reader = open_part(run.store, manifest.slot, part, LADDER)
-            for table in reader.groups(SCORES):
-                yield _step_scores(reader, table.combine_chunks())
-
-
-def _step_scores(reader: TableReader, table: pa.Table) -> StepScores:
-    eos = reader.stamp.get(EOS_STAMP, "None")
-    lists = table["positions"].combine_chunks()
-    return StepScores(
-        step=table["step"][0].as_py(),
-        rollout_ids=tuple(table["rollout_id"].to_pylist()),
-        counts=np.diff(lists.offsets.to_numpy()).astype(np.int32),
-        positions=lists.flatten().to_numpy(),
-        clipped=_flat(table["clipped"]),
-        floats={
-            name: None if name in NULLABLE and table[name].null_count else _flat(table[name])
-            for name in (*FLOATS, *VALUED, *WEIGHED)
-        },
-        eos_token_id=None if eos == "None" else int(eos),
-    )
+            eos = reader.stamp.get(EOS_STAMP, "None")
+            for table in reader.groups():
+                lists = table["positions"].combine_chunks()
+                yield StepScores(
+                    step=table["step"][0].as_py(),
+                    rollout_ids=tuple(table["rollout_id"].to_pylist()),
+                    counts=np.diff(lists.offsets.to_numpy()).astype(np.int32),
+                    positions=lists.flatten().to_numpy(),
+                    clipped=_flat(table["clipped"]),
+                    floats={
+                        name: None
+                        if table[name].null_count and name in NULLABLE
+                        else _flat(table[name])
+                        for name in (*FLOATS, *VALUED, *WEIGHED)
+                    },
+                    eos_token_id=None if eos == "None" else int(eos),
+                )
 
 
 def _flat(column: pa.ChunkedArray) -> np.ndarray:

@@ -37,7 +37,8 @@ class Struct(Generic[Record]):
         self._stored = list(self._converters)
         self._decoded = [(n, decode) for n, (_, decode) in self._converters.items() if decode]
         nullable = {field.name for field in arrow if field.nullable}
-        self._later = [n for n in self._stored if n in nullable and not _is_optional(hints[n])]
+        optional = {n for n, hint in hints.items() if types.NoneType in get_args(hint)}
+        self._later = [n for n in self._stored if n in nullable and n not in optional]
         self._inlined = {
             name: Struct(hints[name], arrow)
             for name in names
@@ -82,10 +83,6 @@ class Struct(Generic[Record]):
         for name, struct in self._inlined.items():
             values[name] = struct.decode(row)
         return self._kind(**{**values, **others})
-
-
-def _is_optional(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) and types.NoneType in get_args(hint)
 
 
 def _converters(hint: Any, arrow: pa.DataType) -> tuple[Convert | None, Convert | None]:

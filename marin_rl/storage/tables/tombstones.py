@@ -28,7 +28,6 @@ def array_parts(manifest: Manifest) -> list[Part]:
 
 
 def prunable_parts(manifest: Manifest) -> list[str]:
-    """Parts of a checkpoint that retention may delete: its arrays, never the scores."""
     return [part.name for part in array_parts(manifest)]
 
 

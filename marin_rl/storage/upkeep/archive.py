@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.parquet import digest_of, load
 from marin_rl.storage.tables.tombstones import PRUNED
 from marin_rl.storage.upkeep.integrity import Fault
-from marin_rl.storage.upkeep.inventory import MANIFEST, Inventory, Slot, take_inventory
+from marin_rl.storage.upkeep.inventory import MANIFEST, Inventory, take_inventory
 from marin_rl.storage.upkeep.tarballs import ArchiveEntry, opened_archive
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Manifest, canonical_json, open_record, sealed_json, sha256_of
@@ -99,7 +99,8 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
     # Digests before data: the list of contents comes first in the file, so that a reader can check
     # as it reads.
     sources = _sources(run, inventory, everything=everything)
-    entries = [_entry(name, store, key) for name, (store, key) in sorted(sources.items())]
+    buffers = ((name, load(*sources[name])) for name in sorted(sources))
+    entries = [Entry(name, data.size, digest_of(data)) for name, data in buffers]
     record = {
         "format": FORMAT,
         "version": VERSION if run.ancestors else 1,
@@ -214,17 +215,26 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
     for slot in inventory.slots:
         if slot.fault is not None:
             raise slot.fault
-    names = [RUN_KEY, *(key for key in inventory.keys if _is_single(key))]
-    for slot in inventory.slots:
-        if slot.manifest is not None:
-            names += [slot.key(name) for name in (MANIFEST, PRUNED) if name in slot.names]
-            names += [slot.key(name) for name in _parts(slot, inventory, everything=everything)]
-        elif everything:
-            names += [item.key for item in slot.items() if item.role == "shard"]
-    if everything and run.config.rollouts.source == "pushed":
-        # Groups that no shard has yet, which cannot be sampled again, and who pushed them.
-        names += (item.key for item in inventory.of_role("piece"))
-        names += (key for key in inventory.keys if key.startswith(f"{PUSHING}/"))
+    ends = inventory.sealed and (min(inventory.sealed), max(inventory.sealed))
+    samples = {
+        slot.key(name)
+        for slot in inventory.of_kind("rollouts")
+        if slot.number in ends
+        for name in sorted(slot.parts)[:SAMPLE_SHARDS]
+    }
+    # Groups that no shard has yet, which cannot be sampled again, and who pushed them.
+    pushed = everything and run.config.rollouts.source == "pushed"
+    names = [RUN_KEY]
+    for item in inventory.items:
+        if item.role == "record":
+            wanted = item.slot is not None and item.slot.manifest is not None
+        elif item.role in ("part", "shard"):
+            wanted = everything or item.key in samples
+        else:
+            wanted = _is_single(item.key)
+            wanted |= pushed and (item.role == "piece" or item.key.startswith(f"{PUSHING}/"))
+        if wanted:
+            names.append(item.key)
     sources: Sources = {f"{run.owner_of(name)}/{name}": (run.store, name) for name in names}
     top = open_store(run.config.root, run.config.storage_options)
     for ancestor in run.ancestors:
@@ -236,22 +246,6 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
 def _is_single(key: str) -> bool:
     """True for objects that are commits of their own: tables, digests of rows, copies of code."""
     return key.partition("/")[0] in ("metrics", "rewards", "code", "data") and not is_private(key)
-
-
-def _parts(slot: Slot, inventory: Inventory, *, everything: bool) -> Iterator[str]:
-    assert slot.manifest is not None, "only committed slots have parts"
-    # Retention may have written its tombstone and not removed the part yet: it is still there to
-    # export.
-    names = [part.name for part in slot.manifest.parts if part.name not in slot.gone]
-    if everything:
-        yield from names
-    elif slot.kind == "rollouts" and slot.number in (min(inventory.sealed), max(inventory.sealed)):
-        yield from sorted(names)[:SAMPLE_SHARDS]
-
-
-def _entry(name: str, store: ObjectStore, key: str) -> Entry:
-    data = load(store, key)
-    return Entry(name, data.size, digest_of(data))
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes | memoryview) -> None:
@@ -304,7 +298,10 @@ def _read(entries: Iterator[ArchiveEntry], contents: Mapping[str, Any]) -> _Cont
             entry = Entry(member.name, len(data), sha256_of(data))
             _read_record(read, member.name, data, own)
         else:
-            entry = Entry(member.name, member.size, _streamed(member.read))
+            digest = hashlib.sha256()
+            while block := member.read(BLOCK_BYTES):
+                digest.update(block)
+            entry = Entry(member.name, member.size, digest.hexdigest())
         read.objects[member.name] = entry
         if (entry.bytes, entry.sha256) != listed[member.name]:
             detail = f"{CONTENTS} says SHA-256 {listed[member.name][1]}, found {entry.sha256}"
@@ -342,14 +339,6 @@ def _misplaced(read: _Contained, contents: Mapping[str, Any]) -> Iterator[Fault]
             yield Fault("altered", name, f"is the manifest of {manifest.slot}")
 
 
-def _streamed(read: Callable[[int], bytes]) -> str:
-    """SHA-256 of what a file still gives, however much."""
-    digest = hashlib.sha256()
-    while block := read(BLOCK_BYTES):
-        digest.update(block)
-    return digest.hexdigest()
-
-
 def _links(
     manifests: Mapping[str, tuple[Manifest, str]], entries: Mapping[str, Entry], *, complete: bool
 ) -> tuple[list[Fault], int]:
@@ -359,23 +348,17 @@ def _links(
     by_slot = {manifest.slot: sha256 for manifest, sha256 in manifests.values()}
     for name, (manifest, _) in manifests.items():
         folder = name.removesuffix(f"/{MANIFEST}")
-        absent = [part for part in manifest.parts if f"{folder}/{part.name}" not in entries]
-        left_out += len(absent)
-        if complete and f"{folder}/{PRUNED}" not in entries:
-            detail = f"{name} names it"
-            faults += [Fault("missing", f"{folder}/{part.name}", detail) for part in absent]
-        faults += _altered_parts(name, manifest, entries)
+        for part in manifest.parts:
+            place = f"{folder}/{part.name}"
+            entry = entries.get(place)
+            left_out += entry is None
+            if entry is None and complete and f"{folder}/{PRUNED}" not in entries:
+                faults.append(Fault("missing", place, f"{name} names it"))
+            elif entry is not None and entry.sha256 != part.sha256:
+                detail = f"{name} says SHA-256 {part.sha256}, found {entry.sha256}"
+                faults.append(Fault("altered", place, detail))
         faults += _wrong_parents(name, manifest, by_slot)
     return faults, left_out
-
-
-def _altered_parts(name: str, manifest: Manifest, entries: Mapping[str, Entry]) -> Iterator[Fault]:
-    folder = name.removesuffix(f"/{MANIFEST}")
-    for part in manifest.parts:
-        entry = entries.get(f"{folder}/{part.name}")
-        if entry is not None and entry.sha256 != part.sha256:
-            detail = f"{name} says SHA-256 {part.sha256}, found {entry.sha256}"
-            yield Fault("altered", entry.name, detail)
 
 
 def _wrong_parents(name: str, manifest: Manifest, by_slot: Mapping[str, str]) -> Iterator[Fault]:

@@ -8,32 +8,30 @@ was dropped for which reason, and whether that was longer or shorter than what w
 filter that drops the long ones teaches a policy to be short.
 """
 
-# pyarrow.compute makes its functions when it is imported, where pyright cannot see them.
-# pyright: reportAttributeAccessIssue=false
-
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, round_of, rounds_in
 from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
-from marin_rl.storage.upkeep.balances import Balance, balances, token_offences
 from marin_rl.storage.upkeep.inventory import MANIFEST
 from schemas.manifests import Manifest
+from schemas.rollouts import ROLLOUTS
 from schemas.tables import DISPOSITION_KINDS
 
 NAMES_MAX = 20
+GENERATED, CONSUMED = "generated", "consumed"
 COLUMNS = (
     "rollout_id", "run_id", "round", "environment", "policy_version_min", "policy_version_max",
     "policy_digest", "n_prompt_tokens", "n_completion_tokens", "segment_lengths",
 )  # fmt: skip
-
+PLACE = ("step", "row", "segment")
 
 Offences = Mapping[str, Iterable[str]]  # offending names by kind of offence, also of none
 
@@ -44,6 +42,43 @@ class Seen(dict[str, tuple[int, ...]]):
     def __init__(self, *, complete: bool = False) -> None:
         super().__init__()
         self.complete = complete
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Rollouts dropped for one reason: number, tokens, mean completion length in tokens."""
+
+    disposition: str
+    reason: str
+    rollouts: int
+    tokens: int
+    mean_length: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """The rollouts of one environment and one policy version in a round.
+
+    `rollouts` and `tokens` have `GENERATED` and the kinds of dispositions. `mean_length` is that of
+    the completions that were trained on, `length_bias` how much longer (in tokens, on average) the
+    dropped ones are; None where there are none of either.
+    """
+
+    environment: str
+    policy_version: int
+    rollouts: Mapping[str, int]
+    tokens: Mapping[str, int]
+    dropped: tuple[Dropped, ...]
+    mean_length: float | None
+    length_bias: float | None
+
+    @property
+    def balanced(self) -> bool:
+        """True if generated = consumed + filtered + stale + failed, also in tokens."""
+        return all(
+            counts[GENERATED] == sum(counts[kind] for kind in DISPOSITION_KINDS)
+            for counts in (self.rollouts, self.tokens)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +101,17 @@ class RoundAudit:
 
     @property
     def balanced(self) -> bool:
-        """True if everything adds up."""
         return not self.offences
 
     @property
     def problems(self) -> tuple[str, ...]:
         """A line per kind of offence, with NAMES_MAX names at most and how many more there are."""
-        return tuple(f"{kind}: {', '.join(_first(names))}" for kind, names in self.offences.items())
+        lines = []
+        for kind, names in self.offences.items():
+            more = len(names) - NAMES_MAX
+            shown = [*names[:NAMES_MAX], *([f"and {more} more"] if more > 0 else [])]
+            lines.append(f"{kind}: {', '.join(shown)}")
+        return tuple(lines)
 
 
 def audit_run(run: Run) -> Iterator[RoundAudit]:
@@ -93,11 +132,6 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
             yield _audited(run, round, seen)
 
 
-def _has_batches(run: Run, round: int) -> bool:
-    """True if batches are committed, also by a manifest that cannot be read."""
-    return MANIFEST in run.store.children(batches_slot(round))
-
-
 def audit_round(run: Run, round: int) -> RoundAudit:
     """Audit one round. Raises ObjectMissing while its batches are not committed."""
     if not _has_batches(run, round):
@@ -105,6 +139,11 @@ def audit_round(run: Run, round: int) -> RoundAudit:
             f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
         )
     return _audited(run, round, Seen())
+
+
+def _has_batches(run: Run, round: int) -> bool:
+    """True if batches are committed, also by a manifest that cannot be read."""
+    return MANIFEST in run.store.children(batches_slot(round))
 
 
 def _audited(run: Run, round: int, seen: Seen) -> RoundAudit:
@@ -117,69 +156,71 @@ def _audited(run: Run, round: int, seen: Seen) -> RoundAudit:
 
 
 def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
-    batches = read_manifest(run.store, batches_slot(round))
-    if batches is None:
+    committed = read_manifest(run.store, batches_slot(round))
+    if committed is None:
         raise ObjectMissing(
             f"{run.store.url_of(batches_slot(round))} is not committed, though later slots are: "
             "nothing says where its rollouts went; run fsck"
         )
-    rollouts = rollouts_manifest(run, round)
-    generated = pa.concat_tables(iter_row_groups(run, rollouts, COLUMNS))
-    everything = dispositions_of(run, batches[0])
-    # A round's own rollouts balance; those of earlier rounds are uses of what balanced there.
-    own = pc.invert(pc.less(everything["round_generated"], round))
-    dispositions = everything.filter(own) if _reuses(batches[0]) else everything
-    counts = Counter(dispositions["disposition"].to_pylist())
-    consumed = everything.filter(pc.equal(everything["disposition"], "consumed"))
-    earlier = _rows_of_earlier(run, everything, round, COLUMNS) if _reuses(batches[0]) else ()
-    # An empty table first, for its columns: there may be no earlier rows.
-    again = pa.concat_tables([generated.slice(0, 0), *earlier])
+    batches, rollouts = committed[0], rollouts_manifest(run, round)
+    generated = _rollouts(run, rollouts)
+    everything = _frame(dispositions_of(run, batches)).cast({"n_tokens": pl.Int64})
+    # A round's own rollouts balance; those of earlier rounds are uses of what balanced there. Only
+    # a round that has batches among its parents may use groups again.
+    reuses = any(parent.slot.startswith("batches/") for parent in batches.parents)
+    is_earlier = pl.lit(reuses) & (pl.col("round_generated") < round)
+    dispositions, earlier = everything.filter(~is_earlier), everything.filter(is_earlier)
+    again = generated.clear()
+    for number in earlier["round_generated"].unique().sort():
+        rows = _rollouts(run, rollouts_manifest(run, number))
+        named = earlier.filter(round_generated=number)
+        again = pl.concat([again, rows.join(named, on="rollout_id", how="semi")])
+    known = pl.concat([generated, again])
+    consumed = everything.filter(disposition=CONSUMED)
+    counts = Counter(dispositions["disposition"])
+    source = (rollouts.slot, rollouts.sha256)
+    parents = {(parent.slot, parent.sha256) for parent in batches.parents}
     offences: Offences = {
         **_foreign(run, rollouts, generated),
         **_mislabelled(run, generated),
-        **_identities(generated["rollout_id"].to_pylist(), dispositions),
+        **_identities(generated, dispositions),
         **_states(dispositions),
-        **_places(consumed, _batch_places(run, batches[0]), _segments(generated, again)),
+        **_places(consumed, _batch_places(run, batches), known),
         **uses_offences(run, consumed, round, seen),
-        **_unsampled(again, everything.filter(pc.invert(own)) if _reuses(batches[0]) else again),
-        **_lineage(rollouts, batches[0]),
-        **_totals(rollouts, batches[0], generated.num_rows, counts),
-        **token_offences(pa.concat_tables([generated, again]), everything),
+        "used again but never generated": _names(earlier.join(again, on="rollout_id", how="anti")),
+        "batches made from other rollouts": [] if source in parents else [batches.slot],
+        **_totals(rollouts, batches, generated.height, counts),
+        **_contradictions(known, everything),
     }
     return RoundAudit(
         round=round,
-        generated=generated.num_rows,
+        generated=generated.height,
         **{kind: counts.get(kind, 0) for kind in DISPOSITION_KINDS},
         offences={kind: listed for kind, names in offences.items() if (listed := tuple(names))},
-        balances=balances(generated, dispositions),
-        reused=consumed.num_rows - counts.get("consumed", 0),
+        balances=_balances(generated, dispositions),
+        reused=consumed.height - counts.get(CONSUMED, 0),
     )
 
 
-def _reuses(batches: Manifest) -> bool:
-    """True if a round may train on groups of earlier rounds again."""
-    return any(parent.slot.startswith("batches/") for parent in batches.parents)
+def _rollouts(run: Run, manifest: Manifest) -> pl.DataFrame:
+    """What the shards say of each rollout, with `n_tokens`."""
+    empty = pa.Table.from_batches([], pa.schema([ROLLOUTS.field(name) for name in COLUMNS]))
+    frame = _frame(pa.concat_tables([empty, *iter_row_groups(run, manifest, COLUMNS)]))
+    counts = pl.col("n_prompt_tokens", "n_completion_tokens").cast(pl.Int64)
+    return frame.with_columns(n_tokens=pl.sum_horizontal(counts))
 
 
-def _rows_of_earlier(
-    run: Run, dispositions: pa.Table, round: int, columns: Sequence[str]
-) -> Iterator[pa.Table]:
-    """Rows of the rollouts that dispositions name of earlier rounds, by round."""
-    for number in sorted({n for n in dispositions["round_generated"].to_pylist() if n < round}):
-        rows = dispositions.filter(pc.equal(dispositions["round_generated"], number))
-        names = rows["rollout_id"].combine_chunks()
-        for table in iter_row_groups(run, rollouts_manifest(run, number), columns):
-            yield table.filter(pc.is_in(table["rollout_id"], names))
+def _frame(table: pa.Table) -> pl.DataFrame:
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
+    return frame
 
 
-def _unsampled(again: pa.Table, dispositions: pa.Table) -> Offences:
-    """Rollouts that are said to be of earlier rounds, and are among the rollouts of none."""
-    there = set(again["rollout_id"].to_pylist())
-    named = dispositions["rollout_id"].to_pylist()
-    return {"used again but never generated": [n for n in named if n not in there]}
+def _names(rows: pl.DataFrame) -> list[str]:
+    return rows["rollout_id"].to_list()
 
 
-def uses_offences(run: Run, consumed: pa.Table, round: int, seen: Seen) -> Offences:
+def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: Seen) -> Offences:
     """Rollouts that are trained on in more rounds than the run allows, or outside of their window.
 
     Without replay that is any round but the first. A rollout that is used again was sampled by an
@@ -187,9 +228,8 @@ def uses_offences(run: Run, consumed: pa.Table, round: int, seen: Seen) -> Offen
     """
     replay = run.at_round(round).config.replay
     most, window = (1, 0) if replay is None else (replay.max_uses, replay.window_rounds)
-    names, rounds = (consumed[name].to_pylist() for name in ("rollout_id", "round_generated"))
     again, strange = list[str](), list[str]()
-    for name, generated in zip(names, rounds, strict=True):
+    for name, generated in consumed.select("rollout_id", "round_generated").rows():
         uses = seen.get(name, ())
         if len(uses) >= most:
             again.append(f"{name} (round {uses[-1]})")
@@ -199,7 +239,7 @@ def uses_offences(run: Run, consumed: pa.Table, round: int, seen: Seen) -> Offen
             if known or not 0 < round - generated <= window:
                 strange.append(name)
     # After the look-up: a repetition within this round is reported by `_identities`.
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(_names(consumed)):
         seen[name] = (*seen.get(name, ()), round)
     return {
         "consumed in an earlier round": again,
@@ -207,72 +247,64 @@ def uses_offences(run: Run, consumed: pa.Table, round: int, seen: Seen) -> Offen
     }
 
 
-def _foreign(run: Run, manifest: Manifest, generated: pa.Table) -> Offences:
+def _foreign(run: Run, manifest: Manifest, generated: pl.DataFrame) -> Offences:
     """Rows of another run or round, and shard objects that the round's manifest does not name."""
     round = round_of(manifest.slot.rpartition("/")[2])
     assert round is not None, f"expected a slot of a round, found {manifest.slot}"
     # A fork's early rounds are its ancestor's, and so are the names in them.
     played_by = run.at_round(round).run_id
-    wrong = pc.or_(
-        pc.not_equal(generated["run_id"], played_by), pc.not_equal(generated["round"], round)
-    )
+    foreign = generated.filter((pl.col("run_id") != played_by) | (pl.col("round") != round))
     named = {part.name for part in manifest.parts}
     # A shard that came after the seal was sampled and never trained on: it would be missing from
     # every sum.
     there = (name for name in run.store.children(manifest.slot) if name.startswith("shard-"))
     return {
-        "rows of another run or round": generated.filter(wrong)["rollout_id"].to_pylist(),
+        "rows of another run or round": _names(foreign),
         "shards outside the manifest": [name for name in there if name not in named],
     }
 
 
-def _mislabelled(run: Run, generated: pa.Table) -> Offences:
+def _mislabelled(run: Run, generated: pl.DataFrame) -> Offences:
     """Rollouts with the digest of other parameters than the checkpoint of their version has.
 
     Those that several versions sampled are left out, as are versions without a checkpoint here.
     """
-    names = ("rollout_id", "policy_digest", "policy_version_min", "policy_version_max")
-    sampled: dict[int, list[tuple[str, str]]] = {}
-    for rollout, digest, least, most in zip(
-        *(generated[n].to_pylist() for n in names), strict=True
-    ):
-        if least == most:
-            sampled.setdefault(least, []).append((rollout, digest))
-    wrong = list[str]()
-    for version, rollouts in sampled.items():
+    least, most = pl.col("policy_version_min"), pl.col("policy_version_max")
+    wrong, sampled = list[str](), generated.filter(least == most)
+    for version in sampled["policy_version_min"].unique(maintain_order=True):
         checkpoint = read_manifest(run.store, checkpoint_slot(version))
         # By the checkpoint and not by the shard's own word: a wrong digest is what is looked for.
         expected = checkpoint and checkpoint[0].extra.get("parameters_digest")
-        wrong += [rollout for rollout, digest in rollouts if expected and digest != expected]
+        if expected:
+            rows = sampled.filter(policy_version_min=version)
+            wrong += _names(rows.filter(pl.col("policy_digest") != str(expected)))
     return {"sampled by other parameters than their version's": wrong}
 
 
-def _identities(generated: list[str], dispositions: pa.Table) -> Offences:
-    disposed = dispositions["rollout_id"].to_pylist()
+def _identities(generated: pl.DataFrame, dispositions: pl.DataFrame) -> Offences:
+    made, disposed = Counter(_names(generated)), Counter(_names(dispositions))
     return {
-        "generated more than once": _repeated(generated),
-        "without a disposition": sorted(set(generated) - set(disposed)),
-        "disposed of but never generated": sorted(set(disposed) - set(generated)),
-        "disposed of more than once": _repeated(disposed),
+        "generated more than once": sorted(name for name, count in made.items() if count > 1),
+        "without a disposition": sorted(made.keys() - disposed.keys()),
+        "disposed of but never generated": sorted(disposed.keys() - made.keys()),
+        "disposed of more than once": sorted(n for n, count in disposed.items() if count > 1),
     }
 
 
-def _states(dispositions: pa.Table) -> Offences:
+def _states(dispositions: pl.DataFrame) -> Offences:
     """Rows that contradict themselves: a place without being consumed, a drop without a reason."""
-    consumed = pc.equal(dispositions["disposition"], "consumed")
-    step, row, segment = (pc.is_valid(dispositions[name]) for name in ("step", "row", "segment"))
-    everywhere = pc.and_(pc.and_(step, row), segment)
-    anywhere = pc.or_(pc.or_(step, row), segment)
-    unknown = pc.invert(pc.is_in(dispositions["disposition"], pa.array(DISPOSITION_KINDS)))
+    consumed = pl.col("disposition") == CONSUMED
+    placed = pl.col(*PLACE).is_not_null()
     # A consumed rollout has all three numbers, any other one has none of them.
-    misplaced = pc.if_else(consumed, pc.invert(everywhere), anywhere)
-    unreasoned = pc.xor(consumed, pc.is_null(dispositions["reason"]))
-    names = dispositions["rollout_id"]
-    return {
-        "of unknown disposition": names.filter(unknown).to_pylist(),
-        "consumed without a place, or the reverse": names.filter(misplaced).to_pylist(),
-        "dropped without a reason, or the reverse": names.filter(unreasoned).to_pylist(),
+    misplaced = (
+        pl.when(consumed).then(~pl.all_horizontal(placed)).otherwise(pl.any_horizontal(placed))
+    )
+    offences = {
+        "of unknown disposition": ~pl.col("disposition").is_in(list(DISPOSITION_KINDS)),
+        "consumed without a place, or the reverse": misplaced,
+        "dropped without a reason, or the reverse": consumed ^ pl.col("reason").is_null(),
     }
+    return {kind: _names(dispositions.filter(wrong)) for kind, wrong in offences.items()}
 
 
 def _batch_places(run: Run, manifest: Manifest) -> list[tuple[str, int, int, int]]:
@@ -280,69 +312,45 @@ def _batch_places(run: Run, manifest: Manifest) -> list[tuple[str, int, int, int
     return [
         (name, step, row, segment)
         for table in iter_batch_names(run, manifest)
-        for step, row, names in zip(
-            table["step"].to_pylist(),
-            table["row"].to_pylist(),
-            table["rollout_ids"].to_pylist(),
-            strict=True,
-        )
+        for step, row, names in _frame(table).select("step", "row", "rollout_ids").rows()
         for segment, name in enumerate(names, start=1)
     ]
 
 
-def _segments(*rollouts: pa.Table) -> dict[str, int]:
-    """Number of segments of each rollout that has several."""
-    table = pa.concat_tables(rollouts)
-    pairs = zip(*(table[n].to_pylist() for n in ("rollout_id", "segment_lengths")), strict=True)
-    return {name: len(lengths) for name, lengths in pairs if lengths}
-
-
 def _places(
-    consumed: pa.Table, placed: list[tuple[str, int, int, int]], segments: Mapping[str, int]
+    consumed: pl.DataFrame, placed: list[tuple[str, int, int, int]], known: pl.DataFrame
 ) -> Offences:
     """Differences between dispositions, which say where a rollout begins, and the batches."""
-    columns = (consumed[name].to_pylist() for name in ("rollout_id", "step", "row", "segment"))
+    several = known.filter(pl.col("segment_lengths").list.len() > 0)
+    lengths = several.select("rollout_id", pl.col("segment_lengths").list.len()).rows()
+    segments: dict[str, int] = dict(lengths)
     # Both ways: dispositions may name a wrong row, and the batches an unreported rollout.
-    reported = set(zip(*columns, strict=True))
+    reported = set(consumed.select("rollout_id", *PLACE).rows())
     times = Counter(place[0] for place in placed)
     # Reversed, so that the first place of a name is the one that stays.
-    begun = {place[0]: place for place in reversed(placed)}
-    firsts = set(begun.values())
-    absent = reported - firsts
+    firsts = set({place[0]: place for place in reversed(placed)}.values())
     # A later segment has no place of its own in the dispositions.
     unreported = {x for x in set(placed) - reported if x in firsts or x[0] not in segments}
-    expected = {name: segments.get(name, 1) for name in times}
-    more = [name for name, count in times.items() if count > expected[name]]
-    fewer = [name for name, count in times.items() if count < expected[name]]
+    apart = {name: count - segments.get(name, 1) for name, count in times.items()}
     return {
-        "not where its disposition says": sorted(str(x[0]) for x in absent),
+        "not where its disposition says": sorted(str(x[0]) for x in reported - firsts),
         "in the batches and in no disposition": sorted(x[0] for x in unreported),
-        "in the batches more than once": sorted(more),
-        "in the batches without all segments": sorted(fewer),
+        "in the batches more than once": sorted(n for n, more in apart.items() if more > 0),
+        "in the batches without all segments": sorted(n for n, more in apart.items() if more < 0),
     }
-
-
-def _lineage(rollouts: Manifest, batches: Manifest) -> Offences:
-    named = {(parent.slot, parent.sha256) for parent in batches.parents}
-    wrong = (rollouts.slot, rollouts.sha256) not in named
-    return {"batches made from other rollouts": [batches.slot] if wrong else []}
 
 
 def _totals(
     rollouts: Manifest, batches: Manifest, generated: int, counts: Mapping[str, int]
 ) -> Offences:
+    slot = batches.slot
     expected = {
         f"{rollouts.slot} rows": (rollouts.totals.get("rows"), generated),
-        f"{batches.slot} rollouts/generated": (
-            batches.totals.get("rollouts/generated"), generated,
-        ),
-        **{
-            f"{batches.slot} rollouts/{kind}": (
-                batches.totals.get(f"rollouts/{kind}"), counts.get(kind, 0),
-            )
-            for kind in DISPOSITION_KINDS
-        },
-    }  # fmt: skip
+        f"{slot} rollouts/generated": (batches.totals.get("rollouts/generated"), generated),
+    }
+    for kind in DISPOSITION_KINDS:
+        name = f"rollouts/{kind}"
+        expected[f"{slot} {name}"] = (batches.totals.get(name), counts.get(kind, 0))
     wrong = [
         f"{name}: says {total}, counted {count}"
         for name, (total, count) in expected.items()
@@ -351,10 +359,72 @@ def _totals(
     return {"manifest totals": wrong}
 
 
-def _repeated(names: Iterable[str]) -> list[str]:
-    return sorted(name for name, count in Counter(names).items() if count > 1)
+def _contradictions(known: pl.DataFrame, dispositions: pl.DataFrame) -> Offences:
+    """Rollouts whose dispositions and shards disagree on tokens, environment or policy."""
+    said = dispositions.unique("rollout_id", keep="first")
+    pairs = known.join(said, on="rollout_id", suffix="_said", maintain_order="left")
+    kinds = {
+        "disposition of other tokens": "n_tokens",
+        "disposition of another environment": "environment",
+        "disposition of another policy": "policy_version_min",
+    }
+    return {
+        kind: _names(pairs.filter(pl.col(name) != pl.col(f"{name}_said")))
+        for kind, name in kinds.items()
+    }
 
 
-def _first(names: tuple[str, ...]) -> tuple[str, ...]:
-    more = len(names) - NAMES_MAX
-    return (*names[:NAMES_MAX], f"and {more} more") if more > 0 else names
+def _balances(generated: pl.DataFrame, dispositions: pl.DataFrame) -> tuple[Balance, ...]:
+    """Balances by environment and policy version, sorted.
+
+    What became of a rollout is counted as its disposition says: where shards say otherwise,
+    `_contradictions` names the rollouts.
+    """
+    key = ["environment", "policy_version_min"]
+    # The first, where a name is generated twice: an offence of its own (`_identities`).
+    lengths = generated.unique("rollout_id", keep="first").select(
+        "rollout_id", length=pl.col("n_completion_tokens").cast(pl.Int64)
+    )
+    fates = dispositions.join(lengths, on="rollout_id", how="left")
+    places = pl.concat([generated.select(key), fates.select(key)]).unique().sort(key)
+    return tuple(
+        _balance(
+            environment,
+            version,
+            generated.filter(environment=environment, policy_version_min=version),
+            fates.filter(environment=environment, policy_version_min=version),
+        )
+        for environment, version in places.rows()
+    )
+
+
+def _balance(environment: str, version: int, made: pl.DataFrame, fates: pl.DataFrame) -> Balance:
+    counted = {GENERATED: made}
+    counted |= {kind: fates.filter(disposition=kind) for kind in DISPOSITION_KINDS}
+    lost = fates.filter(pl.col("disposition") != CONSUMED)
+    kept_mean, lost_mean = _mean_length(counted[CONSUMED]), _mean_length(lost)
+    by_reason = lost.fill_null("").partition_by("disposition", "reason", as_dict=True)
+    return Balance(
+        environment=environment,
+        policy_version=version,
+        rollouts={kind: rows.height for kind, rows in counted.items()},
+        tokens={kind: int(rows["n_tokens"].sum()) for kind, rows in counted.items()},
+        dropped=tuple(
+            Dropped(
+                disposition=disposition,
+                reason=reason,
+                rollouts=rows.height,
+                tokens=int(rows["n_tokens"].sum()),
+                mean_length=_mean_length(rows) or 0.0,
+            )
+            for (disposition, reason), rows in sorted(by_reason.items())
+        ),
+        mean_length=kept_mean,
+        # A filter that mostly drops long answers trains on a biased sample: this is how far.
+        length_bias=None if kept_mean is None or lost_mean is None else lost_mean - kept_mean,
+    )
+
+
+def _mean_length(rows: pl.DataFrame) -> float | None:
+    lengths = rows["length"].drop_nulls()
+    return int(lengths.sum()) / len(lengths) if len(lengths) else None

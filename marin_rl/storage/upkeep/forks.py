@@ -8,7 +8,6 @@ folders, so a run must not delete what another run under the same root still rea
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from marin_rl.config import (
     Config,
@@ -53,7 +52,13 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     for number in needed:
         _check_whole(parent, number)
     # Before anything is written: a name that is taken by a failed fork cannot be used again.
-    _check_closed(parent, round)
+    closed = metrics_key(round - 1) if round else ""
+    if round and closed.rpartition("/")[2] not in parent.store.children("metrics"):
+        # A fork cannot write metrics of a round that it shares.
+        raise ObjectMissing(
+            f"{parent.store.url_of(closed)} is not committed: expected round {round - 1} to be "
+            f"closed before a fork from its checkpoint; continue run {parent.run_id!r} first"
+        )
     ancestors = _chain(parent, round)
     own = open_store(config.root, config.storage_options).at(run_id)
     record = read_record(own)
@@ -131,18 +136,6 @@ def _check_whole(run: Run, round: int) -> None:
         )
 
 
-def _check_closed(parent: Run, round: int) -> None:
-    """Raise ObjectMissing if the last shared round has no metrics, which a fork cannot write."""
-    if round == 0:
-        return
-    key = metrics_key(round - 1)
-    if key.rpartition("/")[2] not in parent.store.children("metrics"):
-        raise ObjectMissing(
-            f"{parent.store.url_of(key)} is not committed: expected round {round - 1} to be closed "
-            f"before a fork from its checkpoint; continue run {parent.run_id!r} first"
-        )
-
-
 def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
     """Runs that have the rounds before `round`, ascending; `parent` only if it has any of them
     itself.
@@ -176,7 +169,6 @@ class Borrowed:
 
     @property
     def by(self) -> tuple[str, ...]:
-        """The names of those that read anything."""
         reaches = self.reaches.items()
         return tuple(name for name, reach in reaches if reach.start or reach.through_round >= 0)
 
@@ -233,12 +225,7 @@ def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
             f"{str(policy)[:100]!r}"
         )
     rounds = [a.through_round for a in ancestors_in(record) if a.run_id == run_id]
-    return Reach(max(rounds, default=-1), _start_in(policy, run_id))
-
-
-def _start_in(policy: Mapping[str, Any], run_id: str) -> str | None:
-    """Slot of `run_id` that a run starts from, under any spelling of the root."""
     # As text, and not resolved: a root may be mounted elsewhere for the run that names it.
-    named = str(policy.get("checkpoint") or "")
-    _, owner, kind, slot = place_named(named)
-    return f"{kind}/{slot}" if owner == run_id and kind in ("checkpoints", "sft") else None
+    _, owner, kind, slot = place_named(str(policy.get("checkpoint") or ""))
+    starts = owner == run_id and kind in ("checkpoints", "sft")
+    return Reach(max(rounds, default=-1), f"{kind}/{slot}" if starts else None)

@@ -14,12 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
-from marin_rl.storage.layout import code_key, metrics_round_of, shard_of, shard_of_piece
+from marin_rl.storage.layout import (
+    BATCHES_PREFIX,
+    DISPOSITIONS_PREFIX,
+    SCORES_PREFIX,
+    code_key,
+    metrics_round_of,
+    shard_of,
+    shard_of_piece,
+)
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, read_record, stored_config
 from marin_rl.storage.runs import check_run_id, with_ancestors
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
@@ -50,19 +58,22 @@ from marin_rl.storage.upkeep.inventory import (
 )
 from marin_rl.storage.upkeep.streams import lost_groups
 from marin_rl.user_code import files_in
-from schemas.manifests import Manifest, Part, canonical_json, sha256_of
-from schemas.migrations import BATCHES, METRICS, REWARDS, ROLLOUTS, SCORES, Ladder
-from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
+from schemas.manifests import canonical_json, sha256_of
+from schemas.migrations import BATCHES, DISPOSITIONS, METRICS, REWARDS, ROLLOUTS, SCORES, Ladder
 from schemas.migrations import PAIRS as PAIRS_LADDER
-from schemas.rollouts import ROLLOUTS as ROLLOUTS_SCHEMA
 from schemas.strict_json import parse_json
-from schemas.tables import DISPOSITIONS, METRICS_IDENTITY
-from schemas.tables import PAIRS as PAIRS_SCHEMA
-from schemas.tables import REWARDS as REWARDS_SCHEMA
-from schemas.tables import SCORES as SCORES_SCHEMA
+from schemas.tables import METRICS_IDENTITY
 
 # Requests mostly wait for the network, so their number does not follow the cores.
 REMOTE_WORKERS = 16
+
+Result = TypeVar("Result")
+Record = Mapping[str, Any]
+Outcome = tuple[int, Fault | None]  # bytes that were read, and what is wrong
+Job = tuple[str, Callable[[], Outcome]]  # the place that is checked comes first
+Look = Callable[[TableReader], Fault | None]
+
+_PARTS = {SCORES_PREFIX: SCORES, DISPOSITIONS_PREFIX: DISPOSITIONS, BATCHES_PREFIX: BATCHES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +108,12 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     if not own.children():
         raise ObjectMissing(f"nothing lies in {own.url}: expected a run; see `marin-rl status`")
     # A broken run.json is one fault among others: the slots can be checked without it.
-    name, ancestors, faults = _identity(top, own)
+    record, ancestors, faults = _identity(top, own)
     store = with_ancestors(top, own, ancestors)
     inventory = take_inventory(store)
     lines = read_lines(store, inventory)
-    jobs = [
-        *_part_jobs(store, inventory),
-        *_loose_jobs(store, inventory, partial(_player, name, ancestors), lines),
-        *_code_jobs(own, inventory),
-    ]
+    checks = _Checks(store, inventory, record, ancestors, lines)
+    jobs = list(checks.jobs())
     local = store.local_path(RUN_KEY) is not None
     with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
         # Every job to its end: one damaged file must not hide the next.
@@ -113,7 +121,7 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     manifests = [slot for slot in inventory.slots if slot.manifest is not None]
     faults += [fault for _, fault in outcomes if fault is not None]
     faults += chain(
-        _unreadable(store, inventory),
+        (_of_record(store, s.key(s.damaged), s.fault) for s in inventory.slots if s.fault),
         link_faults(store, inventory),
         gap_faults(store, inventory),
         fork_faults(store, inventory, ancestors),
@@ -136,8 +144,8 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
 
 def _identity(
     top: ObjectStore, own: ObjectStore
-) -> tuple[str | None, tuple[Ancestor, ...], list[Fault]]:
-    """Run id and ancestors by run.json, and the faults of that record."""
+) -> tuple[Record | None, tuple[Ancestor, ...], list[Fault]]:
+    """Run.json, the ancestors that it names, and the faults of these records."""
     place = own.url_of(RUN_KEY)
     try:
         record = read_record(own)
@@ -163,156 +171,126 @@ def _identity(
         if sha256 != ancestor.sha256:
             detail = f"names {key} with SHA-256 {ancestor.sha256}, found {sha256}"
             faults.append(Fault("wrong parent", place, detail))
-    return record["run_id"], ancestors, faults
+    return record, ancestors, faults
 
 
-def _player(name: str | None, ancestors: Sequence[Ancestor], round: int) -> str | None:
-    """The run that played a round; None where run.json does not say."""
-    return next((a.run_id for a in ancestors if round < a.through_round), name)
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    """The checks of a run's objects, by their roles in its inventory."""
 
+    store: ObjectStore
+    inventory: Inventory
+    record: Record | None
+    ancestors: Sequence[Ancestor]
+    lines: MetricsLines
 
-Result = TypeVar("Result")
-Check = Callable[[], tuple[int, Fault | None]]
-Job = tuple[str, Check]  # the place that is checked comes first
+    def jobs(self) -> Iterator[Job]:
+        """A check of each part, of each object that is its own commit, and of each copy of code."""
+        url = self.store.url_of
+        for item in self.inventory.items:
+            if item.role == "part" and item.slot is not None:
+                yield url(item.key), partial(self._part, item.slot, item.name)
+            elif (table := self._table(item)) is not None:
+                yield url(item.key), partial(_check_table, self.store, item.key, *table)
+        named = files_in(self.record["config"] if self.record else None)
+        copies = {item.key for item in self.inventory.of_role("code")}
+        for key in sorted(copies.union(map(code_key, named))):
+            yield url(key), partial(self._code, key)
 
+    def _part(self, slot: Slot, name: str) -> Outcome:
+        part, place = slot.parts[name], self.store.url_of(slot.key(name))
+        try:
+            data = load(self.store, slot.key(name))
+        except ObjectMissing:
+            if name in pruned_parts(self.store, slot.slot, slot.sha256):
+                return 0, None  # retention took it since the listing
+            return 0, Fault("missing", place, f"{self.store.url_of(slot.key(MANIFEST))} names it")
+        detail = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
+        # Sizes first: they separate truncated files from altered ones without hashing.
+        if data.size != part.bytes:
+            return 0, Fault("truncated" if data.size < part.bytes else "altered", place, detail)
+        sha256 = digest_of(data)
+        if sha256 != part.sha256:
+            return data.size, Fault("altered", place, f"{detail} with {sha256}")
+        ladder = _ladder_of(slot, name)
+        if ladder is None:
+            return data.size, None
 
-def _outcome(job: Job) -> tuple[int, Fault | None]:
-    """Bytes read, and what is wrong; what could not even be read is a fault as well."""
-    result = _explained(*job)
-    return (0, result) if isinstance(result, Fault) else result
+        def look() -> None:
+            assert slot.manifest is not None, "only committed slots have parts"
+            schema = schema_of(slot.manifest, place) if ladder is BATCHES else None
+            TableReader(data, place, ladder).check(schema)
 
+        # Bytes that match the digest may still break the schema, if their writer erred.
+        return data.size, _explained(place, look)
 
-def _in_words(error: Exception) -> str:
-    if isinstance(error, MarinRLError):
-        return str(error)
-    return f"cannot be read: {type(error).__name__}: {str(error)[:1000]}"
+    def _table(self, item: Item) -> tuple[Ladder, Look] | None:
+        """Format of a table that no manifest names, and a check that its rows are in their place.
 
-
-def _part_jobs(store: ObjectStore, inventory: Inventory) -> Iterator[Job]:
-    for slot in inventory.slots:
-        for part in slot.manifest.parts if slot.manifest else ():
-            if part.name not in slot.gone:
-                yield store.url_of(slot.key(part.name)), partial(_check_part, store, slot, part)
-
-
-def _check_part(store: ObjectStore, slot: Slot, part: Part) -> tuple[int, Fault | None]:
-    """Bytes hashed, and what is wrong with one part."""
-    place = store.url_of(slot.key(part.name))
-    try:
-        data = load(store, slot.key(part.name))
-    except ObjectMissing:
-        if part.name in pruned_parts(store, slot.slot, slot.sha256):
-            return 0, None  # retention took it since the listing
-        return 0, Fault("missing", place, f"{store.url_of(slot.key(MANIFEST))} names it")
-    detail = f"expected {part.bytes} bytes with SHA-256 {part.sha256}, found {data.size}"
-    # Sizes first: they separate truncated files from altered ones without hashing.
-    if data.size != part.bytes:
-        return 0, Fault("truncated" if data.size < part.bytes else "altered", place, detail)
-    sha256 = digest_of(data)
-    if sha256 != part.sha256:
-        return data.size, Fault("altered", place, f"{detail} with {sha256}")
-    assert slot.manifest is not None, "only committed slots have parts"
-    manifest = slot.manifest
-
-    # Bytes that match the digest may still break the schema, if their writer erred.
-    def look() -> None:
-        shape = _shape_of(manifest, part, place)
-        if shape is not None:
-            TableReader(data, place, shape[0]).check(shape[1])
-
-    return data.size, _explained(place, look)
-
-
-def _shape_of(manifest: Manifest, part: Part, place: str) -> tuple[Ladder, pa.Schema] | None:
-    """Schema that a part must have; None for opaque parts, such as arrays."""
-    kind = manifest.slot.partition("/")[0]
-    if not part.name.endswith(".parquet"):
-        return None
-    if kind in ("rollouts", "evals"):
-        return ROLLOUTS, ROLLOUTS_SCHEMA
-    if kind == PAIRS:
-        return PAIRS_LADDER, PAIRS_SCHEMA
-    if part.name.startswith("scores-"):
-        return SCORES, SCORES_SCHEMA
-    if part.name.startswith("dispositions-"):
-        return DISPOSITIONS_LADDER, DISPOSITIONS
-    if part.name.startswith("batches-"):
-        return BATCHES, schema_of(manifest, place)
-    return None
-
-
-Player = Callable[[int], str | None]
-Look = Callable[[TableReader], Fault | None]
-
-
-def _loose_jobs(
-    store: ObjectStore, inventory: Inventory, player: Player, lines: MetricsLines
-) -> Iterator[Job]:
-    """Checks of commits that no manifest names: only their own bytes can be checked."""
-    sealed = {slot.slot: slot for slot in inventory.of_kind("rollouts")}
-    for item in inventory.items:
+        Only its own bytes can be checked.
+        """
         match item:
-            case Item(role="shard" | "late shard" | "piece", slot=Slot() as slot, name=name):
+            case Item(role="shard" | "late shard" | "piece", slot=Slot(number=round), name=name):
                 shard = shard_of(shard_of_piece(name) or name)
-                expected = {"run_id": player(slot.number), "round": slot.number, "shard": shard}
-                kind = ROLLOUTS, ROLLOUTS_SCHEMA, partial(_misplaced, expected=expected)
+                expected = {"run_id": self._player(round), "round": round, "shard": shard}
+                return ROLLOUTS, partial(_misplaced, expected=expected)
             case Item(role="group" | "partial group"):
                 # A round after all forks: what waits in a stream is of this run alone.
-                expected = {"run_id": player(2**31)}
-                kind = ROLLOUTS, ROLLOUTS_SCHEMA, partial(_misplaced, expected=expected)
-            case Item(role="metrics", key=key):
-                round = metrics_round_of(key)
-                expected = {"run_id": player(round or 0), "round": round}
-                look = partial(_wrong_metrics, expected=expected, lines=lines)
-                kind = METRICS, METRICS_IDENTITY, look
-            case Item(role="rewards", key=key):
-                # Against the rollouts that they scored: a table of another round would rank the
-                # wrong answers.
-                rollouts = sealed.get(scored_slot(key) or "")
-                kind = REWARDS, REWARDS_SCHEMA, partial(_of_other_rollouts, rollouts=rollouts)
-            case _:
-                continue
-        yield store.url_of(item.key), partial(_check_loose, store, item.key, *kind)
+                return ROLLOUTS, partial(_misplaced, expected={"run_id": self._player(2**31)})
+            case Item(role="metrics"):
+                return METRICS, partial(self._wrong_metrics, metrics_round_of(item.key) or 0)
+            case Item(role="rewards"):
+                # A table of another round would rank the wrong answers.
+                return REWARDS, partial(self._of_other_rollouts, scored_slot(item.key))
+        return None
+
+    def _player(self, round: int) -> str | None:
+        """The run that played a round; None where run.json does not say."""
+        own = None if self.record is None else self.record["run_id"]
+        return next((a.run_id for a in self.ancestors if round < a.through_round), own)
+
+    def _wrong_metrics(self, round: int, reader: TableReader) -> Fault | None:
+        """Fault of metrics of another round, or of other ones than metrics.jsonl repeats."""
+        check_metrics(reader)
+        fault = _misplaced(reader, {"run_id": self._player(round), "round": round})
+        return self.lines.compared(reader, round) if fault is None else fault
+
+    def _of_other_rollouts(self, slot: str | None, reader: TableReader) -> Fault | None:
+        """Fault of a reward table about other rollouts than those that lie there."""
+        scored = reader.stamp.get("rollouts_sha256")
+        rollouts = {item.slot: item.sha256 for item in self.inventory.of_kind("rollouts")}
+        actual = rollouts.get(slot or "")
+        # Rollouts without a readable manifest have no digest to compare with.
+        if actual in (None, scored):
+            return None
+        detail = f"is about rollouts with SHA-256 {scored}, {slot} has {actual}"
+        return Fault("wrong parent", reader.source, detail)
+
+    def _code(self, key: str) -> Outcome:
+        """Check a copy of code, whose name is its digest."""
+        place = self.store.url_of(key)
+        try:
+            data = load(self.store, key)
+        except ObjectMissing:
+            return 0, Fault("missing", place, f"{self.store.url_of(RUN_KEY)} names it")
+        if code_key(digest_of(data)) == key:
+            return data.size, None
+        detail = f"expected a file named by its SHA-256, found {digest_of(data)}"
+        return data.size, Fault("altered", place, detail)
 
 
-def _code_jobs(own: ObjectStore, inventory: Inventory) -> Iterator[Job]:
-    """Checks of copies of code: those that run.json names, and those that are there."""
-    try:
-        record = read_record(own)
-    except (CorruptObject, NewerSchema):  # a fault of its own
-        record = None
-    named = {code_key(digest) for digest in files_in(record["config"] if record else None)}
-    there = {item.key for item in inventory.of_role("code")}
-    for key in sorted(named | there):
-        yield own.url_of(key), partial(_check_code, own, key)
+def _ladder_of(slot: Slot, name: str) -> Ladder | None:
+    """Format of a part; None for opaque ones, such as arrays."""
+    if not name.endswith(".parquet"):
+        return None
+    if slot.kind in ("rollouts", "evals"):
+        return ROLLOUTS
+    if slot.kind == PAIRS:
+        return PAIRS_LADDER
+    return next((ladder for prefix, ladder in _PARTS.items() if name.startswith(prefix)), None)
 
 
-def _check_code(own: ObjectStore, key: str) -> tuple[int, Fault | None]:
-    """Bytes hashed, and what is wrong with a copy of code, whose name is its digest."""
-    place = own.url_of(key)
-    try:
-        data = load(own, key)
-    except ObjectMissing:
-        return 0, Fault("missing", place, f"{own.url_of(RUN_KEY)} names it")
-    if code_key(digest_of(data)) == key:
-        return data.size, None
-    detail = f"expected a file named by its SHA-256, found {digest_of(data)}"
-    return data.size, Fault("altered", place, detail)
-
-
-def _wrong_metrics(
-    reader: TableReader, expected: Mapping[str, str | int | None], lines: MetricsLines
-) -> Fault | None:
-    """Fault of metrics of another round, or of other ones than metrics.jsonl repeats."""
-    check_metrics(reader)
-    fault = _misplaced(reader, expected)
-    return lines.compared(reader, int(expected["round"] or 0)) if fault is None else fault
-
-
-def _check_loose(
-    store: ObjectStore, key: str, ladder: Ladder, schema: pa.Schema, look: Look
-) -> tuple[int, Fault | None]:
-    """Bytes read, and what is wrong with them, or else what `look` finds."""
+def _check_table(store: ObjectStore, key: str, ladder: Ladder, look: Look) -> Outcome:
     place = store.url_of(key)
     data = load(store, key)
     # Parquet ends with its magic number: a missing end is reported as truncation, before Arrow
@@ -322,7 +300,7 @@ def _check_loose(
 
     def read() -> Fault | None:
         reader = TableReader(data, place, ladder)
-        reader.check(schema)
+        reader.check(METRICS_IDENTITY if ladder is METRICS else None)
         # No digest of these files is stored. Their writer is deterministic: rewriting checks them.
         again = reader.rewritten()
         if again is not None and again != data.to_pybytes():
@@ -346,14 +324,16 @@ def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) ->
     return None
 
 
-def _of_other_rollouts(reader: TableReader, rollouts: Slot | None) -> Fault | None:
-    """Fault of a reward table about other rollouts than those that lie there."""
-    scored = reader.stamp.get("rollouts_sha256")
-    # Rollouts without a readable manifest have no digest to compare with.
-    if rollouts is None or rollouts.sha256 in (None, scored):
-        return None
-    detail = f"is about rollouts with SHA-256 {scored}, {rollouts.slot} has {rollouts.sha256}"
-    return Fault("wrong parent", reader.source, detail)
+def _outcome(job: Job) -> Outcome:
+    """Bytes read, and what is wrong; what could not even be read is a fault as well."""
+    result = _explained(*job)
+    return (0, result) if isinstance(result, Fault) else result
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, MarinRLError):
+        return str(error)
+    return f"cannot be read: {type(error).__name__}: {str(error)[:1000]}"
 
 
 def _explained(
@@ -372,26 +352,15 @@ def _explained(
         return Fault(otherwise, place, _in_words(error))
 
 
-def _unreadable(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
-    for slot in inventory.slots:
-        if slot.fault is not None:
-            yield _of_record(store, slot.key(slot.damaged), slot.fault)
-
-
 def _of_record(store: ObjectStore, key: str, error: CorruptObject | NewerSchema) -> Fault:
     """Fault of a sealed record: altered if the seal is broken, whichever version it claims."""
     kind: Kind = "newer version" if isinstance(error, NewerSchema) else "altered"
     # A flipped bit in the version must not send the user off to upgrade.
-    if kind == "newer version" and not _sealed(store.read(key)):
-        kind = "altered"
+    if kind == "newer version":
+        try:
+            record = parse_json(store.read(key))
+            sealed = record.pop("digest") == sha256_of(canonical_json(record))
+        except (ValueError, KeyError, AttributeError, TypeError):  # a list, or no digest
+            sealed = False
+        kind = kind if sealed else "altered"
     return Fault(kind, store.url_of(key), str(error))
-
-
-def _sealed(data: bytes) -> bool:
-    try:
-        record = parse_json(data)
-        digest = record.pop("digest")
-        return digest == sha256_of(canonical_json(record))
-    except (ValueError, KeyError, AttributeError, TypeError):
-        # Any JSON is possible here: a list, or no digest.
-        return False

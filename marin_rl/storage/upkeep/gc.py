@@ -23,20 +23,14 @@ Five reasons, each safe for its own:
 Everything that is visible to a glob (shards, manifests, metrics) is a commit, and stays.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from marin_rl.config import RetentionConfig, parse_config
-from marin_rl.errors import (
-    CorruptObject,
-    NewerSchema,
-    ObjectMissing,
-    RunLocked,
-    StorageError,
-)
+from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing, RunLocked, StorageError
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
 from marin_rl.storage.fleet import heartbeat_age_s
 from marin_rl.storage.run_progress import RETENTION
@@ -54,14 +48,7 @@ from marin_rl.storage.tables.parquet import in_order, load
 from marin_rl.storage.tables.rollouts import identify_shard
 from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
 from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
-from marin_rl.storage.upkeep.inventory import (
-    Inventory,
-    Item,
-    Role,
-    Slot,
-    read_slot,
-    take_inventory,
-)
+from marin_rl.storage.upkeep.inventory import Inventory, Item, Role, Slot, read_slot, take_inventory
 from marin_rl.storage.upkeep.streams import collected_keys, collected_now, taken_batches
 
 Reason = Literal["unreferenced", "uncommitted", "temporary", "heartbeat", "retention"]
@@ -82,6 +69,11 @@ class Garbage:
     bytes: int
     reason: Reason
 
+    @property
+    def slot(self) -> str:
+        """The slot that it lies in, if it lies in one."""
+        return "/".join(self.key.split("/")[:2])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
@@ -101,7 +93,6 @@ class Collection:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all garbage."""
         return sum(item.bytes for item in self.garbage)
 
 
@@ -125,15 +116,15 @@ def collect(
     with _alone(run, dry_run=dry_run) as alone:
         # Listed under the lock, so no process of this machine starts an attempt after the listing.
         inventory = take_inventory(run.folder)
-        items = list(_garbage(run, inventory, rule, moment, alone=alone))
-        open_slots = {_slot_name(key) for key, reason in items if reason == "uncommitted"}
+        found = list(_garbage(run, inventory, rule, moment, alone=alone))
+        open_slots = {item.slot for item in found if item.reason == "uncommitted"}
         # If a neighbour cannot be read, every open slot counts as read by it, and stays.
-        read_by_others, unread = _or_none(lambda: _borrowed_among(run, open_slots), open_slots)
-        items = [
-            i for i in items if i[1] != "uncommitted" or _slot_name(i[0]) not in read_by_others
-        ]
+        read_by_others, unread = _or_none(lambda: _proven_by_others(run, open_slots), open_slots)
         retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
-        garbage = [*_measured(run.folder, items), *retired]
+        garbage = [
+            *(i for i in found if i.reason != "uncommitted" or i.slot not in read_by_others),
+            *retired,
+        ]
         if not dry_run:
             garbage = _delete(run, inventory, rule, garbage)
     return Collection(
@@ -169,12 +160,6 @@ def retire(run: Run) -> None:
     rule = run.config.retention
     if rule.checkpoints_last is None:
         return
-    inventory = Inventory(keys=(), slots=_latest_checkpoints(run))
-    _delete(run, inventory, rule, _retired(run, inventory, rule))
-
-
-def _latest_checkpoints(run: Run) -> list[Slot]:
-    """Checkpoints from the last that lost all its arrays up to the latest, ascending."""
     slots: list[Slot] = []
     for number in reversed(rounds_in(run.folder, "checkpoints")):
         slot = checkpoint_slot(number)
@@ -183,7 +168,8 @@ def _latest_checkpoints(run: Run) -> list[Slot]:
         # Older checkpoints were judged when this one was pruned, so each round looks at few.
         if slots[-1].pruned and slots[-1].pruned.isdisjoint(names):
             break
-    return slots[::-1]
+    inventory = Inventory(keys=(), slots=slots[::-1])
+    _delete(run, inventory, rule, _retired(run, inventory, rule))
 
 
 def rule_of(run: Run, last: int | None = None, every: int | None = None) -> RetentionConfig:
@@ -236,8 +222,8 @@ def _alone(run: Run, *, dry_run: bool) -> Iterator[bool]:
 
 def _garbage(
     run: Run, inventory: Inventory, rule: RetentionConfig, now: datetime, *, alone: bool
-) -> Iterator[tuple[str, Reason]]:
-    """Garbage with its reasons, but for arrays of checkpoints."""
+) -> Iterator[Garbage]:
+    """Garbage but for arrays of checkpoints; what vanished meanwhile is left out."""
     # The lock proves that no writer of this machine is left. Without it only age proves that.
     locked = alone and run.folder.local_path(LOCK_KEY) is not None
     oldest_s: dict[Role, tuple[Reason, float]] = {
@@ -254,16 +240,16 @@ def _garbage(
     damaged = _damaged(inventory)
     for item in inventory.items:
         reason, limit_s = oldest_s.get(item.role, (None, 0.0))
+        proven = reason == "uncommitted" and item.slot is not None and item.slot.slot in damaged
         if item.key in unneeded or _is_late(item):
-            yield item.key, "unreferenced"
-        elif reason == "uncommitted" and item.slot is not None and item.slot.slot in damaged:
+            reason = "unreferenced"
+        elif reason is None or proven or _age_s(run.folder, item, now) <= limit_s:
             continue
-        elif reason is not None and _age_s(run.folder, item, now) > limit_s:
-            yield item.key, reason
+        with suppress(ObjectMissing):
+            yield Garbage(item.key, run.folder.size(item.key), reason)
 
 
 def _is_late(item: Item) -> bool:
-    """True for what an attempt wrote in a slot that is committed, and for collected pieces."""
     # An attempt that is late finds the commit, and adopts it. Without an attempt in its name a file
     # is a commit, or the user's own: it stays.
     committed = item.slot is not None and item.slot.manifest is not None
@@ -294,7 +280,7 @@ def _damaged(inventory: Inventory) -> set[str]:
     return {s.slot for s in inventory.slots if s.fault is not None or s.slot in inventory.lost}
 
 
-def _borrowed_among(run: Run, slots: set[str]) -> set[str]:
+def _proven_by_others(run: Run, slots: set[str]) -> set[str]:
     """Slots, of these uncommitted ones, that another run was made from, so that were committed."""
     forkable = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
     # Spares reading the run.json of every neighbour.
@@ -309,14 +295,11 @@ def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garb
     garbage: list[Garbage] = []
     for slot in _checkpoints(inventory):
         if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule)):
-            there = set(slot.names)
-            parts = {part.name: part.bytes for part in slot.manifest.parts}
             # What the tombstone names, where there is one: no other part may go missing.
-            names = slot.pruned or prunable_parts(slot.manifest)
+            names = set(slot.pruned or prunable_parts(slot.manifest)).intersection(slot.names)
             garbage += [
-                Garbage(slot.key(name), parts[name], "retention")
+                Garbage(slot.key(name), slot.parts[name].bytes, "retention")
                 for name in sorted(names)
-                if name in there
             ]
     return _unpinned(run, inventory, garbage, known=_known.get(run.folder.url, {}))
 
@@ -346,18 +329,12 @@ def _unpinned(
     # Looked up only where arrays would go: other garbage is read by no one.
     borrowed = borrowed_from(run, known)
     _known[run.folder.url] = borrowed.reaches
-    pinned = {checkpoint_slot(round) for round in _references(run, inventory)}
-    pinned |= {slot.slot for slot in _checkpoints(inventory) if borrowed.has(slot.slot)}
-    return [i for i in garbage if i.reason != "retention" or _slot_name(i.key) not in pinned]
-
-
-def _references(run: Run, inventory: Inventory) -> set[int]:
-    """Rounds of the checkpoints that later rounds use as reference policies."""
+    pinned = {slot.slot for slot in _checkpoints(inventory) if borrowed.has(slot.slot)}
     latest = max((slot.number for slot in inventory.of_kind("checkpoints")), default=0)
-    rounds = max(latest - 1, 0), latest  # the last one may be played again
-    return {
-        number for round in rounds for number in reference_checkpoints(run.config.objective, round)
-    }
+    for round in (max(latest - 1, 0), latest):  # the last one may be played again
+        references = reference_checkpoints(run.config.objective, round)
+        pinned |= {checkpoint_slot(number) for number in references}
+    return [i for i in garbage if i.reason != "retention" or i.slot not in pinned]
 
 
 def _delete(
@@ -365,7 +342,7 @@ def _delete(
 ) -> list[Garbage]:
     """Delete garbage, tombstones first; returns what was really deleted."""
     slots = {slot.slot: slot for slot in inventory.slots}
-    retired = {_slot_name(item.key) for item in garbage if item.reason == "retention"}
+    retired = {item.slot for item in garbage if item.reason == "retention"}
     # Tombstones first: a crash in between leaves arrays for the next gc to delete. In the other
     # order it would leave a checkpoint that looks damaged.
     for name in sorted(retired):
@@ -380,17 +357,6 @@ def _delete(
         run.folder.delete(item.key)
         _remove_empty(run.folder, item.key)
     return gone
-
-
-def _measured(store: ObjectStore, items: Iterable[tuple[str, Reason]]) -> Iterator[Garbage]:
-    """Garbage with its sizes; what vanished meanwhile is left out."""
-    for key, reason in items:
-        with suppress(ObjectMissing):
-            yield Garbage(key, store.size(key), reason)
-
-
-def _slot_name(key: str) -> str:
-    return "/".join(key.split("/")[:2])
 
 
 def _remove_empty(store: ObjectStore, key: str) -> None:

@@ -19,9 +19,9 @@ from marin_rl.storage.layout import (
     base_slot,
     batches_slot,
     checkpoint_slot,
-    evals_slot,
     intake_slot,
     metrics_key,
+    metrics_round_of,
     rollouts_slot,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore
@@ -29,13 +29,7 @@ from marin_rl.storage.stores.forked_store import KINDS, Ancestor
 from marin_rl.storage.stores.local import not_regular
 from marin_rl.storage.tables.metrics import JSONL_KEY, json_line
 from marin_rl.storage.tables.parquet import TableReader, load
-from marin_rl.storage.upkeep.inventory import (
-    MANIFEST,
-    Inventory,
-    Slot,
-    made_by,
-    scored_slot,
-)
+from marin_rl.storage.upkeep.inventory import MANIFEST, PARENT, Inventory, Slot
 
 TOP_FILES = frozenset(("run.json", ".lock", JSONL_KEY, LEARNING_CURVE, REPORT, *KINDS))
 
@@ -121,43 +115,10 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
 
 def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     """Commits that later ones prove there have been, but for parents: see `link_faults`."""
-    named = {
-        parent.slot for slot in inventory.slots if slot.manifest for parent in slot.manifest.parents
-    }
-    # Missing parents are reported once, by `link_faults`.
-    lost = inventory.lost - named
-    for slot, reason in _implied_by_tables(inventory).items():
-        if slot in lost:
-            yield Fault("missing", store.url_of(f"{slot}/{MANIFEST}"), reason)
-    for round, detail in sorted(_closed_before(inventory).items()):
-        if round not in inventory.closed:
-            yield Fault("missing", store.url_of(metrics_key(round)), detail)
-
-
-def _closed_before(inventory: Inventory) -> dict[int, str]:
-    """Rounds that were closed before something else was committed, and what that was."""
-    batches = {s.number: s.slot for s in inventory.of_kind("batches") if s.manifest and s.number}
-    checkpoints = {s.number for s in inventory.of_kind("checkpoints") if s.manifest or s.fault}
-    proofs = {n - 1: f"{slot} was made after that round was closed" for n, slot in batches.items()}
-    return proofs | {
-        number - 1: f"{checkpoint_slot(number + 1)} was trained after that round was closed"
-        for number in checkpoints
-        if number >= 1 and number + 1 in checkpoints
-    }
-
-
-def _implied_by_tables(inventory: Inventory) -> dict[str, str]:
-    """Slots that tables outside any manifest prove to have been committed, with the proof."""
-    reasons: dict[str, str] = {}
-    for round in sorted(inventory.closed):
-        why = f"{metrics_key(round)} says that the round was trained"
-        reasons |= dict.fromkeys(made_by(round), why)
-    for round in sorted(inventory.evaluated):
-        reasons[evals_slot(round)] = f"{metrics_key(round)} has what the evaluation measured"
-    for key in inventory.keys:
-        if (slot := scored_slot(key)) is not None:
-            reasons.setdefault(slot, f"{key} was made from it")
-    return reasons
+    for place, proof in inventory.lost.items():
+        if proof is not PARENT:
+            key = place if metrics_round_of(place) is not None else f"{place}/{MANIFEST}"
+            yield Fault("missing", store.url_of(key), proof)
 
 
 def fork_faults(
@@ -190,8 +151,14 @@ def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
             yield Fault("orphan", place, "lies among the slots, but in none")
         if item.slot is None or item.slot.fault is not None:
             continue
-        if item.role == "loose":
-            yield _loose_end(item.slot, item.name, place)
+        attempt = attempt_in(item.name)
+        if item.role == "loose" and attempt is None:
+            yield Fault("orphan", place, "no manifest names it, and no attempt wrote it")
+        elif item.role == "loose":
+            # Another attempt that was first, or a process that is still writing: no damage.
+            late = item.slot.manifest is not None
+            state = "which came too late" if late else "which did not commit, or not yet"
+            yield Fault("leftover", place, f"of attempt {attempt}, {state}")
         elif item.role == "collected piece":
             yield Fault("leftover", place, "a group that its shard has collected")
         elif item.role == "late shard":
@@ -210,15 +177,6 @@ def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
                     yield Fault("malformed", str(path), str(not_regular(path)))
             except FileNotFoundError:
                 continue  # gone since the listing
-
-
-def _loose_end(slot: Slot, name: str, place: str) -> Fault:
-    attempt = attempt_in(name)
-    if attempt is None:
-        return Fault("orphan", place, "no manifest names it, and no attempt wrote it")
-    # Another attempt that was first, or a process that is still writing: neither is damage.
-    state = "which did not commit, or not yet" if slot.manifest is None else "which came too late"
-    return Fault("leftover", place, f"of attempt {attempt}, {state}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

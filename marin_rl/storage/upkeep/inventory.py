@@ -5,15 +5,13 @@ which attempt wrote the rest, is recorded here; what is to be done about it is n
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-import pyarrow as pa
-
-from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.fleet import FLEET
 from marin_rl.storage.layout import (
@@ -43,6 +41,7 @@ KINDS: Mapping[str, str] = {
 }  # fmt: skip
 PAIRS = "pairs"  # what a reward model learns from: one slot, without a number
 BASE = "base"  # what an adapter is of: likewise
+PARENT = "a slot was made from it"
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|\.probe-[0-9a-f]{16}")
 _NUMBERED = re.compile(r"(round|step)-\d{5,}")
@@ -103,6 +102,11 @@ class Slot:
         """Its round, or its step; 0 for what has neither."""
         return _number(self.slot)
 
+    @property
+    def seen(self) -> bool:
+        """True if it is committed, also by a manifest that cannot be read."""
+        return self.manifest is not None or self.fault is not None
+
     @cached_property
     def parts(self) -> Mapping[str, Part]:
         """Parts by their names; none while it is not committed."""
@@ -114,12 +118,14 @@ class Slot:
         return self.pruned - set(self.names)
 
     def key(self, name: str) -> str:
-        """The key of one of its objects."""
         return f"{self.slot}/{name}"
 
     def items(self) -> Iterator[Item]:
-        """Its objects with their roles."""
-        return (Item(self.key(name), self._role(name), self, name) for name in self.names)
+        """Its objects with their roles; also parts that are missing, but for pruned ones."""
+        missing = [name for name in self.parts if name not in self.gone.union(self.names)]
+        return (
+            Item(self.key(name), self._role(name), self, name) for name in (*self.names, *missing)
+        )
 
     def _role(self, name: str) -> Role:
         if name in (MANIFEST, PRUNED):
@@ -141,12 +147,13 @@ class Slot:
 class Inventory:
     """Keys of a run, fresh when it was taken; `slots` by name, ascending.
 
-    `evaluated` are rounds whose metrics tell of an evaluation that is not committed.
+    `lost` are slots, and metrics by their keys, that are not committed though others prove that
+    they were; each with the proof.
     """
 
     keys: tuple[str, ...]
     slots: Sequence[Slot]
-    evaluated: frozenset[int] = frozenset()
+    lost: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
@@ -155,7 +162,6 @@ class Inventory:
         return (*(item for slot in self.slots for item in slot.items()), *outside)
 
     def of_role(self, *roles: Role) -> Iterator[Item]:
-        """The objects that have one of these roles."""
         return (item for item in self.items if item.role in roles)
 
     @cached_property
@@ -168,15 +174,7 @@ class Inventory:
         """Rounds whose rollouts are committed."""
         return frozenset(s.number for s in self.of_kind("rollouts") if s.manifest is not None)
 
-    @cached_property
-    def lost(self) -> frozenset[str]:
-        """Slots that are not committed, though others prove that they were."""
-        slots = {slot.slot: slot for slot in self.slots}
-        evals = {evals_slot(round) for round in self.evaluated}
-        return frozenset(_proven(slots, self.keys) | evals)
-
     def of_kind(self, kind: str) -> list[Slot]:
-        """The slots of one kind, ascending."""
         return [slot for slot in self.slots if slot.kind == kind]
 
 
@@ -202,7 +200,7 @@ def take_inventory(store: ObjectStore) -> Inventory:
     """List a run once and read every manifest. Raises StoreUnavailable, StorageError.
 
     A listing is no instant: a round that is played meanwhile may be in it by its later commits
-    alone. What those prove to be committed is looked for again before it counts as absent.
+    alone. What those prove to be committed is looked for again before it counts as lost.
     """
     # One listing: each further one may see a later state of a run that is being played.
     keys = set(store.list())
@@ -215,61 +213,74 @@ def take_inventory(store: ObjectStore) -> Inventory:
     slots = {slot: read_slot(store, slot, sorted(names)) for slot, names in names_by_slot.items()}
     looked: set[str] = set()
     # Until nothing new is proven: a checkpoint that is read names parents of its own.
-    while late := _proven(slots, keys) - looked:
+    while late := _unseen(_proofs(slots, keys), slots, keys).keys() - looked:
         looked |= late
-        _look_again(store, late, keys, slots)
-    if closed := _metrics_due(slots) - keys:
-        with suppress(CorruptObject):  # a link in the folder's place, which fsck names
-            keys |= closed & set(store.list("metrics"))
-    evaluated = _evaluated(store, keys, slots)
-    _look_again(store, map(evals_slot, evaluated), keys, slots)
+        for place in late:
+            _look_again(store, place, keys, slots)
+    evaluations = _evaluations(store, keys, slots)
+    for place in evaluations:
+        _look_again(store, place, keys, slots)
     return Inventory(
         keys=tuple(sorted(keys)),
-        slots=[slots[slot] for slot in sorted(slots, key=_order)],
-        evaluated=frozenset(r for r in evaluated if not _is_seen(slots, evals_slot(r))),
+        slots=[
+            slots[slot] for slot in sorted(slots, key=lambda s: (s.partition("/")[0], _number(s)))
+        ],
+        lost=_unseen({**_proofs(slots, keys), **evaluations}, slots, keys),
     )
 
 
-def _look_again(
-    store: ObjectStore, late: Iterable[str], keys: set[str], slots: dict[str, Slot]
-) -> None:
-    """Add what lies in slots by now."""
-    for slot in late:
-        try:
-            there = store.list(slot)
-        except CorruptObject as fault:  # a link in the place of the slot's folder
-            # A fault of one slot, so that the others are still looked at.
-            slots[slot] = Slot(slot=slot, names=(), fault=fault, damaged=MANIFEST)
-            continue
-        keys.update(there)
-        if there:
-            names = [key.removeprefix(f"{slot}/") for key in there]
-            slots[slot] = read_slot(store, slot, names)
+def _look_again(store: ObjectStore, place: str, keys: set[str], slots: dict[str, Slot]) -> None:
+    """Add what lies by now in a slot, or under the key of metrics."""
+    if metrics_round_of(place) is not None:
+        with suppress(ObjectMissing, CorruptObject):  # a link in the folder's place: fsck names it
+            store.size(place)
+            keys.add(place)
+        return
+    try:
+        there = store.list(place)
+    except CorruptObject as fault:  # a link in the place of the slot's folder
+        # A fault of one slot, so that the others are still looked at.
+        slots[place] = Slot(slot=place, names=(), fault=fault, damaged=MANIFEST)
+        return
+    keys.update(there)
+    if there:
+        slots[place] = read_slot(store, place, [key.removeprefix(f"{place}/") for key in there])
 
 
-def _proven(slots: Mapping[str, Slot], keys: Iterable[str]) -> set[str]:
-    """Slots that must be committed and were not seen so.
+def _proofs(slots: Mapping[str, Slot], keys: Iterable[str]) -> dict[str, str]:
+    """Slots, and metrics by key, that must be committed, each with what proves it.
 
-    Parents, what a closed round made, and rollouts that were scored again; for evaluations, see
-    `_evaluated`.
+    For evaluations, see `_evaluations`.
     """
-    listed = list(keys)
-    named = {
-        parent.slot
-        for slot in slots.values()
-        if slot.manifest is not None
-        for parent in slot.manifest.parents
+    proofs = dict[str, str]()
+    for key in keys:
+        if (slot := scored_slot(key)) is not None:
+            proofs[slot] = f"{key} was made from it"
+    # Metrics are committed after the slots of their round, and before the next round is trained.
+    for round in _closed_rounds(keys):
+        why = f"{metrics_key(round)} says that the round was trained"
+        made = rollouts_slot(round), batches_slot(round), checkpoint_slot(round + 1)
+        proofs |= dict.fromkeys(made, why)
+    batches = [s for s in slots.values() if s.kind == "batches" and s.manifest and s.number]
+    why = "{} was made after that round was closed"
+    proofs |= {metrics_key(slot.number - 1): why.format(slot.slot) for slot in batches}
+    trained = {slot.number for slot in slots.values() if slot.kind == "checkpoints" and slot.seen}
+    why = "{} was trained after that round was closed"
+    proofs |= {
+        metrics_key(number - 1): why.format(checkpoint_slot(number + 1))
+        for number in trained
+        if number and number + 1 in trained
     }
-    # A manifest is committed after its parents, and metrics of a round after its slots: what they
-    # name was there.
-    made = {slot for round in _closed_rounds(listed) for slot in made_by(round)}
-    scored = {slot for key in listed if (slot := scored_slot(key)) is not None}
-    return {slot for slot in named | made | scored if not _is_seen(slots, slot)}
+    manifests = [slot.manifest for slot in slots.values() if slot.manifest is not None]
+    return proofs | {parent.slot: PARENT for made in manifests for parent in made.parents}
 
 
-def made_by(round: int) -> tuple[str, ...]:
-    """The slots that every round that is closed has committed."""
-    return rollouts_slot(round), batches_slot(round), checkpoint_slot(round + 1)
+def _unseen(
+    proofs: Mapping[str, str], slots: Mapping[str, Slot], keys: Collection[str]
+) -> dict[str, str]:
+    """The proofs of what is not committed."""
+    seen = {slot.slot for slot in slots.values() if slot.seen}
+    return {place: why for place, why in proofs.items() if place not in seen and place not in keys}
 
 
 def scored_slot(key: str) -> str | None:
@@ -281,47 +292,26 @@ def scored_slot(key: str) -> str | None:
     return rollouts_slot(round)
 
 
-def _evaluated(
+def _evaluations(
     store: ObjectStore, keys: Iterable[str], slots: Mapping[str, Slot]
-) -> frozenset[int]:
-    """Rounds whose metrics tell of an evaluation that was not seen committed."""
-    rounds = [r for r in sorted(_closed_rounds(keys)) if not _is_seen(slots, evals_slot(r))]
-    buffers = load_readable(store, [metrics_key(round) for round in rounds])
-    return frozenset(
-        round
-        for round, data in zip(rounds, buffers, strict=True)
-        if data is not None and _tells_evaluation(data, store.url_of(metrics_key(round)))
-    )
-
-
-def _tells_evaluation(metrics: pa.Buffer, source: str) -> bool:
-    """True if a round's metrics include an evaluation; unreadable ones have none."""
-    try:
-        names = TableReader(metrics, source, METRICS).schema.names
-    except (CorruptObject, NewerSchema):
-        return False
-    return any(name.startswith("eval/") for name in names)
-
-
-def _is_seen(slots: Mapping[str, Slot], slot: str) -> bool:
-    """True if a slot is committed, also by a manifest that cannot be read."""
-    seen = slots.get(slot)
-    return seen is not None and (seen.manifest is not None or seen.fault is not None)
+) -> dict[str, str]:
+    """Evaluations that were not seen committed, and that metrics tell of."""
+    rounds = sorted(_closed_rounds(keys))
+    unseen = [r for r in rounds if (s := slots.get(evals_slot(r))) is None or not s.seen]
+    buffers = load_readable(store, [metrics_key(round) for round in unseen])
+    evaluations = dict[str, str]()
+    for round, data in zip(unseen, buffers, strict=True):
+        key = metrics_key(round)
+        with suppress(CorruptObject, NewerSchema):  # faults of those metrics
+            reader = None if data is None else TableReader(data, store.url_of(key), METRICS)
+            if reader and any(name.startswith("eval/") for name in reader.schema.names):
+                evaluations[evals_slot(round)] = f"{key} has what the evaluation measured"
+    return evaluations
 
 
 def _closed_rounds(keys: Iterable[str]) -> frozenset[int]:
     rounds = map(metrics_round_of, keys)
     return frozenset(round for round in rounds if round is not None)
-
-
-def _metrics_due(slots: Mapping[str, Slot]) -> set[str]:
-    """Metrics of the rounds after which another one was trained."""
-    committed = [slot for slot in slots.values() if slot.sha256]
-    rounds = {slot.number for slot in committed if slot.kind == "checkpoints"}
-    # A round is closed before the next one is trained: its metrics must be there by then.
-    due = {round for round in rounds if round and round + 1 in rounds}
-    due |= {slot.number for slot in committed if slot.kind == "batches" and slot.number}
-    return {metrics_key(round - 1) for round in due}
 
 
 def read_slot(store: ObjectStore, slot: str, names: Sequence[str]) -> Slot:
@@ -353,10 +343,6 @@ def _slot_of(key: str) -> str | None:
     if match is None or match[1] != KINDS[parts[0]]:
         return None
     return f"{parts[0]}/{parts[1]}"
-
-
-def _order(slot: str) -> tuple[str, int]:
-    return slot.partition("/")[0], _number(slot)
 
 
 def _number(slot: str) -> int:
