@@ -7,7 +7,7 @@ from, as manifests, dispositions and the rollouts themselves say. Everything is 
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -265,11 +265,8 @@ def _sources(graph: Lineage, nodes: Sequence[Node], counted: Sequence[str]) -> I
 def as_tree(graph: Lineage) -> dict[str, Any]:
     """The graph as plain JSON."""
     return {
-        "nodes": [
-            {"name": node.name, "kind": node.kind, "facts": dict(node.facts)}
-            for node in graph.nodes.values()
-        ],
-        "edges": [{"made": edge.made, "source": edge.source} for edge in graph.edges],
+        "nodes": [asdict(node) for node in graph.nodes.values()],
+        "edges": [asdict(edge) for edge in graph.edges],
         "left_out": graph.left_out,
     }
 

@@ -272,13 +272,12 @@ def _shown(accuracy: Estimate) -> str:
 
 def _warm_start(run: Run) -> str | None:
     """Progress of the run's warm start, and its latest loss, where it has one."""
-    reached = latest_sft(run)
+    reached, steps = latest_sft(run), run.config.sft.steps
     if reached is None:
-        return f"0 of {run.config.sft.steps} steps" if run.config.policy.init == "sft" else None
+        return f"0 of {steps} steps" if run.config.policy.init == "sft" else None
     loss = reached.summary.get("sft/loss")
-    step = int(reached.slot.rpartition("-")[2])
     shown = "" if loss is None else f", loss {loss:.3f}"
-    return f"{step} of {run.config.sft.steps} steps{shown}"
+    return f"{int(reached.slot.rpartition('-')[2])} of {steps} steps{shown}"
 
 
 def _reward_model(run: Run) -> str | None:
