@@ -67,7 +67,7 @@ def _draw_accuracy(axes: Any, rows: Rows) -> None:
 
 
 def _draw_turns(axes: Any, rows: Rows) -> None:
-    """Draw the mean number of turns on an axis of its own, where episodes have several."""
+    """Draw the mean number of turns on a second axis, where episodes have several."""
     name = "eval/mean_turns"
     points = [(row["round"], row[name]) for row in rows if row.get(name) is not None]
     if not points:

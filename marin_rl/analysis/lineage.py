@@ -213,7 +213,7 @@ def _depends(row: Facts, place: Facts, objective: ObjectiveConfig) -> bool:
 
 
 def as_text(graph: Lineage, *, rows: bool = True) -> Iterator[str]:
-    """A paragraph per node: its facts, and what it was made from.
+    """A paragraph per node: its facts and its sources.
 
     Without `rows`, batch rows and rollouts are counted where there are several.
     """

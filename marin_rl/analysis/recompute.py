@@ -125,7 +125,7 @@ def token_metrics(
 
 
 def coefficient_of(run: Run, round: int) -> float | None:
-    """The weight of the KL to the reference in a round; None where there is none."""
+    """The weight of the KL to the reference in a round, or None."""
     objective = run.config.objective
     if objective.kl_coefficient == 0:
         return None

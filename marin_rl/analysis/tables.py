@@ -62,7 +62,7 @@ class Table:
     """A table: its parts in order of runs and rounds, and its columns.
 
     `place` are columns that files lack, because their place says them; they come first. `schema`
-    has the columns of the files; where they `differ`, those that all files have.
+    has the columns of the files; where they `differ`, the columns that all files have.
     """
 
     parts: Callable[[Sequence[Run]], list[Part]]

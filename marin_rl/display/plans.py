@@ -69,7 +69,7 @@ def checkpoints_kept(config: Config, plan: Plan) -> str:
 
 
 def _overlap(config: Config, plan: Plan) -> str:
-    """Gain of sampling during training; empty where endpoints of its own could not bring it."""
+    """Gain of sampling during training; empty for the embedded server."""
     if not config.inference.endpoints:
         return ""
     saves = f"up to {plan.overlap_saves:.0%} of a round (estimate)"

@@ -131,7 +131,7 @@ def live_html(run_id: str) -> str:
 
 
 def _render(run_id: str, data: str, *, content_policy: str | None) -> str:
-    """Fill the template; a page without a policy of its own is a live one."""
+    """Fill the template; a page without a content policy is a live one."""
     environment = Environment(
         loader=FileSystemLoader(STATIC), autoescape=True, undefined=StrictUndefined
     )

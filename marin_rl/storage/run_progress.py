@@ -33,7 +33,7 @@ class RoundProgress:
 def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
     """Committed slots by round, ascending: one fresh listing per kind of slot.
 
-    A checkpoint takes a listing of its own, which is spared for those `known` to be committed. For
+    A checkpoint takes one more listing, which is spared for those `known` to be committed. For
     people and for starting up; the loop itself looks at the known keys of its round.
     """
     slots: dict[int, dict[str, Any]] = {}

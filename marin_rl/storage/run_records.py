@@ -48,7 +48,7 @@ DIFFERENCE_CHARACTERS_MAX = 200
 
 
 def read_record(store: ObjectStore) -> dict[str, Any] | None:
-    """Parsed run.json of a run's folder; None where there is none.
+    """Parsed run.json of a run's folder, or None.
 
     Raises CorruptObject, NewerSchema.
     """
@@ -145,7 +145,7 @@ def offer_code(store: ObjectStore, tree: object, *, allowed: bool) -> None:
 
 
 def stored_config(record: Mapping[str, Any], source: str) -> Config:
-    """The configuration in a record, without what is its user's alone. Raises ConfigError."""
+    """The configuration in a record, without its user's own keys. Raises ConfigError."""
     tree = record["config"]
     if not isinstance(tree, Mapping):
         return parse_config(tree, source)

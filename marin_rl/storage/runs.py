@@ -1,8 +1,8 @@
 """A run and its paths: run.json, written once, and the slots whose presence is the run's state.
 
 There is no state file. What has happened in a run is which slots are committed, and that is read
-from known keys, or from fresh listings when all rounds are asked for. A forked run reads what lies
-before the fork from its parents' folders; its `store` resolves that for all readers.
+from known keys, or from fresh listings when all rounds are asked for. A forked run reads the
+rounds before the fork from its parents' folders; its `store` resolves that for all readers.
 """
 
 import json
@@ -180,7 +180,7 @@ class Run:
 
     @property
     def folder(self) -> ObjectStore:
-        """The run's own folder alone, without what it shares with its ancestors."""
+        """The run's own folder, without the slots that it shares with its ancestors."""
         return self.store.own if isinstance(self.store, ForkedStore) else self.store
 
     def owner_of(self, key: str) -> str:
@@ -335,7 +335,7 @@ def refuse_other_content(config: Config) -> None:
 
 
 def recorded_config(config: Config) -> Config | None:
-    """The configuration with the choices that its run recorded; None where there is no such run.
+    """The configuration with the choices that its run recorded; None if the run is new.
 
     Raises ConfigError, CorruptObject.
     """

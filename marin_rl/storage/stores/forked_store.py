@@ -1,4 +1,4 @@
-"""The store of a forked run: its own folder, and of its parents' folders what lies before the fork.
+"""The store of a forked run: its own folder, and the rounds before the fork in its parents'.
 
 Which folder a key belongs to is decided by the key alone, so a slot has one place and a listing
 shows it once. Nothing of the shared prefix can be written or deleted through a fork.
@@ -21,8 +21,8 @@ KINDS = (*PLAYED, *BEFORE, "checkpoints")
 class Ancestor:
     """A run whose slots a fork reads as its own, up to the checkpoint of `through_round`.
 
-    `sha256` is that of its run.json. Of a chain of forks, each ancestor has what lies after the
-    one before it.
+    `sha256` is that of its run.json. In a chain of forks, each ancestor has
+    the rounds after the one before it.
     """
 
     run_id: str

@@ -144,7 +144,7 @@ class LocalStore(ObjectStore):
 def check_way(path: Path, key: str) -> None:
     """Raise CorruptObject where a folder on the way to an object is a link.
 
-    `path` is the file of `key` in some store: what lies above its first part is the user's own.
+    `path` is the file of `key` in some store: folders above its first part are the user's own.
     """
     with suppress(FileNotFoundError, NotADirectoryError), _way(path, key):
         pass
@@ -189,7 +189,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = N
 def checked_file(path: Path, key: str) -> Path:
     """Return the file of `key`, for a library that opens it by its name.
 
-    Raises CorruptObject for what is no regular file, or lies behind a link; ObjectMissing.
+    Raises CorruptObject unless it is a regular file that no link leads to; ObjectMissing.
     """
     with explained(path):
         check_way(path, key)
@@ -235,7 +235,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def _not_folders(top: str) -> Iterator[str]:
-    """Paths of everything below a folder that is no folder; links to folders are of these."""
+    """All files below a folder, symlinks to folders included."""
     waiting = [top]
     while waiting:
         try:

@@ -85,7 +85,7 @@ def refuse_locked(path: Path) -> None:
 def run_lock(path: Path) -> Iterator[None]:
     """Hold the lock file while the block runs.
 
-    Raises RunLocked, with the process that holds it; CorruptObject for what is no regular file: it
+    Raises RunLocked, with the process that holds it; CorruptObject for any but a regular file: it
     would be emptied.
     """
     with explained(path, 0):

@@ -156,7 +156,7 @@ class FilesystemStore(ObjectStore):
 
 def is_private(key: str) -> bool:
     """True if a file or folder in `key` begins with a dot: temporary files, locks, probes."""
-    # Any part of the key: what lies in a private folder is private as well.
+    # Any part of the key: objects in a private folder are private as well.
     return any(part.startswith(".") for part in key.split("/"))
 
 

@@ -122,7 +122,7 @@ class PartWriter:
         self._writer.write(table)
 
     def close(self, empty: pa.Schema | None = None) -> tuple[Part, ...]:
-        """Write what is left; the parts in order, all durable.
+        """Write the last part; return the parts in order, all durable.
 
         Without any table there is none, or one without rows where the schema `empty` is given.
         """
@@ -288,7 +288,7 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
 
 
 def load_readable(store: ObjectStore, keys: Iterable[str]) -> Iterator[pa.Buffer | None]:
-    """Objects as buffers, in order; None for what is no file that anyone may read."""
+    """Objects as buffers, in order; None for links, pipes and the like in their place."""
 
     def readable(key: str) -> pa.Buffer | None:
         try:
@@ -332,7 +332,7 @@ def fetches_at_once(bytes_max: int) -> int:
 def iter_present(
     store: ObjectStore, keys: Iterable[str], at_once: int = FETCHES_MAX
 ) -> Iterator[pa.Buffer | None]:
-    """Objects as buffers, in order, None for what is not there; remote ones concurrently.
+    """Objects as buffers, in order, None for missing ones; remote ones concurrently.
 
     Of a remote store no more than `at_once` objects are in memory. The caller has one more, unless
     it lets go of it.

@@ -80,7 +80,7 @@ def commit_rewards(
 def committed_rewards(
     run: Run, round: int, name: str, source: RewardSource
 ) -> tuple[RewardTable, pa.Table] | None:
-    """The table that `source` gave under `name` before, and its rows; None where there is none.
+    """The table that `source` gave under `name` before, and its rows, or None.
 
     Raises ConfigError for a name that is none, CorruptObject, NewerSchema.
     """

@@ -56,7 +56,7 @@ class ScoredStep:
 
 
 class ScoresWriter:
-    """Streams the steps of a round into the score parts of a slot, from a thread of its own.
+    """Streams the steps of a round into the score parts of a slot, from one thread.
 
     `parts` waits for what is still being written; leaving the block without it writes no more.
     """

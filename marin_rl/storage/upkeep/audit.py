@@ -36,7 +36,7 @@ PLACE = ("step", "row", "segment")
 Offences = Mapping[str, Iterable[str]]  # offending names by kind of offence, also of none
 
 
-class Seen(dict[str, tuple[int, ...]]):
+class TrainedRounds(dict[str, tuple[int, ...]]):
     """Rounds that trained on each rollout; `complete` where all earlier rounds were audited."""
 
     def __init__(self, *, complete: bool = False) -> None:
@@ -120,7 +120,7 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
     A round that has no batches, be it sampled or not, is audited once later rounds, its checkpoint
     or its metrics say that it had: its rollouts went somewhere.
     """
-    seen = Seen(complete=True)
+    seen = TrainedRounds(complete=True)
     kinds = ("rollouts", "batches", "checkpoints", "metrics")
     sampled, batched, trained, closed = ({*rounds_in(run.store, kind)} for kind in kinds)
     # Checkpoint n + 1, or batches of round n + 1, can only exist once round n was trained on.
@@ -138,7 +138,7 @@ def audit_round(run: Run, round: int) -> RoundAudit:
         raise ObjectMissing(
             f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
         )
-    return _audited(run, round, Seen())
+    return _audited(run, round, TrainedRounds())
 
 
 def _has_batches(run: Run, round: int) -> bool:
@@ -146,8 +146,8 @@ def _has_batches(run: Run, round: int) -> bool:
     return MANIFEST in run.store.children(batches_slot(round))
 
 
-def _audited(run: Run, round: int, seen: Seen) -> RoundAudit:
-    """The audit of a round; `seen` maps what was consumed to the rounds that did, and grows."""
+def _audited(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
+    """The audit of a round; `seen` grows by the rollouts that it trained on."""
     try:
         return _compare(run, round, seen)
     # One round that cannot be read must not hide what is wrong with the others.
@@ -155,7 +155,7 @@ def _audited(run: Run, round: int, seen: Seen) -> RoundAudit:
         return RoundAudit(round=round, offences={"unreadable": (str(error),)})
 
 
-def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
+def _compare(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
     committed = read_manifest(run.store, batches_slot(round))
     if committed is None:
         raise ObjectMissing(
@@ -220,7 +220,7 @@ def _names(rows: pl.DataFrame) -> list[str]:
     return rows["rollout_id"].to_list()
 
 
-def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: Seen) -> Offences:
+def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: TrainedRounds) -> Offences:
     """Rollouts that are trained on in more rounds than the run allows, or outside of their window.
 
     Without replay that is any round but the first. A rollout that is used again was sampled by an

@@ -214,7 +214,7 @@ def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowe
 
 
 def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
-    """Part of `run_id` that a neighbour reads; None for what is no run, or no longer exists."""
+    """Part of `run_id` that a neighbour reads; None if the neighbour is not a run, or is gone."""
     record = read_record(neighbour)
     if record is None:
         return None

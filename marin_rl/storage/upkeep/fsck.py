@@ -256,7 +256,7 @@ class _Checks:
         return self.lines.compared(reader, round) if fault is None else fault
 
     def _of_other_rollouts(self, slot: str | None, reader: TableReader) -> Fault | None:
-        """Fault of a reward table about other rollouts than those that lie there."""
+        """Fault of a reward table that was made from other rollouts than the round's."""
         scored = reader.stamp.get("rollouts_sha256")
         rollouts = {item.slot: item.sha256 for item in self.inventory.of_kind("rollouts")}
         actual = rollouts.get(slot or "")
@@ -325,7 +325,7 @@ def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) ->
 
 
 def _outcome(job: Job) -> Outcome:
-    """Bytes read, and what is wrong; what could not even be read is a fault as well."""
+    """Bytes read, and the fault; an object that cannot be read is a fault as well."""
     result = _explained(*job)
     return (0, result) if isinstance(result, Fault) else result
 

@@ -15,7 +15,7 @@ Five reasons, each safe for its own:
 - `temporary`: what a killed writer left under a private name, on local roots, by lock and age.
 - `heartbeat`: of a server that has not written it for as long as attempts live. One that is alive
   writes it again.
-- `retention`: arrays of old checkpoints. A tombstone says so first; see pruning.py. What a fork
+- `retention`: arrays of old checkpoints. A tombstone says so first; see tombstones.py. What a fork
   of this run reaches stays: a fork names its parents in run.json before it looks for tombstones,
   and here a tombstone stands before every neighbour is read, so one of the two always sees the
   other. Results of an earlier look in this process only spare tombstones.
@@ -173,7 +173,7 @@ def retire(run: Run) -> None:
 
 
 def rule_of(run: Run, last: int | None = None, every: int | None = None) -> RetentionConfig:
-    """The rule that the run goes by now, with what is asked for in its place. Raises ConfigError.
+    """The present rule of retention, with `last` and `every` in its place. Raises ConfigError.
 
     A continued run may change it: its latest checkpoint records which rule was meant, and
     run.json has that of the beginning. Where that checkpoint's manifest is damaged all is kept,
@@ -291,7 +291,7 @@ def _proven_by_others(run: Run, slots: set[str]) -> set[str]:
 
 
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:
-    """Arrays that the rule prunes, and those that an earlier gc left half deleted."""
+    """Arrays that the rule prunes, and the rest of what an earlier gc was deleting."""
     garbage: list[Garbage] = []
     for slot in _checkpoints(inventory):
         if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule)):

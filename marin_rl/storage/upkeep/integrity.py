@@ -1,4 +1,4 @@
-"""Faults of a run: their kinds, and those that manifests and names alone show.
+"""Faults of a run: their kinds, and the faults that manifests and names show.
 
 Links of the lineage that lead nowhere or elsewhere, commits that later ones prove there have been,
 objects that nothing commits; and lines of metrics.jsonl that metrics contradict. Bytes of commits
@@ -114,7 +114,7 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
 
 
 def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
-    """Commits that later ones prove there have been, but for parents: see `link_faults`."""
+    """Missing commits that later commits imply; for parents, see `link_faults`."""
     for place, proof in inventory.lost.items():
         if proof is not PARENT:
             key = place if metrics_round_of(place) is not None else f"{place}/{MANIFEST}"

@@ -1,7 +1,7 @@
 """Inventory of a run's folder, sorted by slot: the basis of gc and fsck. Changes nothing.
 
-A slot is a folder of a known kind and number. What its manifest names, what was pruned from it, and
-which attempt wrote the rest, is recorded here; what is to be done about it is not.
+A slot is a folder of a known kind and number. The inventory records the parts that its manifest
+names, pruned parts, and attempts' other files. What to do about them is up to gc and fsck.
 """
 
 import re
@@ -71,7 +71,7 @@ class Item:
 
 
 def is_temporary(key: str) -> bool:
-    """True for what a killed writer or probe leaves behind."""
+    """True for files that a killed writer or probe leaves behind."""
     return _TEMPORARY.fullmatch(key.rpartition("/")[2]) is not None
 
 
@@ -99,7 +99,7 @@ class Slot:
 
     @property
     def number(self) -> int:
-        """Its round, or its step; 0 for what has neither."""
+        """Its round, or its step; 0 for slots that have neither."""
         return _number(self.slot)
 
     @property
@@ -157,7 +157,7 @@ class Inventory:
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
-        """All objects with their roles: slot by slot, then those that lie in none."""
+        """All objects with their roles: slot by slot, then objects outside of slots."""
         outside = (Item(key, _role_outside(key)) for key in self.keys if _slot_of(key) is None)
         return (*(item for slot in self.slots for item in slot.items()), *outside)
 
@@ -230,7 +230,7 @@ def take_inventory(store: ObjectStore) -> Inventory:
 
 
 def _look_again(store: ObjectStore, place: str, keys: set[str], slots: dict[str, Slot]) -> None:
-    """Add what lies by now in a slot, or under the key of metrics."""
+    """Add objects that have come into a slot, or under the key of metrics."""
     if metrics_round_of(place) is not None:
         with suppress(ObjectMissing, CorruptObject):  # a link in the folder's place: fsck names it
             store.size(place)
