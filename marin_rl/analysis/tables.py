@@ -27,7 +27,7 @@ from marin_rl.storage.stores.local import checked_file
 from marin_rl.storage.tables.parquet import FETCHES_MAX
 from marin_rl.storage.tables.rewards import name_of_table
 from schemas.rollouts import ROLLOUTS
-from schemas.tables import ARRAYS, DISPOSITIONS, METRICS_IDENTITY, REWARDS, SCORES, batches_schema
+from schemas.tables import DISPOSITIONS, METRICS_IDENTITY, REWARDS, SCORES, batches_schema
 
 LOCAL_TOGETHER = 32  # local parts that are read concurrently where each is a frame of its own
 
@@ -74,7 +74,7 @@ class Table:
     def columns(self) -> pa.Schema:
         """All columns, with lists in place of fixed-size lists."""
         lists = (
-            field.with_type(pa.list_(field.type.value_type)) if field.name in ARRAYS else field
+            field.with_type(pa.list_(field.type.value_type)) if _is_fixed(field) else field
             for field in self.schema
         )
         return pa.schema([*self.place, *lists])
@@ -96,7 +96,7 @@ class Table:
         return register_io_source(fetch, schema=dict(columns), is_pure=True)
 
     def _read(self, part: Part) -> pl.LazyFrame:
-        arrays = [name for name in self.schema.names if name in ARRAYS]
+        arrays = [field.name for field in self.schema if _is_fixed(field)]
         if arrays:
             lists = (pl.col(name).arr.to_list() for name in arrays)
             return self._placed(_scan(part.open()).with_columns(lists), part)
@@ -108,6 +108,10 @@ class Table:
         kinds = columns_of(pa.schema(self.place))
         place = [pl.lit(values[name], kind).alias(name) for name, kind in kinds.items()]
         return rows.select(*place, *self.schema.names)
+
+
+def _is_fixed(field: pa.Field) -> bool:
+    return pa.types.is_fixed_size_list(field.type)
 
 
 def of_manifests(kind: str, prefix: str, behind: int, runs: Sequence[Run]) -> list[Part]:

@@ -203,7 +203,7 @@ def _compare(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
 
 
 def _rollouts(run: Run, manifest: Manifest) -> pl.DataFrame:
-    """What the shards say of each rollout, with `n_tokens`."""
+    """Rollouts as the shards describe them, with `n_tokens`."""
     empty = pa.Table.from_batches([], pa.schema([ROLLOUTS.field(name) for name in COLUMNS]))
     frame = _frame(pa.concat_tables([empty, *iter_row_groups(run, manifest, COLUMNS)]))
     counts = pl.col("n_prompt_tokens", "n_completion_tokens").cast(pl.Int64)
