@@ -459,6 +459,6 @@ def sequence_scores(
     """The program of `sequence_logprobs`."""
     positions = jnp.arange(token_ids_BT.shape[1], dtype=jnp.int32)
     positions_BT = jnp.broadcast_to(positions, token_ids_BT.shape)
-    ids_BT, segments_BT, trained_BT = map(jnp.asarray, (token_ids_BT, segment_ids_BT, mask_BT > 0))
-    rows = ids_BT, segments_BT, positions_BT, trained_BT
+    ids_BT, segments_BT = jnp.asarray(token_ids_BT), jnp.asarray(segment_ids_BT)
+    rows = ids_BT, segments_BT, positions_BT, jnp.asarray(mask_BT) > 0
     return token_logprobs(model, *rows, temperature=temperature).logprobs
