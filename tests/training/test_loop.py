@@ -26,13 +26,20 @@ from marin_rl.errors import (
 )
 from marin_rl.progress import listening
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
+from marin_rl.storage.runs import (
+    Run,
+    batches_slot,
+    checkpoint_slot,
+    committed,
+    committed_checkpoint,
+)
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.compiled_step import rows_compiled_for
 from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.loop import Trainer
-from marin_rl.training.model import build_model, parameters_digest
+from marin_rl.training.model import build_model, digest_of, parameters_digest
+from marin_rl.training.replay import replay_round
 from marin_rl.training.state import identity_of
 
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4")
@@ -79,6 +86,26 @@ def resume(root, sha256):
     assert checkpoint.sha256 == sha256
     last = play(run, Trainer(run, character_tokenizer()), checkpoint, [2])
     return identity_of(run, last).parameters_digest
+
+
+def test_a_round_done_again_ends_in_the_same_bits_and_leaves_nothing(debug, tokenizer):
+    """Whole runs, forks and the command are in test_replay.py."""
+    run, trainer, first = begin(debug(*SETTINGS, "training.epochs=2"), tokenizer)
+    last = play(run, trainer, first, range(2))
+    before, batches = run.store.list(), committed(run, batches_slot(1))
+    start = committed_checkpoint(run, 1)
+    assert start is not None
+    assert batches is not None
+    state, metrics = trainer.replay_round(1, batches, start)
+    assert digest_of(state.parameters) == identity_of(run, last).parameters_digest
+    totals = manifest_of(run.store, last).totals
+    for name in ("loss", "grad_norm"):
+        assert metrics[name] == totals[name]
+    assert committed(run, checkpoint_slot(2)) == last
+    found = replay_round(run, 1)
+    assert found.equal
+    assert found.compared > 20
+    assert run.store.list() == before
 
 
 def test_a_round_that_is_trained_is_returned_and_not_trained_again(debug, tokenizer):
