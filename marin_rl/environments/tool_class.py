@@ -26,7 +26,6 @@ from marin_rl.environments.prompt_rows import CONVERSATIONAL, Columns, metadata_
 from marin_rl.environments.reward_functions import FunctionScored, RewardOption
 from marin_rl.environments.tool_schemas import VARIADIC, ToolMethod
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.finite import number
 from marin_rl.types import Example, Message, RewardComponent, Split, ToolCall, Turn
 
 # What a class may define besides tools. TRL has the first two; rows may come from `example`.
@@ -301,20 +300,27 @@ class ToolEpisode:
     async def step(self, turn: Turn) -> StepResult:
         """Call the tools of a turn. Without calls the episode is over, and has its reward."""
         self._turns += 1
-        results = [await self._result(call) for call in turn.tool_calls]
-        wrong = sum(result.malformed for result in results)
-        if turn.malformed is not None:
+        texts = [await self._answer(call) for call in turn.tool_calls]
+        messages = [
+            self._message(call, text)
+            for call, (text, _) in zip(turn.tool_calls, texts, strict=True)
+        ]
+        wrong = sum(malformed for _, malformed in texts)
+        if turn.malformed is not None:  # it has no id, so it gets one
             wrong += 1
-            results.append(_Result(self._malformed(turn.malformed), malformed=True))
+            words = f"this call could not be read: {turn.malformed[:200]!r}; expected JSON with a "
+            error = _error(words + "name and arguments")
+            number = f"x{self._turns:08d}"
+            messages.append(Message(role="tool", content=error, tool_call_id=number, name="error"))
         options = self._class.options
-        ends = not results or (wrong and options.malformed == "end")
+        ends = not messages or (wrong and options.malformed == "end")
         penalty = -options.malformed_penalty if wrong and options.malformed == "penalty" else None
         reward = None
         if self._class.rewards_itself and (ends or self._turns == self._class.turns_max):
             reward = number(await settled(self._instance.get_reward()))
         values = [value for value in (reward, penalty) if value is not None]
         return StepResult(
-            messages=() if ends else tuple(result.message for result in results),
+            messages=() if ends else tuple(messages),
             reward=sum(values) if values else None,
             done=bool(ends),
             scored=self._scored,
@@ -326,53 +332,31 @@ class ToolEpisode:
         if callable(close):
             await settled(close())
 
-    async def _result(self, call: ToolCall) -> "_Result":
+    async def _answer(self, call: ToolCall) -> tuple[str, bool]:
+        """Return the text of a call's result, and True for a malformed call: no tool was called."""
         tool = self._class.tools.get(call.name)
         if tool is None:
             known = ", ".join(self._class.tools)
-            words = f"Tool {call.name} not found: there are {known}"
-            return self._of(call, _error(words), malformed=True)
+            return _error(f"Tool {call.name} not found: there are {known}"), True
         try:
             arguments = tool.checked(json.loads(call.arguments))
         except (ValueError, RecursionError) as error:
-            return self._of(call, _error(error), malformed=True)
+            return _error(error), True
         try:
             method: Callable[..., Any] = getattr(self._instance, call.name)
-            text = _text_of(await settled(method(**arguments)))
+            return _text_of(await settled(method(**arguments))), False
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an exception is the tool's text
-            text = _error(error)
-        return self._of(call, text)
+            return _error(error), False
 
-    def _of(self, call: ToolCall, text: str, *, malformed: bool = False) -> "_Result":
+    def _message(self, call: ToolCall, text: str) -> Message:
         kept = text[: self._class.characters_max]
-        message = Message(
+        return Message(
             role="tool",
             content=kept.encode(errors="backslashreplace").decode(),
             tool_call_id=call.id,
             name=call.name,
             cut=len(kept) < len(text),
         )
-        return _Result(message, malformed=malformed)
-
-    def _malformed(self, text: str) -> Message:
-        """The answer to what was meant as a call: it has no id, so it gets one."""
-        words = (
-            f"this call could not be read: {text[:200]!r}; expected JSON with a name and arguments"
-        )
-        return Message(
-            role="tool",
-            content=_error(words),
-            tool_call_id=f"x{self._turns:08d}",
-            name="error",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """Result of a call; `malformed` where no tool was called."""
-
-    message: Message
-    malformed: bool = False
 
 
 def _error(error: object) -> str:
