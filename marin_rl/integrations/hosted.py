@@ -15,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
@@ -279,7 +279,10 @@ def installed_version(python: str | None, package: str, supported: str) -> str:
     """
     shown = python or sys.executable
     install = f"install it with: {shown} -m pip install '{package}{supported}'"
-    version = _own_version(package) if python is None else _version_in(python, package)
+    version = None if python is None else _version_in(python, package)
+    if python is None:
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(package)
     if version is None:
         raise InputError(f"environment.options.python: {shown} has no package {package}; {install}")
     if not SpecifierSet(supported).contains(version, prereleases=True):
@@ -288,13 +291,6 @@ def installed_version(python: str | None, package: str, supported: str) -> str:
             f"{install}"
         )
     return version
-
-
-def _own_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @cache
