@@ -274,12 +274,20 @@ def _check_stored(
     data: ScoredData, policy: ServedPolicy, group_at: Callable[[str], RolloutGroup]
 ) -> None:
     """Make the group as it will be stored, before any is. Raises InputError."""
-    names = {"run_id": "", "attempt": "", "replica": "", "fingerprint": ""}
     try:
         # What reads it later has no integers over 64 bits.
         orjson.dumps([data.generation_params, data.group_overrides])
         with np.errstate(over="raise"):  # a logprob beyond float32
-            encode_shard([group_at("group")], round=0, shard=0, policy=policy, **names)
+            encode_shard(
+                [group_at("group")],
+                run_id="",
+                round=0,
+                shard=0,
+                attempt="",
+                replica="",
+                fingerprint="",
+                policy=policy,
+            )
     except (ValueError, TypeError, ArithmeticError, pa.ArrowException) as error:
         raise InputError(f"the group cannot be stored: {error}") from None
 
