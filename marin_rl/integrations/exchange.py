@@ -19,8 +19,12 @@ import orjson
 
 from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import message_body
-from marin_rl.rollouts.samples import Sample, samples_of
-from marin_rl.rollouts.scored_data import UNTRAINED_LABEL, UNTRAINED_LOGPROB
+from marin_rl.rollouts.samples import (
+    UNTRAINED_LABEL,
+    UNTRAINED_LOGPROB,
+    Sample,
+    samples_of,
+)
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards

@@ -9,6 +9,9 @@ from jaxtyping import Float32, Int32
 
 from marin_rl.types import Rollout, Turn
 
+UNTRAINED_LABEL = -100.0  # of atropos's masks, as PyTorch's cross entropy ignores it
+UNTRAINED_LOGPROB = 1.0  # of atropos: no logprob is above 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:

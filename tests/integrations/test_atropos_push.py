@@ -18,9 +18,9 @@ from marin_rl.errors import ConfigError, EnvironmentTimeout
 from marin_rl.integrations.atropos import receiver as receiver_module
 from marin_rl.integrations.atropos.api import trajectory_server
 from marin_rl.integrations.atropos.receiver import Receiver
+from marin_rl.integrations.atropos.scored_data import DIGEST, ENVIRONMENT, ORIGIN
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.rollouts.scored_data import DIGEST, ENVIRONMENT, ORIGIN
 from marin_rl.storage.runs import Run, committed_checkpoint, shard_key
 from marin_rl.storage.tables.group_queue import GroupQueue, place_of
 from marin_rl.storage.tables.metrics import write_round_metrics

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from marin_rl.environments.http_answers import UnfitAnswer, ask_sync
 from marin_rl.errors import EndpointUnavailable, InputError
 from marin_rl.integrations.atropos.receiver import Receiver
-from marin_rl.rollouts.scored_data import PushingEnvironment, ScoredData
+from marin_rl.integrations.atropos.scored_data import PushingEnvironment, ScoredData
 from marin_rl.storage.commits import commit_object, new_attempt
 from marin_rl.storage.layout import PUSHING, popped_batch_key, popped_batch_of
 from schemas.strict_json import parse_json

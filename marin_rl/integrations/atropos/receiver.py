@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.errors import CorruptObject, InputError, ObjectMissing, StorageError
 from marin_rl.inference.client.protocol import served_model_id
-from marin_rl.rollouts.scored_data import (
+from marin_rl.integrations.atropos.scored_data import (
     PushingEnvironment,
     ScoredData,
     check_scored_data,

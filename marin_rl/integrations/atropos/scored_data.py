@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from marin_rl.config import Config
 from marin_rl.errors import InputError
 from marin_rl.finite import LOGPROB_MIN, fit_logprobs, reward_number
+from marin_rl.rollouts.samples import UNTRAINED_LABEL, UNTRAINED_LOGPROB
 from marin_rl.storage.tables.group_queue import DIGEST, ENVIRONMENT, ORIGIN
 from marin_rl.types import (
     Example,
@@ -33,8 +34,6 @@ from marin_rl.types import (
     Turn,
 )
 
-UNTRAINED_LABEL = -100.0  # of atropos's masks, as PyTorch's cross entropy ignores it
-UNTRAINED_LOGPROB = 1.0  # of atropos: no logprob is above 0
 POLICY_VERSION = "policy_version"  # in `group_overrides`: the checkpoint that sampled the group
 
 # Fields of the protocol that a run does not follow, and why.
