@@ -26,6 +26,7 @@ from marin_rl.environments.prompt_rows import CONVERSATIONAL, Columns, metadata_
 from marin_rl.environments.reward_functions import FunctionScored, RewardOption
 from marin_rl.environments.tool_schemas import VARIADIC, ToolMethod
 from marin_rl.errors import ConfigError, InputError
+from marin_rl.finite import number
 from marin_rl.types import Example, Message, RewardComponent, Split, ToolCall, Turn
 
 # What a class may define besides tools. TRL has the first two; rows may come from `example`.
@@ -310,8 +311,8 @@ class ToolEpisode:
             wrong += 1
             words = f"this call could not be read: {turn.malformed[:200]!r}; expected JSON with a "
             error = _error(words + "name and arguments")
-            number = f"x{self._turns:08d}"
-            messages.append(Message(role="tool", content=error, tool_call_id=number, name="error"))
+            call_id = f"x{self._turns:08d}"
+            messages.append(Message(role="tool", content=error, tool_call_id=call_id, name="error"))
         options = self._class.options
         ends = not messages or (wrong and options.malformed == "end")
         penalty = -options.malformed_penalty if wrong and options.malformed == "penalty" else None
