@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.templates import CALLING, CHATML, TALK, TEMPLATES, TOOLS, trained_byte_tokenizer
 
-from marin_rl.batching.sequences import chat_tokens, chats_tokens, rendered_prompts
+from marin_rl.batching.sequences import chat_tokens, rendered_chats, rendered_prompts
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.errors import InputError, TemplateRefusal
 from marin_rl.tokenizers import character_tokenizer
@@ -123,11 +123,12 @@ def test_loss_masks_are_those_of_transformers(name, messages, answer):
 def test_a_batch_equals_single_conversations():
     tokenizer = TOKENIZERS["marked"]
     chats = [((Message(role="user", content="2+" * n),), f"answer {n}") for n in range(1, 40)]
-    for (ids, mask), chat in zip(chats_tokens(tokenizer, chats), chats, strict=True):
+    for rendered, chat in zip(rendered_chats(tokenizer, chats), chats, strict=True):
         one_ids, one_mask = chat_tokens(tokenizer, *chat)
-        assert (ids.tolist(), mask.tolist()) == (one_ids.tolist(), one_mask.tolist())
+        assert rendered.ids.tolist() == one_ids.tolist()
+        assert rendered.mask.tolist() == one_mask.tolist()
     prompts = [messages for messages, _ in chats]
-    alone = [rendered for each in prompts for rendered in rendered_prompts(tokenizer, [each])]
+    alone = [prompt for each in prompts for prompt in rendered_prompts(tokenizer, [each])]
     assert rendered_prompts(tokenizer, prompts) == alone
 
 

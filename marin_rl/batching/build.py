@@ -17,10 +17,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from marin_rl.batching import segments, selection
+from marin_rl.batching import selection
 from marin_rl.batching.dispositions import columns_needed, looks_at_turns, numbers
 from marin_rl.batching.packing import Kept, fill_packed
-from marin_rl.batching.plan import RoundPlan, dispositions_table, plan_round
+from marin_rl.batching.plan import (
+    LENGTHS,
+    RoundPlan,
+    cut,
+    dispositions_table,
+    plan_round,
+    with_leads,
+)
 from marin_rl.batching.reuse import (
     RECORD,
     Groups,
@@ -57,7 +64,7 @@ SHAPING = (
     "advantage", "advantage_scale", "pass_k", "success_threshold",
     "overlong", "overlong_buffer", "overlong_penalty",
 )  # fmt: skip
-TOKENS = ("rollout_id", "token_ids", "loss_mask", "logprobs", segments.LENGTHS)
+TOKENS = ("rollout_id", "token_ids", "loss_mask", "logprobs", LENGTHS)
 
 
 def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
@@ -192,7 +199,7 @@ def _step_rows(
         row_groups = _with_token_values(plan, row_groups)
     parts = plan.segments
     if plan.is_cut:
-        row_groups = map(segments.cut, row_groups)
+        row_groups = map(cut, row_groups)
         # From here on a row of `scalars` is a segment, as a row of a table that was cut.
         scalars = scalars.select(["rollout_id", "environment"]).take(pa.array(parts.rollout_S))
     index_K = np.flatnonzero(plan.kept_S)
@@ -259,7 +266,7 @@ def _scalar_columns(
     run: Run, manifest: Manifest, config: Config, reused: Groups | None = None
 ) -> pa.Table:
     columns = (
-        *SCALAR_COLUMNS, segments.LENGTHS, *columns_needed(config.objective),
+        *SCALAR_COLUMNS, LENGTHS, *columns_needed(config.objective),
         *selection.columns_needed(config),
     )  # fmt: skip
     by_turn, share = looks_at_turns(config.objective), config.batching.packing == "shared_prompt"
@@ -276,7 +283,7 @@ def _scalar_columns(
         row_groups = (selection.with_scores(table, settings, keep) for table in row_groups)
     if share:
         # Before `with_turns`, which drops the mask that leads are read from.
-        row_groups = map(segments.with_leads, row_groups)
+        row_groups = map(with_leads, row_groups)
     if by_turn:
         row_groups = map(with_turns, row_groups)
     elif share or versions:

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from marin_rl.batching.row_checks import check_lengths, rendered_lengths
 from marin_rl.batching.selection import check_filter
+from marin_rl.batching.sequences import check_lengths, rendered_lengths
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
 from marin_rl.environments.base import NamesRows

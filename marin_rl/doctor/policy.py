@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from marin_rl.batching.row_checks import check_lengths
-from marin_rl.batching.sequences import rendered_prompts
+from marin_rl.batching.sequences import check_lengths, rendered_prompts
 from marin_rl.chat_templates import check_options
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig
 from marin_rl.environments.chat import Chat

@@ -7,13 +7,12 @@ work is refused where the data is read (`environments`).
 from collections.abc import Iterator
 
 from marin_rl.config import Config, EnvironmentConfig
-from marin_rl.end_tokens import any_of, control_tokens
 from marin_rl.environments.base import FixedSet, HasNotices
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import InputError
-from marin_rl.tokenizers import end_token_ids, tokenizer_for
+from marin_rl.tokenizers import any_of, control_tokens, end_token_ids, tokenizer_for
 
 # They make examples without an end, from libraries that take seconds to import.
 GENERATORS = ("echo", "reasoning_gym")

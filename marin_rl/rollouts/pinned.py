@@ -14,7 +14,6 @@ from typing import Any
 
 from marin_rl.chat_templates import ChatTemplate, prove, reads_clock
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choices
-from marin_rl.end_tokens import template_end
 from marin_rl.environments.base import ReadsRows
 from marin_rl.environments.episode import HasEpisodes
 from marin_rl.environments.registry import loaded_environment
@@ -24,7 +23,7 @@ from marin_rl.storage.commits import commit_object, new_attempt, record_errors
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from marin_rl.tokenizer_files import tokenizer_folder
-from marin_rl.tokenizers import end_token_ids, tokenizer_for
+from marin_rl.tokenizers import end_token_ids, template_end, tokenizer_for
 from schemas.manifests import open_record, sealed_json
 from schemas.records import RowsRecord
 

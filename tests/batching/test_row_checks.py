@@ -20,8 +20,13 @@ from support.chat_folders import (
 from support.templates import TEMPLATES
 
 from marin_rl.batching.pairs import PairTokenizer
-from marin_rl.batching.row_checks import check_lengths, rendered_lengths
-from marin_rl.batching.sequences import chat_tokens, rendered_prompts, text_of
+from marin_rl.batching.sequences import (
+    chat_tokens,
+    check_lengths,
+    rendered_lengths,
+    rendered_prompts,
+    text_of,
+)
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
 from marin_rl.rollouts.pinned import policy_as_begun

@@ -13,7 +13,7 @@ from numpy.testing import assert_array_equal
 from support.run_factories import commit_round, configuration, group_of, rollout
 
 from marin_rl.batching.build import build_round
-from marin_rl.batching.segments import Segments, cut, with_leads
+from marin_rl.batching.plan import Segments, cut, with_leads
 from marin_rl.errors import CorruptObject
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
