@@ -224,17 +224,13 @@ def _reasonable_length(group: Sequence[Row]) -> float:
     return sum(low <= length <= high for length in ended) / len(group)
 
 
-def _quality_and_diversity(group: Sequence[Row]) -> float:
-    return _mean_reward(group) * _diversity(group)
-
-
 _NAMED: Mapping[str, GroupScore] = MappingProxyType(
     {
         "reward_std_nonzero": _reward_std,
         "min_reward": _mean_reward,
         "diversity": _diversity,
         "reasonable_length": _reasonable_length,
-        "quality_and_diversity": _quality_and_diversity,
+        "quality_and_diversity": lambda group: _mean_reward(group) * _diversity(group),
     }
 )
 assert set(_NAMED) == set(GROUP_FILTERS), "every filter that is configured has a score"

@@ -290,26 +290,24 @@ class TemplateBridge:
             }
             for result in junction.results
         ]
-        try:
-            return self._rendered_calls(junction, calls)
-        except BridgeFault:
-            if len(calls) == 1:
-                raise
-            return self._rendered_calls(junction, calls[:1])
-
-    def _rendered_calls(self, junction: _Junction, calls: list[dict[str, Any]]) -> list[Rendering]:
-        first = junction.first
-        turn = {
-            "role": "assistant",
-            "content": _REASONED.removesuffix(_REPLY) if junction.reasoned else None,
-            "tool_calls": calls,
-        }
-        return self._rendered(
-            junction,
-            junction.conversation(first, opening=True),
-            junction.conversation([*first, turn], opening=False),
-            junction.conversation([*first, turn, *junction.added], opening=True),
-        )
+        first, some = junction.first, calls
+        while True:
+            turn = {
+                "role": "assistant",
+                "content": _REASONED.removesuffix(_REPLY) if junction.reasoned else None,
+                "tool_calls": some,
+            }
+            try:
+                return self._rendered(
+                    junction,
+                    junction.conversation(first, opening=True),
+                    junction.conversation([*first, turn], opening=False),
+                    junction.conversation([*first, turn, *junction.added], opening=True),
+                )
+            except BridgeFault:
+                if len(some) == 1:
+                    raise
+                some = calls[:1]
 
     def _rendered(self, junction: _Junction, *conversations: Conversation) -> list[Rendering]:
         """Renderings of conversations. Raises BridgeFault where the template refuses one."""

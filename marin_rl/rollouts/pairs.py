@@ -56,11 +56,12 @@ def pair_of_group(
     `margin_min`, or where both gave the same answer. The first of equals counts. `digests` are
     those of tokenizer and chat template.
     """
-    valued = [
-        (value, rollout)
-        for rollout in group.rollouts
-        if len(rollout.token_ids) and (value := _value(rollout, component)) is not None
-    ]
+    valued = list[tuple[float, Rollout]]()
+    for rollout in group.rollouts:
+        values = [part.value for part in rollout.reward_components if part.name == component]
+        value = rollout.reward if component is None else next(iter(values), None)
+        if len(rollout.token_ids) and value is not None and fit_rewards(value):
+            valued.append((value, rollout))
     if len(valued) < 2:
         return None
     best, chosen = max(valued, key=lambda item: item[0])
@@ -84,13 +85,3 @@ def pair_of_group(
         tokenizer_digest=digests[0],
         chat_template_digest=digests[1],
     )
-
-
-def _value(rollout: Rollout, component: str | None) -> float | None:
-    """Value that a member is ranked by; None where it has no such number."""
-    if component is None:
-        value = rollout.reward
-    else:
-        values = [part.value for part in rollout.reward_components if part.name == component]
-        value = values[0] if values else None
-    return value if value is not None and fit_rewards(value) else None

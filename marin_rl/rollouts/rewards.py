@@ -56,11 +56,13 @@ class RewardModelSlot:
     identity: RewardIdentity
 
 
-def reward_model_named(config: Config) -> tuple[Run, SlotRef]:
-    """The run and slot of `environment.reward_model`.
+def reward_model_slot_of(
+    config: Config, tokenizer_digest: str, chat_template_digest: str
+) -> RewardModelSlot:
+    """The reward model of `environment.reward_model`, checked for policies with this tokenizer.
 
     Raises ConfigError where it is not committed or was made for fewer tokens than the policy may
-    use.
+    use, InputError where its tokenizer or chat template is another.
     """
     settings = config.environment.reward_model
     assert settings is not None, "the configuration names no reward model"
@@ -73,18 +75,6 @@ def reward_model_named(config: Config) -> tuple[Run, SlotRef]:
             f"{KEY}: {source} was trained with policy.context_length {longest}, but rollouts may "
             f"have {needed} tokens: expected at least that; lower policy.context_length to it"
         )
-    return run, ref
-
-
-def reward_model_slot_of(
-    config: Config, tokenizer_digest: str, chat_template_digest: str
-) -> RewardModelSlot:
-    """The reward model of `environment.reward_model`, checked for policies with this tokenizer.
-
-    Raises as `reward_model_named` does; InputError where its tokenizer or chat template is another.
-    """
-    run, ref = reward_model_named(config)
-    source = run.store.url_of(ref.slot)
     extra = manifest_of(run.store, ref).extra
     for field, expected in (
         ("tokenizer_digest", tokenizer_digest),
