@@ -97,7 +97,12 @@ def value_at(node: Section, key: str) -> Any:
     """Value of a dotted key; None below a section that is null."""
     value: Any = node
     for name in key.split("."):
-        value = None if value is None else getattr(value, name)
+        if isinstance(value, tuple):
+            value = value[int(name)] if int(name) < len(value) else None
+        elif isinstance(value, dict):
+            value = value.get(name)
+        else:
+            value = None if value is None else getattr(value, name)
     return value
 
 

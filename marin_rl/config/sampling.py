@@ -48,6 +48,9 @@ class LearnedRewardConfig(Section):
     )
 
 
+RowNumber = Annotated[int, Field(ge=0)]
+
+
 class EnvironmentConfig(Section):
     """An environment by its registered name, with options of its own."""
 
@@ -76,6 +79,13 @@ class EnvironmentConfig(Section):
     chat_template_options: TemplateOptions | None = optional_field(
         "values of variables that the chat template reads, for the prompts of this environment; "
         "they win over policy.chat_template_options"
+    )
+    long_prompts: Literal["refuse", "drop"] | tuple[RowNumber, ...] | None = optional_field(
+        as_begun="drop",
+        description="rows of a file whose prompts leave no room for sampling.max_tokens in "
+        "policy.context_length. refuse: the run does not start; drop: they are left out, of "
+        "training and of evaluation, and run.json has their numbers (from 0), which may be given "
+        "too; null: refuse",
     )
     turns_max: Count | None = optional_field(
         "turns of the model after which an episode is ended; null: 64", le=10_000

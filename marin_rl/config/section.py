@@ -89,7 +89,7 @@ def content_fields(node: Section) -> dict[str, Any]:
 def with_choices(node: Node, choice: Callable[[str], Any], prefix: str = "") -> Node:
     """Return a section with `choice` of each key in it that is marked `AS_BEGUN` and null.
 
-    `choice` takes the dotted name of a key, below `prefix`; None leaves the key null.
+    `choice` takes the dotted name of a key, below `prefix`; None leaves the key as it is.
     """
     update: dict[str, Any] = {}
     for name, info in type(node).model_fields.items():
@@ -100,9 +100,14 @@ def with_choices(node: Node, choice: Callable[[str], Any], prefix: str = "") -> 
             chosen = choice(key) or {}
             kept = {entry: chosen[entry] for entry in entries if entry in chosen}
             value = {**kept, **(value or {})} or None if kept else value
-        elif value is None and _mark(info, "as_begun"):
-            value = choice(key)
-        if value is not getattr(node, name):
+        elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
+            value = tuple(with_choices(v, choice, f"{key}.{n}.") for n, v in enumerate(value))
+        elif isinstance(value, dict) and any(isinstance(v, Section) for v in value.values()):
+            value = {n: with_choices(v, choice, f"{key}.{n}.") for n, v in value.items()}
+        elif is_left_to_the_run(info, value):
+            chosen = choice(key)
+            value = value if chosen is None else chosen
+        if value != getattr(node, name):
             update[name] = value
     return node.model_copy(update=update) if update else node
 
@@ -120,6 +125,12 @@ def is_runtime_only(info: FieldInfo) -> bool:
 def is_plan(info: FieldInfo) -> bool:
     """Return True for free keys that a run.json decides for everyone."""
     return bool(_mark(info, "plan"))
+
+
+def is_left_to_the_run(info: FieldInfo, value: Any) -> bool:
+    """Return True for a value in place of which a new run chooses another, and then keeps it."""
+    mark = _mark(info, "as_begun")
+    return value is None if mark is True else mark is not None and value == mark
 
 
 def omitted_if_none(info: FieldInfo) -> bool:
@@ -145,17 +156,19 @@ def runtime_field(default: Any, description: str, **limits: Any) -> Any:
 def optional_field(
     description: str,
     *,
-    as_begun: bool | Sequence[str] = False,
+    as_begun: bool | str | Sequence[str] = False,
     runtime_only: bool = False,
     **limits: Any,
 ) -> Any:
     """A key that is null by default, and then left out of all that is written.
 
-    `as_begun` marks it `AS_BEGUN`, or the named entries of a mapping; `runtime_only` marks it
-    `RUNTIME_ONLY` as well.
+    `as_begun` marks it `AS_BEGUN`, at a word in place of null, or the named entries of a mapping;
+    `runtime_only` marks it `RUNTIME_ONLY` as well.
     """
     marks = dict(AS_BEGUN if as_begun is True else OMIT_IF_NONE)
-    if not isinstance(as_begun, bool):
+    if isinstance(as_begun, str):
+        marks["as_begun"] = as_begun
+    elif not isinstance(as_begun, bool):
         marks["entries_as_begun"] = list(as_begun)
     marks |= RUNTIME_ONLY if runtime_only else {}
     return field(None, description, json_schema_extra=marks, **limits)

@@ -20,7 +20,7 @@ from marin_rl.model_folders import check_model_folder, read_hf_config, weight_fi
 from marin_rl.planning import architecture_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.data_warnings import training_environments
-from marin_rl.rollouts.pinned import has_dialogues, policy_as_begun
+from marin_rl.rollouts.pinned import as_begun, has_dialogues, policy_as_begun
 from marin_rl.rollouts.rewards import reward_model_slot_of
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.storage.layout import POLICY_SLOTS
@@ -138,6 +138,8 @@ def _check_dialogues(policy: PolicyConfig, chosen: EnvironmentConfig, key: str) 
 
 def prompts(config: Config) -> str:
     """Check that prompts and a completion fit the context: of rows of files all, up to a bound."""
+    if any(each.long_prompts == "drop" for each in training_environments(config).values()):
+        config = recorded_config(config) or as_begun(config)  # without the rows that are left out
     measured = _measured(config)
     lengths = [length for _, length in rendered(config, [*measured.values()])]
     room = config.policy.context_length - config.sampling.max_tokens
@@ -145,7 +147,8 @@ def prompts(config: Config) -> str:
         [*zip(measured, lengths, strict=True)],
         room,
         f"policy.context_length ({config.policy.context_length}) less sampling.max_tokens "
-        f"({config.sampling.max_tokens}) leaves {room}: raise the one or lower the other",
+        f"({config.sampling.max_tokens}) leaves {room}: raise the one, lower the other, set "
+        "environment.long_prompts to drop",
     )
     return f"longest of {len(lengths)} prompts: {max(lengths, default=0)} tokens"
 

@@ -7,7 +7,7 @@ reward function (`reward_functions`), and right answers (`math_problems`, `code_
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -99,6 +99,7 @@ class Chat(FunctionScored):
         options = parse_options(ChatOptions, config) if options is None else options
         super().__init__(options)
         self._options = options
+        self._left_out = config.long_prompts if isinstance(config.long_prompts, tuple) else ()
         self._columns = Columns(
             prompt=options.prompt_key,
             answer=options.answer_key,
@@ -118,7 +119,7 @@ class Chat(FunctionScored):
         """
         rows = open_rows(self._options.path)
         self._prompts = prompts = read_prompts(
-            rows, self._columns, self._options.path, self._options.eval_fraction
+            rows, self._columns, self._options.path, self._options.eval_fraction, self._left_out
         )
         # prompts that end before the assistant's last message are others than version 1 had
         self.version = f"{2 if prompts.counts['ends_with_assistant'] else 1}+{rows.digest}"
@@ -154,17 +155,21 @@ class Chat(FunctionScored):
         self, config: EnvironmentConfig, most: int = ROWS_CHECKED_MAX
     ) -> list[tuple[str, Example]]:
         """Return the first examples of a run and of its evaluation, by place, in file order."""
+        place = self._loaded.rows.place
+        return [(place(row), example) for row, example in self.numbered(config, most)]
+
+    def numbered(self, config: EnvironmentConfig, most: int) -> list[tuple[int, Example]]:
+        """Return the first `most` examples of both splits by the numbers of their rows, sorted."""
         splits: dict[Split, tuple[int, int | None]] = {
             "train": (config.train_seed, self.size),
             "eval": (config.eval_seed, self.eval_size),
         }
-        number, place = self.row_number, self._loaded.rows.place
         chosen = [
-            (number(seed, index, split), self.example(seed, index, split))
+            (self.row_number(seed, index, split), self.example(seed, index, split))
             for split, (seed, size) in splits.items()
             for index in range(min(size or 0, most))
         ]
-        return [(place(row), each) for row, each in sorted(chosen, key=lambda pair: pair[0])]
+        return sorted(chosen, key=lambda pair: pair[0])
 
     def row_number(self, seed: int, index: int, split: Split) -> int:
         """Number of the row of the example at `index`. Raises InputError for an empty split."""
@@ -245,7 +250,9 @@ class PromptSet:
     counts: dict[str, int]
 
 
-def read_prompts(rows: Rows, columns: Columns, path: str, eval_fraction: float) -> PromptSet:
+def read_prompts(
+    rows: Rows, columns: Columns, path: str, eval_fraction: float, left_out: Sequence[int] = ()
+) -> PromptSet:
     """Read every row once. Raises InputError that names the file, the row and the remedy."""
     held_out, demonstrated = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
     answered, ending, tools = (np.zeros(len(rows), bool) for _ in range(3))
@@ -273,9 +280,15 @@ def read_prompts(rows: Rows, columns: Columns, path: str, eval_fraction: float) 
             f"answer_key names; its columns are {', '.join(rows.row(0))}"
         )
     numbers: dict[Split, np.ndarray] = {
-        "train": np.flatnonzero(~held_out),
-        "eval": np.flatnonzero(held_out),
+        split: np.setdiff1d(np.flatnonzero(held_out == (split == "eval")), left_out)
+        for split in ("train", "eval")
     }
+    if left_out and not len(numbers["train"]):
+        raise InputError(
+            f"{path}: no row is left for training, for environment.long_prompts leaves out "
+            f"{len(left_out)} of {len(rows)}: raise policy.context_length or lower "
+            "sampling.max_tokens"
+        )
     return PromptSet(
         rows=rows,
         of_split=numbers,

@@ -4,18 +4,24 @@ Owns the sentences that `run`, its plan and `doctor` print. Nothing here is an e
 work is refused where the data is read (`environments`).
 """
 
+import sys
 from collections.abc import Iterator
 
+from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import FixedSet, HasNotices
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
-from marin_rl.errors import InputError
+from marin_rl.errors import ConfigError, InputError
 from marin_rl.tokenizers import any_of, control_tokens, end_token_ids, tokenizer_for
 
 # They make examples without an end, from libraries that take seconds to import.
 GENERATORS = ("echo", "reasoning_gym")
+ROWS_TOGETHER = 64  # rendered by one message to a worker
+
+# Rows that were found too long, by policy, environment and room: measuring takes some seconds.
+_measured: dict[tuple[str, str, int], tuple[int, ...]] = {}
 
 
 def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
@@ -25,7 +31,7 @@ def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
     evaluations. Reads the prompts, once per process. Raises ConfigError, InputError as
     `loaded_environment`.
     """
-    warnings: list[str] = []
+    warnings = [*_left_out(config)]
     for chosen, rewarded in _environments(config):
         environment = loaded_environment(chosen)
         if isinstance(environment, HasNotices):
@@ -110,3 +116,54 @@ def _small_sets(config: Config) -> Iterator[str]:
                 f"raise {key}.options.eval_fraction or add rows"
             )
         yield f"evaluation.examples is {wanted}, but {key} {there}"
+
+
+def _left_out(config: Config) -> Iterator[str]:
+    """Yield a sentence for each file of which rows are left out."""
+    for key, chosen in training_environments(config).items():
+        rows = chosen.long_prompts
+        rows = rows_left_out(config, key) if rows == "drop" else rows
+        if rows and not isinstance(rows, str):
+            yield (
+                f"{key}.long_prompts: {len(rows)} rows are left out, whose prompts leave no room "
+                f"for sampling.max_tokens in policy.context_length; the first is row {rows[0]}, "
+                "counted from 0"
+            )
+
+
+def rows_left_out(config: Config, key: str) -> tuple[int, ...]:
+    """Numbers of the rows whose prompts leave no room for a completion, in an environment's file.
+
+    `key` is one of `training_environments`. Measures all rows, once per process. Raises ConfigError
+    for an environment without such rows, InputError.
+    """
+    chosen = training_environments(config)[key]
+    room = config.policy.context_length - config.sampling.max_tokens
+    measured = config.policy.model_dump_json(), chosen.model_dump_json(), room
+    if measured not in _measured:
+        if not isinstance(environment := loaded_environment(chosen), Chat):
+            raise ConfigError(
+                f"{key}.long_prompts: drop leaves out rows of files, which {environment.name} does "
+                "not read: expected chat, code, judge or math, or leave the key out"
+            )
+        tokenizer = tokenizer_for(config.policy)
+        template, options = ChatTemplate.of(tokenizer), chosen.chat_template_options or {}
+        rows, long = environment.numbered(chosen, sys.maxsize), list[int]()
+        for start in range(0, len(rows), ROWS_TOGETHER):
+            some = rows[start : start + ROWS_TOGETHER]
+            conversations = [
+                Conversation(
+                    messages=[{"role": m.role, "content": m.content} for m in example.messages],
+                    opening=True,
+                    options=options,
+                )
+                for _, example in some
+            ]
+            renderings = template.render_all(conversations)
+            long += [
+                row
+                for (row, _), rendering in zip(some, renderings, strict=True)
+                if len(tokenizer.encode(rendering.text, add_special_tokens=False)) > room
+            ]
+        _measured[measured] = tuple(long)
+    return _measured[measured]

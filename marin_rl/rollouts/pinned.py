@@ -18,7 +18,7 @@ from marin_rl.environments.base import ReadsRows
 from marin_rl.environments.episode import HasEpisodes
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, ObjectMissing
-from marin_rl.rollouts.data_warnings import GENERATORS, training_environments
+from marin_rl.rollouts.data_warnings import GENERATORS, rows_left_out, training_environments
 from marin_rl.storage.commits import commit_object, new_attempt, record_errors
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
@@ -36,8 +36,18 @@ SLOTS_MIN = 64
 
 
 def as_begun(config: Config) -> Config:
-    """Return the configuration that a new run records. Raises as `CHOICES` do."""
-    return with_choices(config, lambda key: CHOICES[key](config))
+    """Return the configuration that a new run records. Raises as `CHOICES`, `rows_left_out` do."""
+
+    def choice(key: str) -> Any:
+        if key in CHOICES:
+            return CHOICES[key](config)
+        place, _, name = key.rpartition(".")
+        training = place.replace(".mixture", "")  # as `training_environments` names them
+        if name != "long_prompts" or training not in training_environments(config):
+            raise ConfigError(f"{key}: expected refuse or null: only `environment` leaves rows out")
+        return rows_left_out(config, training)
+
+    return with_choices(config, choice)
 
 
 def policy_as_begun(policy: PolicyConfig) -> PolicyConfig:

@@ -1,11 +1,18 @@
 """New runs of long dialogues keep the engine's cache; runs keep what they began with."""
 
+import json
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from marin_rl.config import load_config, with_choices
-from marin_rl.errors import ConfigError
+from marin_rl.config import Config, PolicyConfig, load_config, parse_config, with_choices
+from marin_rl.doctor.policy import prompts
+from marin_rl.environments.chat import Chat
+from marin_rl.environments.checks import environment_of
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.rollouts.data_warnings import data_warnings, rows_left_out
 from marin_rl.rollouts.pinned import CHOICES, as_begun
 from marin_rl.storage.runs import Run, refuse_other_content
 
@@ -72,3 +79,74 @@ def test_each_key_that_a_new_run_chooses_has_a_choice_and_keeps_the_users() -> N
     chosen = with_choices(own, lambda key: False)
     assert chosen.inference.serve_merged is True
     assert chosen.inference.engine.prefix_cache is False
+
+
+def chat(tmp_path: Path, long: Collection[int], run_id: str = "run", **section: Any) -> Config:
+    """A run on 31 rows, of which some leave no room for a completion."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"id": f"r{n}", "prompt": "x" * (60 if n in long else 8)} for n in range(31)]
+    file.write_text("".join(f"{json.dumps(row | {'answer': 'y'})}\n" for row in rows))
+    tree = {
+        "root": str(tmp_path / "runs"),
+        "run_id": run_id,
+        "policy": {"context_length": 64},
+        "rollouts": {"groups_per_round": 4},
+    }
+    own = {"name": "chat", "options": {"path": str(file)}, "long_prompts": "drop"}
+    return parse_config(tree | (section or {"environment": own}))
+
+
+def test_rows_without_room_are_left_out_counted_and_recorded(tmp_path: Path) -> None:
+    long = [0, 17, 30]
+    config = chat(tmp_path, long)
+    assert prompts(config).startswith("longest of 28 prompts: ")
+    told = "environment.long_prompts: 3 rows are left out"
+    assert [text for text in data_warnings(config) if told in text]
+    run = Run.create_or_open(config, as_begun)
+    assert run.config.environment.long_prompts == tuple(long)
+    again = Run.create_or_open(config, as_begun)
+    assert again.config == run.config == Run.open(config.root, config.run_id).config
+    environment = environment_of(again.config)
+    assert isinstance(environment, Chat)
+    assert (environment.size or 0) + environment.eval_size == 28
+    seen = {environment.example(0, index, "train").example_id for index in range(60)}
+    seen |= {environment.example(0, index, "eval").example_id for index in range(60)}
+    assert seen == {f"r{n}" for n in range(31) if n not in long}
+    # a run that has begun is measured by its own rows
+    assert prompts(config).startswith("longest of 4 prompts: ")
+
+
+def test_a_run_goes_on_with_the_rows_that_it_began_with(tmp_path: Path) -> None:
+    config = chat(tmp_path, [3])
+    Run.create_or_open(config, as_begun)
+    wider = config.model_copy(update={"policy": PolicyConfig(context_length=128)})
+    assert rows_left_out(wider, "environment") == ()
+    refused = config.environment.model_copy(update={"long_prompts": None})
+    with pytest.raises(ConfigError, match=r"environment.long_prompts: \[3\] -> null"):
+        Run.create_or_open(config.model_copy(update={"environment": refused}), as_begun)
+
+
+def test_a_run_without_long_rows_records_that_none_is_left_out(tmp_path: Path) -> None:
+    config = chat(tmp_path, [])
+    assert as_begun(config).environment.long_prompts == ()
+    assert not [text for text in data_warnings(config) if "long_prompts" in text]
+    with pytest.raises(InputError, match="no row is left for training"):
+        environment_of(as_begun(chat(tmp_path, range(31), "none")))
+
+
+def test_each_environment_of_a_list_leaves_out_its_own_rows(tmp_path: Path) -> None:
+    own = chat(tmp_path, [5]).environment.model_dump()
+    config = chat(tmp_path, [5], environment={"mixture": [{"name": "echo"}, own]})
+    run = Run.create_or_open(config, as_begun)
+    assert [each.long_prompts for each in run.config.environment.mixture or ()] == [None, (5,)]
+    assert Run.create_or_open(config, as_begun).config == run.config
+
+
+def test_rows_are_left_out_of_training_files_alone(tmp_path: Path) -> None:
+    own = chat(tmp_path, [5]).environment.model_dump()
+    for section, words in (
+        ({"environment": {"name": "echo", "long_prompts": "drop"}}, "which echo does not read"),
+        ({"evaluation": {"sets": {"own": own}}}, "evaluation.sets.own.long_prompts: expected"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            as_begun(chat(tmp_path, [5], **section))
