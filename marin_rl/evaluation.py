@@ -301,7 +301,7 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
 
 
 def _base(target: Target, request: EvaluationRequest) -> Config:
-    """The configuration of what is no run: that of a file, or the defaults."""
+    """Configuration for a folder or an endpoint: a file's, else the defaults."""
     if target.config is not None:
         return load_config(target.config)
     if request.environment is None:

@@ -50,7 +50,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedAnswer:
-    """A completion's text taken apart; `content` is None where there is nothing but calls."""
+    """Content and tool calls of a completion; `content` is None if there are only calls."""
 
     content: str | None
     calls: tuple[ToolCall, ...]
@@ -189,7 +189,7 @@ class ToolCallStream:
         return out
 
     def finish(self) -> list[str | ToolCall]:
-        """End the text: return what was buffered, as calls where it is calls."""
+        """End the text: return the buffered calls or text."""
         out: list[str | ToolCall] = []
         while self._inside and self._looked:  # the string has no end: its markers were markers
             self._cut(self._first_closing(), out)
@@ -204,7 +204,7 @@ class ToolCallStream:
         return out if not buffer or (self.calls and buffer.isspace()) else [*out, buffer]
 
     def _opened(self, out: list[str | ToolCall]) -> bool:
-        """Give out text up to where a call begins; True if one does."""
+        """Emit text up to the opening tag of a call; return True if there is one."""
         at, end = self._opening()
         certain = self._buffer[:at].rstrip()
         if certain:
@@ -231,7 +231,7 @@ class ToolCallStream:
         return len(buffer) - length, False
 
     def _closed(self, out: list[str | ToolCall]) -> bool:
-        """Give out the call, or the text that is none, up to its closing; True if it is there.
+        """Emit the tool call, or plain text, up to its closing tag; return True if it is there.
 
         A closing marker in a JSON string is a part of that string.
         """
@@ -254,7 +254,7 @@ class ToolCallStream:
         return False
 
     def _cut(self, end: int, out: list[str | ToolCall]) -> None:
-        """Give out the calls that end there, or what is none up to the first closing."""
+        """Emit the calls that end at `end`, else plain text up to the first closing tag."""
         calls = self._calls(self._buffer[:end])
         if not calls:
             end = self._first_closing()

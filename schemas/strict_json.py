@@ -132,7 +132,7 @@ def _refuse_beyond(count: int, most: int, noun: str) -> None:
 
 
 def _marks_outside_strings(data: bytes, limits: JsonLimits) -> Iterator[bytes]:
-    """The brackets, commas and colons that are no part of a string, chunk by chunk."""
+    """Brackets, commas and colons outside of strings, chunk by chunk."""
     inside, start, quotes = False, 0, 0
     while start < len(data):
         chunk = data[start : start + _CHUNK_BYTES]

@@ -172,7 +172,7 @@ def preview_round(
 
 
 def _with_rewards(scalars: pa.Table, round: int, rewards: Mapping[str, float | None]) -> pa.Table:
-    """Other rewards for the round's own rollouts; those that it uses again keep theirs."""
+    """Replace the rewards of the round's own rollouts; reused rollouts keep theirs."""
     rows = scalars.select(["rollout_id", "round", "reward"]).to_pylist()
     missing = [
         r["rollout_id"] for r in rows if r["round"] == round and r["rollout_id"] not in rewards

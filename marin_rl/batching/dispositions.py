@@ -1,4 +1,4 @@
-"""Dispositions: what becomes of each rollout of a round, and the advantage of those that are kept.
+"""Dispositions of the rollouts of a round, and the advantages of the kept ones.
 
 Decided from the scalar columns alone, before any token is read. A rollout is a candidate in the
 round it was generated in and in no other: it leaves that round consumed or dropped for a reason, so
@@ -58,7 +58,7 @@ class RoundDecision:
 
 @dataclass(frozen=True, slots=True)
 class _Drops:
-    """Kind and reason of what is dropped; "" where no filter has dropped a rollout so far."""
+    """Disposition and reason of each dropped rollout; "" while no filter has dropped it."""
 
     kind_N: np.ndarray
     reason_N: np.ndarray
@@ -104,7 +104,7 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
     regularised = objective.regularised and not config.samples_on
     if config.filters.zero_signal and choice.within_groups and not regularised:
         spread_P = advantages.spread_P
-        if objective.overlong == "soft_penalty":  # what is too long is no less right
+        if objective.overlong == "soft_penalty":  # a long answer is no less right
             own_N = usable_rewards(numbers(scalars, "reward", np.float64))
             spread_P = advantages_of(np.where(np.isnan(compared_N), np.nan, own_N)).spread_P
         # Exactly 0, not nearly: max - min of equal rewards has no rounding.
@@ -125,7 +125,7 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
         disposition_N=np.where(drops.left_N, "consumed", drops.kind_N),
         reason_N=drops.reason_N,
         reward_N=reward_N,
-        # Computed with what is dropped late, which is in its group's baseline and not trained on.
+        # Computed with late drops, which are in their group's baseline and not trained on.
         advantage_N=np.where(drops.left_N, advantages.advantage_N, 0.0),
         group_N=group_N,
         turns=advantages.turns,
@@ -136,7 +136,7 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
 def _before_groups(
     scalars: pa.Table, reward_N: Float64[np.ndarray, " N"], config: Config, round: int
 ) -> _Drops:
-    """Drop rollouts for their own sake, whatever their group is."""
+    """Drop failed, stale, truncated and cancelled rollouts, whatever their group is."""
     status_N, sampled_N = statuses(scalars), numbers(scalars, "n_completion_tokens")
     drops = _Drops(*(np.full(len(reward_N), "", dtype=object) for _ in range(2)))
     if FINISH_REASON in scalars.column_names:
@@ -163,7 +163,7 @@ def _select(
     groups: int,
     config: Config,
 ) -> np.ndarray:
-    """Filter groups that the round does not take; True for those that it takes, `[P]`."""
+    """Drop groups that the round does not take; return the mask of the taken ones, `[P]`."""
     # Groups of which some rollout is left.
     signal_P = np.bincount(group_N[drops.left_N], minlength=groups) > 0
     round_N = numbers(scalars, "round")

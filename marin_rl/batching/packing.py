@@ -33,7 +33,7 @@ class Packing:
 
     `row_K` counts within the step, `segment_K` from 1 within the row; `start_K` is the column of
     the rollout's first own token, `prompt_start_K` that of its prompt, which is another rollout's
-    where `shared_K` holds. `apart` tells that prompts are segments of their own.
+    where `shared_K` holds. `apart` is True where prompts are separate segments.
     """
 
     step_K: Integers
@@ -58,7 +58,7 @@ class Packing:
 
 
 def one_per_row(step_K: Integers) -> Packing:
-    """Each sequence in a row of its own, from the first column on."""
+    """One sequence per row, from the first column on."""
     row_K, zero_K = counted(np.bincount(step_K)), np.zeros_like(step_K)
     return Packing(
         step_K=step_K,

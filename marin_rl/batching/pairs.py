@@ -138,7 +138,7 @@ def longest(pairs: Sequence[PreferencePair]) -> int:
 
 
 def pair_batch(pairs: Sequence[PreferencePair], margin: float, length: int) -> PairBatch:
-    """Pairs with tokens as rows of `length`; a pair without a margin of its own gets `margin`."""
+    """Pairs with tokens as rows of `length`; pairs without a margin get `margin`."""
     # Chosen and rejected side by side: the loss takes row 2i against row 2i + 1.
     rows = [ids for pair in pairs for ids in _both(pair)]
     token_ids, inside = padded(rows, len(rows), length)

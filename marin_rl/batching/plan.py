@@ -31,7 +31,7 @@ _LISTS = ("token_ids", "loss_mask", "logprobs", "returns", "advantages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The rollout of each segment, its tokens, and those before its first trained one."""
+    """Each segment's rollout, its tokens, and its tokens before the first trained one."""
 
     rollout_S: Int64[np.ndarray, " S"]
     tokens_S: Int64[np.ndarray, " S"]
@@ -61,7 +61,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """Decision on the N rollouts of a round, and the places of those that are kept.
+    """Decision on the N rollouts of a round, and the places of the kept ones.
 
     `place_N` counts the segments of kept rollouts before a kept one's first, and is -1 for others;
     `length` is the padded length in tokens. Where the round is `by_token`, advantages are 0 until

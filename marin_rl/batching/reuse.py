@@ -163,7 +163,7 @@ def reused_in(manifest: Manifest, source: str) -> Groups:
 
 
 def reused_by(run: Run, round: int) -> Groups:
-    """The groups that a round uses again: those of its batches, or those that it would choose.
+    """Groups that a round reuses: as its batches record, else as it would choose them.
 
     Raises as `reuse_of` does.
     """

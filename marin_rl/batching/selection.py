@@ -43,7 +43,7 @@ GroupScore = Callable[[Sequence[Row]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Groups that a round takes, and those that it leaves: below the filter, or surplus."""
+    """Taken groups, and groups left out as below the filter or as surplus."""
 
     taken_P: Bool[np.ndarray, " P"]
     failing_P: Bool[np.ndarray, " P"]

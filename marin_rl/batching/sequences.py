@@ -304,7 +304,7 @@ def rendered_lengths(
 
 
 def _of_calls(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Control tokens that the template writes for a call of a tool alone: answers may call tools.
+    """Control tokens that the template writes only for tool calls, which answers may make.
 
     Empty where it refuses one. Raises TemplateFault.
     """

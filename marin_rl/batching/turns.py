@@ -215,7 +215,7 @@ class _Early:
 
 
 def _sums(place: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
-    """Sums of the values of each of `count` places, as float64 where there are none too."""
+    """Sums of the values of each of `count` places, always float64."""
     return np.bincount(place, weights=values, minlength=count).astype(np.float64)
 
 

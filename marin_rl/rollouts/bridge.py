@@ -41,7 +41,7 @@ _CALL_ID = "bridge001"  # Mistral's templates ask for nine characters
 
 @dataclass(frozen=True, slots=True)
 class _Junction:
-    """Place where a dialogue goes on: its new messages, and what the template may look at."""
+    """New messages of a dialogue, with all that the template may depend on."""
 
     messages: tuple[Message, ...]
     ended: int | None  # the end token of the turn before
@@ -138,7 +138,7 @@ class TemplateBridge:
     def _check_at_any_end(
         self, dialogue: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> None:
-        """Raise BridgeFault where the dialogue goes on from none of the end tokens."""
+        """Raise BridgeFault unless the dialogue can continue after one of the end tokens."""
         *others, last = self._tokenizer.end_ids
         for end in others:
             with suppress(BridgeFault):

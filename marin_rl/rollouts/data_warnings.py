@@ -81,7 +81,7 @@ def has_more_examples(config: Config) -> bool:
 
 
 def training_environments(config: Config) -> dict[str, EnvironmentConfig]:
-    """The run's environments by their keys, with the settings of each alone."""
+    """Training environments by key, each with its complete settings."""
     outer = config.environment
     if outer.mixture is None:
         return {"environment": outer}

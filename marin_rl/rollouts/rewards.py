@@ -1,4 +1,4 @@
-"""A reward model as a component of rewards: its slot, and what it adds to rollouts.
+"""Reward models as reward components: their slot, and the scores that they add to rollouts.
 
 Scoring is done by the owner of the model (a `RewardScorer`); nothing here knows of devices. It
 happens for a shard at once, when all of its completions are there and before it is committed.

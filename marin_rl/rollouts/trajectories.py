@@ -48,7 +48,7 @@ LENGTH = "length"  # a turn was cut at `sampling.max_tokens`; or `environment.to
 SEED_BITS = 48
 TURNS_MAX_DEFAULT = 64  # of an episode, where `environment.turns_max` is null
 
-# Errors of an endpoint that cost what was asked of it; a stale policy always ends the shard.
+# Endpoint errors that fail one request; a stale policy always ends the shard.
 REQUEST_FAULTS = (EndpointUnavailable, RequestRejected, BadResponse)
 
 Score = tuple[RewardComponent, ...] | MarinRLError

@@ -77,7 +77,7 @@ def turn_of_text(text: str, tools: Sequence[Tool]) -> Turn:
 async def endpoint_policy(
     url: str, model: str, api_key: str | None, tokens_max: int
 ) -> AsyncIterator[Policy]:
-    """The policy that an OpenAI endpoint serves; texts and calls of tools alone."""
+    """Policy of an OpenAI endpoint, by texts and tool calls, without token ids."""
     async with PolicyClient(
         endpoints=(url,), model=model, dialect=TextDialect(), api_key=api_key
     ) as client:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fakes import END, TEMPLATE, FakePolicyServer, served_policy
+from support import fakes
+from support.fakes import FakePolicyServer, served_policy
 
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
@@ -108,11 +109,9 @@ def configured(folder: Path) -> Config:
 
 
 def bridge(dialogue: Any, last_id: int, messages: Any, tools: Any = ()) -> np.ndarray:
-    assert last_id == END
     if "broken-bridge" in messages[0].content:
         raise BridgeFault("the chat template cannot go on")
-    text = "".join(TEMPLATE.format(role=m.role, content=m.content) for m in messages)
-    return np.array(list(f"{text}<assistant>".encode()), np.int32)
+    return fakes.bridge(dialogue, last_id, messages, tools)
 
 
 def fault(body: Mapping[str, Any]) -> str | None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from support.fakes import (
     END,
-    TEMPLATE,
     FakePolicyServer,
+    bridge,
     echo_script,
     logprob_of,
     prompt_ids,
@@ -114,18 +114,6 @@ class Dialogue(Echo):
     def episode(self, example: Example) -> Episode:
         self.made.append(self.kind(example))
         return self.made[-1]
-
-
-def bridge(
-    dialogue: Sequence[Message],
-    last_id: int,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] = (),
-) -> np.ndarray:
-    """The fake server's template, after a turn whose last token was its end."""
-    assert last_id == END
-    text = "".join(TEMPLATE.format(role=m.role, content=m.content) for m in messages)
-    return np.array(list(f"{text}<assistant>".encode()), np.int32)
 
 
 @pytest.fixture

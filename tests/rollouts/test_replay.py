@@ -5,15 +5,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from support.fakes import END, TEMPLATE, FakePolicyServer, served_policy
+from support.fakes import FakePolicyServer, bridge, served_policy
 from typer.testing import CliRunner, Result
 
 from marin_rl.cli import app
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
-from marin_rl.errors import BridgeFault, InputError
+from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.clients import policy_client
@@ -60,13 +59,6 @@ class Talk:
     async def close(self):
         pass
 """
-
-
-def bridge(dialogue, last_id, messages, tools=()) -> np.ndarray:
-    if last_id != END:
-        raise BridgeFault("the turn was cut")
-    text = "".join(TEMPLATE.format(role=m.role, content=m.content) for m in messages)
-    return np.array(list(f"{text}<assistant>".encode()), np.int32)
 
 
 @pytest.fixture(scope="module")

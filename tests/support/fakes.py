@@ -16,9 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from support.http_threads import HttpThread
 
-from marin_rl.types import ServedPolicy, SlotRef
+from marin_rl.errors import BridgeFault
+from marin_rl.types import Message, ServedPolicy, SlotRef
 
 END = 256
 TEMPLATE = "<{role}>{content}"
@@ -47,6 +49,16 @@ def prompt_ids(messages: Sequence[Mapping[str, str]]) -> list[int]:
     """The prompt as this server's template renders it, one id per byte."""
     text = "".join(TEMPLATE.format(**message) for message in messages) + "<assistant>"
     return list(text.encode())
+
+
+def bridge(
+    dialogue: Sequence[Message], last_id: int, messages: Sequence[Message], tools: Any = ()
+) -> np.ndarray:
+    """Ids that this server's template puts after a turn whose last token was its end."""
+    if last_id != END:
+        raise BridgeFault("the turn was cut")
+    rendered = prompt_ids([{"role": m.role, "content": m.content} for m in messages])
+    return np.array(rendered, np.int32)
 
 
 def logprob_of(token: int, position: int) -> float:
