@@ -81,14 +81,14 @@ def test_each_key_that_a_new_run_chooses_has_a_choice_and_keeps_the_users() -> N
     assert chosen.inference.engine.prefix_cache is False
 
 
-def chat(tmp_path: Path, long: Collection[int], run_id: str = "run", **section: Any) -> Config:
+def chat(tmp_path: Path, long: Collection[int], **section: Any) -> Config:
     """A run on 31 rows, of which some leave no room for a completion."""
     file = tmp_path / "rows.jsonl"
     rows = [{"id": f"r{n}", "prompt": "x" * (60 if n in long else 8)} for n in range(31)]
     file.write_text("".join(f"{json.dumps(row | {'answer': 'y'})}\n" for row in rows))
     tree = {
         "root": str(tmp_path / "runs"),
-        "run_id": run_id,
+        "run_id": "run",
         "policy": {"context_length": 64},
         "rollouts": {"groups_per_round": 4},
     }
@@ -126,12 +126,14 @@ def test_a_run_goes_on_with_the_rows_that_it_began_with(tmp_path: Path) -> None:
         Run.create_or_open(config.model_copy(update={"environment": refused}), as_begun)
 
 
-def test_a_run_without_long_rows_records_that_none_is_left_out(tmp_path: Path) -> None:
+def test_a_run_without_long_rows_records_that_none_is_left_out(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     config = chat(tmp_path, [])
     assert as_begun(config).environment.long_prompts == ()
     assert not [text for text in data_warnings(config) if "long_prompts" in text]
     with pytest.raises(InputError, match="no row is left for training"):
-        environment_of(as_begun(chat(tmp_path, range(31), "none")))
+        environment_of(as_begun(chat(tmp_path_factory.mktemp("none"), range(31))))
 
 
 def test_each_environment_of_a_list_leaves_out_its_own_rows(tmp_path: Path) -> None:
