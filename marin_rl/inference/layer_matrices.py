@@ -1,4 +1,4 @@
-"""What a layer multiplies with besides plain matrices: quantised weights, and LoRA adapters.
+"""Operands of a layer besides plain matrices: quantised weights, and LoRA adapters.
 
 An engine's own adapters (`LowRank`) are one or none for each sequence. Row 0 stands for no adapter,
 row i for the i-th. Where every sequence has one token, all adapters are applied to all of them, and
