@@ -36,6 +36,7 @@ from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_records import RUN_KEY, seed_from
 from marin_rl.storage.runs import Run, checkpoint_at, checkpoint_named
 from marin_rl.storage.tables.rollouts import encode_shard
+from marin_rl.tokenizers import tokenizer_for
 from marin_rl.trust import Consent, check_named, settings_of
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 
@@ -180,9 +181,11 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
     config = _run_config(opened, target, request)
     settings, environment = evaluation_config(config, request)
     if checkpoint.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
-        from marin_rl.serving.launch import serving, weights_of_slot
+        from marin_rl.serving.launch import serving
+        from marin_rl.serving.weights.checkpoint_loader import read_slot
 
-        with serving(weights_of_slot(opened, checkpoint), settings) as policy:
+        loaded, tokenizer = read_slot(opened, checkpoint), tokenizer_for(opened.config.policy)
+        with serving(loaded, tokenizer, checkpoint, settings) as policy:
             return _evaluate((policy, PolicyClient), settings, environment)
     runtime = RunRuntime(Run(config=config, run_id=opened.run_id, store=opened.store))
     try:
@@ -221,10 +224,12 @@ def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
 
 
 def _of_folder(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:
-    from marin_rl.serving.launch import serving, weights_in_folder
+    from marin_rl.serving.launch import folder_tokenizer, serving
+    from marin_rl.serving.weights.checkpoint_loader import read_folder
 
     config, environment = evaluation_config(_folder_config(folder, target, request), request)
-    with serving(weights_in_folder(folder), config) as policy:
+    loaded, source = read_folder(str(folder)), SlotRef(slot=str(folder), sha256="")
+    with serving(loaded, folder_tokenizer(folder), source, config) as policy:
         return _evaluate((policy, PolicyClient), config, environment)
 
 

@@ -3,8 +3,8 @@
 Owns the three formats that are known (Hermes and Qwen, Llama 3.1's JSON, Mistral's list) and the
 reading of a completion's text, whole or piece by piece. A call that is not well-formed stays text.
 The server and the loop of rollouts both read calls here, so they agree on what a call is. Leaves
-out how tools are put into a prompt (`chat_templates`), how a call is forced (`serving.text.tools`)
-and what is done with one (`environments.tool_class`).
+out how tools are put into a prompt (`chat_templates`), how a call is forced (the server's
+`constraints`) and what is done with one (`environments.tool_class`).
 """
 
 import json

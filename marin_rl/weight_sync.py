@@ -42,14 +42,9 @@ from marin_rl.inference.client.protocol import is_version_of, served_model_id
 from marin_rl.inference.client.publishing import Publisher, check_complete
 from marin_rl.lora import Adapter
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.weights.adapter_folders import export, export_peft, exports_of
-from marin_rl.serving.weights.adapter_versions import (
-    read_base_of,
-    serve_version,
-    version_of,
-    with_adapters_room,
-)
+from marin_rl.serving.weights.adapters import read_base_of, version_of, with_adapters_room
 from marin_rl.serving.weights.checkpoint_loader import read_slot, with_update_root
+from marin_rl.serving.weights.export import export, export_peft, exports_of
 from marin_rl.storage.fleet import Target, run_sha256
 from marin_rl.storage.runs import Run, round_name, round_of
 from marin_rl.training.adapters import merged_model
@@ -175,7 +170,8 @@ class InMemory(Transport):
                 assert identity.base_digest is not None, "an adapter has a base"
                 roomy = with_adapters_room(config, weights.adapter.rank_max).inference
                 server = self._start(roomy, weights.model, 0, identity.base_digest)
-            serve_version(server.adapters, config.inference.model, version, digest, weights.adapter)
+            adapter = weights.adapter
+            server.adapters.serve_version(config.inference.model, version, digest, adapter)
         elif server is None:
             server = self._start(config.inference, weights.model, version, digest)
         else:

@@ -120,13 +120,13 @@ def _export_weights(
     facts: dict[str, object] = {"folder": str(folder)}
     with phase("exporting"):
         if peft:
-            from marin_rl.serving.weights.adapter_folders import export_peft
+            from marin_rl.serving.weights.export import export_peft
 
             adapter = export_peft(run, round, folder)
             facts |= {"round": adapter.round, "parameters": adapter.parameters_digest}
             facts |= {"adapter": adapter.adapter_digest}
         else:
-            from marin_rl.serving.weights.checkpoint_loader import export_hf
+            from marin_rl.serving.weights.export import export_hf
 
             exported = export_hf(run, round, folder)
             facts |= {"round": exported.round, "parameters": exported.parameters_digest}
@@ -160,7 +160,7 @@ def merge(
     if push_to_hub is not None:
         check_hub_name(push_to_hub)  # before minutes of work
     with phase("merging"):
-        from marin_rl.serving.weights.adapter_folders import merge as merge_folders
+        from marin_rl.serving.weights.export import merge as merge_folders
 
         digest = merge_folders(base, adapter, output, dtype)
     if push_to_hub is not None:

@@ -1,28 +1,54 @@
 """The ASGI application: routes behind their guard, and the API description.
 
-Owns which route a request goes to, and the routes about the server itself: health, models, metrics,
-`/openapi.json`. Leaves out what is checked before (`guard`) and the routes of the API (`api`).
+Leaves out the checks before any route (`guard`) and what routes do (`api`).
 """
 
 import asyncio
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
-from marin_rl.inference.client.protocol import MODELS_ROUTE
-from marin_rl.serving.api.adapter_routes import adapter_routes
-from marin_rl.serving.api.admin import admin_routes
-from marin_rl.serving.api.chat import chat_routes
-from marin_rl.serving.api.completions import completions_routes
-from marin_rl.serving.api.openapi import API_ROUTE, ERROR, ApiRoute, Model, Models, Status, describe
-from marin_rl.serving.api.service import Service, json_response
-from marin_rl.serving.api.sglang import sglang_routes
-from marin_rl.serving.api.token_routes import tokens_routes
+from marin_rl.inference.client.protocol import (
+    CHAT_ROUTE,
+    CHAT_TOKENS_ROUTE,
+    COMPLETIONS_ROUTE,
+    GENERATE_ROUTE,
+    SGLANG_GENERATE_ROUTE,
+)
+from marin_rl.serving.api.admin import adapter_routes, admin_routes
+from marin_rl.serving.api.chat import prepare_chat
+from marin_rl.serving.api.completions import prepare_completions
+from marin_rl.serving.api.generate import prepare_generate, prepare_sglang
+from marin_rl.serving.api.request_handler import Prepare, SamplingEndpoint
+from marin_rl.serving.api.requests import (
+    ChatBody,
+    ChatTokensBody,
+    CompletionBody,
+    GenerateBody,
+    SGLangBody,
+)
+from marin_rl.serving.api.response_models import (
+    ChatCompletion,
+    Generated,
+    SGLangGenerated,
+    TextCompletion,
+)
+from marin_rl.serving.api.responses import dumps
+from marin_rl.serving.api.routes import (
+    ERROR,
+    STREAM,
+    ApiRoute,
+    describe,
+    server_routes,
+    tokenizer_routes,
+)
+from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.access_log import AccessLog, RequestRecord
 from marin_rl.serving.http.addresses import Origins
 from marin_rl.serving.http.auth import Keys
@@ -51,11 +77,9 @@ class Application:
         self.routes = (
             *server_routes(service),
             ApiRoute(METRICS_ROUTE, self._metrics, response_class=PlainTextResponse),
-            ApiRoute(API_ROUTE, self._openapi),
-            *chat_routes(service),
-            *completions_routes(service),
-            *tokens_routes(service),
-            *sglang_routes(service),
+            ApiRoute("/openapi.json", self._openapi),
+            *sampling_routes(service),
+            *tokenizer_routes(service),
             *admin_routes(service),
             *adapter_routes(service),
         )
@@ -92,7 +116,7 @@ class Application:
 
     @cached_property
     def _description(self) -> bytes:
-        return bytes(json_response(describe(self.routes)).body)
+        return dumps(describe(self.routes))
 
     def _on_end(self, record: RequestRecord) -> None:
         self._telemetry.request_ended(record)
@@ -100,44 +124,53 @@ class Application:
             self.log.add(record)
 
 
-def server_routes(service: Service) -> list[ApiRoute]:
-    """Routes of health and models."""
+def sampling_routes(service: Service) -> list[ApiRoute]:
+    """Return the routes that sample: OpenAI's, vLLM's from ids to ids, and SGLang's."""
 
-    def model_card(model: str) -> dict[str, Any]:
-        return {
-            "id": model,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "marin-rl",
-            "root": service.name,
-            "parent": service.parent_of(model),
-            "max_model_len": service.engine.context_length,
-        }
+    def route(path: str, prepare: Prepare, body: type[BaseModel], **described: Any) -> ApiRoute:
+        endpoint = SamplingEndpoint(service, prepare)
+        return ApiRoute(path, endpoint, methods=["POST"], request=body, **described)
 
-    async def healthz(request: Request) -> Response:
-        """Return 200 while the process answers."""
-        return json_response({"status": "ok"})
-
-    async def readyz(request: Request) -> Response:
-        """Return 200 while new work is taken, else 503."""
-        ready = service.engine.alive and not (service.draining or service.stopping)
-        return json_response({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
-
-    async def models(request: Request) -> Response:
-        """List the loaded weights under their own id, and the name that always means them."""
-        return json_response({"object": "list", "data": [model_card(m) for m in service.known]})
-
-    async def model(request: Request) -> Response:
-        """Return one served model."""
-        name = request.path_params["model"]
-        service.check_model(name)
-        return json_response(model_card(name))
-
-    not_ready = ERROR | {503: {"model": Status, "description": "not ready"}}
+    streams: dict[str, Any] = {"responses": ERROR | STREAM}
+    chat, chat_tokens = partial(prepare_chat, ChatBody), partial(prepare_chat, ChatTokensBody)
     return [
-        ApiRoute("/healthz", healthz, response=Status),
-        ApiRoute("/health", healthz, response=Status),  # vLLM's and SGLang's name
-        ApiRoute("/readyz", readyz, response=Status, responses=not_ready),
-        ApiRoute(MODELS_ROUTE, models, response=Models),
-        ApiRoute(MODELS_ROUTE + "/{model:path}", model, response=Model),
+        route(
+            CHAT_ROUTE,
+            chat,
+            ChatBody,
+            response=ChatCompletion,
+            summary="Samples of a conversation's next message.",
+            **streams,
+        ),
+        route(
+            CHAT_TOKENS_ROUTE,
+            chat_tokens,
+            ChatTokensBody,
+            response=ChatCompletion,
+            summary="The same, where the caller knows the prompt's ids: the messages are not "
+            "rendered.",
+            **streams,
+        ),
+        route(
+            COMPLETIONS_ROUTE,
+            prepare_completions,
+            CompletionBody,
+            response=TextCompletion,
+            summary="Continuations of texts, or of token ids.",
+            **streams,
+        ),
+        route(
+            GENERATE_ROUTE,
+            prepare_generate,
+            GenerateBody,
+            response=Generated,
+            summary="Samples of token ids, as token ids.",
+        ),
+        route(
+            SGLANG_GENERATE_ROUTE,
+            prepare_sglang,
+            SGLangBody,
+            response=SGLangGenerated,
+            summary="Samples of a prompt as SGLang gives them: one, or a list for n above 1.",
+        ),
     ]

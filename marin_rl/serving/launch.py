@@ -1,4 +1,4 @@
-"""Launch a server: in a process of its own until a signal, or in this one for one task.
+"""Launch a server: until a signal (`marin-rl serve`), or in this process for one task.
 
 The first is behind `marin-rl serve`; `serve_folder` and its like serve a model for work outside a
 run's rounds, where no trainer has the weights and so no canary can compare. What is served first
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,19 +29,17 @@ from marin_rl.machine import give_back_freed_memory
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.rollouts.pinned import end_tokens_of
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
-from marin_rl.serving.weights.adapter_versions import (
-    AdapterVersion,
-    VersionUpdater,
+from marin_rl.serving.weights.adapters import (
+    adapter_checkpoints,
     read_base_of,
     read_version,
     with_adapters_room,
 )
-from marin_rl.serving.weights.canary import rehearse
+from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
     Loaded,
     read_checkpoint,
     read_folder,
-    read_slot,
     with_update_root,
 )
 from marin_rl.serving.weights.checkpoint_watcher import (
@@ -51,19 +49,17 @@ from marin_rl.serving.weights.checkpoint_watcher import (
     whole_checkpoints,
 )
 from marin_rl.serving.weights.registration import Announcement, Registration
-from marin_rl.serving.weights.weight_updates import canary_ids
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
-from marin_rl.training.hf_folders import load_hf
-from marin_rl.training.model import LmHeadModel, parameter_shapes, parameters_digest
+from marin_rl.training.model import LmHeadModel, parameter_shapes
 from marin_rl.types import ServedPolicy, SlotRef
 
 # Adapters that a server which is given some has room for, and the step of their rank: rows of the
 # bank are then whole vectors of the processor.
 ADAPTERS_ROOM = 4
 RANK_STEP = 8
-# Stands for the versions of the run's adapter among those that there must be room for.
+# Name of the run's adapter among the adapters that need room.
 RUN_VERSION = "the run's adapter"
 
 NO_ADAPTERS: Mapping[str, Any] = MappingProxyType({})
@@ -87,20 +83,21 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
 
     Of `config` the section `inference` counts, else the run's own. `adapters` are PEFT folders by
     name. With `follow`, every later checkpoint takes the place of the one before as it is
-    committed, or as the run's trainer asks for it, which it cannot while adapters are loaded on it.
-    Checkpoints of an adapter become models of their own next to the base instead, unless
-    `serve_merged` is set; with `register`, which announces the server to the trainer, where it is
-    false, as new runs of a fleet have it. Raises ObjectMissing where the checkpoint is not
-    committed, CorruptObject, StalePolicy where its parameters are not those of its manifest,
-    InferenceError where the engine decodes something else than was trained, and ConfigError for the
-    address.
+    committed, or as the run's trainer asks for it, which it cannot while adapters are loaded on it;
+    see `_apart` for checkpoints of an adapter. `register` announces the server to the trainer.
+    Raises ObjectMissing where the checkpoint is not committed, CorruptObject, StalePolicy where its
+    parameters are not those of its manifest, InferenceError where the engine decodes something else
+    than was trained, and ConfigError for the address.
     """
     enable_compilation_cache()
     keep_freed_memory()
     run = Run.open(root, run_id)
     which = "the latest checkpoint" if round is None else f"checkpoint {round}"
-    if register is not None:
-        _wait_for_checkpoint(run, poll_s)
+    # a fleet may be started before its trainer
+    if register is not None and latest_checkpoint(run) is None:
+        _announce(f"waiting for the first checkpoint of {run.folder.url}")
+        while latest_checkpoint(run) is None:
+            time.sleep(poll_s)
     _announce(f"loading {which} of {run.folder.url}")
     inference = run.config.inference if config is None else config.inference
     settings = run.config.model_copy(update={"inference": with_update_root(inference, root)})
@@ -164,48 +161,34 @@ def proven_follower(
     version = read_version(run, round) if apart else None
     loaded = read_checkpoint(run, round) if version is None else read_base_of(run, version)
     read = read_adapters(loaded.model, adapters)
-    roomy = _with_room_for(settings, version, read, alone=registered)
+    if version is None:
+        roomy = with_room(settings, read)
+    elif registered:  # trainers sample from it: sized as a run's own engine, for equal bits
+        roomy = with_adapters_room(settings, version.adapter.rank_max)
+    else:
+        roomy = with_room(settings, {RUN_VERSION: version.adapter, **read})
     _announce("proving that the engine decodes as trained")
     tokenizer = tokenizer_for(settings.policy)
     server = proven_server(loaded, tokenizer, roomy, read)
     if version is None:
         take = whole_checkpoints(server.updater, run)
         return Follower(server=server, take=take, round=loaded.round or 0, apart=False)
-    inference = roomy.inference
-    versions = VersionUpdater(server.adapters, run, loaded.model, tokenizer, inference)
-    versions.take(version.round, version.parameters_digest)
-    return Follower(server=server, take=versions.take, round=version.round, apart=True)
+    take = adapter_checkpoints(server.adapters, run, loaded.model, tokenizer, roomy.inference)
+    take(version.round, version.parameters_digest)
+    return Follower(server=server, take=take, round=version.round, apart=True)
 
 
 def _apart(run: Run, inference: InferenceConfig, *, registered: bool) -> bool:
-    """True where each version of a run's adapter is served next to its base."""
+    """True where each version of a run's adapter is served next to its base.
+
+    By default it is; registered servers do so only where `serve_merged` is false, as new runs of a
+    fleet have it.
+    """
     policy = run.config.policy
     if policy.lora is None or policy.quantize_base is not None:
         return False
     # A run from before this was recorded keeps the bits of merged weights.
     return inference.serve_merged is False if registered else inference.serve_merged is not True
-
-
-def _with_room_for(
-    config: Config, version: AdapterVersion | None, own: Mapping[str, Adapter], *, alone: bool
-) -> Config:
-    """The configuration with room for versions of a run's adapter and the user's own adapters.
-
-    `alone` is a server that trainers sample from: sized as a run's own engine, for equal bits.
-    """
-    if version is None:
-        return with_room(config, own)
-    if alone:
-        return with_adapters_room(config, version.adapter.rank_max)
-    return with_room(config, {RUN_VERSION: version.adapter, **own})
-
-
-def _wait_for_checkpoint(run: Run, poll_s: float | int) -> None:
-    """Return once the run has a checkpoint: a fleet may be started before its trainer."""
-    if latest_checkpoint(run) is None:
-        _announce(f"waiting for the first checkpoint of {run.folder.url}")
-    while latest_checkpoint(run) is None:
-        time.sleep(poll_s)
 
 
 def _registered(registration: Registration, report: Report | None) -> Report:
@@ -252,7 +235,10 @@ def serve_folder(
     config = with_room(config.model_copy(update={"inference": inference}), read)
     _announce("proving that the engine decodes as the model computes")
     name, tokenizer = folder.resolve().name, folder_tokenizer(folder, config.policy)
-    if not _grows(config.inference):
+    engine = config.inference.engine
+    fixed = engine.lanes or engine.prefix_cache or engine.adapters_max
+    # On a CPU the cache follows use, where nothing asks for a fixed one.
+    if fixed or jax.default_backend() != "cpu":
         server = proven_server(loaded, tokenizer, config, read)
     else:
         server = growing_server(loaded, tokenizer, config)
@@ -260,35 +246,19 @@ def serve_folder(
     return serve_forever(server, host, port, announce=_announce, report=report)
 
 
-def _grows(inference: InferenceConfig) -> bool:
-    """True for an engine whose cache follows use: on a CPU, where nothing asks for a fixed one."""
-    engine = inference.engine
-    fixed = engine.lanes or engine.prefix_cache or engine.adapters_max
-    return not fixed and jax.default_backend() == "cpu"
-
-
 def growing_server(
     loaded: Loaded, tokenizer: PreTrainedTokenizerBase, config: Config
 ) -> PolicyServer:
     """A server, not started yet, whose engine compiles what requests need, when they need it.
 
-    The canary is its first request: what is compiled for it is what the next one runs.
+    The canary is its first request, and compiles the programs of the next one.
     """
-    dtype = jnp.dtype(config.policy.compute_dtype)
-    server = PolicyServer(
-        loaded.model,
-        tokenizer,
-        config.inference,
-        context_length=config.policy.context_length,
-        parameters_digest=loaded.parameters_digest,
-        dtype=dtype,
-        grows=True,
-    )
+    server = _server(loaded, tokenizer, config, grows=True)
     growing = server.engine.growing
     assert growing is not None
     growing.announce = _announce
     try:
-        ids = canary_ids(tokenizer)
+        ids, dtype = canary_ids(tokenizer), jnp.dtype(config.policy.compute_dtype)
         rehearse(loaded.model, ids, config.inference, dtype, engine=server.engine)
     except BaseException:
         server.stop()
@@ -317,19 +287,26 @@ def proven_server(
     dtype = jnp.dtype(config.policy.compute_dtype)
     for adapter in (None, *list(adapters.values())[:1]):
         rehearse(loaded.model, canary_ids(tokenizer), config.inference, dtype, adapter)
-    server = PolicyServer(
+    server = _server(loaded, tokenizer, config)
+    for name, adapter in adapters.items():
+        policy = server.adapters.load(name, adapter)
+        _announce(f"adapter {name}: rank {policy.rank}, policy {policy.parameters_digest[:16]}")
+    return server
+
+
+def _server(
+    loaded: Loaded, tokenizer: PreTrainedTokenizerBase, config: Config, *, grows: bool = False
+) -> PolicyServer:
+    return PolicyServer(
         loaded.model,
         tokenizer,
         config.inference,
         context_length=config.policy.context_length,
         weight_version=loaded.round or 0,
         parameters_digest=loaded.parameters_digest,
-        dtype=dtype,
+        dtype=jnp.dtype(config.policy.compute_dtype),
+        grows=grows,
     )
-    for name, adapter in adapters.items():
-        policy = server.adapters.load(name, adapter)
-        _announce(f"adapter {name}: rank {policy.rank}, policy {policy.parameters_digest[:16]}")
-    return server
 
 
 def read_adapters(model: LmHeadModel, folders: Mapping[str, Path]) -> dict[str, Adapter]:
@@ -372,65 +349,28 @@ def folder_tokenizer(folder: Path, policy: PolicyConfig | None = None) -> PreTra
     """
     named = (policy or PolicyConfig()).model_copy(update={"tokenizer": str(folder)})
     ends = named.end_tokens or end_tokens_of(named)
-    # The day stays that of the request: no run has begun.
+    # No run has begun, so the template's date is the day of the request.
     return tokenizer_for(named.model_copy(update={"end_tokens": ends}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """A model in memory with its tokenizer, and where they are from."""
-
-    model: LmHeadModel
-    tokenizer: PreTrainedTokenizerBase
-    parameters_digest: str
-    source: SlotRef
-
-
-def weights_in_folder(folder: Path) -> Weights:
-    """A Hugging Face folder. Raises InputError for one that is unfit."""
-    model = load_hf(folder)
-    return Weights(
-        model=model,
-        tokenizer=folder_tokenizer(folder),
-        parameters_digest=parameters_digest(model),
-        source=SlotRef(slot=str(folder), sha256=""),
-    )
-
-
-def weights_of_slot(run: Run, ref: SlotRef) -> Weights:
-    """A committed checkpoint, a warm start's too. Raises as `loading.read_slot` does."""
-    loaded = read_slot(run, ref)
-    return Weights(
-        model=loaded.model,
-        tokenizer=tokenizer_for(run.config.policy),
-        parameters_digest=loaded.parameters_digest,
-        source=ref,
-    )
-
-
 @contextmanager
-def serving(weights: Weights, config: Config) -> Iterator[ServedPolicy]:
-    """The model behind the OpenAI protocol, on loopback, until the context ends."""
+def serving(
+    loaded: Loaded, tokenizer: PreTrainedTokenizerBase, source: SlotRef, config: Config
+) -> Iterator[ServedPolicy]:
+    """A model behind the OpenAI protocol, on loopback, until the context ends."""
     enable_compilation_cache()
-    names = TokenizerIdentity.of(weights.tokenizer)
-    server = PolicyServer(
-        weights.model,
-        weights.tokenizer,
-        config.inference,
-        context_length=config.policy.context_length,
-        parameters_digest=weights.parameters_digest,
-        dtype=jnp.dtype(config.policy.compute_dtype),
-    )
+    names = TokenizerIdentity.of(tokenizer)
+    server = _server(replace(loaded, round=None), tokenizer, config)
     try:
         server.start()
         yield ServedPolicy(
             endpoints=(server.base_url,),
             model=server.model_id,
             weight_version=0,
-            parameters_digest=weights.parameters_digest,
+            parameters_digest=loaded.parameters_digest,
             tokenizer_digest=names.tokenizer_digest,
             chat_template_digest=names.chat_template_digest,
-            checkpoint=weights.source,
+            checkpoint=source,
         )
     finally:
         server.stop()

@@ -1,8 +1,8 @@
 """The life of an inference server: an engine, its routes, and a thread that answers.
 
-Owns starting and stopping, the port, new weights for a running server, and the end of a standalone
-one (SIGTERM: no new work, running requests finish, exit). Leaves out the routes (`app`), who may
-call them (`auth`) and the address (`addresses`).
+Owns starting and stopping, the port, and the end of a standalone server (SIGTERM: no new work,
+running requests finish, exit). Leaves out the routes (`app`), who may call them (`auth`) and the
+address (`addresses`).
 """
 
 import json
@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from io import TextIOBase
 from types import FrameType
 from typing import Any, TextIO
@@ -27,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.chat_templates import prove
 from marin_rl.compilation import spare_long_lived_objects
-from marin_rl.config import InferenceConfig, ServerConfig
+from marin_rl.config import InferenceConfig
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.client.protocol import CHAT_ROUTE
 from marin_rl.inference.engine import Engine
@@ -37,7 +36,7 @@ from marin_rl.serving.app import Application
 from marin_rl.serving.http.access_log import AccessLog
 from marin_rl.serving.http.addresses import Origins, http_server, listen
 from marin_rl.serving.http.auth import Keys, check_reach
-from marin_rl.serving.http.prometheus import Snapshot, Telemetry
+from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
@@ -74,7 +73,7 @@ class PolicyServer:
     ) -> None:
         check_vocabulary(tokenizer, model.Vocab.size)
         prove(tokenizer)
-        self._config = config.server
+        self.settings = config.server
         self._keys = Keys.from_environment(config)
         detokenizer = Detokenizer(tokenizer)
         self.engine = Engine(
@@ -88,33 +87,31 @@ class PolicyServer:
             dtype=dtype,
             grows=grows,
         )
-        self.telemetry = Telemetry(self._snapshot)
+        self.telemetry = Telemetry(
+            self.engine,
+            base_id=lambda: self._service.base_id,
+            connections=lambda: len(self._uvicorn.server_state.connections) if self._uvicorn else 0,
+        )
         on_update = self._count_update
         self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, on_update)
         self.adapters = ServedAdapters(
             self.engine,
             parameter_shapes(model),
+            self.telemetry,
             reserved=lambda: [*self._service.names, self._service.base_id],
-            on_load=partial(self.telemetry.count, "adapter_load_seconds_total"),
-            on_failure=partial(self.telemetry.count, "adapter_load_failures_total"),
         )
         self._service = Service(
-            self.engine,
-            tokenizer,
-            detokenizer,
-            config.model,
-            self.updater,
-            self.adapters,
+            self.engine, tokenizer, detokenizer, config.model, self.updater, self.adapters
         )
         origins = self._origins("127.0.0.1")
-        self._app = Application(self._service, self._config, self._keys, origins, self.telemetry)
+        self._app = Application(self._service, self.settings, self._keys, origins, self.telemetry)
         self._uvicorn: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._base_url = ""
 
     @property
     def model_id(self) -> str:
-        """The id of what is loaded: name, weight version and digest."""
+        """The id of the served policy: name, weight version and digest."""
         return self._service.model_id
 
     @property
@@ -149,7 +146,7 @@ class PolicyServer:
         listener = listen(host, port)
         if warm_up:
             self.engine.warm_up(announce)
-        self._uvicorn = http_server(self._app.guarded, self._config, host)
+        self._uvicorn = http_server(self._app.guarded, self.settings, host)
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([listener],), name="server", daemon=True
         )
@@ -159,11 +156,6 @@ class PolicyServer:
         bound = listener.getsockname()[1]
         self._base_url = f"http://{f'[{host}]' if ':' in host else host}:{bound}/v1"
         return self._base_url
-
-    @property
-    def settings(self) -> ServerConfig:
-        """Settings of access and limits."""
-        return self._config
 
     def add_name(self, name: str) -> None:
         """Let requests call the loaded model by another name too."""
@@ -179,41 +171,23 @@ class PolicyServer:
     def how_to_call(self) -> str:
         """Start message for people: address, which tokens are needed, and an example call."""
         keys, root = self._keys, self.base_url.removesuffix("/v1")
-        header = f'-H "Authorization: Bearer ${keys.api_variable}" ' if keys.api else ""
+        api, admin = keys.api_variable, keys.admin_variable
+        header = f'-H "Authorization: Bearer ${api}" ' if keys.api else ""
         messages = [{"role": "user", "content": "Hi"}]
         body = json.dumps({"model": self._service.name, "messages": messages})
-        return "\n".join(
-            (
-                f"serving {self.model_id} at {self.base_url}",
-                f"  API token:   {_source_of(keys.api, keys.api_variable, 'this machine only')}",
-                f"  admin token: {_source_of(keys.admin, keys.admin_variable, 'no admin routes')}",
-                f"  try: curl {root}{CHAT_ROUTE} {header}-H 'Content-Type: application/json' "
-                f"-d '{body}'",
-            )
+        api_source = f"from {api}" if keys.api else f"{api} is not set: this machine only"
+        admin_source = f"from {admin}" if keys.admin else f"{admin} is not set: no admin routes"
+        lines = (
+            f"serving {self.model_id} at {self.base_url}",
+            f"  API token:   {api_source}",
+            f"  admin token: {admin_source}",
+            f"  try: curl {root}{CHAT_ROUTE} {header}-H 'Content-Type: application/json' "
+            f"-d '{body}'",
         )
+        return "\n".join(lines)
 
     def _origins(self, host: str) -> Origins:
-        return Origins(self._config, host, has_token=self._keys.api is not None)
-
-    def _snapshot(self) -> Snapshot:
-        engine, policy, http = self.engine, self.engine.policy, self._uvicorn
-        return Snapshot(
-            connections=0 if http is None else len(http.server_state.connections),
-            model_id=self._service.id_of(policy),
-            adapters=[one.name for one in engine.adapters.loaded],
-            adapters_max=engine.adapters.sizes.adapters,
-            adapter_stats=engine.adapters.stats.snapshot(),
-            weight_version=policy.weight_version,
-            parameters_digest=policy.parameters_digest,
-            stats=engine.stats.snapshot(),
-            slots=engine.slots,
-            busy=engine.active,
-            queued=engine.queued,
-            paused=engine.paused,
-            sharing=engine.plan.sharing,
-            keeps_prefixes=engine.plan.keeps_prefixes,
-            invariance=engine.plan.invariance,
-        )
+        return Origins(self.settings, host, has_token=self._keys.api is not None)
 
     def _count_update(self, update: Update) -> None:
         source = update.source
@@ -234,7 +208,7 @@ class PolicyServer:
     ) -> str:
         """Serve another model's arrays from the next chunk on, without a copy; the new model id.
 
-        Raises, and goes on with the old weights, as `Engine.swap` does.
+        Raises, and keeps the old weights, as `Engine.swap` does.
         """
         self.updater.swap(
             model, weight_version, parameters_digest, recompute_kv_cache=recompute_kv_cache
@@ -242,13 +216,13 @@ class PolicyServer:
         return self.model_id
 
     def drain(self, timeout_s: float | int | None = None) -> bool:
-        """Take no new requests and wait for the running ones; whether all of them finished.
+        """Take no new requests and wait for the running ones; True if all of them finished.
 
         They get `timeout_s`, or else the configuration's `drain_timeout_s`.
         """
         self._service.draining = self._service.stopping = True
         self.engine.resume()  # paused requests would never end
-        limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
+        limit_s = self.settings.drain_timeout_s if timeout_s is None else timeout_s
         return _becomes_true(lambda: self._service.running == 0, limit_s)
 
     def stop(self) -> None:
@@ -279,10 +253,6 @@ def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tupl
     return ids
 
 
-def _source_of(digest: bytes | None, variable: str, without: str) -> str:
-    return f"from {variable}" if digest else f"{variable} is not set: {without}"
-
-
 def serve_forever(
     server: PolicyServer,
     host: str,
@@ -298,7 +268,7 @@ def serve_forever(
     first one as long as nothing can be asked yet. To be called from the main thread.
     """
     began = time.monotonic()
-    report = report or _ignore
+    report = report or (lambda state: None)
     warm_up = server.engine.growing is None
     programs = server.engine.programs
     report({"state": "compiling", "programs": programs})
@@ -334,10 +304,6 @@ def serve_forever(
             server.stop()
     report({"state": "ended", "exit_code": 0})
     return 0
-
-
-def _ignore(state: Mapping[str, Any]) -> None:
-    """Report a state to no one."""
 
 
 @contextmanager

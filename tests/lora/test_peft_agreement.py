@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import LoraConfig
 from marin_rl.lora import Adapter, read_peft, write_peft
-from marin_rl.serving.weights.adapter_folders import merge
+from marin_rl.serving.weights.export import merge
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.adapters import policy_module, with_adapter
 from marin_rl.training.hf_folders import load_hf

@@ -22,8 +22,8 @@ from marin_rl.rollouts.pinned import as_begun
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_follower, proven_server
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.weights.adapter_versions import (
-    VersionUpdater,
+from marin_rl.serving.weights.adapters import (
+    adapter_checkpoints,
     read_base_of,
     read_version,
     with_adapters_room,
@@ -113,11 +113,11 @@ def followed(played) -> Iterator[tuple[PolicyServer, CheckpointWatcher, Run]]:
     tokenizer, version = character_tokenizer(), read_version(run, 0)
     base = read_base_of(run, version)
     server = proven_server(base, tokenizer, with_adapters_room(run.config, 8, adapters=4))
-    versions = VersionUpdater(server.adapters, run, base.model, tokenizer, run.config.inference)
-    versions.take(0)
+    take = adapter_checkpoints(server.adapters, run, base.model, tokenizer, run.config.inference)
+    take(0, None)
     server.start()
     try:
-        yield server, CheckpointWatcher(versions.take, run, 0), run
+        yield server, CheckpointWatcher(take, run, 0), run
     finally:
         server.stop()
 

@@ -1,7 +1,6 @@
 """The admin routes over loopback: new weights from disk, and all that must not get through."""
 
 import asyncio
-import http.client
 import json
 import shutil
 import threading
@@ -9,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from levanter.models.lm_model import LmHeadModel
+from support import servers
 from support.policy_runs import commit, parts, small_run, weights
 
 from marin_rl.errors import RequestRejected, StalePolicy
@@ -40,20 +39,15 @@ CHAT = "/v1/chat/completions"
 Answer = tuple[int, dict[str, str], dict[str, Any]]
 
 
-def talk(server: PolicyServer, method: str, path: str, body: Any = None, key: str | None = KEY):
-    connection = http.client.HTTPConnection(urlsplit(server.base_url).netloc, timeout=120)
+def talk(
+    server: PolicyServer, method: str, path: str, body: Any = None, key: str | None = KEY
+) -> Answer:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
-    response = connection.getresponse()
-    headers = {name.lower(): value for name, value in response.getheaders()}
-    answer = response.status, headers, json.loads(response.read())
-    connection.close()
-    return answer
+    return servers.talk(server, method, path, body, headers)
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": "abc"}]
-    return {"model": "policy", "messages": messages, "max_tokens": 12, "seed": 1, **fields}
+    return servers.chat_body(**{"max_tokens": 12, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -548,27 +542,6 @@ def test_draining_refuses_what_is_new_and_waits_for_what_runs(server: PolicyServ
 def test_a_timeout_of_the_drain_is_a_number_of_seconds(server: PolicyServer, timeout: Any) -> None:
     assert talk(server, "POST", "/admin/drain", {"timeout_s": timeout})[0] == 400
     assert talk(server, "GET", "/admin/status")[2]["draining"] is False
-
-
-ROUTES = (
-    ("POST", UPDATE),
-    ("POST", "/update_weights_from_disk"),
-    ("POST", "/admin/pause"),
-    ("POST", "/admin/resume"),
-    ("POST", "/admin/drain"),
-    ("GET", "/admin/status"),
-)
-
-
-@pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_the_admin_routes_are_for_the_admin_alone(
-    server: PolicyServer, method: str, path: str
-) -> None:
-    for key in (None, "", "manag", "manage2"):
-        status, _, answer = talk(server, method, path, {}, key)
-        assert (status, answer["error"]["code"]) == (403, "admin_only")
-    assert server.engine.paused is False
 
 
 def test_status_reports_what_is_served_and_the_load(server: PolicyServer, run: Run) -> None:

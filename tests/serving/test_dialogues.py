@@ -9,7 +9,7 @@ from support.servers import serving
 from marin_rl.config import EnvironmentConfig
 from marin_rl.errors import StalePolicy
 from marin_rl.inference.generation import GenerationRequest
-from marin_rl.rollouts.trajectories import GroupRequest
+from marin_rl.rollouts.trajectories import GroupRequest, Trajectory
 
 
 def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_first() -> None:
@@ -38,39 +38,9 @@ def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_fir
     assert len(set(seeds)) == len(seeds)
 
 
-def test_the_route_of_sglang_gives_the_same_dialogues() -> None:
-    environment = EchoTwice(EnvironmentConfig(name="echo"))
-    example = environment.example(0, 0, "train")
-    request = GroupRequest(group_id="g", example=example, size=4, sampling=SAMPLING)
-    with serving(parameters_digest=DIGEST, weight_version=3) as server:
-        chat = play_dialogues(server, request, environment)
-        sglang = play_dialogues(server, request, environment, route="sglang")
-        for one, other in zip(chat, sglang, strict=True):
-            assert (one.fault, one.finish_reason, one.text) == (
-                other.fault,
-                other.finish_reason,
-                other.text,
-            )
-            for a, b in zip(one.turns, other.turns, strict=True):
-                assert a.answer.prompt_token_ids.tolist() == b.answer.prompt_token_ids.tolist()
-                assert a.completion.token_ids.tolist() == b.completion.token_ids.tolist()
-                np.testing.assert_allclose(a.completion.logprobs, b.completion.logprobs, atol=1e-5)
-                assert (a.sampling, b.answer.weight_version) == (b.sampling, 3)
-        assert max(len(trajectory.turns) for trajectory in sglang) == 2
-        model = server.model_id
-        server.swap(tiny_model(seed=9), 4, "other")
-        with pytest.raises(StalePolicy, match="but the endpoint has weights of version 4"):
-            play_dialogues(server, request, environment, route="sglang", model=model)
-
-
-def test_turns_that_share_requests_are_the_same_tokens() -> None:
-    environment = EchoTwice(EnvironmentConfig(name="echo"))
-    example = environment.example(0, 0, "train")
-    request = GroupRequest(group_id="g", example=example, size=4, sampling=SAMPLING)
-    with serving(parameters_digest=DIGEST) as server:
-        apart = play_dialogues(server, request, environment)
-        together = play_dialogues(server, request, environment, turns_per_request=64)
-    for one, other in zip(apart, together, strict=True):
+def assert_alike(ones: list[Trajectory], others: list[Trajectory]) -> None:
+    """The same tokens, logprobs but for rounding, sampling and ends."""
+    for one, other in zip(ones, others, strict=True):
         assert (one.fault, one.finish_reason, one.text) == (
             other.fault,
             other.finish_reason,
@@ -82,10 +52,28 @@ def test_turns_that_share_requests_are_the_same_tokens() -> None:
             np.testing.assert_allclose(a.completion.logprobs, b.completion.logprobs, atol=1e-5)
             assert a.completion.finish_reason == b.completion.finish_reason
             assert a.sampling == b.sampling
-            assert b.answer.parameters_digest == DIGEST
-            # the seconds of its own prompt, whether it shared a request or not
-            assert None not in (b.timing.queue_s, b.timing.prefill_s, b.timing.environment_s)
-            assert (b.timing.decode_s or 0) > 0
+
+
+def test_other_ways_of_asking_give_the_same_dialogues() -> None:
+    environment = EchoTwice(EnvironmentConfig(name="echo"))
+    example = environment.example(0, 0, "train")
+    request = GroupRequest(group_id="g", example=example, size=4, sampling=SAMPLING)
+    with serving(parameters_digest=DIGEST, weight_version=3) as server:
+        chat = play_dialogues(server, request, environment)
+        sglang = play_dialogues(server, request, environment, route="sglang")
+        assert_alike(chat, sglang)
+        assert {turn.answer.weight_version for t in sglang for turn in t.turns} == {3}
+        together = play_dialogues(server, request, environment, turns_per_request=64)
+        assert_alike(chat, together)
+        model = server.model_id
+        server.swap(tiny_model(seed=9), 4, "other")
+        with pytest.raises(StalePolicy, match="but the endpoint has weights of version 4"):
+            play_dialogues(server, request, environment, route="sglang", model=model)
+    for turn in (turn for trajectory in together for turn in trajectory.turns):
+        assert turn.answer.parameters_digest == DIGEST
+        # the seconds of its own prompt, whether it shared a request or not
+        assert None not in (turn.timing.queue_s, turn.timing.prefill_s, turn.timing.environment_s)
+        assert (turn.timing.decode_s or 0) > 0
     ids = [t.turns[1].answer.request_id for t in together if len(t.turns) == 2]
     assert len(ids) >= 2, "these seeds end their first turns at a stop string"
     assert len(set(ids)) == 1, "second turns that are due together are one request"

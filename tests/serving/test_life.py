@@ -11,11 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -32,9 +31,9 @@ from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.serving import server as server_module
 from marin_rl.serving.http.auth import check_address
-from marin_rl.serving.launch import Weights
 from marin_rl.serving.launch import serving as briefly
-from marin_rl.serving.server import PolicyServer, Report, serve_forever
+from marin_rl.serving.server import PolicyServer, serve_forever
+from marin_rl.serving.weights.checkpoint_loader import Loaded
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.types import Message, Sampling, SlotRef
 
@@ -77,12 +76,8 @@ def test_a_port_that_is_not_to_be_had_is_an_error_that_names_it(server: PolicySe
 def test_a_server_for_a_while_that_cannot_start_leaves_no_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weights = Weights(
-        model=tiny_model(),
-        tokenizer=character_tokenizer(),
-        parameters_digest="0123456789",
-        source=SlotRef(slot="here", sha256=""),
-    )
+    loaded = Loaded(model=tiny_model(), parameters_digest="0123456789", bytes=0)
+    source = SlotRef(slot="here", sha256="")
 
     def fail(*args: object) -> None:
         raise OSError("no more of them")
@@ -90,7 +85,10 @@ def test_a_server_for_a_while_that_cannot_start_leaves_no_engine(
     config = load_config(TESTS.parent / "configs/debug.yaml")
     before = [thread for thread in threading.enumerate() if thread.name == "engine"]
     monkeypatch.setattr(socket.socket, "bind", fail, raising=False)
-    with pytest.raises(ConfigError, match="no more of them"), briefly(weights, config):
+    with (
+        pytest.raises(ConfigError, match="no more of them"),
+        briefly(loaded, character_tokenizer(), source, config),
+    ):
         pass
     assert [thread for thread in threading.enumerate() if thread.name == "engine"] == before
 
@@ -290,82 +288,49 @@ def wait_until(condition, timeout_s: float | int = 120) -> None:
         time.sleep(0.005)
 
 
-class Standing(PolicyServer):
-    """Records the calls of `serve_forever`; no engine behind it."""
-
-    settings = ServerConfig(access_log=False)
-
-    def __init__(self, *, alive: bool = True) -> None:
-        self.engine = cast(Any, SimpleNamespace(alive=alive, programs=13, growing=None))
-        self.seen: list[object] = []
-
-    def start(
-        self,
-        host: str = "",
-        port: int = 0,
-        *,
-        warm_up: bool = False,
-        announce: Callable[[str], None] = print,
-    ) -> str:
-        self.seen.append(("start", warm_up, handlers()))
-        return ""
-
-    @property
-    def base_url(self) -> str:
-        return "http://127.0.0.1:1/v1"
-
-    @property
-    def model_id(self) -> str:
-        return "policy@1"
-
-    def how_to_call(self) -> str:
-        return "at your service"
-
-    def drain(self, timeout_s: float | int | None = None) -> bool:
-        self.seen.append("drain")
-        return True
-
-    def stop(self) -> None:
-        self.seen.append("stop")
+@pytest.fixture
+def growing() -> Iterator[PolicyServer]:
+    """A server that compiles what requests need, so that it is ready at once."""
+    config = InferenceConfig(server=ServerConfig(access_log=False))
+    tokenizer = character_tokenizer()
+    yield PolicyServer(tiny_model(), tokenizer, config, context_length=CONTEXT, grows=True)
+    gc.unfreeze()
 
 
 def handlers() -> list[object]:
     return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
-def served(server: Standing, announce: Callable[[str], None], report: Report | None = None) -> int:
-    try:
-        return serve_forever(server, "127.0.0.1", 0, announce=announce, report=report)
-    finally:
-        gc.unfreeze()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_once_it_can_be_asked_and_ends_at_once_before(number: int) -> None:
-    server, before, told = Standing(), handlers(), list[str]()
-    states: list[Any] = []
+def test_a_signal_drains_once_it_can_be_asked(growing: PolicyServer, number: int) -> None:
+    before, states, told = handlers(), list[Any](), list[str]()
 
     def announce(line: str) -> None:
         told.append(line)
-        if line == "at your service":
+        if line.startswith("serving "):
             os.kill(os.getpid(), number)
 
-    assert served(server, announce, states.append) == 0
+    assert serve_forever(growing, "127.0.0.1", 0, announce=announce, report=states.append) == 0
     assert [state["state"] for state in states] == ["compiling", "ready", "draining", "ended"]
-    assert (states[1]["url"], states[1]["model"]) == ("http://127.0.0.1:1/v1", "policy@1")
-    assert server.seen == [("start", True, before), "drain", "stop"]
+    assert (states[1]["model"], states[1]["url"][:17]) == (growing.model_id, "http://127.0.0.1:")
+    assert [line.split()[0] for line in told] == ["ready", "serving", "draining:"]
     assert handlers() == before
-    assert [line.split()[0] for line in told] == ["compiling", "compiled", "at", "draining:"]
-    assert told[0].startswith("compiling 13 programs")
+    assert not growing.engine.alive
 
 
-def test_an_engine_that_ended_ends_the_process_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ended_ends_the_process_with_1(
+    growing: PolicyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module, "ALIVE_S", 0)
-    server, before, told = Standing(alive=False), handlers(), list[str]()
-    states: list[Any] = []
-    assert served(server, told.append, states.append) == 1
+    before, states, told = handlers(), list[Any](), list[str]()
+
+    def announce(line: str) -> None:
+        told.append(line)
+        if line.startswith("serving "):
+            growing.engine.close()
+
+    assert serve_forever(growing, "127.0.0.1", 0, announce=announce, report=states.append) == 1
     assert states[-1] == {"state": "ended", "exit_code": 1}
-    assert server.seen == [("start", True, before), "stop"]
     assert handlers() == before
     assert "the engine ended by itself" in told[-1]
 
@@ -405,20 +370,7 @@ def process(drain_s: float | int) -> Iterator[tuple[subprocess.Popen[str], str]]
 
 
 @pytest.mark.slow  # a process of its own imports and compiles everything
-def test_sigterm_when_idle_ends_with_0_and_one_log_line_a_request() -> None:
-    with process(30) as (running, url):
-        idle = socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
-        assert talk(url, "POST", CHAT, chat_body())[0] == 200
-        running.send_signal(signal.SIGTERM)
-        _, log = running.communicate(timeout=120)
-        idle.close()
-    assert running.returncode == 0
-    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    assert [line["route"] for line in lines] == [CHAT]
-
-
-@pytest.mark.slow  # a process of its own imports and compiles everything
-def test_sigterm_lets_requests_and_streams_finish_and_ends_with_0() -> None:
+def test_sigterm_lets_requests_and_streams_finish_and_ends_with_0_and_a_log_line_each() -> None:
     found: dict[str, tuple] = {}
     with process(60) as (running, url):
         bodies = {
@@ -434,30 +386,20 @@ def test_sigterm_lets_requests_and_streams_finish_and_ends_with_0() -> None:
         for thread in threads:
             thread.start()
         wait_for_requests(url, 2)
+        idle = socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
         running.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(timeout=60)
-        assert running.wait(timeout=60) == 0
+        _, log = running.communicate(timeout=120)
+        idle.close()
+        assert running.returncode == 0
+    routes = [json.loads(line)["route"] for line in log.splitlines() if line.startswith("{")]
+    assert routes.count(CHAT) == 2
     status, _, answer = found["plain"]
     assert (status, len(answer["choices"])) == (200, 40)
     assert found["stream"][0] == 200
     assert_ended_properly(found["stream"][2])
     assert '"error"' not in found["stream"][2]
-
-
-@pytest.mark.slow  # a process of its own imports and compiles everything
-def test_streams_beyond_the_drain_end_with_an_event() -> None:
-    found: list[tuple] = []
-    body = chat_body(n=2000, max_tokens=80, stream=True)
-    with process(0.5) as (running, url):
-        asking = threading.Thread(target=lambda: found.append(talk(url, "POST", CHAT, body)))
-        asking.start()
-        wait_for_requests(url, 1)
-        running.send_signal(signal.SIGTERM)
-        asking.join(timeout=60)
-        assert running.wait(timeout=60) == 0
-    assert_ended_properly(found[0][2])
-    assert '"draining"' in found[0][2]
 
 
 @pytest.mark.slow  # a process of its own imports and compiles everything

@@ -13,7 +13,7 @@ from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePolicy
 from marin_rl.inference.engine import Engine
 from marin_rl.serving.launch import proven_server
-from marin_rl.serving.weights.canary import rehearse
+from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
     Architecture,
     Loaded,
@@ -22,7 +22,7 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_checkpoint,
     read_folder,
 )
-from marin_rl.serving.weights.weight_updates import Update, UpdateStats, WeightUpdater, canary_ids
+from marin_rl.serving.weights.weight_updates import Update, UpdateStats, WeightUpdater
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.hf_folders import save_hf

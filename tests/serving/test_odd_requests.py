@@ -35,6 +35,7 @@ PLAIN_FIELDS: dict[str, list[Any]] = {
     "n": [2, 5],
     "stop": ["a", ["bc", "d"]],
     "logprobs_mode": ["raw_logprobs"],
+    "return_token_ids": [True],
 }
 
 
@@ -54,8 +55,9 @@ def both(server: PolicyServer, path: str, body: dict[str, Any]) -> tuple[Any, li
     status, _, whole = talk(server, "POST", path, body)
     assert status == 200, whole
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
-    status, _, text = talk(server, "POST", path, streamed)
+    status, headers, text = talk(server, "POST", path, streamed)
     assert status == 200, text
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
     *events, done, end = text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     return whole, [json.loads(event.removeprefix("data: ")) for event in events]
@@ -83,7 +85,7 @@ def scores(choice: Any) -> list[Any]:
 def assert_alike(whole: Any, events: list[Any], text: str) -> None:
     """Text, reasons, ids, logprobs and usage are those of the whole answer."""
     texts, reasons = put_together(events, text), put_together(events, "finish_reason")
-    ids = put_together(events, "token_ids")
+    ids, prompts = put_together(events, "token_ids"), put_together(events, "prompt_token_ids")
     told: dict[int, list[Any]] = {}
     for choice in (choice for event in events for choice in event["choices"]):
         told.setdefault(choice["index"], []).extend(scores(choice))
@@ -93,7 +95,11 @@ def assert_alike(whole: Any, events: list[Any], text: str) -> None:
         assert texts.get(index, "") == expected
         assert reasons[index] == choice["finish_reason"]
         assert ids.get(index) == choice.get("token_ids")
+        assert prompts.get(index) == choice.get("prompt_token_ids")
         assert told[index] == scores(choice)
+    sent = [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event]
+    assert sent == ([whole["prompt_token_ids"]] if "prompt_token_ids" in whole else [])
+    assert len({event["id"] for event in events}) == 1
     assert events[-1]["usage"] == whole["usage"]
 
 

@@ -1,17 +1,12 @@
 """The `openai` package against a server on loopback: what its users see."""
 
-import asyncio
 import json
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import numpy as np
 import openai
 import pytest
-from openai.types import CompletionChoice
 from support.models import full_logits, tiny_model
 from support.servers import CONTEXT, ENGINE
 from support.templates import byte_level_tokenizer
@@ -127,32 +122,6 @@ def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
         assert chunks[-1].usage == whole.usage
 
 
-def test_an_async_stream_with_token_ids_and_logprobs(server: PolicyServer) -> None:
-    async def check() -> None:
-        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none") as client:
-            more = {"logprobs": True, "extra_body": {"return_token_ids": True}}
-            whole = await client.chat.completions.create(**ASK, **more)
-            stream = await client.chat.completions.create(**ASK, **more, stream=True)
-            ids, logprobs, prompts = [], [], []
-            async for chunk in stream:
-                (choice,) = chunk.choices
-                assert choice.logprobs
-                content = choice.logprobs.content or []
-                extra = choice.model_extra or {}
-                assert len(content) == len(extra["token_ids"])
-                ids += extra["token_ids"]
-                logprobs += content
-                if "prompt_token_ids" in (chunk.model_extra or {}):
-                    prompts.append((chunk.model_extra or {})["prompt_token_ids"])
-        (choice,) = whole.choices
-        assert ids == (choice.model_extra or {})["token_ids"]
-        assert choice.logprobs
-        assert logprobs == choice.logprobs.content
-        assert prompts == [(whole.model_extra or {})["prompt_token_ids"]]
-
-    asyncio.run(check())
-
-
 def test_logprobs_and_the_likeliest_tokens(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         **ASK | {"temperature": 0, "max_tokens": 6},
@@ -182,12 +151,6 @@ def test_logprobs_and_the_likeliest_tokens(client: openai.OpenAI) -> None:
 
 def _ends(token: str) -> bool:
     return token.startswith("<|")
-
-
-def test_a_bias_decides(client: openai.OpenAI) -> None:
-    (letter,) = TOKENIZER.encode("z", add_special_tokens=False)
-    answer = client.chat.completions.create(**ASK, logit_bias={str(letter): 100})
-    assert answer.choices[0].message.content == "z" * ASK["max_tokens"]
 
 
 def test_stop_strings_are_cut_off(client: openai.OpenAI) -> None:
@@ -231,51 +194,6 @@ def test_plain_completions_of_lists_with_echo_and_scores(client: openai.OpenAI) 
     assert only
     count = len(only.token_logprobs or ())
     assert (first.token_logprobs or [])[1:count] == pytest.approx((only.token_logprobs or [])[1:])
-
-
-Ids = dict[tuple[int, str], list[int]]
-
-
-def add_ids(ids: Ids, choice: CompletionChoice) -> None:
-    """Note the ids that a choice, or a piece of one, tells; it must tell some, if only none."""
-    extra = choice.model_extra or {}
-    assert "token_ids" in extra
-    for name in ("prompt_token_ids", "token_ids"):
-        ids.setdefault((choice.index, name), []).extend(extra.get(name, []))
-
-
-def test_plain_streams_are_the_same_in_pieces(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
-        "model": "policy",
-        "prompt": ["a中", "bc"],
-        "n": 2,
-        "max_tokens": 20,
-        "seed": 1,
-        "stop": ["d"],
-        "extra_body": {"return_token_ids": True},
-    }
-    scored = {"echo": True, "logprobs": 2}
-    for more in ({}, {"echo": True}, {"logprobs": 0}, scored, scored | {"max_tokens": 0}):
-        whole = client.completions.create(**asked | more)
-        texts: dict[int, str] = {}
-        scores: dict[int, dict[str, list[Any]]] = {}
-        streamed: Ids = {}
-        told: Ids = {}
-        for chunk in client.completions.create(**asked | more, stream=True):
-            for choice in chunk.choices:
-                add_ids(streamed, choice)
-                texts[choice.index] = texts.get(choice.index, "") + choice.text
-                if choice.logprobs:
-                    kept = scores.setdefault(choice.index, {})
-                    for name, found in choice.logprobs.model_dump().items():
-                        kept.setdefault(name, []).extend(found)
-        assert texts == {choice.index: choice.text for choice in whole.choices}
-        for choice in whole.choices:
-            add_ids(told, choice)
-        assert streamed == told
-        expected = {c.index: c.logprobs.model_dump() for c in whole.choices if c.logprobs}
-        assert scores == expected
-        assert len(scores) == (4 if "logprobs" in more else 0)
 
 
 def test_models(client: openai.OpenAI, server: PolicyServer) -> None:
@@ -359,97 +277,3 @@ def test_errors_have_their_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 96") as long:
         client.chat.completions.create(**ASK | {"max_tokens": 95})
     assert long.value.code == "context_length_exceeded"
-
-
-def test_a_wrong_key_is_an_authentication_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MARIN_RL_API_KEY", "right")
-    server = started()
-    try:
-        url = server.base_url
-        wrong = openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)
-        with wrong, pytest.raises(openai.AuthenticationError):
-            wrong.models.list()
-        with openai.OpenAI(base_url=url, api_key="right", max_retries=0) as right:
-            assert right.models.list().data
-    finally:
-        server.stop()
-
-
-def test_too_many_requests_are_a_rate_limit_that_retries_get_over() -> None:
-    server = started(requests_per_second=5.0, requests_burst=1)
-    try:
-        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as hasty:
-            hasty.models.list()
-            with pytest.raises(openai.RateLimitError) as limited:  # noqa: PT012 - one is too quick
-                for _ in range(50):
-                    hasty.models.list()
-            assert limited.value.response.headers["retry-after"] == "1"
-        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=3) as patient:
-            for _ in range(3):
-                assert patient.models.list().data
-    finally:
-        server.stop()
-
-
-def test_a_full_queue_is_a_503_that_retries_get_over() -> None:
-    server = started(samples_queued_max=70)
-    url, statuses = server.base_url, list[int]()
-
-    def heard(response: httpx2.Response) -> None:
-        statuses.append(response.status_code)
-        if response.status_code == 503:
-            server.engine.resume()
-
-    http = openai.DefaultHttpxClient(event_hooks={"response": [heard]})
-    try:
-        server.engine.pause()
-        crowd = threading.Thread(target=_ask_for_many, args=(url,))
-        crowd.start()
-        while server.engine.queued < 64:
-            time.sleep(0.001)
-        hasty = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        with hasty, pytest.raises(openai.InternalServerError) as full:
-            hasty.chat.completions.create(**ASK, n=8)
-        assert (full.value.status_code, full.value.code) == (503, "overloaded")
-        assert full.value.response.headers["retry-after"] == "1"
-        with openai.OpenAI(
-            base_url=url, api_key="none", max_retries=5, http_client=http
-        ) as patient:
-            assert len(patient.chat.completions.create(**ASK, n=8).choices) == 8
-        assert (statuses[0], statuses[-1]) == (503, 200)
-        crowd.join(timeout=60)
-    finally:
-        server.stop()
-
-
-def _ask_for_many(url: str) -> None:
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        client.chat.completions.create(**ASK | {"max_tokens": 4}, n=64)
-
-
-def test_an_error_in_mid_stream_is_sent_in_the_stream() -> None:
-    server = started()
-    try:
-        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
-            stream = client.chat.completions.create(
-                **ASK | {"max_tokens": 60, "n": 2000, "temperature": 5}, stream=True
-            )
-            next(stream)
-            server.engine.close()
-            with pytest.raises(openai.APIError, match="closed"):
-                for _ in stream:
-                    pass
-    finally:
-        server.stop()
-
-
-def test_the_last_event_is_done(server: PolicyServer) -> None:
-    with httpx2.Client(timeout=60) as http:
-        body = ASK | {"stream": True, "stream_options": {"include_usage": True}}
-        answer = http.post(f"{server.base_url}/chat/completions", json=body)
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    events = answer.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    bodies = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    assert {body["object"] for body in bodies} == {"chat.completion.chunk"}
-    assert [body["choices"] for body in bodies][-1] == []

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.adapters import random_adapter
-from support.engine_adapters import adapter_for, merged
+from support.engine_adapters import adapter_for
 from support.forked_python import python
 from support.models import full_logprobs
 from support.policy_runs import commit, play_round, small_run
@@ -32,7 +32,6 @@ from marin_rl.serving import launch as standalone
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.storage.runs import Run
-from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.model import build_model
@@ -170,18 +169,11 @@ STEPS = ["starting", "loading", "proving", "compiling"]
 
 @contextmanager
 def served(run: Run, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`marin-rl serve RUN` in a process of its own, and where it listens."""
-    with served_by(run.config.root, run.run_id, *arguments) as process_and_url:
-        yield process_and_url
-
-
-@contextmanager
-def served_by(root: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`marin-rl serve` with these arguments in a process of its own, and where it listens."""
-    command = [python(), "-m", "marin_rl", "serve", *arguments]
+    """`marin-rl serve RUN` in another process, and where it listens."""
+    command = [python(), "-m", "marin_rl", "serve", run.run_id, *arguments]
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
-        "MARIN_RL_ROOT": root,
+        "MARIN_RL_ROOT": run.config.root,
         "MARIN_RL_PORT": "0",
     }
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -257,59 +249,6 @@ def test_following_a_run_with_an_adapter_serves_each_version_by_name(tmp_path: P
 def served_ids(url: str) -> list[str]:
     """Ids of all served models."""
     return [card["id"] for card in talk(url, "GET", "/v1/models")[2]["data"]]
-
-
-@pytest.mark.slow  # a process of its own imports and compiles everything
-def test_two_runs_with_adapters_train_by_turns_against_one_server_of_their_base(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "manage")
-    tokenizer = character_tokenizer()
-    base = build_model(small_run(tmp_path).config.policy, len(tokenizer), 0)
-    save_hf(base, tokenizer, tmp_path / "model")
-    math = adapter_for(base, 5, rank=3)
-    write_peft(tmp_path / "math", math)
-    flags = ("--model", f"{tmp_path}/model", "--adapter", f"math={tmp_path}/math")
-    room = ("policy.context_length=64", "inference.engine.adapters_max=5")
-    sets = [part for key in room for part in ("--set", key)]
-    with served_by(str(tmp_path), *flags, *sets) as (process, url):
-        answer = sample(url, "math")
-        check_sampled(answer, merged(base, math))
-        runs = [adapter_run(tmp_path, name, url) for name in ("left", "right")]
-        runtimes = [RunRuntime(run) for run in runs]
-        try:
-            last = [runtime.init_policy() for runtime in runtimes]
-            for round in range(2):
-                last = [
-                    play_round(runtime, run, round, checkpoint)
-                    for runtime, run, checkpoint in zip(runtimes, runs, last, strict=True)
-                ]
-        finally:
-            for runtime in runtimes:
-                runtime.close()
-        # Both began at the base, with the A of their own seeds: four versions, and the user's own.
-        assert len(served_ids(url)) == 7
-        assert sample(url, "math")["choices"] == answer["choices"]
-        check_sampled(sample(url, "policy"), base)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    for run in runs:
-        assert all(audit.balanced for audit in audit_run(run))
-
-
-def adapter_run(root: Path, name: str, url: str) -> Run:
-    """A run with an adapter of the model folder, which samples from a server of it."""
-    return small_run(
-        root / "runs",
-        f"run_id={name}",
-        f"seed={len(name)}",
-        "policy.init=hf",
-        f"policy.hf_path={root}/model",
-        "policy.lora.rank=4",
-        f"inference.endpoints=[{url}/v1]",
-        "inference.publish=lora_adapter",
-        f"inference.publish_root={root}/published",
-    )
 
 
 def sample(url: str, model: str) -> dict[str, Any]:

@@ -16,9 +16,6 @@ from support.models import tiny_model
 from support.servers import CHAT, asks_well, chat_body, raw, serving, talk
 
 from marin_rl.config import ServerConfig
-from marin_rl.inference.adapters import AdapterStats
-from marin_rl.inference.batch_invariance import UNPROVEN
-from marin_rl.inference.engine_step import EngineStats
 from marin_rl.serving.http.access_log import (
     LINES_GATHERED_S,
     AccessLog,
@@ -28,7 +25,7 @@ from marin_rl.serving.http.access_log import (
 from marin_rl.serving.http.addresses import Origins
 from marin_rl.serving.http.auth import Keys
 from marin_rl.serving.http.guard import CutShort, Guard
-from marin_rl.serving.http.prometheus import METRICS, Snapshot, Telemetry
+from marin_rl.serving.http.prometheus import METRICS
 from marin_rl.serving.server import PolicyServer
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -138,26 +135,8 @@ def test_weights_are_counted_by_source(server: PolicyServer) -> None:
     assert total(last, "weight_update_seconds_total", source="folder") == 2.0
 
 
-def test_the_table_names_exactly_what_is_exposed() -> None:
-    reading = Snapshot(
-        connections=1,
-        model_id="policy@00001-ab",
-        weight_version=1,
-        parameters_digest="ab",
-        stats=EngineStats(),
-        slots=1,
-        busy=0,
-        queued=0,
-        paused=False,
-        sharing=True,
-        keeps_prefixes=True,
-        invariance=UNPROVEN,
-        adapters=["one"],
-        adapters_max=2,
-        adapter_stats=AdapterStats(),
-    )
-    telemetry = Telemetry(lambda: reading)
-    families = text_string_to_metric_families(telemetry.exposition().decode())
+def test_the_table_names_exactly_what_is_exposed(server: PolicyServer) -> None:
+    families = text_string_to_metric_families(server.telemetry.exposition().decode())
     kinds = {
         f"{family.name}_total" if family.type == "counter" else family.name: family.type
         for family in families

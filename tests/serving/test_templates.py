@@ -1,7 +1,6 @@
 """Chat templates: rendered as transformers does, under limits, and with nothing let out."""
 
 import json
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -126,43 +125,6 @@ def test_messages_that_the_template_cannot_work_with_are_refused_without_their_t
     assert error.status == 400
     assert str(error).endswith("it cannot work with them (TypeError)")
     assert failure("{{ messages[0].nothing.more }}").status == 400
-
-
-def told(template: str) -> str:
-    return ChatPrompts(tokenizer_with(template)).text(TALK)
-
-
-ESCAPES = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ lipsum.__globals__ }}",
-    "{{ namespace.__init__.__globals__ }}",
-    "{{ raise_exception.__globals__ }}",
-    "{{ self.__init__.__globals__ }}",
-    "{{ messages|attr('__class__')|attr('__init__') ~ messages.__class__() }}",
-    "{{ messages.append(1) }}",
-    "{{ messages[0].update({'role': 'x'}) }}",
-    "{{ '{0.__class__}'.format(cycler) }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}{{ os }}",
-    "{{ environment.from_string.__globals__ }}",
-    "{{ tojson.__globals__ }}",
-    "{% for key in ['__class__'] %}{{ messages[key] }}{% endfor %}",
-    "{{ ({}).__class__.__base__.__subclasses__() }}",
-    "{{ (messages|map(attribute='__class__')|list)[0].mro() }}",
-    "{{ ('x' | map('attr', '__class__') | list)[0].mro() }}",
-]
-
-
-@pytest.mark.parametrize("template", ESCAPES)
-def test_nothing_leads_out_of_the_sandbox(template):
-    """Unsafe attributes are undefined: printed they are empty, used they are an error."""
-    with suppress(ApiError):
-        assert told(template).strip() == ""
-        return
-    text = str(failure(template))
-    for leak in ("root:", "uid=", "<class", "<function", "<built-in", "module", "TALK", "brief"):
-        assert leak not in text
 
 
 @pytest.mark.parametrize("filter_", ["nonesuch", "os.system"])

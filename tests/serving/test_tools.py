@@ -19,9 +19,8 @@ from support.templates import (
 
 from marin_rl.inference.client.protocol import call_body
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.text.constraints import Constraints
+from marin_rl.serving.text.constraints import Constraints, forced_calls_grammar
 from marin_rl.serving.text.templates import ChatPrompts
-from marin_rl.serving.text.tools import forced_calls_grammar
 from marin_rl.tokenizers import CHAT_TEMPLATE
 from marin_rl.tool_calls import (
     CALLS_MAX,

@@ -71,6 +71,11 @@ def server_of(run: Run) -> PolicyServer:
     return proven_server(read_checkpoint(run, 0), character_tokenizer(), run.config)
 
 
+def watching(server: PolicyServer, run: Run, **options: float) -> CheckpointWatcher:
+    """A watcher of the run that begins after round 0."""
+    return CheckpointWatcher(whole_checkpoints(server.updater, run), run, 0, **options)
+
+
 @pytest.fixture
 def server(memory: Run) -> Iterator[PolicyServer]:
     """A server of the run in memory; it gets no requests, so it needs no port."""
@@ -104,9 +109,7 @@ def test_the_newest_good_checkpoint_is_what_is_served(run: Run) -> None:
     server.start()
     failures = lambda: server.updater.stats.failures
     try:
-        with CheckpointWatcher(
-            whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S
-        ) as follower:
+        with watching(server, run, poll_s=POLL_S) as follower:
             commit(run, 1)
             assert becomes(lambda: server.model_id == served_id(run, 1))
             assert follower.round == 1
@@ -146,7 +149,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken(
         commit(memory, round)
     damage(memory, 3, spoil)
     damage(memory, 2, spoil)
-    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
+    follower = watching(server, memory)
     follower.look()
     assert (server.model_id, follower.round) == (served_id(memory, 1), 1)
     assert server.updater.stats.failures == 2
@@ -158,7 +161,7 @@ def test_a_damaged_manifest_does_not_hide_what_is_older(memory: Run, server: Pol
     commit(memory, 1)
     commit(memory, 2)
     memory.store.put_part(f"{checkpoint_slot(2)}/manifest.json", b"{")
-    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
+    follower = watching(server, memory)
     follower.look()
     assert server.model_id == served_id(memory, 1)
     assert server.updater.stats.failures == 1
@@ -168,7 +171,7 @@ def test_uncommitted_work_is_no_fault(memory: Run, server: PolicyServer) -> None
     commit(memory, 1)
     memory.store.put_part(f"{checkpoint_slot(2)}/20990101T000000-00/d/0", b"half")
     memory.store.put_part(f"{checkpoint_slot(3)}.old/manifest.json", b"another thing")
-    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
+    follower = watching(server, memory)
     follower.look()
     assert server.model_id == served_id(memory, 1)
     assert server.updater.stats.failures == 0
@@ -179,7 +182,7 @@ def test_a_restored_checkpoint_is_taken_after_all(memory: Run, server: PolicySer
     key = max(memory.store.list(checkpoint_slot(1)), key=memory.store.size)
     good = memory.store.read(key)
     memory.store.put_part(key, good[:-1])
-    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0, again_s=3600)
+    follower = watching(server, memory, again_s=3600)
     follower.look()
     memory.store.put_part(key, good)
     follower.look()
@@ -194,9 +197,7 @@ def test_a_run_that_vanishes_leaves_the_weights_as_they_are(tmp_path: Path) -> N
     commit(run, 0)
     server = server_of(run)
     try:
-        with CheckpointWatcher(
-            whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S
-        ) as follower:
+        with watching(server, run, poll_s=POLL_S) as follower:
             shutil.rmtree(tmp_path / "debug")
             time.sleep(5 * POLL_S)
             assert server.model_id == served_id(run, 0)
@@ -232,13 +233,11 @@ def test_storage_out_of_reach_is_waited_for(
     store.down = True
     commit(memory, 1)
     with pytest.raises(StoreUnavailable):
-        CheckpointWatcher(whole_checkpoints(server.updater, run), run, 0).look()
+        watching(server, run).look()
     lines = lambda: [r.getMessage() for r in caplog.records if "cannot look" in r.getMessage()]
     with (
         caplog.at_level(logging.WARNING),
-        CheckpointWatcher(
-            whole_checkpoints(server.updater, run), run, 0, poll_s=POLL_S
-        ) as follower,
+        watching(server, run, poll_s=POLL_S) as follower,
     ):
         assert becomes(lambda: len(lines()) >= 3)
         assert [line.split(" in ")[1].split(" s")[0] for line in lines()[:3]] == [
@@ -255,7 +254,7 @@ def test_storage_out_of_reach_is_waited_for(
 
 def test_an_update_by_hand_stays_until_the_next_round(memory: Run, server: PolicyServer) -> None:
     commit(memory, 1)
-    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
+    follower = watching(server, memory)
     follower.look()
     server.swap(weights(memory, 9), 9, parameters_digest(weights(memory, 9)))
     follower.look()
@@ -278,7 +277,7 @@ def test_it_waits_for_an_update_that_is_under_way(memory: Run, server: PolicySer
     loading.start()
     assert begun.wait(60)
     commit(memory, 1)
-    follower = CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0)
+    follower = watching(server, memory)
     follower.look()
     assert (follower.round, server.updater.stats.failures) == (0, 0)
     release.set()
@@ -289,7 +288,7 @@ def test_it_waits_for_an_update_that_is_under_way(memory: Run, server: PolicySer
 
 def test_it_ends_at_once(memory: Run, server: PolicyServer) -> None:
     followers = lambda: [thread.name for thread in threading.enumerate()].count("follower")
-    with CheckpointWatcher(whole_checkpoints(server.updater, memory), memory, 0, poll_s=3600.0):
+    with watching(server, memory, poll_s=3600.0):
         assert followers() == 1
         began = time.monotonic()
     assert time.monotonic() - began < 60  # it looks once an hour

@@ -18,7 +18,7 @@ RUNS = (
     "graphviz",
     "httpcore2",
     "jaxlib.mlir.dialects.mhlo",
-    "marin_rl.serving.weights.adapter_versions",
+    "marin_rl.serving.weights.adapters",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "pandas",

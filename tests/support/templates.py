@@ -346,6 +346,11 @@ ESCAPES = {
     "update": "{{ messages[0].update({'role': 'x'}) }}",
     "files": "{% include '/etc/passwd' %}{% import 'os' as os %}{{ os }}",
     "generator": "{% set g = messages|map('upper') %}{{ g.gi_frame.f_back.f_globals }}",
+    "lipsum": "{{ lipsum.__globals__ }}",
+    "namespace": "{{ namespace.__init__.__globals__ }}",
+    "filter": "{{ tojson.__globals__ }}",
+    "keys": "{% for key in ['__class__'] %}{{ messages[key] }}{% endfor %}",
+    "base": "{{ ({}).__class__.__base__.__subclasses__() }}",
     "environment": "{{ self._TemplateReference__context.environment.from_string.__globals__ }}",
 }
 

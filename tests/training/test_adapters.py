@@ -15,7 +15,8 @@ from marin_rl.config import LoraConfig, ObjectiveConfig
 from marin_rl.digests import digest_of
 from marin_rl.errors import ConfigError, CorruptObject, InputError, ObjectMissing
 from marin_rl.lora import configured_modules, initial_arrays, merged, policy_digest, write_peft
-from marin_rl.serving.weights.checkpoint_loader import export_hf, read_checkpoint, read_folder
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, read_folder
+from marin_rl.serving.weights.export import export_hf
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, base_slot, checkpoint_slot, committed
 from marin_rl.storage.upkeep.fsck import check_run

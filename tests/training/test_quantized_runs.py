@@ -22,7 +22,8 @@ from marin_rl.lora.quantization import (
     quantized_digest,
 )
 from marin_rl.planning import plan
-from marin_rl.serving.weights.checkpoint_loader import export_hf, read_checkpoint, read_folder
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, read_folder
+from marin_rl.serving.weights.export import export_hf
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, base_slot, committed
 from marin_rl.training.adapters import with_adapter, with_quantized

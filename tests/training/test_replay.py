@@ -20,7 +20,8 @@ from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.rollouts.rescore import rescore_round
 from marin_rl.runtime import RunRuntime
-from marin_rl.serving.weights.checkpoint_loader import export_hf, read_checkpoint
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
+from marin_rl.serving.weights.export import export_hf
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.rewards import read_rewards

@@ -1,29 +1,46 @@
-"""The admin routes: new weights from disk, pause, drain, resume, and what is going on.
+"""Routes of the admin: new weights, adapters, pause, drain, resume, status.
 
-Owns what they accept and how refusals are worded; all of them ask for the admin token. Leaves out
-how weights are loaded, proven and switched (`weight_updates`), and who may call (`auth`).
+Owns what they accept, how each answers, and how refusals are worded; all of them ask for the admin
+token. Adapters are loaded by vLLM's and by SGLang's names. Leaves out how weights are loaded,
+proven and switched (`weight_updates`, `adapters`), and who may call (`auth`).
 """
 
 import asyncio
 import dataclasses
 import math
 import time
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from marin_rl.errors import InferenceError, MarinRLError, StalePolicy
-from marin_rl.inference.client.protocol import UPDATE_WEIGHTS_ROUTE
+from marin_rl.inference.adapters import AdapterGone
+from marin_rl.inference.client.protocol import (
+    LOAD_ADAPTER_ROUTE,
+    SGLANG_LOAD_ADAPTER_ROUTE,
+    SGLANG_UNLOAD_ADAPTER_ROUTE,
+    UNLOAD_ADAPTER_ROUTE,
+    UPDATE_WEIGHTS_ROUTE,
+)
 from marin_rl.inference.engine import VersionInUse
-from marin_rl.serving.api.openapi import ApiRoute
-from marin_rl.serving.api.service import Service, json_response
+from marin_rl.serving.api.response_models import SGLangAdapters
+from marin_rl.serving.api.responses import json_response
+from marin_rl.serving.api.routes import ERROR, ApiRoute
+from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.auth import Endpoint, for_admin
 from marin_rl.serving.http.errors import ApiError, B, Body, Version, VersionText, parse
 from marin_rl.serving.http.guard import read_body
-from marin_rl.serving.weights.checkpoint_loader import Places, Source, checkpoint, folder
-from marin_rl.serving.weights.weight_updates import Update, UpdateRunning
+from marin_rl.serving.weights.checkpoint_loader import (
+    Places,
+    Source,
+    checkpoint,
+    folder,
+    without_paths,
+)
+from marin_rl.serving.weights.weight_updates import UpdateRunning
 
 ADMIN = "/admin"
 DRAIN_TIMEOUT_S = 30.0
@@ -33,25 +50,38 @@ BODY_BYTES_MAX = 2**16
 
 # A folder or root; the operating system has no name with a NUL in it.
 Place = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+# What a name may be is checked by `check_adapter_name`, whose error says more.
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class UpdateWeightsBody(Body):
+class NewWeights(Body):
+    """`parameters_digest` is the one that the caller expects; an adapter's includes its base."""
+
+    weight_version: Version | VersionText | None = None
+    parameters_digest: Digest | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that is asked for, as a number."""
+        return None if self.weight_version is None else int(self.weight_version)
+
+
+class UpdateWeightsBody(NewWeights):
     """POST /admin/update_weights_from_disk, and SGLang's name for it.
 
     Either a Hugging Face folder (`model_path`), or a committed checkpoint of a run (`root`,
     `run_id`, and its `round`, null for the latest). `weight_version` null: the round, else the next
-    one. `parameters_digest` is what the caller was promised. `policy_digest`, with it, identifies
-    the policy that these parameters are: an adapter that was merged into its base. With
-    `recompute_kv_cache` the cache of running requests is computed again.
+    one. `policy_digest`, next to `parameters_digest`, identifies the policy that these parameters
+    are: an adapter that was merged into its base. With `recompute_kv_cache` the cache of running
+    requests is computed again.
     """
 
     model_path: Place | None = None
     root: Place | None = None
     run_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     round: Version | None = None
-    weight_version: Version | VersionText | None = None
-    parameters_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    policy_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    policy_digest: Digest | None = None
     recompute_kv_cache: bool = False
 
     @model_validator(mode="after")
@@ -75,11 +105,6 @@ class UpdateWeightsBody(Body):
         assert self.run_id is not None
         return checkpoint(self.root, self.run_id, self.round, self.parameters_digest)
 
-    @property
-    def version(self) -> int | None:
-        """The version that is asked for, as a number."""
-        return None if self.weight_version is None else int(self.weight_version)
-
 
 class DrainBody(Body):
     """POST /admin/drain."""
@@ -87,12 +112,56 @@ class DrainBody(Body):
     timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0, le=DRAIN_TIMEOUT_MAX_S)
 
 
+class NewAdapter(NewWeights):
+    """Name of an adapter, and its PEFT folder. The version and the digest are ours."""
+
+    lora_name: Name
+    lora_path: Place
+
+
+class LoadAdapterBody(NewAdapter):
+    """POST /v1/load_lora_adapter, as vLLM has it."""
+
+    load_inplace: bool = False
+    is_3d_lora_weight: Literal[False] | None = None
+
+
+class SGLangLoadAdapterBody(NewAdapter):
+    """POST /load_lora_adapter, as SGLang has it. No adapter is ever evicted: all are pinned."""
+
+    pinned: bool = False
+
+
+class SGLangUnloadAdapterBody(Body):
+    """POST /unload_lora_adapter, as SGLang has it."""
+
+    lora_name: Name
+
+
+class UnloadAdapterBody(SGLangUnloadAdapterBody):
+    """POST /v1/unload_lora_adapter, as vLLM has it; the number is not used."""
+
+    lora_int_id: int | None = None
+
+
+def _post(
+    path: str, endpoint: Endpoint, request: type[BaseModel] | None = None, **details: Any
+) -> ApiRoute:
+    return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
+
+
+async def _read(kind: type[B], request: Request) -> B:
+    """Read a short body; none stands for an empty object. Raises ApiError as `parse` does."""
+    data = await read_body(request.scope, request.receive, BODY_BYTES_MAX)
+    return parse(kind, data or b"{}")
+
+
 def admin_routes(service: Service) -> list[ApiRoute]:
-    """Every route that changes the server or tells how it is: for the admin alone."""
+    """Return the routes that change the server or tell its state."""
 
     async def update_weights(request: Request) -> Response:
         """New weights from disk: read, proven, switched to."""
-        body = await admin_body(UpdateWeightsBody, request)
+        body = await _read(UpdateWeightsBody, request)
         await asyncio.to_thread(_update, service, body)
         done = {"success": True, "message": f"now serving {service.model_id}"}
         return json_response(done | {"model": service.model_id} | status(service))
@@ -112,37 +181,23 @@ def admin_routes(service: Service) -> list[ApiRoute]:
 
     async def drain(request: Request) -> Response:
         """Take no new requests, and wait for the running ones."""
-        body = await admin_body(DrainBody, request)
+        body = await _read(DrainBody, request)
         drained = await _drain(service, body.timeout_s)
         return json_response({"drained": drained} | status(service))
 
     async def get_status(request: Request) -> Response:
-        """Return what is served and the current load."""
+        """Return the served weights and the current load."""
         return json_response(status(service))
 
     may_be_empty = {"requestBody": {"required": False}}
-
     return [
-        admin_post(f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}", update_weights, UpdateWeightsBody),
-        admin_post(UPDATE_WEIGHTS_ROUTE, update_weights, UpdateWeightsBody),
-        admin_post(f"{ADMIN}/pause", pause),
-        admin_post(f"{ADMIN}/resume", resume),
-        admin_post(f"{ADMIN}/drain", drain, DrainBody, openapi_extra=may_be_empty),
+        _post(f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}", update_weights, UpdateWeightsBody),
+        _post(UPDATE_WEIGHTS_ROUTE, update_weights, UpdateWeightsBody),
+        _post(f"{ADMIN}/pause", pause),
+        _post(f"{ADMIN}/resume", resume),
+        _post(f"{ADMIN}/drain", drain, DrainBody, openapi_extra=may_be_empty),
         ApiRoute(f"{ADMIN}/status", for_admin(get_status)),
     ]
-
-
-def admin_post(
-    path: str, endpoint: Endpoint, request: type[BaseModel] | None = None, **details: Any
-) -> ApiRoute:
-    """A POST route for the admin alone; `details` are those of `ApiRoute`."""
-    return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
-
-
-async def admin_body(kind: type[B], request: Request) -> B:
-    """Read a short body; none stands for an empty object. Raises ApiError as `parse` does."""
-    data = await read_body(request.scope, request.receive, BODY_BYTES_MAX)
-    return parse(kind, data or b"{}")
 
 
 def _check_goes_on(service: Service) -> None:
@@ -151,10 +206,28 @@ def _check_goes_on(service: Service) -> None:
         raise ApiError(409, "the server is shutting down: start another", code="stopping")
 
 
+async def _drain(service: Service, timeout_s: float) -> bool:
+    """Take no new requests, and wait for the running ones; True if all of them ended."""
+    if service.engine.paused:
+        message = "the engine is paused, so no request would end: resume first"
+        raise ApiError(409, message, code="paused")
+    service.draining = True
+    for _ in range(math.ceil(timeout_s / POLL_S)):
+        if service.running == 0:
+            break
+        await asyncio.sleep(POLL_S)
+    return service.running == 0
+
+
 def status(service: Service) -> dict[str, Any]:
-    """Return what is served and the load: `running` requests, samples that are `queued`."""
+    """Return the served weights and the load: `running` requests, `queued` samples."""
     engine, updater = service.engine, service.updater
     policy, stats = engine.policy, updater.stats
+    last_update: dict[str, Any] | None = None
+    if stats.last is not None:
+        last_update = dataclasses.asdict(stats.last)
+        last_update["outcome"] = "refused" if stats.last.refused else "switched"
+        last_update["seconds_ago"] = max(0.0, time.time() - stats.last.ended_at)
     return {
         "model": service.model_id,
         "weight_version": policy.weight_version,
@@ -167,14 +240,8 @@ def status(service: Service) -> dict[str, Any]:
         "transfers": stats.transfers,
         "failures": stats.failures,
         "adapters": service.adapters.names,
-        "last_update": None if stats.last is None else _update_facts(stats.last),
+        "last_update": last_update,
     }
-
-
-def _update_facts(update: Update) -> dict[str, Any]:
-    outcome = "refused" if update.refused else "switched"
-    ago_s = max(0.0, time.time() - update.ended_at)
-    return dataclasses.asdict(update) | {"outcome": outcome, "seconds_ago": ago_s}
 
 
 def _update(service: Service, body: UpdateWeightsBody) -> None:
@@ -184,31 +251,82 @@ def _update(service: Service, body: UpdateWeightsBody) -> None:
         again = body.recompute_kv_cache
         service.updater.load(source, body.version, recompute_kv_cache=again)
     except MarinRLError as error:
-        raise _refusal(error, f"the old weights go on: {source.error_text(error)}") from None
+        message = f"the old weights go on: {source.error_text(error)}"
+        if isinstance(error, UpdateRunning | VersionInUse):
+            refusal = ApiError(409, message, code="busy", retry_s=1)
+        elif isinstance(error, StalePolicy):
+            refusal = ApiError(409, message, code="digest_mismatch")
+        elif isinstance(error, InferenceError):
+            refusal = ApiError(409, message, code="canary_mismatch")
+        elif error.transient:
+            refusal = ApiError(503, message, code="storage_unavailable", retry_s=5)
+        else:
+            refusal = ApiError(400, message, code="weights_refused")
+        raise refusal from None
 
 
-def _refusal(error: MarinRLError, message: str) -> ApiError:
-    """409 for weights that are none of what was promised, 503 for what may pass, else 400."""
-    if isinstance(error, UpdateRunning | VersionInUse):
-        return ApiError(409, message, code="busy", retry_s=1)
-    if isinstance(error, StalePolicy):
-        return ApiError(409, message, code="digest_mismatch")
-    if isinstance(error, InferenceError):
-        return ApiError(409, message, code="canary_mismatch")
-    if error.transient:
-        return ApiError(503, message, code="storage_unavailable", retry_s=5)
-    return ApiError(400, message, code="weights_refused")
+def adapter_routes(service: Service) -> list[ApiRoute]:
+    """Return the routes that load and unload adapters."""
+
+    def success(body: Any, done: str) -> Response:
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' {done} successfully.")
+
+    def loaded(body: Any, done: str) -> Response:
+        """SGLang's answer. It gives each adapter's path; here a name stands for it."""
+        names = {name: name for name in service.adapters.names}
+        return json_response({"success": True, "loaded_adapters": names})
+
+    def route(path: str, kind: type[Body], who: str, answer: Any, **described: Any) -> ApiRoute:
+        loads = issubclass(kind, NewAdapter)
+
+        async def endpoint(request: Request) -> Response:
+            body = await _read(kind, request)
+            await asyncio.to_thread(_change_adapters, service, body)
+            return answer(body, "added" if loads else "removed")
+
+        summary = f"Unload an adapter; requests that were sent before end on it ({who})."
+        if loads:
+            summary = f"Load an adapter from a PEFT folder under a name ({who})."
+        return _post(path, endpoint, kind, summary=summary, **described)
+
+    # By `response_class` errors would be described as text too.
+    words = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    text: dict[str, Any] = {"responses": ERROR | words}
+    names: dict[str, Any] = {"response": SGLangAdapters}
+    return [
+        route(LOAD_ADAPTER_ROUTE, LoadAdapterBody, "vLLM", success, **text),
+        route(UNLOAD_ADAPTER_ROUTE, UnloadAdapterBody, "vLLM", success, **text),
+        route(SGLANG_LOAD_ADAPTER_ROUTE, SGLangLoadAdapterBody, "SGLang", loaded, **names),
+        route(SGLANG_UNLOAD_ADAPTER_ROUTE, SGLangUnloadAdapterBody, "SGLang", loaded, **names),
+    ]
 
 
-async def _drain(service: Service, timeout_s: float) -> bool:
-    """Take no new requests, and wait for the running ones; whether all of them ended."""
-    if service.engine.paused:
-        raise ApiError(
-            409, "the engine is paused, so no request would end: resume first", code="paused"
-        )
-    service.draining = True
-    for _ in range(math.ceil(timeout_s / POLL_S)):
-        if service.running == 0:
-            break
-        await asyncio.sleep(POLL_S)
-    return service.running == 0
+def _change_adapters(service: Service, body: Body) -> None:
+    """Load or unload. ApiError 404 for an unknown name, 409 for a wrong promise or a wait."""
+    try:
+        if isinstance(body, NewAdapter):
+            place = body.lora_path
+            Places(service.limits.update_roots).check(place)
+            service.adapters.load_folder(
+                body.lora_name,
+                str(Path(place.removeprefix("file://").removeprefix("local://"))),
+                in_place=isinstance(body, LoadAdapterBody) and body.load_inplace,
+                version=body.version,
+                promised=body.parameters_digest,
+            )
+        else:
+            assert isinstance(body, SGLangUnloadAdapterBody)
+            service.adapters.unload(body.lora_name)
+    except MarinRLError as error:
+        message = str(error)
+        if isinstance(body, NewAdapter):
+            message = without_paths(message, body.lora_path)
+        if isinstance(error, AdapterGone):
+            refusal = ApiError(404, message, code="model_not_found", param="lora_name")
+        elif isinstance(error, UpdateRunning):
+            refusal = ApiError(409, message, code="busy", retry_s=1)
+        elif isinstance(error, StalePolicy):
+            refusal = ApiError(409, message, code="digest_mismatch")
+        else:
+            refusal = ApiError(400, message, code="adapter_refused")
+        raise refusal from None

@@ -1,7 +1,7 @@
 """Parts of a conversation as OpenAI's clients send it: messages, tools, response format.
 
 Owns the shapes and their limits. Leaves out how they become a prompt (`templates`), how calls are
-read back (`tools`), and how a form is enforced (`constraints`).
+read back (`tool_calls`), and how a form is enforced (`constraints`).
 """
 
 import math
@@ -42,8 +42,6 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class TextPart(Body):
-    """A part of a message's content."""
-
     type: Literal["text"]
     text: str
 
@@ -66,8 +64,8 @@ class ToolCallBody(Body):
 class ChatMessage(Body):
     """One message. Content in parts is joined; only an assistant's may be null or left out.
 
-    `refusal`, `annotations`, `audio` and `function_call` are what the clients' own message objects
-    hold besides: empty, or refused.
+    `refusal`, `annotations`, `audio` and `function_call` are in the message objects of clients:
+    empty, or refused.
     """
 
     role: Role
@@ -121,21 +119,15 @@ class FunctionBody(Body):
 
 
 class ToolBody(Body):
-    """A tool: a function, the only kind there is here."""
-
     type: Literal["function"]
     function: FunctionBody
 
 
 class NamedFunction(Body):
-    """The function that must be called."""
-
     name: Name
 
 
 class NamedTool(Body):
-    """The choice of one tool."""
-
     type: Literal["function"]
     function: NamedFunction
 
@@ -144,14 +136,10 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class TextFormat(Body):
-    """Any text."""
-
     type: Literal["text"]
 
 
 class JsonFormat(Body):
-    """A JSON object."""
-
     type: Literal["json_object"]
 
 
@@ -165,8 +153,6 @@ class NamedSchema(Body):
 
 
 class SchemaFormat(Body):
-    """JSON of a schema."""
-
     type: Literal["json_schema"]
     json_schema: NamedSchema
 

@@ -1,10 +1,9 @@
-"""Request handling: prepare, submit, schedule, write, send.
+"""The way of a request that samples: prepare, submit, schedule, write, send.
 
 In order, with the thread that does each step:
 
-1. Event loop: `SamplingEndpoint.__call__` reads the body (`read_body`) into `data` and makes a
-   `RequestHandler`.
-2. `RequestHandler.begin` gives `data` to `TokenizeWorker.add`, which runs `_begin` at once on the
+1. Event loop: `SamplingEndpoint` reads the body (`read_body`) and makes a `RequestHandler`.
+2. `RequestHandler.begin` gives the body to `TokenizeWorker.add`, which runs `_begin` at once on the
    event loop where the body is short, else on a tokenizer thread.
 3. `_begin` calls the route's `prepare(service, data)`: parse, check, render, tokenize. It returns
    an `EngineRequest`: what the engine is asked, and the functions that write the response.
@@ -22,7 +21,7 @@ In order, with the thread that does each step:
 An error of any step enters the same queue. Deadlines (`_on_timer`) and a client that leaves
 (`_watch_client`) cancel the futures of step 4 and enter their error there.
 
-Leaves out how a body is read and what a response holds (`chat`, `completions`, `token_routes`).
+Leaves out how a body is read and what a response holds (`chat`, `completions`, `generate`).
 """
 
 import asyncio
@@ -47,12 +46,7 @@ from marin_rl.serving.api.worker_threads import ResponseQueue
 from marin_rl.serving.http.access_log import RequestRecord, record_of
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.guard import CLIENT_LEFT, client_left, internal_error, read_body
-from marin_rl.serving.http.limits import (
-    BodyShare,
-    draining_error,
-    queue_timeout,
-    request_timeout,
-)
+from marin_rl.serving.http.limits import BodyShare, draining_error, queue_timeout, request_timeout
 
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -66,7 +60,7 @@ WriteDelta = Callable[[int, Delta], bytes]
 WriteEnd = Callable[[Sequence[GenerationResult]], bytes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A parsed request for the engine, and the functions that write its response (writer's thread).
 
@@ -87,8 +81,8 @@ Prepare = Callable[[Service, bytes], EngineRequest]
 class SamplingEndpoint:
     """The ASGI endpoint of a route that samples.
 
-    An error before the response's first piece has a status of its own; a later one is the last
-    event but `[DONE]`. When a client leaves, the slots of its request are free at the next chunk.
+    An error before the response's first piece has its own status; a later one is the last event
+    but `[DONE]`. When a client leaves, the slots of its request are free at the next chunk.
     """
 
     def __init__(self, service: Service, prepare: Prepare) -> None:
@@ -105,7 +99,7 @@ class SamplingEndpoint:
         try:
             handler.begin(self._prepare, data)
             del data  # a response may take minutes, and the body some megabytes
-            # Before any header is sent: an error until here has a status of its own.
+            # Before any header is sent: an error until here has its own status.
             first = await handler.queue.read()
             assert first is not None, "a response has at least one piece"
             if handler.record.stream:
@@ -120,30 +114,24 @@ class SamplingEndpoint:
 
 
 async def _send_stream(handler: "RequestHandler", first: bytes, send: Send) -> None:
-    """Send the pieces of a response as they come."""
-    headers = list(_STREAM_HEADERS)
+    """Send the pieces of a response as they come, and an error as the last event."""
+    headers, record = list(_STREAM_HEADERS), handler.record
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    handler.record.first_token()
+    record.first_token_s = time.perf_counter() - record.started
     data: bytes | None = first
     try:
         while data is not None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
             data = await handler.queue.read()
-    except ApiError as error:
-        await _send_error_event(error, handler.record, send)
     except Exception as error:  # noqa: BLE001 the last one who can tell the client anything
-        request_id = handler.record.request_id
-        _log.error("request %s failed in mid-stream", request_id, exc_info=error)
-        await _send_error_event(internal_error(request_id), handler.record, send)
+        if not isinstance(error, ApiError):
+            _log.error("request %s failed in mid-stream", record.request_id, exc_info=error)
+            error = internal_error(record.request_id)
+        record.reason = error.code
+        if error.status != CLIENT_LEFT:
+            data = event(error.body) + DONE
+            await send({"type": "http.response.body", "body": data, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_error_event(error: ApiError, record: RequestRecord, send: Send) -> None:
-    """Send an error as a stream's last event, unless the client has left."""
-    record.reason = error.code
-    if error.status != CLIENT_LEFT:
-        data = event(error.body) + DONE
-        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 class RequestHandler:
@@ -175,7 +163,7 @@ class RequestHandler:
     def begin(self, prepare: Prepare, data: bytes) -> None:
         """Have a body prepared and submitted: here where it is short, else on a thread.
 
-        The queue gets the response, or an ApiError for what is refused.
+        The queue gets the response, or an ApiError.
         """
         self._service.preparer.add(data, partial(self._begin, prepare, data))
 
@@ -193,21 +181,18 @@ class RequestHandler:
 
     def _submit(self, request: EngineRequest) -> None:
         delta, end = request.delta, request.end
-        self.record.stream = delta is not None
+        self.record.stream = streams = delta is not None
         # Before submitting: a request that is refused by the engine is logged with its size.
         self.record.prompt_tokens = sum(len(prompt.prompt_ids) for prompt in request.requests)
         # Before the first is submitted: its result may come before the last is.
         self._expected = len(request.requests)
         self._submitted_at = time.monotonic()
         on_scheduled = partial(self._on_scheduled, request.model)
+        submit = self._service.engine.submit
         try:
             for index, prompt in enumerate(request.requests):
-                write = None if delta is None else partial(delta, index)
-                on_delta = partial(self._on_delta, write)
-                streams = self.record.stream
-                future = self._service.engine.submit(
-                    prompt, on_delta, on_scheduled, streams=streams
-                )
+                on_delta = partial(self._on_delta, None if delta is None else partial(delta, index))
+                future = submit(prompt, on_delta, on_scheduled, streams=streams)
                 self._futures.append(future)
                 future.add_done_callback(partial(self._on_done, end, index))
         except AdapterGone as error:  # unloaded since the body was prepared
@@ -251,7 +236,7 @@ class RequestHandler:
         self._service.writer.put(self.queue, write)
 
     def _as_api_error(self, error: BaseException) -> BaseException:
-        """Word an engine's error for the client; the cause stands in the log alone."""
+        """Word an engine's error for the client; the cause is in the log only."""
         if isinstance(error, OutOfMemory):
             return ApiError(507, str(error), code=OUT_OF_MEMORY)
         if not isinstance(error, InferenceError):
@@ -292,7 +277,7 @@ class RequestHandler:
             future.cancel()
 
     def close(self) -> None:
-        """Free what the request holds, after its response was sent or abandoned; idempotent."""
+        """Free what the request holds, and note in its record what it cost; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -300,10 +285,6 @@ class RequestHandler:
         self._timer.cancel()
         self._client_watch.cancel()
         self._cancel()
-        self._fill_record()
-
-    def _fill_record(self) -> None:
-        """Note in the record what the request cost, as far as it came."""
         record, results = self.record, list(self._results.values())
         if not results or len(results) < self._expected:
             record.weight_version, record.completion_tokens = self._version, self._tokens

@@ -4,10 +4,9 @@ Owns their fields, the static limits of each, and how they become the engine's r
 the default wherever OpenAI's clients may send it. Limits that follow from the model or from the
 configuration are the `service`'s.
 
-Fields of OpenAI's that change nothing here are taken where leaving them out changes nothing for the
+OpenAI's fields that change nothing here are taken where leaving them out changes nothing for the
 caller either: `user`, `safety_identifier`, `metadata` and `prompt_cache_key` are labels, and
-`service_tier` and `store` are taken as far as they ask for what is done anyway. All others are
-refused by name.
+`service_tier` and `store` may ask for what is done anyway. All others are refused by name.
 """
 
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from marin_rl.serving.api.messages import (
     TOOLS_MAX,
     ChatMessage,
     Label,
+    NamedTool,
     ResponseFormat,
     ToolBody,
     ToolChoice,
@@ -76,6 +76,17 @@ def _temperature(value: float) -> float:
     return value
 
 
+class WithTools(Body):
+    """A body that may offer tools."""
+
+    tools: Tools | None = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools as templates and parsers see them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+
+
 class StreamOptions(Body):
     """Stream options; `include_obfuscation` may only be false."""
 
@@ -122,6 +133,10 @@ class SamplingFields(Body):
         """(token id, bias) pairs that are added to the logits."""
         return tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items())
 
+    def seed_of(self, prompt: int) -> int | None:
+        """Seed of a prompt's first sample: prompts are `n` seeds apart."""
+        return None if self.seed is None else (self.seed + prompt * self.samples) % 2**64
+
     def request(
         self, prompt: Int32[np.ndarray, " P"], max_tokens: int, *, number: int = 0, **more: Any
     ) -> GenerationRequest:
@@ -129,33 +144,26 @@ class SamplingFields(Body):
 
         `more` are fields of the request that not all routes have.
         """
-        return GenerationRequest(
-            prompt_ids=prompt,
-            n=self.samples,
-            sampling=self._sampling(max_tokens, self.seed_of(number)),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            min_p=float(self.min_p or 0),
-            logit_bias=self.biases,
-            repetition_penalty=float(
-                1 if self.repetition_penalty is None else self.repetition_penalty
-            ),
-            presence_penalty=float(self.presence_penalty or 0),
-            frequency_penalty=float(self.frequency_penalty or 0),
-            **more,
-        )
-
-    def seed_of(self, prompt: int) -> int | None:
-        """Seed of a prompt's first sample, `n` after that of the prompt before."""
-        return None if self.seed is None else (self.seed + prompt * self.samples) % 2**64
-
-    def _sampling(self, max_tokens: int, seed: int | None) -> Sampling:
-        return Sampling(
+        penalty = self.repetition_penalty
+        sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             max_tokens=max_tokens,
             stop=self.stop_strings,
-            seed=seed,
+            seed=self.seed_of(number),
+        )
+        return GenerationRequest(
+            prompt_ids=prompt,
+            n=self.samples,
+            sampling=sampling,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_p=float(self.min_p or 0),
+            logit_bias=self.biases,
+            repetition_penalty=1.0 if penalty is None else float(penalty),
+            presence_penalty=float(self.presence_penalty or 0),
+            frequency_penalty=float(self.frequency_penalty or 0),
+            **more,
         )
 
 
@@ -179,18 +187,15 @@ class SamplingBody(SamplingFields):
 
     @property
     def raw(self) -> bool:
-        """True if logprobs are those of the model's own distribution (before temperature and
-        filters).
-        """
+        """Logprobs of the model's own distribution, before temperature and filters."""
         return self.logprobs_mode == "raw_logprobs"
 
     @property
     def include_usage(self) -> bool:
-        """True if a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, WithTools):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -200,7 +205,6 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
     compact_logprobs: bool | None = None
     probe: bool | None = None
-    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -227,45 +231,31 @@ class ChatBody(SamplingBody):
                 "probe: it goes before all that wait, so expected n 1 and max_tokens of at most "
                 f"{PROBE_TOKENS_MAX}"
             )
-        if self.tool_choice is not None:
-            self._check_choice()
-        return self
-
-    def _check_choice(self) -> None:
-        names = [tool.function.name for tool in self.tools or []]
-        if not names and self.tool_choice != "none":
+        choice, names = self.tool_choice, [tool.function.name for tool in self.tools or []]
+        if not names and choice not in (None, "none"):
             raise ValueError("tool_choice: expected with tools only")
-        named = None if isinstance(self.tool_choice, str | None) else self.tool_choice
-        if named is not None and named.function.name not in names:
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise ValueError(f"tool_choice: expected one of the tools, {', '.join(names)}")
+        return self
 
     @property
     def new_tokens_max(self) -> int | None:
-        """The limit of new tokens, if one is given."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The tools as templates and parsers see them."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
-
-    @property
     def must_call(self) -> bool:
-        """True if the answer must be a tool call."""
         return self.tool_choice is not None and self.tool_choice not in ("none", "auto")
 
     @property
     def form(self) -> dict[str, Any] | None:
-        """The form of the answer, as `constraints` reads it."""
+        """The form of the response, as `constraints` reads it."""
         if self.response_format is None:
             return None
         return self.response_format.model_dump(by_alias=True, exclude_none=True)
 
 
 class ChatTokensBody(ChatBody):
-    """POST /v1/chat/completions/tokens: chat, with the prompt's exact ids in addition to the
-    messages.
-    """
+    """POST /v1/chat/completions/tokens: chat, with the prompt's exact ids next to the messages."""
 
     tokens: SomeTokens
 
@@ -296,22 +286,18 @@ class CompletionBody(SamplingBody):
                 "compact_logprobs: the sampled tokens' own, for answers that come as a whole; "
                 "expected logprobs of 0 or null, and neither stream nor echo"
             )
-        if self.seeds is not None:
-            self._check_seeds(len(self.seeds))
+        count = 0 if self.seeds is None else len(self.seeds)
+        if self.seeds is not None and self.seed is not None:
+            raise ValueError("seeds: give either seed or seeds")
+        if self.seeds is not None and count != len(self.prompts):
+            raise ValueError(f"seeds: expected one per prompt, {len(self.prompts)}, found {count}")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: expected at least 1 without echo, found 0")
         if self.best_of not in (None, self.samples):
             raise ValueError("best_of: expected the same as n: all samples are returned")
         return self
 
-    def _check_seeds(self, count: int) -> None:
-        if self.seed is not None:
-            raise ValueError("seeds: give either seed or seeds")
-        if count != len(self.prompts):
-            raise ValueError(f"seeds: expected one per prompt, {len(self.prompts)}, found {count}")
-
     def seed_of(self, prompt: int) -> int | None:
-        """Seed of a prompt's first sample: its own, or counted on from `seed`."""
         if self.seeds is not None:
             return self.seeds[prompt] % 2**64
         return super().seed_of(prompt)
@@ -329,9 +315,8 @@ class CompletionBody(SamplingBody):
 class GenerateParameters(SamplingFields):
     """`sampling_params` of /inference/v1/generate, as vLLM names them.
 
-    `skip_special_tokens` concerns text, which the answer has none of, and
-    `routed_experts_prompt_start` concerns experts, which are never reported. verifiers sends
-    `cache_salt` and `priority` here too.
+    `skip_special_tokens` concerns text, and `routed_experts_prompt_start` concerns experts: the
+    response has neither. verifiers sends `cache_salt` and `priority` here too.
     """
 
     max_tokens: int | None = Field(default=None, ge=1)
@@ -358,8 +343,7 @@ class GenerateBody(Body):
 class SGLangParameters(SamplingFields):
     """`sampling_params` of /generate, as SGLang names them.
 
-    `spaces_between_special_tokens` and `no_stop_trim` are taken as far as they ask for what is done
-    anyway; `sampling_seed` is another name of `seed`.
+    `sampling_seed` is another name of `seed`.
     """
 
     max_new_tokens: int | None = Field(default=None, ge=1)
@@ -371,7 +355,6 @@ class SGLangParameters(SamplingFields):
     ignore_eos: Literal[False] | None = None
 
     def seed_of(self, prompt: int) -> int | None:
-        """Seed of the first sample, by either name."""
         if self.sampling_seed is not None:
             return self.sampling_seed % 2**64
         return super().seed_of(prompt)
@@ -398,12 +381,11 @@ class SGLangBody(Body):
         return self
 
 
-class TokenizeBody(Body):
+class TokenizeBody(WithTools):
     """POST /tokenize: messages through the chat template, or plain text."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     messages: Messages | None = None
-    tools: Tools | None = None
     prompt: str | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
@@ -419,11 +401,6 @@ class TokenizeBody(Body):
         if self.prompt is not None and self.tools:
             raise ValueError("tools: expected with messages only")
         return self
-
-    @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The tools as templates see them."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
 
 
 class DetokenizeBody(Body):

@@ -1,14 +1,11 @@
 """JSON of responses, complete or as server-sent events.
 
-Owns the text of a finished sample, its log-probabilities in OpenAI's two shapes, and the JSON of
-chat and plain completions. Pure functions, run on the writer's thread. Leaves out routes (`chat`,
-`completions`, `token_routes`), sending (`request_handler`), and the compact form that `protocol`
-reads.
+Owns the text of a finished sample, its log-probabilities in OpenAI's two shapes, and what responses
+of all dialects have in common. Pure functions, run on the writer's thread.
 """
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,15 +13,12 @@ from typing import Any
 import numpy as np
 import orjson
 from jaxtyping import Float32, Int32
+from starlette.responses import Response
 
 from marin_rl.inference.client.answers import ServerTimings
-from marin_rl.inference.client.protocol import call_body
 from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
 from marin_rl.inference.stops import text_before_stop
-from marin_rl.serving.http.errors import new_id
 from marin_rl.serving.text.detokenizer import Detokenizer, IncrementalDetokenizer, Offsets
-from marin_rl.tool_calls import ParsedAnswer
-from marin_rl.types import ToolCall
 
 # What OpenAI gives for a token that cannot be drawn: JSON has no minus infinity.
 NEVER = -9999.0
@@ -41,7 +35,7 @@ class TextDecoding:
     special: bool = False
 
     def incremental(self) -> IncrementalDetokenizer:
-        """A sample's text that has only begun."""
+        """Return the text of a sample that has only begun."""
         return IncrementalDetokenizer(self.detokenizer, self.stop, special=self.special)
 
     def new_text(self, text: IncrementalDetokenizer, ids: Sequence[int], finish_reason: str) -> str:
@@ -61,114 +55,78 @@ class TextDecoding:
         return text_before_stop(decode, ids, self.stop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Scores:
-    """Tokens with their log-probabilities, of the requested distribution."""
+    """Tokens with log-probabilities: the token's own, and the likeliest `top_ids` in its place."""
 
     ids: list[int]
     logprobs: list[float]
     top_ids: list[list[int]]
     top_logprobs: list[list[float]]
 
-    @staticmethod
-    def of(sampled: Sample | Delta, *, raw: bool) -> "Scores":
-        """Those of a sample, or of what a chunk added to it."""
+    @classmethod
+    def of(cls, sampled: Sample | Delta, *, raw: bool) -> "Scores":
+        """Scores of a sample, or of what a chunk added to it."""
         chosen = sampled.raw_logprobs if raw else sampled.logprobs
         assert chosen is not None, "raw logprobs were not asked of the engine"
-        tops = (sampled.top_ids, sampled.top_logprobs)
-        return _scores(sampled.token_ids, chosen, *tops)
+        return cls._of(sampled.token_ids, chosen, sampled.top_ids, sampled.top_logprobs)
 
-    @staticmethod
-    def of_prompt(prompt: Int32[np.ndarray, " P"], scores: PromptScores) -> "Scores":
-        """Those of a prompt; the first one's is nan."""
-        return _scores(prompt, scores.logprobs, scores.top_ids, scores.top_logprobs)
+    @classmethod
+    def of_prompt(cls, prompt: Int32[np.ndarray, " P"], scores: PromptScores) -> "Scores":
+        """Scores of a prompt; the first token's is nan."""
+        return cls._of(prompt, scores.logprobs, scores.top_ids, scores.top_logprobs)
 
+    @classmethod
+    def _of(
+        cls,
+        ids: Int32[np.ndarray, " T"],
+        logprobs: Float32[np.ndarray, " T"],
+        top_ids: Int32[np.ndarray, "T K"] | None,
+        top_logprobs: Float32[np.ndarray, "T K"] | None,
+    ) -> "Scores":
+        if top_ids is None or top_logprobs is None:
+            top_ids, top_logprobs = np.zeros((len(ids), 0), np.int32), np.zeros((len(ids), 0), "f4")
+        # clamped for JSON; nan, of a prompt's first token, stays
+        clamped = np.maximum(top_logprobs, np.float32(NEVER))
+        return cls(ids.tolist(), logprobs.tolist(), top_ids.tolist(), clamped.tolist())
 
-def _scores(
-    ids: Int32[np.ndarray, " T"],
-    logprobs: Float32[np.ndarray, " T"],
-    top_ids: Int32[np.ndarray, "T K"] | None,
-    top_logprobs: Float32[np.ndarray, "T K"] | None,
-) -> Scores:
-    if top_ids is None or top_logprobs is None:
-        top_ids, top_logprobs = np.zeros((len(ids), 0), np.int32), np.zeros((len(ids), 0), "f4")
-    # clamped for JSON; nan, of a prompt's first token, stays
-    return Scores(
-        ids=ids.tolist(),
-        logprobs=logprobs.tolist(),
-        top_ids=top_ids.tolist(),
-        top_logprobs=np.maximum(top_logprobs, np.float32(NEVER)).tolist(),
-    )
+    def rows(self) -> Iterator[tuple[int, float, list[int], list[float]]]:
+        """(token, logprob, likeliest tokens, their logprobs) of each token."""
+        return zip(self.ids, self.logprobs, self.top_ids, self.top_logprobs, strict=True)
 
 
 def chat_logprobs(detokenizer: Detokenizer, scores: Scores) -> dict[str, Any]:
     """Log-probabilities as chat has them."""
+
+    def scored(token: int, logprob: float) -> dict[str, Any]:
+        piece = detokenizer.piece(token)
+        return {"token": piece.text, "logprob": logprob, "bytes": piece.data}
+
     content = []
-    for token, logprob, ids, logprobs in zip(
-        scores.ids, scores.logprobs, scores.top_ids, scores.top_logprobs, strict=True
-    ):
-        top = [_scored(detokenizer, *likely) for likely in zip(ids, logprobs, strict=True)]
-        content.append(_scored(detokenizer, token, logprob) | {"top_logprobs": top})
+    for token, logprob, ids, logprobs in scores.rows():
+        top = [scored(*likely) for likely in zip(ids, logprobs, strict=True)]
+        content.append(scored(token, logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _scored(detokenizer: Detokenizer, token: int, logprob: float) -> dict[str, Any]:
-    piece = detokenizer.piece(token)
-    return {"token": piece.text, "logprob": logprob, "bytes": piece.data}
-
-
 def plain_logprobs(detokenizer: Detokenizer, scores: Scores, offsets: Offsets) -> dict[str, Any]:
-    """Log-probabilities as plain completions have them; `offsets` go on where they were."""
+    """Log-probabilities as plain completions have them; `offsets` continues."""
+
+    def likely(token: int, logprob: float, ids: list[int], logprobs: list[float]) -> Any:
+        """Logprobs of the likeliest tokens, and of the one that is there, by text."""
+        if math.isnan(logprob):
+            return None
+        by_text: dict[str, float] = {}
+        for other, value in [*zip(ids, logprobs, strict=True), (token, logprob)]:
+            by_text.setdefault(detokenizer.piece(other).text, value)
+        return by_text
+
     return {
         "tokens": [detokenizer.piece(token).text for token in scores.ids],
-        "token_logprobs": [_finite(logprob) for logprob in scores.logprobs],
-        "top_logprobs": [
-            _likely(detokenizer, *row)
-            for row in zip(
-                scores.ids, scores.logprobs, scores.top_ids, scores.top_logprobs, strict=True
-            )
-        ],
+        "token_logprobs": [None if math.isnan(value) else value for value in scores.logprobs],
+        "top_logprobs": [likely(*row) for row in scores.rows()],
         "text_offset": offsets.of(scores.ids),
     }
-
-
-def _finite(logprob: float) -> float | None:
-    return None if math.isnan(logprob) else logprob
-
-
-def _likely(
-    detokenizer: Detokenizer, token: int, logprob: float, ids: list[int], logprobs: list[float]
-) -> dict[str, float] | None:
-    """The likeliest tokens by text, and the one that is there."""
-    if math.isnan(logprob):
-        return None
-    by_text: dict[str, float] = {}
-    for other, value in [*zip(ids, logprobs, strict=True), (token, logprob)]:
-        by_text.setdefault(detokenizer.piece(other).text, value)
-    return by_text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseHeader:
-    """Fields at the top of every answer of one request, complete or in chunks."""
-
-    id: str
-    created: int
-
-    @staticmethod
-    def new(kind: str) -> "ResponseHeader":
-        """A new one, of the kind "chatcmpl" or "cmpl"."""
-        return ResponseHeader(id=f"{kind}-{new_id()}", created=int(time.time()))
-
-    def body(self, kind: str, model: str, fingerprint: str) -> dict[str, Any]:
-        """Its fields; `kind` is the object's."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": model,
-            "system_fingerprint": fingerprint,
-        }
 
 
 def usage(
@@ -176,12 +134,11 @@ def usage(
 ) -> dict[str, Any]:
     """Token usage: prompt, completion, total, and the prompts' tokens that were in the cache."""
     prompted, sampled = sum(map(len, prompts)), tokens_of(results)
-    cached = sum(result.cached_tokens for result in results)
     return {
         "prompt_tokens": prompted,
         "completion_tokens": sampled,
         "total_tokens": prompted + sampled,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in results)},
     }
 
 
@@ -190,13 +147,8 @@ def tokens_of(results: Sequence[GenerationResult]) -> int:
     return sum(len(sample.token_ids) for result in results for sample in result.samples)
 
 
-def identity(result: GenerationResult | Delta) -> dict[str, Any]:
-    """Our own addition: which weights answered."""
-    return {"weight_version": result.weight_version, "parameters_digest": result.parameters_digest}
-
-
 def timings(result: GenerationResult) -> ServerTimings:
-    """Our own addition: where the time went."""
+    """Time that a prompt's samples took, by phase."""
     return ServerTimings(
         queue_s=result.queue_s, prefill_s=result.prefill_s, decode_s=result.decode_s
     )
@@ -209,27 +161,14 @@ def complete_response(
     results: Sequence[GenerationResult],
     **more: Any,
 ) -> bytes:
-    """The JSON of an answer that is sent at once; `top` is what its header says."""
-    body = {"choices": choices, "usage": usage(prompts, results)}
-    return dumps(top | body | more | identity(results[-1]))
-
-
-def message(parsed: ParsedAnswer) -> dict[str, Any]:
-    """An assistant's message."""
-    body: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
-    if parsed.calls:
-        body["tool_calls"] = [call_body(call) for call in parsed.calls]
-    return body
-
-
-def call_delta(index: int, call: ToolCall) -> dict[str, Any]:
-    """A call as streams have it."""
-    return {"index": index, **call_body(call)}
-
-
-def finish_reason(reason: str, calls: int) -> str:
-    """The finish reason of a sample, in OpenAI's words."""
-    return "tool_calls" if calls and reason == "stop" else reason
+    """The JSON of a response that is sent at once; it names the weights of the last prompt."""
+    last = results[-1]
+    body = {"choices": choices, "usage": usage(prompts, results), **more}
+    identity = {
+        "weight_version": last.weight_version,
+        "parameters_digest": last.parameters_digest,
+    }
+    return dumps(top | body | identity)
 
 
 def dumps(body: Any) -> bytes:
@@ -240,3 +179,8 @@ def dumps(body: Any) -> bytes:
 def event(body: Mapping[str, Any]) -> bytes:
     """Encode a server-sent event."""
     return b"data: " + dumps(body) + b"\n\n"
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """Any JSON, NumPy arrays included."""
+    return Response(dumps(body), status, media_type="application/json")

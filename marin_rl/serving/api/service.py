@@ -1,8 +1,8 @@
 """State that all routes share: the engine, its tokenizer, its names and its limits.
 
-Owns the served names, the limits that follow from model and configuration, and the thread that
-parses and tokenizes. Leaves out a request's way (`request_handler`), who may call (`auth`), what is
-accepted (`requests`), how answers look (`responses`), and the routes themselves.
+Owns the served names, the limits that follow from model and configuration, and the threads that
+parse and tokenize. Leaves out the way of a request (`request_handler`), who may call (`auth`), what
+is accepted (`requests`) and how responses look (`responses`).
 """
 
 import hashlib
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Int32
-from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 import marin_rl
@@ -25,10 +24,11 @@ from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.engine import Engine, Policy
 from marin_rl.inference.generation import STOP_TOKENS_MAX, Delta, GenerationResult
-from marin_rl.serving.api.requests import SamplingBody, SamplingFields
-from marin_rl.serving.api.responses import ResponseHeader, TextDecoding, dumps
+from marin_rl.serving.api.messages import ChatMessage
+from marin_rl.serving.api.requests import SamplingFields
+from marin_rl.serving.api.responses import TextDecoding
 from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker
-from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.http.errors import ApiError, new_id
 from marin_rl.serving.http.limits import check_samples, check_tokens
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer
@@ -47,12 +47,12 @@ CONTEXTS_MAX = 2
 # Characters of a long text that are tokenized first, for each token of the context.
 PROBE_CHARACTERS = 4
 
-Prompt = Int32[np.ndarray, " P"]
+Prompt = Int32[np.ndarray, " _"]
 F = TypeVar("F", bound=SamplingFields)
 
 
-class Target(NamedTuple):
-    """Model that a request named, and the adapter that it stands for; None: the base model."""
+class RequestedModel(NamedTuple):
+    """Model that a request names, and the adapter that it stands for; None: the base model."""
 
     model: str
     adapter: LoadedAdapter | None
@@ -79,17 +79,13 @@ class Service:
     draining: bool = False
     stopping: bool = False
     running: int = 0
-    worker: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-    )
-    # these wait for other processes: for a grammar's check, for a template's rendering
-    forms: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(FORM_THREADS, thread_name_prefix="forms")
-    )
-    chats: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="chats")
-    )
     writer: ResponseWriter = field(default_factory=ResponseWriter)
+
+    def __post_init__(self) -> None:
+        self.worker = ThreadPoolExecutor(1, "tokenizer")
+        # these wait for other processes: for a grammar's check, for a template's rendering
+        self.forms = ThreadPoolExecutor(FORM_THREADS, "forms")
+        self.chats = ThreadPoolExecutor(WORKERS_MAX, "chats")
 
     @cached_property
     def preparer(self) -> TokenizeWorker:
@@ -103,7 +99,7 @@ class Service:
 
     @cached_property
     def chat_prompts(self) -> ChatPrompts:
-        """The way from conversations to ids."""
+        """Renderer of conversations."""
         return ChatPrompts(self.tokenizer)
 
     @cached_property
@@ -117,15 +113,27 @@ class Service:
 
     @cached_property
     def constraints(self) -> Constraints:
-        """Compiler of constraints on the form of answers."""
-        return Constraints(
-            self.tokenizer, vocabulary=self.engine.spec.vocabulary, stop_tokens=self.stop_token_ids
-        )
+        """Compiler of constraints on the form of responses."""
+        stops = self.engine.stop_token_ids
+        vocabulary = self.engine.spec.vocabulary
+        return Constraints(self.tokenizer, vocabulary=vocabulary, stop_tokens=stops)
 
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end every completion."""
-        return self.engine.stop_token_ids
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        tokens = self.tokenizer.added_tokens_decoder.items()
+        return {token.content: id for id, token in tokens if token.special}
+
+    @cached_property
+    def _architecture(self) -> str:
+        return repr(self.engine.spec)
+
+    def close(self) -> None:
+        """End the threads."""
+        for executor in (self.worker, self.forms, self.chats):
+            executor.shutdown(wait=False, cancel_futures=True)
+        self.writer.close()
+
+    # ------------------------------------------------------------------ names
 
     @property
     def model_id(self) -> str:
@@ -137,6 +145,16 @@ class Service:
     def base_id(self) -> str:
         """The id of the loaded weights, without an adapter."""
         return self.id_of(self.engine.policy)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stable names of whatever is loaded: the configured one, then its aliases."""
+        return (self.name, *self.aliases)
+
+    @property
+    def known(self) -> list[str]:
+        """The ids that requests may name: the loaded version's own, the stable names, adapters."""
+        return [self.base_id, *self.names, *self.adapters.names]
 
     def id_of(self, policy: Policy | GenerationResult | Delta) -> str:
         """The id under which a policy is, or was, served."""
@@ -150,46 +168,116 @@ class Service:
             return None
         return self.base_id if model in self.adapters.names else self.name
 
-    @cached_property
-    def _architecture(self) -> str:
-        return repr(self.engine.spec)
+    def target(self, model: str, param: str = "model") -> RequestedModel:
+        """Resolve the model of a request; `base:adapter` is SGLang's way to name an adapter.
+
+        ApiError 404, with the known ids, for a model that is not served.
+        """
+        base, _, name = model.partition(":")
+        if model in self.names:
+            return RequestedModel(model, self.adapters.current)
+        if model == self.base_id:
+            return RequestedModel(model, None)
+        bases = (*self.names, self.base_id)
+        adapter = self.adapters.get(name if name and base in bases else model)
+        if adapter is None:
+            raise _unknown(model, self.known, param)
+        return RequestedModel(adapter.name, adapter)
+
+    def check_model(self, model: str, policy: Policy | None = None) -> None:
+        """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""
+        if policy is None:
+            self.target(model)
+        elif model not in (self.id_of(policy), *self.names):
+            raise _unknown(model, [self.id_of(policy), *self.names])
+
+    # -------------------------------------------------------------- responses
+
+    def header(self, kind: str) -> dict[str, Any]:
+        """Id and time at the top of every response of one request."""
+        return {"id": f"{kind}-{new_id()}", "created": int(time.time())}
 
     def top(
-        self, header: ResponseHeader, kind: str, source: GenerationResult | Delta
+        self, header: dict[str, Any], kind: str, source: GenerationResult | Delta
     ) -> dict[str, Any]:
-        """Fields at the beginning of an answer or chunk; `source` has the weight version."""
-        fingerprint = _fingerprint(self._architecture, source.parameters_digest)
-        return header.body(kind, self.id_of(source), fingerprint)
+        """Fields at the top of a response or chunk; `source` has the weight version."""
+        return {
+            "id": header["id"],
+            "object": kind,
+            "created": header["created"],
+            "model": self.id_of(source),
+            "system_fingerprint": _fingerprint(self._architecture, source.parameters_digest),
+        }
 
     def chunk(
-        self,
-        header: ResponseHeader,
-        kind: str,
-        source: GenerationResult | Delta,
-        body: SamplingBody,
+        self, header: dict[str, Any], kind: str, source: GenerationResult | Delta, *, usage: bool
     ) -> dict[str, Any]:
-        """Fields of a stream's chunk other than its choices."""
+        """Fields of a stream's chunk other than its choices; with `usage` the last one tells it."""
         chunk = self.top(header, kind, source)
-        if body.include_usage:
+        if usage:
             chunk["usage"] = None
         chunk["weight_version"] = source.weight_version
         return chunk
 
-    @property
-    def known(self) -> list[str]:
-        """The ids that requests may name: the loaded version's own, the stable names, adapters."""
-        return [self.base_id, *self.names, *self.adapters.names]
+    def decoding(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
+        """Conversion of a request's samples to text."""
+        return TextDecoding(
+            detokenizer=self.detokenizer,
+            stop_token_ids=frozenset(self.engine.stop_token_ids).union(body.stop_token_ids or ()),
+            stop=body.stop_strings,
+            special=special,
+        )
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The stable names of whatever is loaded: the configured one, then its aliases."""
-        return (self.name, *self.aliases)
+    # ---------------------------------------------------------------- requests
 
-    def close(self) -> None:
-        """End the threads."""
-        for executor in (self.worker, self.forms, self.chats):
-            executor.shutdown(wait=False, cancel_futures=True)
-        self.writer.close()
+    def checked(
+        self, body: F, model: str, *, param: str = "model", prompts: int = 1
+    ) -> tuple[F, RequestedModel]:
+        """The body with its stop strings as ids where they are tokens, and the model it names.
+
+        ApiError 404 for a model that is not served, 400 for unknown ids and too many samples, 503
+        for a full queue.
+        """
+        body = self._with_stop_tokens(body)
+        target = self.target(model, param)
+        stops = body.stop_token_ids or ()
+        self.check_ids(stops, "stop_token_ids")
+        most = STOP_TOKENS_MAX - len(self.engine.stop_token_ids)
+        if len(stops) > most:
+            raise ApiError(
+                400,
+                f"stop_token_ids: expected at most {most} in addition to the model's own, found "
+                f"{len(stops)}",
+                code="limit_exceeded",
+                param="stop_token_ids",
+            )
+        self.check_ids([token for token, _ in body.biases], "logit_bias")
+        check_samples(self.limits, n=body.samples, prompts=prompts, queued=self.engine.queued)
+        return body, target
+
+    def _with_stop_tokens(self, body: F) -> F:
+        """The same body, with stop strings that are a special token replaced by that token's id.
+
+        Texts leave special tokens out, so such a stop string would never match.
+        """
+        strings, asked = body.stop_strings, body.stop_token_ids or ()
+        ids = [self._special[string] for string in strings if string in self._special]
+        own = self.engine.stop_token_ids
+        if not ids and not set(asked) & set(own):
+            return body
+        return body.model_copy(
+            update={
+                "stop": [string for string in strings if string not in self._special],
+                "stop_token_ids": [id for id in (*asked, *ids) if id not in own],
+            }
+        )
+
+    def prompt(self, text_or_ids: str | list[int], param: str) -> Prompt:
+        """Ids of a prompt. ApiError 400 for a text too long, or ids outside the vocabulary."""
+        if isinstance(text_or_ids, str):
+            return self.encode(text_or_ids, param=param)
+        self.check_ids(text_or_ids, param)
+        return np.asarray(text_or_ids, np.int32)
 
     def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> Prompt:
         """Ids of plain text; `special` opens and ends it as the tokenizer does.
@@ -197,7 +285,7 @@ class Service:
         ApiError 400 for a text of more than CONTEXTS_MAX contexts. Tokenizing takes 0.4 s and
         130 MB for a million characters, so a long text is refused by its beginning.
         """
-        self.check_characters(len(text), param)
+        self._check_characters(len(text), param)
         # Doubled each time, so all probes together cost no more than tokenizing the text once more.
         characters = PROBE_CHARACTERS * self.engine.context_length
         while characters < len(text):
@@ -209,7 +297,7 @@ class Service:
 
     def chat_ids(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[ChatMessage],
         *,
         tools: list[dict[str, Any]],
         opening: bool = True,
@@ -219,140 +307,55 @@ class Service:
 
         `opening` ends the ids with the assistant's opening; `options` are the template's.
         """
-        self.check_characters(sum(len(m["content"] or "") for m in messages), "messages")
-        # Without special tokens of its own: the template writes those that open and end a text.
+        rendered = [message.as_template_message() for message in messages]
+        self._check_characters(sum(len(m["content"] or "") for m in rendered), "messages")
+        # Without further special tokens: the template writes them.
         text = self.chat_prompts.text(
-            messages, tools=tools or None, opening=opening, options=options
+            rendered, tools=tools or None, opening=opening, options=options
         )
         return self.encode(text, special=False, param="messages")
 
-    def check_length(self, count: int, param: str) -> None:
-        """ApiError 400 for ids that more than fill CONTEXTS_MAX contexts."""
-        context = self.engine.context_length
-        if count > CONTEXTS_MAX * context:
-            raise ApiError(
-                400,
-                f"this model's maximum context length is {context} tokens, but the text has more "
-                f"than {CONTEXTS_MAX * context}: shorten it",
-                code="context_length_exceeded",
-                param=param,
-            )
-
-    def target(self, model: str, param: str = "model") -> Target:
-        """Resolve the model of a request; `base:adapter` is SGLang's way to name an adapter.
-
-        ApiError 404, with the known ids, for a model that is not served.
-        """
-        base, _, name = model.partition(":")
-        if model in self.names:
-            return Target(model, self.adapters.current)
-        if model == self.base_id:
-            return Target(model, None)
-        bases = (*self.names, self.base_id)
-        adapter = self.adapters.get(name if name and base in bases else model)
-        if adapter is None:
-            raise _unknown(model, self.known, param)
-        return Target(adapter.name, adapter)
-
-    def check_model(self, model: str, policy: Policy | None = None) -> None:
-        """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""
-        if policy is None:
-            self.target(model)
-        elif model not in (self.id_of(policy), *self.names):
-            raise _unknown(model, [self.id_of(policy), *self.names])
-
-    def check_ids(self, tokens: Sequence[int], param: str = "tokens") -> None:
+    def check_ids(self, tokens: Sequence[int], param: str) -> None:
         """ApiError 400 for ids outside the vocabulary."""
-        vocabulary = self.engine.spec.vocabulary
-        largest = max(tokens, default=0)
+        vocabulary, largest = self.engine.spec.vocabulary, max(tokens, default=0)
         if largest >= vocabulary:
-            raise ApiError(
-                400, f"expected token ids below {vocabulary}, found {largest}", param=param
-            )
+            message = f"expected token ids below {vocabulary}, found {largest}"
+            raise ApiError(400, message, param=param)
 
-    def with_stop_tokens(self, body: F) -> F:
-        """The same body, with stop strings that are a special token replaced by that token's id.
-
-        Texts leave special tokens out, so such a stop string would never match.
-        """
-        strings = body.stop_strings
-        ids = [self._special[string] for string in strings if string in self._special]
-        asked = body.stop_token_ids or ()
-        if not ids and not set(asked) & set(self.stop_token_ids):
-            return body
-        stop_token_ids = [*asked, *ids]
-        return body.model_copy(
-            update={
-                "stop": [string for string in strings if string not in self._special],
-                "stop_token_ids": [id for id in stop_token_ids if id not in self.stop_token_ids],
-            }
-        )
-
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        tokens = self.tokenizer.added_tokens_decoder.items()
-        return {token.content: id for id, token in tokens if token.special}
-
-    def check_fields(self, body: SamplingFields, prompts: int) -> None:
-        """ApiError 400 for unknown ids and too many samples, 503 for a full queue."""
-        stops = body.stop_token_ids or ()
-        self.check_ids(stops, "stop_token_ids")
-        most = STOP_TOKENS_MAX - len(self.stop_token_ids)
-        if len(stops) > most:
-            raise ApiError(
-                400,
-                f"stop_token_ids: expected at most {most} in addition to the model's own, found "
-                f"{len(stops)}",
-                code="limit_exceeded",
-                param="stop_token_ids",
-            )
-        self.check_ids([token for token, _ in body.biases], "logit_bias")
-        check_samples(self.limits, n=body.samples, prompts=prompts, queued=self.engine.queued)
-
-    def decoding(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
-        """Conversion of a request's samples to text."""
-        return TextDecoding(
-            detokenizer=self.detokenizer,
-            stop_token_ids=frozenset(self.stop_token_ids).union(body.stop_token_ids or ()),
-            stop=body.stop_strings,
-            special=special,
-        )
-
-    def check_characters(self, count: int, param: str) -> None:
+    def _check_characters(self, count: int, param: str) -> None:
         """ApiError 400 for a text that no tokenizer could fit into the context: it is not tried."""
         most = self.engine.context_length * TOKEN_CHARACTERS_MAX
         if count > most:
-            raise ApiError(
-                400,
-                f"this model's maximum context length is {self.engine.context_length} tokens: "
-                f"expected at most {most} characters, found {count}",
-                code="context_length_exceeded",
-                param=param,
-            )
+            raise self._too_long(f": expected at most {most} characters, found {count}", param)
 
-    def new_tokens(self, prompt: Prompt, max_tokens: int | None, *, param: str) -> int:
-        """The limit of new tokens of one prompt: the requested one, else the room in the context.
+    def check_length(self, count: int, param: str) -> None:
+        """ApiError 400 for ids that more than fill CONTEXTS_MAX contexts."""
+        most = CONTEXTS_MAX * self.engine.context_length
+        if count > most:
+            raise self._too_long(f", but the text has more than {most}: shorten it", param)
+
+    def new_tokens(
+        self, prompt: Prompt, max_tokens: int | None, *, param: str, default: int | None = None
+    ) -> int:
+        """Limit of new tokens of a prompt: the requested one, else `default` or the room left.
 
         ApiError 400 for a prompt, or a number, beyond what the model or the configuration allows.
         """
         length = len(prompt)
         check_tokens(self.limits, prompt_tokens=length, new_tokens=max_tokens, param=param)
-        context = self.engine.context_length
         # Checked here although the engine would refuse it: this error names the parameter.
-        room = context - length
+        room = self.engine.context_length - length
         least = 1 if max_tokens is None else max_tokens
         if room < least:
-            raise ApiError(
-                400,
-                f"this model's maximum context length is {context} tokens, but the prompt has "
-                f"{length} and {least} new ones were asked for: shorten the prompt or lower "
-                "max_tokens",
-                code="context_length_exceeded",
-                param=param,
-            )
+            words = f", but the prompt has {length} and {least} new ones were asked for: "
+            raise self._too_long(f"{words}shorten the prompt or lower max_tokens", param)
         if max_tokens is not None:
             return max_tokens
-        return min(room, self.limits.new_tokens_max or room)
+        return min(room, self.limits.new_tokens_max or room, default or room)
+
+    def _too_long(self, words: str, param: str) -> ApiError:
+        context = f"this model's maximum context length is {self.engine.context_length} tokens"
+        return ApiError(400, context + words, code="context_length_exceeded", param=param)
 
 
 def _unknown(model: str, known: list[str], param: str = "model") -> ApiError:
@@ -369,8 +372,3 @@ def _fingerprint(architecture: str, digest: str) -> str:
     """Fingerprint of the code, the architecture and the weights that answer."""
     text = "\n".join((marin_rl.__version__, architecture, digest))
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def json_response(body: Any, status: int = 200) -> Response:
-    """Any JSON, NumPy arrays included."""
-    return Response(dumps(body), status, media_type="application/json")

@@ -1,9 +1,9 @@
 """Threads next to the event loop: one tokenizes requests, one writes responses.
 
-Owns both hand-overs. Another thread costs more than most of what it is woken for (0.3 ms of CPU for
-0.1 ms of work, measured), so what is short is prepared where it is read, and what is written for
-many requests is handed over at once. The engine only queues what it made; decoding and JSON happen
-on the writer's thread. Leaves out the content of responses (`responses`) and a request's way
+Another thread costs more than most of what it is woken for (0.3 ms of CPU for 0.1 ms of work,
+measured), so what is short is prepared where it is read, and what is written for many requests is
+handed over at once. The engine only queues what it made; decoding and JSON happen on the writer's
+thread. Leaves out the content of responses (`responses`) and the order of steps
 (`request_handler`).
 """
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 # A body of this size takes about 0.1 ms; other requests do not notice this many seconds.
 SHORT_BYTES = 4096
 SHORT_S = 0.001
-# Few strings and lists, so few messages or prompts: each costs something of its own.
+# Few strings and lists, so few messages or prompts: each of them costs something.
 SHORT_QUOTES = 200
 SHORT_LISTS = 32
 # What may take long however short it is; a backslash and u could spell any of them.
@@ -30,8 +30,7 @@ CHAT_WORDS = (b"messages",)
 
 
 class ResponseQueue:
-    """Response of one request, as the event loop awaits it: pieces of bytes, then an end or an
-    error.
+    """Pieces of one response, then its end or an error, as the event loop awaits them.
 
     Made and read on the loop; other threads use `ResponseWriter.put`.
     """
@@ -55,7 +54,7 @@ class ResponseQueue:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, which is raised after what is there already was read."""
+        """End with an error, which is raised after the pieces before it were read."""
         if not self._ended:
             self._error, self._ended = error, True
             self._wake()
@@ -82,12 +81,12 @@ class ResponseQueue:
 class TokenizeWorker:
     """Parses and tokenizes requests: short ones at once on the event loop, all others on threads.
 
-    Short is a body of few bytes whose preparation takes no time to speak of, as that of those
-    before it did not. What may take long whatever its size (tools, forms) is known by words in the
-    body; so is whatever could hide them. `alone` keeps everything off the event loop, for a
-    tokenizer that must not be used by two threads.
+    Short is a body of few bytes, as long as bodies before it took no time to speak of. What may
+    take long whatever its size (tools, forms) is known by words in the body; so is whatever could
+    hide them. `alone` keeps everything off the event loop, for a tokenizer that must not be used by
+    two threads.
 
-    What waits for another process has threads of its own, so that nothing else waits for it:
+    Work that waits for another process has separate threads, so that nothing else waits for it:
     `forms` for bodies with tools or forms, whose grammars are compiled, and `chats` for
     conversations where a worker renders the template. Without them the worker does these too.
     """
@@ -127,16 +126,14 @@ class TokenizeWorker:
             return self._forms
         if self._chats is not None and any(word in data for word in CHAT_WORDS):
             return self._chats
-        return None if self._is_short(data) else self._worker
-
-    def _is_short(self, data: bytes) -> bool:
-        return (
+        is_short = (
             len(data) <= SHORT_BYTES
             and self._cpu_s <= SHORT_S
             and not self._alone
             and data.count(b'"') <= SHORT_QUOTES
             and data.count(b"[") <= SHORT_LISTS
         )
+        return None if is_short else self._worker
 
     def _timed(self, work: Callable[[], T]) -> T:
         began = time.thread_time()

@@ -1,8 +1,7 @@
 """Access log: a record per request, with its id, its cost and its outcome, and a line of JSON.
 
-Owns the record that routes fill in and the log's thread. uvicorn's own log knows neither tokens nor
-waiting times. Leaves out the middleware that makes the records (`guard`) and the metrics
-(`prometheus`).
+uvicorn's own log knows neither tokens nor waiting times. Leaves out the middleware that makes the
+records (`guard`) and the metrics (`prometheus`).
 """
 
 import queue
@@ -48,11 +47,6 @@ class RequestRecord:
     weight_version: int | None = None
     body: str | None = None
 
-    def first_token(self) -> None:
-        """Note that the answer's first token is there; later calls change nothing."""
-        if self.first_token_s is None:
-            self.first_token_s = time.perf_counter() - self.started
-
 
 def record_of(scope: Scope) -> RequestRecord:
     """The record of a request, for its route to fill in."""
@@ -62,12 +56,11 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 class AccessLog(QueueListener):
-    """Writes one JSON line a request from a thread of its own: no request waits for a slow pipe.
+    """Writer of one JSON line a request, on a thread: no request waits for a slow pipe.
 
-    Lines are written some at a time, for waking a thread costs more than writing a line: with one
-    logging record and one write a request, a request costs 45 µs more (measured, 10 % of what
-    serving it costs). Where lines come faster than they can be written, they are dropped and
-    counted.
+    Lines are written some at a time, since waking a thread costs more than writing a line: 45 µs a
+    request, measured, 10 % of the cost of serving it. Lines that come faster than they can be
+    written are dropped and counted.
     """
 
     def __init__(self, stream: TextIO | TextIOBase) -> None:
@@ -87,7 +80,7 @@ class AccessLog(QueueListener):
             self._dropped += 1
 
     def handle(self, record: RequestRecord) -> None:  # type: ignore[override]
-        """Write a record, and those that come shortly after it."""
+        """Write a record, and the records that come shortly after it."""
         time.sleep(LINES_GATHERED_S)
         records = [record]
         while not self._waiting.empty():

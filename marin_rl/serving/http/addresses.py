@@ -92,17 +92,19 @@ class Origins:
         """Raise ApiError 403 for a request whose Host or Origin is not ours."""
         hosts = headers.get(b"host", [])
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
-            raise _forbidden(
+            raise ApiError(
+                403,
                 "the Host header names none of this server's hosts: see the setting "
                 "inference.server.hosts_allowed",
-                "host_not_allowed",
+                code="host_not_allowed",
             )
         origins = headers.get(b"origin", [])
         if origins and (len(origins) > 1 or not self._may_call(_text(origins[0]), _text(hosts[0]))):
-            raise _forbidden(
+            raise ApiError(
+                403,
                 "web pages of this origin may not call this server: see the setting "
                 "inference.server.origins_allowed",
-                "origin_not_allowed",
+                code="origin_not_allowed",
             )
 
     def is_listed(self, headers: Mapping[bytes, list[bytes]]) -> bool:
@@ -149,7 +151,3 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
-
-
-def _forbidden(message: str, code: str) -> ApiError:
-    return ApiError(403, message, code=code)

@@ -60,7 +60,10 @@ class Keys:
         "local" is every caller while no API token is set: then only this machine is answered.
         Raises ApiError 401 for an unknown token.
         """
-        digest = hashlib.sha256(_bearer(authorization)).digest()
+        scheme, _, token = b"".join(authorization[:1]).partition(b" ")
+        # nothing for no header, several, or another scheme
+        is_bearer = len(authorization) == 1 and scheme.lower() == b"bearer"
+        digest = hashlib.sha256(token.strip() if is_bearer else b"").digest()
         is_admin = hmac.compare_digest(digest, self.admin or _NO_TOKEN)
         is_api = hmac.compare_digest(digest, self.api or _NO_TOKEN)
         if is_admin:
@@ -83,14 +86,6 @@ def _token(variable: str) -> bytes | None:
     if len(token.split()) > 1:
         raise ConfigError(f"{variable}: expected a token without blanks, found blanks in it")
     return token or None
-
-
-def _bearer(authorization: Sequence[bytes]) -> bytes:
-    """The token of the one Authorization header; nothing for none, several, or another scheme."""
-    if len(authorization) != 1:
-        return b""
-    scheme, _, token = authorization[0].partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" else b""
 
 
 def check_address(config: InferenceConfig, host: str, port: int) -> None:

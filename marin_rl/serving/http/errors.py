@@ -98,42 +98,31 @@ def parse(kind: type[B], data: bytes) -> B:
 def _refusal(kind: type[Body], data: bytes, error: ValidationError) -> ApiError:
     # with its input, each error would hold another copy of the object around it
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    first = _most_specific(errors)
-    names = _names(kind, first)
+    first, known, names = _most_specific(errors), _fields(kind), list[str]()
+    # the path in the body: fields and list indices, without union branches
+    for part in first["loc"]:
+        if isinstance(part, int) or (part in known and part not in names[-1:]):
+            names.append(str(part))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        return _unknown(kind, first, names)
+        name = str(first["loc"][-1])[:200]
+        names += [] if names[-1:] == [name] else [name]
+        close = closest(name, kind.model_fields) if len(names) == 1 else None
+        param, meant = ".".join(names), f"; did you mean {close!r}?" if close else ""
+        message = f"unknown field {param!r}{meant}"
+        return ApiError(400, message, code="unknown_field", param=param)
     if first["type"] == "value_error":
         field, separator, remainder = message.partition(": ")
         if separator and field.isidentifier():
             names, message = [*names, field], remainder
         param = ".".join(names)
         return ApiError(400, f"{param}: {message}" if param else message, param=param)
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {message}")
     if not names:
-        return ApiError(400, f"expected a JSON object: {message}")
+        not_json = first["type"] == "json_invalid"
+        what = "the body is not JSON" if not_json else "expected a JSON object"
+        return ApiError(400, f"{what}: {message}")
     param = ".".join(names)
     return ApiError(400, f"{param}: {message}{_found_value(data, first)}", param=param)
-
-
-def _names(kind: type[Body], error: ErrorDetails) -> list[str]:
-    """Path of the error in the body: fields and list indices, without union branches."""
-    known, names = _fields(kind), list[str]()
-    for part in error["loc"]:
-        if isinstance(part, int) or (part in known and part not in names[-1:]):
-            names.append(str(part))
-    return names
-
-
-def _unknown(kind: type[Body], error: ErrorDetails, names: list[str]) -> ApiError:
-    name = str(error["loc"][-1])[:200]
-    if names[-1:] != [name]:
-        names.append(name)
-    close = closest(name, kind.model_fields) if len(names) == 1 else None
-    param = ".".join(names)
-    meant = f"; did you mean {close!r}?" if close else ""
-    return ApiError(400, f"unknown field {param!r}{meant}", code="unknown_field", param=param)
 
 
 def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:

@@ -70,7 +70,7 @@ class Guard:
             self._answer,
             allow_origins=[origin.lower() for origin in config.origins_allowed],
             allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # clients of OpenAI's send headers of their own
+            allow_headers=("*",),  # OpenAI's clients send their own headers
             expose_headers=("x-request-id", "retry-after"),
         )
 
@@ -79,8 +79,11 @@ class Guard:
         headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value)
+        ids = headers.get(b"x-request-id", [])
+        # the client's own id where it gave exactly one that is short and plain
+        sane = len(ids) == 1 and _REQUEST_ID.fullmatch(ids[0])
         record = RequestRecord(
-            request_id=_request_id(headers),
+            request_id=ids[0].decode() if sane else new_id(),
             method=scope["method"],
             arrived_at=time.time(),
             started=time.perf_counter(),
@@ -89,10 +92,21 @@ class Guard:
         share = BodyShare(self._budget, self._config.body_bytes_max)
         state = scope.setdefault("state", {})
         state |= {"record": record, "headers": headers, "body_share": share}
+        added = (
+            (b"x-request-id", record.request_id.encode()),
+            (b"x-content-type-options", b"nosniff"),
+        )
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *added]
+            await send(message)
+
         self._on_start()
         app = self._cors if self._origins().is_listed(headers) else self._answer
         try:
-            await app(scope, receive, _with_request_id(record, send))
+            await app(scope, receive, send_named)
         finally:
             share.release()
             record.latency_s = time.perf_counter() - record.started
@@ -107,13 +121,19 @@ class Guard:
                 self._admit(scope)
                 await self._app(scope, receive, send)
         except Exception as error:  # noqa: BLE001 the last one who can tell the client anything
-            record = record_of(scope)
-            refusal = request_timeout() if timeout.expired() else _as_api_error(error, scope)
-            if refusal is None or record.status:
+            record, refusal = record_of(scope), internal_error(record_of(scope).request_id)
+            refused = timeout.expired() or isinstance(error, ApiError | HTTPException)
+            if not refused or record.status:
                 _log.error("request %s failed", record.request_id, exc_info=error)
             if record.status:  # too late for another status: an answer cut short is seen as such
                 raise CutShort from None
-            refusal = refusal or internal_error(record.request_id)
+            if timeout.expired():
+                refusal = request_timeout()
+            elif isinstance(error, HTTPException):  # no such route, or no such method
+                message = f"{scope['method'][:16]} {scope['path'][:200]}: {error.detail}"
+                refusal = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+            elif isinstance(error, ApiError):
+                refusal = error
             record.reason = refusal.code
             answer = JSONResponse(refusal.body, refusal.status, headers=refusal.headers)
             await answer(scope, receive, send)
@@ -145,38 +165,7 @@ def internal_error(request_id: str) -> ApiError:
 
 
 def client_left() -> ApiError:
-    """Error for a client that has disconnected."""
     return ApiError(CLIENT_LEFT, "the client went away", code="client_left")
-
-
-def _as_api_error(error: Exception, scope: Scope) -> ApiError | None:
-    """Return the error for the client; None where the fault is ours."""
-    if isinstance(error, HTTPException):  # no such route, or no such method
-        message = f"{scope['method'][:16]} {scope['path'][:200]}: {error.detail}"
-        return ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return error if isinstance(error, ApiError) else None
-
-
-def _with_request_id(record: RequestRecord, send: Send) -> Send:
-    """A `send` that adds the request's id to the answer and notes its status."""
-    added = (
-        (b"x-request-id", record.request_id.encode()),
-        (b"x-content-type-options", b"nosniff"),
-    )
-
-    async def send_named(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            record.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), *added]
-        await send(message)
-
-    return send_named
-
-
-def _request_id(headers: dict[bytes, list[bytes]]) -> str:
-    """The client's own id where it gave exactly one that is short and plain; else a new one."""
-    ids = headers.get(b"x-request-id", [])
-    return ids[0].decode() if len(ids) == 1 and _REQUEST_ID.fullmatch(ids[0]) else new_id()
 
 
 async def read_body(scope: Scope, receive: Receive, bytes_max: int | None = None) -> bytes:

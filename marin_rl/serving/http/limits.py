@@ -1,4 +1,4 @@
-"""Limits: sizes and rates of requests, and the errors of those that waited too long.
+"""Limits: sizes and rates of requests, and the errors of requests that waited too long.
 
 Owns request rates, the sizes and the queue that a configuration allows, and the memory that the
 bodies of all requests may hold together: each body is bounded, but 2,048 at once could fill 32 GB.
@@ -53,30 +53,27 @@ class Rates:
     def __init__(
         self, config: ServerConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        rate = config.requests_per_second
+        rate = self._rate = config.requests_per_second
         self._buckets: dict[str, TokenBucket] = {}
         if rate is not None:
             burst = config.requests_burst or max(1, math.ceil(rate))
-            self._buckets = {
-                caller: TokenBucket(rate, burst, clock=clock) for caller in ("api", "local")
-            }
-        self._rate = rate
+            for caller in ("api", "local"):
+                self._buckets[caller] = TokenBucket(rate, burst, clock=clock)
 
     def check(self, caller: str) -> None:
         """Raise ApiError 429, with the time to retry at, for a caller above its rate."""
         bucket = self._buckets.get(caller)
         wait_s = 0.0 if bucket is None else bucket.take()
-        if wait_s == 0:
-            return
-        raise ApiError(
-            429,
-            f"expected at most {self._rate:g} requests a second: try again in {wait_s:.3g} s",
-            code="rate_limit_exceeded",
-            headers={
-                "Retry-After": str(math.ceil(wait_s)),
-                "Retry-After-Ms": str(math.ceil(1000 * wait_s)),  # what `openai` looks at first
-            },
-        )
+        if wait_s:
+            raise ApiError(
+                429,
+                f"expected at most {self._rate:g} requests a second: try again in {wait_s:.3g} s",
+                code="rate_limit_exceeded",
+                headers={
+                    "Retry-After": str(math.ceil(wait_s)),
+                    "Retry-After-Ms": str(math.ceil(1000 * wait_s)),  # what `openai` reads first
+                },
+            )
 
 
 def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) -> None:
@@ -95,11 +92,12 @@ def check_tokens(
     config: ServerConfig, *, prompt_tokens: int, new_tokens: int | None, param: str = "prompt"
 ) -> None:
     """Refuse a prompt, or a requested number of new tokens, beyond the configured limits (400)."""
-    prompt_max, new_max = config.prompt_tokens_max, config.new_tokens_max
-    if prompt_max is not None and prompt_tokens > prompt_max:
-        raise _too_many(param, "prompt tokens", prompt_tokens, prompt_max)
-    if new_max is not None and new_tokens is not None and new_tokens > new_max:
-        raise _too_many("max_tokens", "new tokens", new_tokens, new_max)
+    for name, what, count, most in (
+        (param, "prompt tokens", prompt_tokens, config.prompt_tokens_max),
+        ("max_tokens", "new tokens", new_tokens, config.new_tokens_max),
+    ):
+        if most is not None and count is not None and count > most:
+            raise _too_many(name, what, count, most)
 
 
 def _too_many(param: str, what: str, count: int, allowed: int) -> ApiError:
@@ -112,29 +110,21 @@ def _overloaded(message: str) -> ApiError:
 
 
 def body_too_large(bytes_max: int) -> ApiError:
-    """Error for a body beyond the limit (413)."""
     return ApiError(413, f"expected a body of at most {bytes_max} bytes", code="body_too_large")
 
 
 def draining_error() -> ApiError:
-    """Error for new work while the server shuts down, with Retry-After."""
     return ApiError(503, "the server is shutting down: try again", code="draining", retry_s=5)
 
 
 def queue_timeout() -> ApiError:
-    """No slot became free in time."""
-    return ApiError(
-        503, "no slot became free in time: try again later", code="queue_timeout", retry_s=5
-    )
+    message = "no slot became free in time: try again later"
+    return ApiError(503, message, code="queue_timeout", retry_s=5)
 
 
 def request_timeout() -> ApiError:
-    """The answer was not complete in time."""
-    return ApiError(
-        504,
-        "the answer was not complete in time: ask for fewer tokens or samples",
-        code="request_timeout",
-    )
+    message = "the answer was not complete in time: ask for fewer tokens or samples"
+    return ApiError(504, message, code="request_timeout")
 
 
 class BodyBudget:

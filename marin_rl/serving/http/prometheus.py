@@ -14,9 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from marin_rl.inference.adapters import AdapterStats
-from marin_rl.inference.batch_invariance import Invariance
-from marin_rl.inference.engine_step import EngineStats
+from marin_rl.inference.engine import Engine
 from marin_rl.serving.http.access_log import RequestRecord
 
 METRICS_ROUTE = "/metrics"
@@ -26,8 +24,6 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSpec:
-    """Metric: its full name, kind, labels, and description."""
-
     name: str
     kind: str
     labels: tuple[str, ...] = ()
@@ -115,37 +111,18 @@ M = TypeVar("M")
 _SPECS = {spec.name.removeprefix("marin_rl_"): spec for spec in METRICS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The server, its engine and its weights at one moment; counts are since the start."""
+class Telemetry(Collector):
+    """Metrics of one server, in a separate registry; the engine is read at each scrape.
 
-    connections: int
-    model_id: str
-    weight_version: int
-    parameters_digest: str
-    stats: EngineStats
-    slots: int
-    busy: int
-    queued: int
-    paused: bool
-    sharing: bool
-    keeps_prefixes: bool
-    invariance: Invariance
-    adapters: list[str]
-    adapters_max: int
-    adapter_stats: AdapterStats
-
-
-class Telemetry:
-    """The metrics of one server, in a registry of its own.
-
-    `read` is called at each scrape. Requests are counted on the event loop, all else from any
-    thread.
+    `base_id` returns the id of the loaded weights, and `connections` the number of open ones.
+    Requests are counted on the event loop, all else from any thread.
     """
 
-    def __init__(self, read: Callable[[], Snapshot]) -> None:
-        self._registry = CollectorRegistry(auto_describe=True)
-        self._read = read
+    def __init__(
+        self, engine: Engine, *, base_id: Callable[[], str], connections: Callable[[], int]
+    ) -> None:
+        self._registry = CollectorRegistry()
+        self._engine, self._base_id, self._connections = engine, base_id, connections
         self._updated_at = time.monotonic()
         self._running = 0
         self._counters = {name: self._made(name, Counter) for name in COUNTED}
@@ -154,7 +131,7 @@ class Telemetry:
         self._seconds = self._made("request_seconds", buckets)
         # children by (route, status): `labels` takes a lock and builds a key for each call
         self._children = lru_cache(maxsize=None)(self._bound)
-        self._registry.register(_AtScrape(self._at_scrape))
+        self._registry.register(self)
         self.lines_dropped: Callable[[], int] = lambda: 0
 
     def request_started(self) -> None:
@@ -187,7 +164,7 @@ class Telemetry:
         (counter.labels(*labels) if labels else counter).inc(amount)
 
     def weights_updated(self, *, source: str, bytes: int, seconds: float | int) -> None:
-        """New weights are served; `source` is one of a fixed set of kinds, such as "memory"."""
+        """Count new weights; `source` is one of a fixed set of kinds, such as "memory"."""
         self.count("weight_updates_total", 1, source)
         self.count("weight_update_bytes_total", bytes, source)
         self.count("weight_update_seconds_total", seconds, source)
@@ -197,52 +174,49 @@ class Telemetry:
         """Everything in Prometheus' text format. Takes milliseconds: not for the event loop."""
         return generate_latest(self._registry)
 
-    def _at_scrape(self) -> Iterable[Metric]:
-        snapshot = self._read()
-        yield _info(snapshot)
-        yield _gauges("batch_invariant", asdict(snapshot.invariance))
-        yield _gauges("adapter_info", dict.fromkeys(snapshot.adapters, 1))
-        for name, value in self._values(snapshot).items():
+    def collect(self) -> Iterable[Metric]:
+        """Yield what is read at each scrape; prometheus-client calls it."""
+        engine = self._engine
+        policy, info = engine.policy, _SPECS["policy_info"]
+        labels = {"model": self._base_id(), "parameters_digest": policy.parameters_digest}
+        # named policy_info in the text: the family adds the suffix
+        yield InfoMetricFamily(info.name.removesuffix("_info"), info.meaning, labels)
+        yield _gauges("batch_invariant", asdict(engine.plan.invariance))
+        yield _gauges("adapter_info", {one.name: 1 for one in engine.adapters.loaded})
+        for name, value in self._values(engine).items():
             spec = _SPECS[name]
             family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
             yield family(spec.name, spec.meaning, float(value))
 
-    def _values(self, snapshot: Snapshot) -> dict[str, float | int]:
-        stats = snapshot.stats
+    def _values(self, engine: Engine) -> dict[str, float | int]:
+        stats, adapters = engine.stats.snapshot(), engine.adapters.stats.snapshot()
         # counts of the engine have the names of its statistics
         counts = {f"engine_{name}_total": value for name, value in asdict(stats).items()}
         return {name: value for name, value in counts.items() if name in _SPECS} | {
             "requests_running": self._running,
-            "connections": snapshot.connections,
-            "slots": snapshot.slots,
-            "slots_busy": snapshot.busy,
-            "samples_queued": snapshot.queued,
-            "engine_paused": snapshot.paused,
-            "prompts_shared": snapshot.sharing,
-            "policy_version": snapshot.weight_version,
+            "connections": self._connections(),
+            "slots": engine.slots,
+            "slots_busy": engine.active,
+            "samples_queued": engine.queued,
+            "engine_paused": engine.paused,
+            "prompts_shared": engine.plan.sharing,
+            "policy_version": engine.policy.weight_version,
             "weight_update_age_seconds": time.monotonic() - self._updated_at,
-            "prefix_cache": snapshot.keeps_prefixes,
+            "prefix_cache": engine.plan.keeps_prefixes,
             "engine_prefill_seconds_total": stats.prefill_s,
             "engine_decode_seconds_total": stats.decode_s,
             "swaps_total": stats.swaps,
-            "adapters_loaded": len(snapshot.adapters),
-            "adapters_max": snapshot.adapters_max,
-            "adapter_loads_total": snapshot.adapter_stats.loads,
-            "adapter_unloads_total": snapshot.adapter_stats.unloads,
-            "adapter_write_seconds_total": snapshot.adapter_stats.write_s,
+            "adapters_loaded": len(engine.adapters.loaded),
+            "adapters_max": engine.adapters.sizes.adapters,
+            "adapter_loads_total": adapters.loads,
+            "adapter_unloads_total": adapters.unloads,
+            "adapter_write_seconds_total": adapters.write_s,
             "access_log_dropped_total": self.lines_dropped(),
         }
 
     def _made(self, name: str, kind: Callable[..., M]) -> M:
         spec = _SPECS[name]
         return kind(spec.name, spec.meaning, spec.labels, registry=self._registry)
-
-
-def _info(snapshot: Snapshot) -> Metric:
-    # named policy_info in the text: the family adds the suffix
-    spec = _SPECS["policy_info"]
-    labels = {"model": snapshot.model_id, "parameters_digest": snapshot.parameters_digest}
-    return InfoMetricFamily(spec.name.removesuffix("_info"), spec.meaning, labels)
 
 
 def _gauges(name: str, values: Mapping[str, float | int]) -> Metric:
@@ -252,16 +226,3 @@ def _gauges(name: str, values: Mapping[str, float | int]) -> Metric:
     for label, value in values.items():
         family.add_metric((label,), float(value))
     return family
-
-
-class _AtScrape(Collector):
-    """A collector that makes its metrics when they are scraped."""
-
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect()
-
-    def describe(self) -> Iterable[Metric]:
-        return ()

@@ -1,9 +1,9 @@
 """Answers that must have a form: JSON, JSON of a schema, or calls of tools.
 
-Owns the grammars (llguidance) and what may be asked of them: sizes, depth, fuel. A schema is
-compiled before any work is queued, and what it cannot express is refused there; each sample then
-gets its own walker, which says at every step which tokens may follow. Leaves out the sampling
-itself (the engine) and how tool calls are written (`tools`).
+Owns the grammars (llguidance) and their limits: sizes, depth, fuel. A schema is compiled before any
+work is queued, and what it cannot express is refused there; each sample then gets its own walker,
+which says at every step which tokens may follow. Leaves out the sampling itself (the engine), and
+the formats of calls and how they are read back (`marin_rl.tool_calls`).
 """
 
 import json
@@ -19,9 +19,10 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from marin_rl.errors import InferenceError, InputError
-from marin_rl.isolated.grammars import LARK, SCHEMA, matcher_of
+from marin_rl.isolated.grammars import JSON_OPTIONS, LARK, SCHEMA, matcher_of
 from marin_rl.isolated.pool import Pool, WorkerFault, WorkerLimits, WorkerSpec
 from marin_rl.serving.http.errors import ApiError
+from marin_rl.tool_calls import CALLS_MAX, ToolFormat
 
 SCHEMA_BYTES_MAX = 64 * 2**10
 SCHEMA_DEPTH_MAX = 32
@@ -82,10 +83,10 @@ MakeWalker = Callable[[], Walker]
 
 
 class Constraints:
-    """Compiles what a request asks of its answer's form, for one tokenizer and one model.
+    """Compiler of constraints for one tokenizer and one model.
 
-    The tokenizer's vocabulary is taken in when it is first needed, which takes up to some seconds
-    for a large one; compiled grammars are kept. May be used by several threads.
+    The tokenizer's vocabulary is read when it is first needed, which takes up to some seconds for a
+    large one; compiled grammars are kept. May be used by several threads.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Constraints:
         return lambda: Walker(matcher.deep_copy(), words)
 
     def _matcher(self, kind: str, text: str) -> LLMatcher:
-        """The compiled form, kept or made now; who asks for the same meanwhile waits for it.
+        """Return the compiled form, from the cache or made now, once for all that ask for it.
 
         A refusal is kept as well. Raises InputError.
         """
@@ -159,7 +160,15 @@ class Constraints:
         return compiled.result()
 
     def _compile(self, kind: str, text: str) -> LLMatcher:
-        _try(kind, text)
+        if len(text) > SHORT_CHARACTERS or any(word in text for word in _HARD_WORDS):
+            # in a separate process with limits
+            (answer,) = _trials.ask([json.dumps((kind, text)).encode()])
+            if isinstance(answer, WorkerFault):
+                raise InputError(
+                    f"expected a form that is compiled within {CPU_S_MAX:g} s and "
+                    f"{MEMORY_BYTES_MAX >> 20} MiB, found one that takes {answer}: lower its "
+                    "counts, lengths and multiples, or ask for a simpler pattern"
+                )
         with self._vocabulary_lock:
             if self._taken_in is None:
                 self._taken_in = take_in(self._tokenizer, self._vocabulary, self._stop_tokens)
@@ -171,25 +180,12 @@ class Constraints:
         return matcher
 
 
-def _try(kind: str, text: str) -> None:
-    """Raise InputError for a form whose compilation exceeds a limit in a process of its own."""
-    if len(text) <= SHORT_CHARACTERS and not any(word in text for word in _HARD_WORDS):
-        return
-    (answer,) = _trials.ask([json.dumps((kind, text)).encode()])
-    if isinstance(answer, WorkerFault):
-        raise InputError(
-            f"expected a form that is compiled within {CPU_S_MAX:g} s and "
-            f"{MEMORY_BYTES_MAX >> 20} MiB, found one that takes {answer}: lower its "
-            "counts, lengths and multiples, or ask for a simpler pattern"
-        )
-
-
 def take_in(
     tokenizer: PreTrainedTokenizerBase, vocabulary: int, stop_tokens: Sequence[int]
 ) -> LLTokenizer:
     """The tokenizer as llguidance needs it: the bytes of every token.
 
-    Raises InputError for a tokenizer whose tokens have no bytes of their own.
+    Raises InputError for a tokenizer whose tokens do not stand for bytes.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise InputError("this model's tokenizer cannot be constrained: expected a fast tokenizer")
@@ -235,7 +231,14 @@ class _Words:
 
 
 def _check_size(schema: Any, param: str) -> None:
-    nodes, depth = _measure(schema)
+    nodes, depth, layer = 0, 0, [schema]
+    while layer and depth <= SCHEMA_DEPTH_MAX:  # counting stops beyond the depth limit
+        nodes, depth = nodes + len(layer), depth + 1
+        inside: list[Any] = []
+        for value in layer:
+            if isinstance(value, Mapping | list | tuple):
+                inside += value.values() if isinstance(value, Mapping) else value
+        layer = inside
     size = len(_as_text(schema).encode()) if depth <= SCHEMA_DEPTH_MAX else 0
     for count, most, unit in (
         (depth, SCHEMA_DEPTH_MAX, "levels"),
@@ -252,24 +255,50 @@ def _as_text(schema: Any) -> str:
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
-def _measure(schema: Any) -> tuple[int, int]:
-    """(number of values in a schema, their depth); counting stops beyond the depth limit."""
-    nodes, depth, layer = 0, 0, [schema]
-    while layer and depth <= SCHEMA_DEPTH_MAX:
-        nodes, depth = nodes + len(layer), depth + 1
-        layer = [inner for value in layer for inner in _inside(value)]
-    return nodes, depth
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else []
-
-
 def _error_text(matcher: LLMatcher) -> str:
     """The error message of llguidance, on one line."""
     first = matcher.get_error().partition("\n<")[0]
     if first.startswith("NoExtension"):
         return "a form that no text has"
     return first[:ERROR_CHARACTERS_MAX]
+
+
+def forced_calls_grammar(
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    several: bool,
+) -> str:
+    """Return the Lark grammar (llguidance's dialect) of calls of these tools and nothing else.
+
+    `several` allows more than one call where the format has room for it.
+    """
+    call: dict[str, Any] = {"anyOf": [_call_schema(form, tool["function"]) for tool in tools]}
+    if form.listed:
+        most = CALLS_MAX if several else 1
+        call = {"type": "array", "items": call, "minItems": 1, "maxItems": most}
+    call["x-guidance"] = JSON_OPTIONS
+    body = f"%json {json.dumps(call)}"
+    before, after = _literal(form.before, form, tokenizer), _literal(form.after, form, tokenizer)
+    more = ' ("\\n" call)*' if several and form.closing else ""
+    return f"start: call{more}\ncall: {before} {body} {after}\n"
+
+
+def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("parameters") or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, form.arguments: arguments},
+        "required": ["name", form.arguments],
+        "additionalProperties": False,
+    }
+
+
+def _literal(text: str, form: ToolFormat, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A marker in Lark: a special token by its id, the rest as a string."""
+    if not form.special or not form.opening or not text.startswith(form.opening):
+        return json.dumps(text) if text else ""
+    marker = f"<[{tokenizer.get_vocab()[form.opening]}]>"
+    literal = text.removeprefix(form.opening)
+    return f"{marker} {json.dumps(literal)}" if literal else marker

@@ -1,8 +1,8 @@
 """Detokenizer, from token ids to text: whole, token by token, and as it grows.
 
-Owns the use of the tokenizer's decoder: what single tokens read as, in characters and in bytes, and
-which part of an unfinished text can be shown because nothing that follows can change it. Leaves out
-encoding (`templates`, `service`) and how an answer looks (`responses`, `streaming`).
+Owns the texts and bytes of single tokens, and which part of an unfinished text can be shown because
+nothing that follows can change it. Leaves out encoding (`templates`, `service`) and how a response
+looks (`responses`).
 """
 
 import codecs
@@ -23,24 +23,17 @@ class Decodes(Protocol):
     """A tokenizer, as far as its decoder is used."""
 
     @property
-    def all_special_ids(self) -> list[int]:
-        """Ids that text leaves out."""
-        ...
+    def all_special_ids(self) -> list[int]: ...
 
-    def get_vocab(self) -> dict[str, int]:
-        """Return ids by token."""
-        ...
+    def get_vocab(self) -> dict[str, int]: ...
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002 - transformers' signature
-        """Return the text of ids."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one token: its string, its bytes (UTF-8), and `special` for those that text leaves
-    out.
-    """
+    """Text of one token and its bytes (UTF-8); text leaves `special` ones out."""
 
     text: str
     data: list[int]
@@ -59,7 +52,10 @@ class Detokenizer:
         self._byte_ids = frozenset(
             vocabulary[token] for token in bytes_as_tokens if token in vocabulary
         )
-        self._anchor = self._find_anchor(vocabulary.get("a"))
+        # A token to put before another, for some decoders drop a text's first space.
+        letter = vocabulary.get("a")
+        whole = letter is not None and self._decode([letter, letter], False) == "aa"
+        self._anchor = [letter] if letter is not None and whole else []
         self._pieces: dict[int, Piece] = {}
 
     def of(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -74,13 +70,17 @@ class Detokenizer:
         """Text of a token by itself, inside a text."""
         piece = self._pieces.get(token)
         if piece is None:
-            piece = self._pieces[token] = self._read(token)
+            text = self._decode([*self._anchor, token], False)[len(self._anchor) :]
+            data = text.encode()
+            if UNFINISHED in text:
+                data = _bytes_of(self.name(token)) or data
+            piece = self._pieces[token] = Piece(text, list(data), token in self._special)
         return piece
 
     def ends_open(self, ids: Sequence[int]) -> int:
         """Number of tokens at the end that are single bytes, whose text the next byte may change.
 
-        Tokens without a text of their own do not part bytes from one another.
+        Tokens that have no text do not separate bytes.
         """
         open_ids = 0
         if self._byte_ids:
@@ -90,19 +90,6 @@ class Detokenizer:
                 elif token not in self._special and token in self._names:
                     break
         return open_ids
-
-    def _find_anchor(self, letter: int | None) -> list[int]:
-        """A token to put before another, for some decoders drop a text's first space."""
-        if letter is not None and self._decode([letter, letter], False) == "aa":
-            return [letter]
-        return []
-
-    def _read(self, token: int) -> Piece:
-        text = self._decode([*self._anchor, token], False)[len(self._anchor) :]
-        data = text.encode()
-        if UNFINISHED in text:
-            data = _bytes_of(self.name(token)) or data
-        return Piece(text, list(data), token in self._special)
 
 
 def _decoder(tokenizer: Decodes) -> Callable[[Sequence[int], bool], str]:

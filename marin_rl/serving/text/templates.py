@@ -20,10 +20,10 @@ from marin_rl.tool_calls import no_constant
 
 
 class ChatPrompts:
-    """The way from conversations to the texts of prompts, by the tokenizer's own template.
+    """Renderer of conversations by the tokenizer's own template.
 
-    What it needs of the tokenizer is looked up once: transformers takes longer for that than a
-    rendering does. May be used by several threads.
+    The tokenizer is read once: transformers takes longer for that than a rendering does. May be
+    used by several threads.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -32,12 +32,12 @@ class ChatPrompts:
 
     @property
     def waits(self) -> bool:
-        """Return True where rendering waits for a process, so that it must not hold up others."""
+        """True where rendering waits for a process, so that it must not hold up others."""
         return not (self._plain.is_built_in and self._with_tools.is_built_in)
 
     @cached_property
     def _option_names(self) -> frozenset[str]:
-        """Variables that a request may set: all that the template reads, but for the day."""
+        """Variables that a request may set: all that the template reads, except the day."""
         names = self._plain.variables() | self._with_tools.variables()
         return names - {"date", CLOCK}
 
@@ -90,29 +90,25 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
     What a message leaves out, or gives as null, is left out; only `content` is always there.
     """
-    return [_message(index, message) for index, message in enumerate(messages)]
-
-
-def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    cleaned = {key: value for key, value in message.items() if value is not None}
-    content = cleaned.get("content")
-    if isinstance(content, list | tuple):
-        content = "".join(part["text"] for part in content)
-    cleaned["content"] = content
-    if "tool_calls" in cleaned:
-        cleaned["tool_calls"] = [
-            _call(f"messages.{index}.tool_calls.{number}", call)
-            for number, call in enumerate(cleaned["tool_calls"])
-        ]
-    return cleaned
-
-
-def _call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        function["arguments"] = _object(f"{where}.function.arguments", arguments)
-    return {**call, "function": function}
+    cleaned_messages = []
+    for index, message in enumerate(messages):
+        cleaned = {key: value for key, value in message.items() if value is not None}
+        content = cleaned.get("content")
+        if isinstance(content, list | tuple):
+            content = "".join(part["text"] for part in content)
+        cleaned["content"] = content
+        if "tool_calls" in cleaned:
+            calls = [dict(call) for call in cleaned["tool_calls"]]
+            for number, call in enumerate(calls):
+                function = dict(call["function"])
+                arguments = function.get("arguments") or "{}"
+                if isinstance(arguments, str):
+                    where = f"messages.{index}.tool_calls.{number}.function.arguments"
+                    function["arguments"] = _object(where, arguments)
+                call["function"] = function
+            cleaned["tool_calls"] = calls
+        cleaned_messages.append(cleaned)
+    return cleaned_messages
 
 
 def _object(where: str, text: str) -> dict[str, Any]:

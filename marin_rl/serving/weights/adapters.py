@@ -1,22 +1,45 @@
 """Adapters of a running server: read from PEFT folders, loaded under names, and unloaded.
 
 Owns the names, which are model ids like that of the base; the check of a folder against the served
-base; and which adapter the server's own name stands for, where a run is followed whose policies are
-adapters. Leaves out the places that an admin may read from (`checkpoint_loader`), the engine's room
-(`marin_rl.inference.adapters`), and the routes (`adapter_routes`).
+base; and the versions of a run's adapter: each has a name such as `policy@00012-1a2b3c4d`, and the
+server's own name stands for the version that was loaded last. Requests that were sent to a version
+before end on it. Leaves out the places that an admin may read from (`checkpoint_loader`), the
+engine's room (`marin_rl.inference.adapters`), and the routes (`admin`).
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from marin_rl.errors import InputError, MarinRLError, StalePolicy
+import jax.numpy as jnp
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.config import Config, InferenceConfig
+from marin_rl.errors import CorruptObject, InputError, MarinRLError, StalePolicy
 from marin_rl.inference.adapters import AdapterGone, LoadedAdapter
-from marin_rl.inference.client.protocol import parse_served_model_id
+from marin_rl.inference.client.protocol import (
+    is_version_of,
+    parse_served_model_id,
+    served_model_id,
+)
 from marin_rl.inference.engine import Engine
 from marin_rl.lora import Adapter, Shapes, check_adapter_name, policy_digest, read_peft
-from marin_rl.serving.weights.weight_updates import UpdateRunning
+from marin_rl.serving.http.prometheus import Telemetry
+from marin_rl.serving.weights.canary import canary_ids, rehearse
+from marin_rl.serving.weights.checkpoint_loader import Loaded
+from marin_rl.serving.weights.weight_updates import Update, UpdateRunning
+from marin_rl.storage.runs import Run, checkpoint_at, round_of
+from marin_rl.tokenizers import tokenizer_for
+from marin_rl.training.model import LmHeadModel, digest_of, with_parameters
+from marin_rl.training.policy_source import read_base, read_trained
+from marin_rl.training.state import identity_of, template_of
+from marin_rl.types import SlotRef
+
+# Room of a run's own engine: this version and the one before, on which requests may still run.
+VERSIONS_ROOM = 2
 
 
 class NameTaken(InputError):
@@ -24,45 +47,31 @@ class NameTaken(InputError):
 
 
 class ServedAdapters:
-    """Adapters of one engine by name. Safe from any thread.
-
-    `reserved` are names of the base. `on_load` gets the seconds of a load, `on_failure` is called
-    where one is refused.
-    """
+    """Adapters of one engine by name. Safe from any thread. `reserved` are names of the base."""
 
     def __init__(
         self,
         engine: Engine,
         shapes: Shapes,
+        telemetry: Telemetry,
         *,
         reserved: Callable[[], list[str]],
-        on_load: Callable[[float], None] = lambda seconds: None,
-        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._shapes = engine, shapes
-        self._reserved = reserved
-        self._on_load, self._on_failure = on_load, on_failure
+        self._telemetry, self._reserved = telemetry, reserved
         self._by_name: dict[str, LoadedAdapter] = {}
         self._loading = threading.Lock()
-        self._current: LoadedAdapter | None = None
+        # the adapter that the server's own name stands for, unloaded or not; None: the base
+        self.current: LoadedAdapter | None = None
 
     @property
     def names(self) -> list[str]:
         """Names that requests may give as their model, in the order of loading."""
         return list(self._by_name)
 
-    @property
-    def current(self) -> LoadedAdapter | None:
-        """The adapter that the server's own name stands for, unloaded or not; None: the base."""
-        return self._current
-
     def get(self, name: str) -> LoadedAdapter | None:
-        """The adapter of a name, or None."""
+        """Return the adapter of a name."""
         return self._by_name.get(name)
-
-    def serve_as_current(self, name: str) -> None:
-        """Let the server's own name stand for an adapter that is loaded."""
-        self._current = self._by_name[name]
 
     def load_folder(
         self,
@@ -76,36 +85,69 @@ class ServedAdapters:
         """Load an adapter from a PEFT folder. Raises as `load` does, and InputError for a folder
         that is no adapter of the served base.
         """
-        with self._counted():
-            self._check_name(name, in_place=in_place)  # before a large file is read
-            adapter = read_peft(folder, self._shapes)
-            return self._load(name, adapter, version, promised, in_place=in_place)
+        read = lambda: read_peft(folder, self._shapes)
+        return self._load(name, read, in_place=in_place, version=version, promised=promised)
 
     def load(
         self,
         name: str,
         adapter: Adapter,
         *,
-        in_place: bool = False,
         version: int | None = None,
         promised: str | None = None,
         row: int = 0,
     ) -> LoadedAdapter:
         """Load an adapter under a name; requests may use it from then on.
 
-        With `in_place`, it takes the place of the one that has the name, on which the requests that
-        were sent before end. `version` is that of the policy, by default the one in the name, and
-        `promised` the digest of base and adapter together that the caller expects, if any. `row` is
-        the row of the engine's bank that it gets if that is free. Raises NameTaken without
-        `in_place`, UpdateRunning during another load, StalePolicy for another adapter or base than
-        was promised, and what the engine raises.
+        `version` is that of the policy, by default the one in the name, and `promised` the digest
+        of base and adapter together that the caller expects, if any. `row` is the row of the
+        engine's bank that it gets if that is free. Raises NameTaken, UpdateRunning during another
+        load, StalePolicy for another adapter or base than was promised, and what the engine raises.
         """
-        with self._counted():
-            self._check_name(name, in_place=in_place)
-            return self._load(name, adapter, version, promised, in_place=in_place, row=row)
+        return self._load(name, lambda: adapter, version=version, promised=promised, row=row)
+
+    def _load(
+        self,
+        name: str,
+        read: Callable[[], Adapter],
+        *,
+        in_place: bool = False,
+        version: int | None,
+        promised: str | None,
+        row: int = 0,
+    ) -> LoadedAdapter:
+        """Load what `read` returns; `in_place` of the adapter that has the name.
+
+        Requests that were sent to that one before end on it.
+        """
+        started = time.monotonic()
+        try:
+            with self._one_at_a_time():
+                self._check_name(name, in_place=in_place)  # before a large file is read
+                adapter = read()
+                digest = self._digest(adapter, promised)
+                before = self._by_name.get(name)
+                parsed = parse_served_model_id(name)
+                if version is None:
+                    version = 0 if parsed is None else parsed.weight_version
+                loaded = self._engine.adapters.load(
+                    adapter,
+                    name=name,
+                    weight_version=version,
+                    parameters_digest=digest,
+                    in_place_of=0 if before is None else before.number,
+                    row=row,
+                )
+                # only now: until the engine has it, requests under this name go to the one before
+                self._by_name[name] = loaded
+        except MarinRLError:
+            self._telemetry.count("adapter_load_failures_total")
+            raise
+        self._telemetry.count("adapter_load_seconds_total", time.monotonic() - started)
+        return loaded
 
     def unload(self, name: str) -> LoadedAdapter:
-        """Let no further request use an adapter; those that were sent end on it.
+        """Let no further request use an adapter; running requests end on it.
 
         Raises AdapterGone for a name that no adapter has.
         """
@@ -118,16 +160,33 @@ class ServedAdapters:
             self._engine.adapters.unload(adapter.number)
             return adapter
 
-    def _load(
-        self,
-        name: str,
-        adapter: Adapter,
-        version: int | None,
-        promised: str | None,
-        *,
-        in_place: bool,
-        row: int = 0,
+    def serve_version(
+        self, model: str, version: int, digest: str, adapter: Adapter
     ) -> LoadedAdapter:
+        """Serve a version under its own name, which the server's name stands for from then on.
+
+        The version that was served before stays, unless its row is this one's: the row follows from
+        the version, since the last bits of a sum depend on it, and servers that begin at different
+        versions are to agree. Older versions are unloaded. Raises as `load` does.
+        """
+        name, row = served_model_id(model, version, digest), _row_of(version)
+        current = self.current
+        kept = {name}
+        if current is not None and (current.row, _row_of(current.weight_version)) != (row, row):
+            kept.add(current.name)
+        for other in self.names:
+            # first, so that there is room; names that are no version's are the user's own adapters
+            if other not in kept and is_version_of(other, model):
+                self.unload(other)
+        # There already where a run that is resumed asks for this version again.
+        loaded = self.get(name)
+        if loaded is None:
+            loaded = self.load(name, adapter, version=version, promised=digest, row=row)
+        # last: until it is loaded the server's own name stands for the one before
+        self.current = loaded
+        return loaded
+
+    def _digest(self, adapter: Adapter, promised: str | None) -> str:
         base = self._engine.policy.parameters_digest
         digest = policy_digest(base, adapter.modules, adapter.digest)
         if promised not in (None, digest):
@@ -136,18 +195,7 @@ class ServedAdapters:
                 f"(of this adapter over the base {base[:16]}): another adapter than promised, or "
                 "one that was trained on another base"
             )
-        before = self._by_name.get(name) if in_place else None
-        loaded = self._engine.adapters.load(
-            adapter,
-            name=name,
-            weight_version=_version_of(name) if version is None else version,
-            parameters_digest=digest,
-            in_place_of=0 if before is None else before.number,
-            row=row,
-        )
-        # only now: until the engine has it, requests under this name go to the one before
-        self._by_name[name] = loaded
-        return loaded
+        return digest
 
     def _check_name(self, name: str, *, in_place: bool) -> None:
         check_adapter_name(name)
@@ -170,20 +218,108 @@ class ServedAdapters:
         finally:
             self._loading.release()
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """One load at a time, timed."""
-        started = time.monotonic()
-        try:
-            with self._one_at_a_time():
-                yield
-        except MarinRLError:
-            self._on_failure()
-            raise
-        self._on_load(time.monotonic() - started)
+
+def _row_of(version: int) -> int:
+    """Row of an engine's bank that a version has where it is free: versions take turns."""
+    return 1 + version % VERSIONS_ROOM
 
 
-def _version_of(name: str) -> int:
-    """The version in an id of ours; 0 for another name."""
-    parsed = parse_served_model_id(name)
-    return 0 if parsed is None else parsed.weight_version
+def with_adapters_room(config: Config, rank: int, adapters: int = VERSIONS_ROOM) -> Config:
+    """The configuration with room for adapters of a rank, where it does not say how much.
+
+    By default for the versions of one.
+    """
+    engine = config.inference.engine
+    room = {
+        "adapters_max": engine.adapters_max or adapters,
+        "adapter_rank_max": engine.adapter_rank_max or rank,
+    }
+    inference = config.inference.model_copy(update={"engine": engine.model_copy(update=room)})
+    return config.model_copy(update={"inference": inference})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterVersion:
+    """The adapter of a committed checkpoint, and the digest of the policy that it makes."""
+
+    round: int
+    adapter: Adapter
+    base_digest: str
+    parameters_digest: str
+
+
+def read_version(run: Run, round: int | None, promised: str | None = None) -> AdapterVersion:
+    """The adapter of a committed checkpoint (None: the latest), verified by its digest.
+
+    Raises ObjectMissing where it is not committed, CorruptObject for a checkpoint that is damaged
+    or no adapter, StalePolicy where it is another one than its manifest, or the caller, promises.
+    """
+    return version_of(run, checkpoint_at(run, round), promised)
+
+
+def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVersion:
+    """The adapter in a committed slot, verified. Raises as `read_version` does."""
+    identity = identity_of(run, ref)
+    if identity.adapter is None:
+        raise CorruptObject(
+            f"{run.store.url_of(ref.slot)} has all parameters of a policy, expected an adapter: "
+            "run `marin-rl fsck`"
+        )
+    template = template_of(run.config.policy, tokenizer_for(run.config.policy))
+    arrays = read_trained(run, ref, template)
+    digest = identity.adapter.policy_digest(digest_of(arrays))
+    for expected in (identity.parameters_digest, promised):
+        if expected not in (None, digest):
+            raise StalePolicy(
+                f"expected the policy with the digest {expected}, found {digest}: this is another "
+                "adapter than promised, or it was damaged; restore the checkpoint from a copy"
+            )
+    return AdapterVersion(
+        round=round_of(ref.slot.rpartition("/")[2]) or 0,
+        adapter=Adapter(modules=identity.adapter.modules, arrays=arrays),
+        base_digest=identity.adapter.base_digest,
+        parameters_digest=digest,
+    )
+
+
+def read_base_of(run: Run, version: AdapterVersion) -> Loaded:
+    """The base of a run's adapter as a model to be served. Raises as `read_base` does."""
+    template = template_of(run.config.policy, tokenizer_for(run.config.policy))
+    parameters = read_base(run, version.base_digest, template)
+    size = sum(array.nbytes for array in parameters.values())
+    model = with_parameters(template, parameters)
+    return Loaded(model=model, parameters_digest=version.base_digest, bytes=size)
+
+
+def adapter_checkpoints(
+    adapters: ServedAdapters,
+    run: Run,
+    base: LmHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inference: InferenceConfig,
+) -> Callable[[int, str | None], Update]:
+    """Take the adapter of a round as a version next to its base.
+
+    It is proven first, by an engine that no request reaches: it decodes with the adapter what the
+    merged model computes. Raises as `read_version`, `rehearse` and `serve_version` do.
+    """
+    dtype = jnp.dtype(run.config.policy.compute_dtype)
+    ids = canary_ids(tokenizer)  # now, for two threads must not use one tokenizer
+
+    def take(round: int, promised: str | None = None) -> Update:
+        began = time.monotonic()
+        version = read_version(run, round, promised)
+        digest, adapter = version.parameters_digest, version.adapter
+        rehearse(base, ids, inference, dtype, adapter)
+        adapters.serve_version(inference.model, version.round, digest, adapter)
+        return Update(
+            source="watcher",
+            weight_version=version.round,
+            parameters_digest=digest,
+            refused="",
+            bytes=sum(np.asarray(array).nbytes for array in adapter.arrays.values()),
+            seconds=time.monotonic() - began,
+            ended_at=time.time(),
+        )
+
+    return take

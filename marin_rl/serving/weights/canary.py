@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
+from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import EngineConfig, InferenceConfig
-from marin_rl.errors import BadResponse, InferenceError, MarinRLError, StalePolicy
+from marin_rl.errors import BadResponse, InferenceError, InputError, MarinRLError, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.inference.client.policy_client import PolicyClient, client_of
@@ -95,6 +97,14 @@ class Gap:
         )
 
 
+def canary_ids(tokenizer: PreTrainedTokenizerBase) -> Int32[np.ndarray, " P"]:
+    """The prompt of the rehearsal. Raises InputError for a tokenizer that encodes nothing."""
+    ids = np.asarray(tokenizer.encode(PROMPT[0].content), np.int32)
+    if not len(ids):
+        raise InputError("the tokenizer makes no ids of plain text")
+    return ids
+
+
 def tolerance_of(config: InferenceConfig, dtype: jnp.dtype | type) -> float:
     """Largest allowed mean difference of an engine in `dtype` from the trainer, in nats."""
     tolerance = config.canary_tolerance
@@ -126,8 +136,8 @@ def prove(
     `dtype` is what endpoints compute in, `temperature` what rollouts are sampled at, for theirs are
     to be log-probabilities at it; 0 is greedy, whose log-probabilities are those at 1. `connect`
     makes the client of an endpoint. Raises StalePolicy above `tolerance_of` the dtype, with the
-    expected digest and the served one: that of the first of the `suspects` (asked for only then)
-    whose parameters give the endpoint's numbers, else what the endpoint says of itself. Raises
+    expected digest and the served one: of the first of the `suspects` (called only then) whose
+    parameters give the endpoint's numbers, else what the endpoint says of itself. Raises
     BadResponse for an endpoint that leaves temperature out of its numbers, and what the client
     raises.
     """
@@ -148,7 +158,18 @@ def prove(
                 f"{rounding}{_remedy(policy)}"
             )
         worst = max(worst, gap.nats)
-    return Proof(worst, _canary_of(model, answers[0], sampling.temperature, tolerance))
+    # the trainer's own numbers for the tokens of an answer that is proven
+    samples = [completion.token_ids for completion in answers[0].completions]
+    prompt_ids = answers[0].prompt_token_ids
+    expected = sequence_logprobs(model, prompt_ids, samples, sampling.temperature)
+    canary = Canary(
+        temperature=sampling.temperature,
+        token_ids=tuple(np.concatenate(samples).tolist()),
+        logprobs=tuple(expected.tolist()),
+        tolerance=tolerance,
+        lengths=tuple(map(len, samples)),
+    )
+    return Proof(worst, canary)
 
 
 def prove_version(run: Run, policy: ServedPolicy, model: LmHeadModel) -> ServedPolicy:
@@ -194,21 +215,6 @@ def _round_before(run: Run, version: int) -> Iterator[Suspect]:
         yield Suspect(name=f"round {version - 1}", parameters_digest=digest, model=loaded.model)
 
 
-def _canary_of(
-    model: LmHeadModel, answer: ChatAnswer, temperature: float, tolerance: float
-) -> Canary:
-    """The trainer's own numbers for the tokens of an answer that is proven."""
-    samples = [completion.token_ids for completion in answer.completions]
-    expected = sequence_logprobs(model, answer.prompt_token_ids, samples, temperature)
-    return Canary(
-        temperature=temperature,
-        token_ids=tuple(np.concatenate(samples).tolist()),
-        logprobs=tuple(expected.tolist()),
-        tolerance=tolerance,
-        lengths=tuple(map(len, samples)),
-    )
-
-
 @phase("proving that the engine decodes as the model computes")
 def rehearse(
     model: LmHeadModel,
@@ -228,14 +234,16 @@ def rehearse(
     decoding = engine or _private(model, len(prompt_ids), dtype, adapter)
     sampling = dataclasses.replace(SAMPLING, max_tokens=REHEARSED_TOKENS)
     try:
-        load = _loaded(decoding, adapter)
+        load, trained = 0, model
+        if adapter is not None:
+            named: dict[str, Any] = {"name": "canary", "weight_version": 0, "parameters_digest": ""}
+            load = decoding.adapters.load(adapter, **named).number
+            trained = with_parameters(model, merged(named_parameters(model), adapter))
         request = GenerationRequest(prompt_ids=prompt_ids, sampling=sampling, adapter=load)
         decoded = decoding.submit(request)
-        if adapter is not None:
-            model = with_parameters(model, merged(named_parameters(model), adapter))
         # The trainer's program is compiled while the engine's are, on any tokens.
         any_ids = np.zeros(REHEARSED_TOKENS, np.int32)
-        sequence_logprobs(model, prompt_ids, [any_ids], sampling.temperature)
+        sequence_logprobs(trained, prompt_ids, [any_ids], sampling.temperature)
         (sample,) = decoded.result(timeout=config.request_timeout_s).samples
     except TimeoutError:
         raise InferenceError(
@@ -245,7 +253,7 @@ def rehearse(
         # also after a time-out, or its thread and its memory would stay
         if engine is None:
             decoding.close()
-    expected = sequence_logprobs(model, prompt_ids, [sample.token_ids], sampling.temperature)
+    expected = sequence_logprobs(trained, prompt_ids, [sample.token_ids], sampling.temperature)
     gap = _gap_of(sample.token_ids, expected, sample.logprobs)
     tolerance = tolerance_of(config, dtype)
     if not gap.within(tolerance):
@@ -262,27 +270,12 @@ def rehearse(
 def _private(
     model: LmHeadModel, prompt: int, dtype: jnp.dtype | type, adapter: Adapter | None
 ) -> Engine:
-    return Engine(
-        model,
-        EngineConfig(
-            slots=1,
-            chunk_steps=REHEARSED_TOKENS,
-            prefill_rows=1,
-            adapters_max=None if adapter is None else 1,
-            adapter_rank_max=None if adapter is None else adapter.rank_max,
-        ),
-        context_length=rounded_up(prompt + REHEARSED_TOKENS),
-        dtype=dtype,
-    )
-
-
-def _loaded(engine: Engine, adapter: Adapter | None) -> int:
-    """Load an adapter, if there is one; the number of its load, 0 for none."""
-    if adapter is None:
-        return 0
-    return engine.adapters.load(
-        adapter, name="canary", weight_version=0, parameters_digest=""
-    ).number
+    room: dict[str, Any] = {}
+    if adapter is not None:
+        room = {"adapters_max": 1, "adapter_rank_max": adapter.rank_max}
+    settings = EngineConfig(slots=1, chunk_steps=REHEARSED_TOKENS, prefill_rows=1, **room)
+    length = rounded_up(prompt + REHEARSED_TOKENS)
+    return Engine(model, settings, context_length=length, dtype=dtype)
 
 
 def _sampled(

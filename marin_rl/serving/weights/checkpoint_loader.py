@@ -1,19 +1,18 @@
 """Weights from disk into memory: read whole, verified, and fit for the place they are to take.
 
 Owns the two kinds of source, a Hugging Face folder and a committed checkpoint of a run, and what
-must be true of either before its weights may serve anyone: the tokenizer and the architecture are
-those that are served, every number is finite, and the digest of what was read is the one that was
-promised. Also the places that an admin may load from: the admin token is no right to have the
-server read any file of its user, so a place is taken only below a root that the server was started
-with. Leaves out the switch itself (`weight_updates`) and the canary (`canary`).
+must be true of either before its weights may serve anyone: tokenizer and architecture are the
+served ones, every number is finite, and the digest is the promised one. Also the places that an
+admin may load from: the admin token is no right to have the server read any file of its user, so a
+place is taken only below a root that the server was started with. Leaves out the switch itself
+(`weight_updates`) and the canary (`canary`).
 """
 
 import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissi
 from marin_rl.inference.weights import DecoderSpec, read_model, rotary_table
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
-from marin_rl.training.adapters import merged_model
-from marin_rl.training.hf_folders import hf_template, load_hf, save_hf
+from marin_rl.training.hf_folders import hf_template, load_hf
 from marin_rl.training.model import LmHeadModel, digest_of, named_parameters, parameter_shapes
 from marin_rl.training.policy_source import dtype_of, read_policy, served_template
-from marin_rl.training.state import Identity, identity_of, template_of
+from marin_rl.training.state import identity_of, template_of
 from marin_rl.types import SlotRef
 
 # Not what follows a word, a colon or another slash: those are URLs and fractions.
@@ -70,16 +68,13 @@ class Architecture:
         if other == self:
             return
         expected_shapes, found_shapes = dict(self.shapes), dict(other.shapes)
-        names = sorted(
-            name
-            for name in expected_shapes.keys() | found_shapes.keys()
-            if expected_shapes.get(name) != found_shapes.get(name)
-        )
-        for name in names:
+        differing = {name for name, _ in expected_shapes.items() ^ found_shapes.items()}
+        if differing:
+            name = min(differing)
             raise InputError(
                 f"another architecture: parameter {name} expected "
                 f"{expected_shapes.get(name, 'absent')}, found {found_shapes.get(name, 'absent')} "
-                f"({len(names)} such parameters)"
+                f"({len(differing)} such parameters)"
             )
         if other.spec != self.spec:
             raise InputError(f"another architecture: expected {self.spec}, found {other.spec}")
@@ -104,7 +99,7 @@ class Served:
     architecture: Architecture
 
 
-def check_tokenizer(expected: TokenizerIdentity, other: TokenizerIdentity) -> None:
+def _check_tokenizer(expected: TokenizerIdentity, other: TokenizerIdentity) -> None:
     """Raise InputError unless texts and messages become the same ids with both."""
     pairs = {
         "tokenizer": (expected.tokenizer_digest, other.tokenizer_digest),
@@ -142,7 +137,7 @@ class Source:
 
 
 def without_paths(text: str, place: str) -> str:
-    """A message without paths other than that of `place`, which the caller wrote."""
+    """Hide the paths in a message, except `place`, which the caller wrote."""
     for path in (Path(place).absolute(), Path(place).resolve()):
         # not where it is the end of another path, such as the one that the caller wrote
         text = re.sub(rf"(?<![\w./~-]){re.escape(str(path))}", lambda _: place, text)
@@ -167,7 +162,7 @@ def folder(path: str, promised: str | None = None, policy: str | None = None) ->
 
 
 def checkpoint(root: str, run_id: str, round: int | None, promised: str | None = None) -> Source:
-    """A run's committed checkpoint: that of a round, or the latest when it is read."""
+    """A run's committed checkpoint: of a round, or the latest when it is read."""
 
     def read(served: Served) -> Loaded:
         try:
@@ -181,27 +176,18 @@ def checkpoint(root: str, run_id: str, round: int | None, promised: str | None =
 
 
 def read_folder(path: str, promised: str | None = None, served: Served | None = None) -> Loaded:
-    """The weights of a Hugging Face folder, verified, for the place of what is `served` if any is.
+    """Read and verify the weights of a Hugging Face folder, to replace the `served` ones if any.
 
     `promised` is the parameters' digest that the caller expects, if any. Raises InputError for a
     folder that is unfit, StalePolicy for one with other weights than promised.
     """
-    with _readable(path):
+    try:
         tokenizer = load_tokenizer(path)
         if served is not None:
-            check_tokenizer(served.tokenizer, TokenizerIdentity.of(tokenizer))
-            # by its settings alone: no weights are read for a model that does not fit
+            _check_tokenizer(served.tokenizer, TokenizerIdentity.of(tokenizer))
+            # by its settings: no weights are read for a model that does not fit
             served.architecture.check(hf_template(path))
         model = load_hf(path)
-    parameters = {name: np.asarray(array) for name, array in named_parameters(model).items()}
-    digest = _verified(digest_of(parameters), parameters, (promised,))
-    return Loaded(model=model, parameters_digest=digest, bytes=_bytes_of(parameters))
-
-
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    try:
-        yield
     # ours say what is wrong already; a lack of memory is no fault of the folder
     except (MarinRLError, MemoryError):
         raise
@@ -210,6 +196,9 @@ def _readable(path: str) -> Iterator[None]:
         raise InputError(
             f"cannot load {path}: {type(error).__name__} while reading it ({error}); copy it again"
         ) from error
+    parameters = {name: np.asarray(array) for name, array in named_parameters(model).items()}
+    digest = _verified(digest_of(parameters), parameters, (promised,))
+    return Loaded(model=model, parameters_digest=digest, bytes=_bytes_of(parameters))
 
 
 def read_checkpoint(
@@ -234,9 +223,14 @@ def read_slot(
     served: Served | None = None,
 ) -> Loaded:
     """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does."""
-    identity = _identity(run, ref)
+    try:
+        identity = identity_of(run, ref)
+    except KeyError as error:
+        raise CorruptObject(
+            f"{run.store.url_of(ref.slot)}: its manifest does not say its {error}"
+        ) from None
     tokenizer = tokenizer_for(run.config.policy)
-    check_tokenizer(
+    _check_tokenizer(
         TokenizerIdentity.of(tokenizer) if served is None else served.tokenizer,
         TokenizerIdentity(
             tokenizer_digest=identity.tokenizer_digest,
@@ -259,37 +253,10 @@ def read_slot(
     )
 
 
-def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
-    """Write a committed checkpoint as a Hugging Face folder, and read it back to be sure.
-
-    The folder has model.safetensors, config.json and the tokenizer. Raises as `read_checkpoint`
-    does; InputError where the folder has something in it, StalePolicy where it reads back as other
-    parameters.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        kind = "is not empty" if folder.is_dir() else "is a file"
-        raise InputError(f"{folder} {kind}: expected a new folder for the checkpoint")
-    loaded = read_checkpoint(run, round)
-    model = merged_model(loaded.model)
-    save_hf(model, tokenizer_for(run.config.policy), folder)
-    # Of all parameters: an adapter's policy has another identity, but is written merged.
-    read_folder(str(folder), digest_of(named_parameters(model)))
-    return loaded
-
-
-def _identity(run: Run, ref: SlotRef) -> Identity:
-    try:
-        return identity_of(run, ref)
-    except KeyError as error:
-        raise CorruptObject(
-            f"{run.store.url_of(ref.slot)}: its manifest does not say its {error}"
-        ) from None
-
-
 def _verified(
     digest: str, parameters: Mapping[str, np.ndarray], promises: Sequence[str | None]
 ) -> str:
-    """The digest of the parameters: finite ones, and those that were promised."""
+    """Return the digest; raise unless it is the promised one and all numbers are finite."""
     for promised in promises:
         if promised not in (None, digest):
             raise StalePolicy(

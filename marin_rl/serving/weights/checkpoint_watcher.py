@@ -54,10 +54,10 @@ class Refusal:
 class CheckpointWatcher:
     """Serves the checkpoint that is asked for on `board`, else the newest of `run` that can be.
 
-    As a context it looks from a thread of its own.
-    `take` serves that of a round; `answer` is told each target that is read, before that. It begins
-    after `round`. A round is taken once: weights that are loaded by hand stay until the next one is
-    committed. A refused one is looked at again after `again_s`, and then less and less often.
+    As a context it looks from a thread. `take` serves the checkpoint of a round; `answer` gets each
+    target that is read, before that. It begins after `round`. A round is taken once: weights that
+    are loaded by hand stay until the next one is committed. A refused round is looked at again
+    after `again_s`, and then less and less often.
     """
 
     def __init__(
@@ -74,23 +74,19 @@ class CheckpointWatcher:
         self._board, self._ignored, self._answer = board, "", answer
         self._take, self._run = take, run
         self._poll_s, self._again_s = float(poll_s), float(again_s)
-        self._round = round
+        # the round whose checkpoint was taken last
+        self.round = round
         self._refused: dict[int, Refusal] = {}
         self._stopping = threading.Event()
         # a daemon: an update that outlasts STOP_S must not keep the process alive
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
-
-    @property
-    def round(self) -> int:
-        """The round whose checkpoint was taken last."""
-        return self._round
 
     def __enter__(self) -> "CheckpointWatcher":
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Look no more. An update that is under way ends first, if it does so within STOP_S."""
+        """Stop looking. An update that is under way ends first, if it does so within STOP_S."""
         self._stopping.set()
         self._thread.join(timeout=STOP_S)
 
@@ -123,16 +119,16 @@ class CheckpointWatcher:
             if self._answer is not None:
                 self._answer(target)
             # unequal, and not larger: a run that is resumed may go back by one
-            if target.version != self._round and self._may_try(target.version):
+            if target.version != self.round and self._may_try(target.version):
                 self._load(target.version, target.parameters_digest)
             return
-        for round in self._newer_rounds():
+        # Newest first: after an outage of an hour only the last checkpoint is read.
+        for round in sorted((r for r in self._rounds() if r > self.round), reverse=True):
             if self._may_try(round) and self._is_committed(round) and self._load(round):
                 return
 
     def _may_try(self, round: int) -> bool:
-        refusal = self._refused.get(round)
-        return refusal is None or time.monotonic() >= refusal.again_at
+        return round not in self._refused or time.monotonic() >= self._refused[round].again_at
 
     def _target(self) -> Target | None:
         """The checkpoint that a trainer asks for; None where none does, or none does any more."""
@@ -150,11 +146,6 @@ class CheckpointWatcher:
         # One that was killed left it behind, once others have trained beyond what it can have.
         beyond = (r for r in self._rounds() if r > target.through)
         return None if any(map(self._is_committed, beyond)) else target
-
-    def _newer_rounds(self) -> list[int]:
-        """Rounds after the last one that have a folder, falling."""
-        # Newest first: after an outage of an hour only the last checkpoint is read.
-        return sorted((r for r in self._rounds() if r > self._round), reverse=True)
 
     def _rounds(self) -> list[int]:
         rounds = map(round_of, self._run.store.children("checkpoints"))
@@ -176,24 +167,17 @@ class CheckpointWatcher:
             # no fault of the checkpoint: the same one is tried at the next look
             if error.transient:
                 raise
-            self._refuse(round, error)
+            before = self._refused.get(round)
+            # Doubled: a checkpoint that is damaged for good is read hundreds of times otherwise.
+            pause_s = self._again_s if before is None else min(2 * before.pause_s, REFUSED_MAX_S)
+            self._refused[round] = Refusal(time.monotonic() + pause_s, pause_s)
+            _log.warning(
+                "round %d of %s is refused, round %d goes on; looked at again in %.3g s: %s",
+                *(round, run.run_id, self.round, pause_s, error),
+            )
             return False
         _log.info("round %d of %s is served after %.3g s", round, run.run_id, update.seconds)
-        self._round = round
+        self.round = round
         # Older refusals are forgotten, since older rounds are not looked at again.
         self._refused = {r: refusal for r, refusal in self._refused.items() if r > round}
         return True
-
-    def _refuse(self, round: int, error: MarinRLError) -> None:
-        before = self._refused.get(round)
-        # Doubled: a checkpoint that is damaged for good is read hundreds of times otherwise.
-        pause_s = self._again_s if before is None else min(2 * before.pause_s, REFUSED_MAX_S)
-        self._refused[round] = Refusal(time.monotonic() + pause_s, pause_s)
-        _log.warning(
-            "round %d of %s is refused, round %d goes on; looked at again in %.3g s: %s",
-            round,
-            self._run.run_id,
-            self._round,
-            pause_s,
-            error,
-        )

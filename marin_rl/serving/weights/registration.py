@@ -85,7 +85,7 @@ class Registration:
             self._due.set()
 
     def stop(self) -> None:
-        """Withdraw the server: from now on trainers look for it no more."""
+        """Withdraw the server, so that trainers stop looking for it."""
         self._stopping.set()
         self._due.set()
         # It was never started, and has nothing to withdraw.
@@ -116,8 +116,18 @@ class Registration:
         idle = min(1.0, max(0.0, 1 - (computed_s - self._computed_s) / passed_s))
         self._tokens, self._computed_s = stats.tokens, computed_s
         self._reported_at, self._beat = now, self._beat + 1
+        base, adapters = self._engine.policy, self._adapters
+        # the policy that the server's own name stands for, and adapters next to a base
+        policy = base if adapters is None else adapters.current or base
+        version, digest = policy.weight_version, policy.parameters_digest
+        apart: dict[str, Any] = {}
+        if adapters is not None:
+            apart = {"base_digest": base.parameters_digest, "adapters": adapters.names}
         return Heartbeat(
-            **self._served(),
+            **apart,
+            model=served_model_id(self._name, version, digest),
+            weight_version=version,
+            parameters_digest=digest,
             server=self._server,
             url=self._url,
             run_sha256=self._identity.run_sha256,
@@ -138,23 +148,9 @@ class Registration:
             beat_at=time.time(),
         )
 
-    def _served(self) -> dict[str, Any]:
-        """The policy that the server's own name stands for, and adapters next to a base."""
-        base = self._engine.policy
-        current = base if self._adapters is None else self._adapters.current or base
-        version, digest = current.weight_version, current.parameters_digest
-        served = {
-            "model": served_model_id(self._name, version, digest),
-            "weight_version": version,
-            "parameters_digest": digest,
-        }
-        if self._adapters is None:
-            return served
-        return served | {"base_digest": base.parameters_digest, "adapters": self._adapters.names}
-
 
 def reachable(base_url: str) -> str:
-    """A base URL with this machine's name in place of an address that means all of its own."""
+    """Replace a wildcard address in a base URL by this machine's name."""
     parts = urlsplit(base_url)
     if parts.hostname not in _WILDCARDS:
         return base_url

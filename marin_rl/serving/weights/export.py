@@ -1,4 +1,4 @@
-"""Folders of weights for others: the exports of a run, PEFT folders of adapters, merged models."""
+"""Folders of weights for others: exports of a run, Hugging Face's and PEFT's, merged models."""
 
 import os
 import shutil
@@ -9,11 +9,14 @@ from pathlib import Path
 
 from marin_rl.errors import ConfigError, InputError, StalePolicy
 from marin_rl.lora import Adapter, merged, read_peft, write_peft
+from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint, read_folder
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.storage.stores.local import check_way
 from marin_rl.tokenizers import load_tokenizer, tokenizer_for
+from marin_rl.training.adapters import merged_model
 from marin_rl.training.hf_folders import load_hf, save_hf
 from marin_rl.training.model import (
+    digest_of,
     named_parameters,
     parameter_shapes,
     parameters_digest,
@@ -74,6 +77,24 @@ def _replace(folder: Path, partial: Path, is_complete: Callable[[Path], bool]) -
     shutil.rmtree(old, ignore_errors=True)
 
 
+def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
+    """Write a committed checkpoint as a Hugging Face folder, and read it back to be sure.
+
+    The folder has model.safetensors, config.json and the tokenizer. Raises as `read_checkpoint`
+    does; InputError where the folder has something in it, StalePolicy where it reads back as other
+    parameters.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        kind = "is not empty" if folder.is_dir() else "is a file"
+        raise InputError(f"{folder} {kind}: expected a new folder for the checkpoint")
+    loaded = read_checkpoint(run, round)
+    model = merged_model(loaded.model)
+    save_hf(model, tokenizer_for(run.config.policy), folder)
+    # Of all parameters: an adapter's policy has another identity, but is written merged.
+    read_folder(str(folder), digest_of(named_parameters(model)))
+    return loaded
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedAdapter:
     """The adapter of a checkpoint in a PEFT folder: its round, its digest and the policy's."""
@@ -100,8 +121,8 @@ def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
     arrays = read_trained(run, ref, template)
     base = run.config.policy.hf_path
     # PEFT looks for a relative path in the folder of whoever loads the adapter.
-    found = str(Path(base).absolute()) if base is not None and Path(base).is_dir() else base
-    write_peft(folder, Adapter(modules=identity.adapter.modules, arrays=arrays), found)
+    base_path = str(Path(base).absolute()) if base is not None and Path(base).is_dir() else base
+    write_peft(folder, Adapter(modules=identity.adapter.modules, arrays=arrays), base_path)
     again = read_peft(folder, parameter_shapes(template))
     # An adapter of another dtype than float32 is written as float32.
     same = all((again.arrays[name] == arrays[name].astype("float32")).all() for name in arrays)

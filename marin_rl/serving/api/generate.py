@@ -1,0 +1,136 @@
+"""Generation from ids to ids, as vLLM and as SGLang have it.
+
+`POST /inference/v1/generate` is vLLM's, which the `verifiers` library reads: a prompt's ids in,
+each sample's ids and one log-probability per id out, and no text. `POST /generate` is SGLang's, for
+clients of atropos (`server_type: sglang`), slime and AReaL: ids or text in; ids, text and one
+log-probability per id out. Log-probabilities are of the sampling distribution, as everywhere here.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from marin_rl.inference.generation import GenerationResult, Sample
+from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.requests import (
+    GenerateBody,
+    GenerateParameters,
+    SGLangBody,
+    SGLangParameters,
+)
+from marin_rl.serving.api.responses import Scores, TextDecoding, complete_response, dumps
+from marin_rl.serving.api.service import Prompt, Service
+from marin_rl.serving.http.errors import new_id, parse
+
+SGLANG_NEW_TOKENS = 128  # SGLang's default
+
+
+def prepare_generate(service: Service, data: bytes) -> EngineRequest:
+    """Read a body of vLLM's route and make the engine's request. Raises ApiError."""
+    body = parse(GenerateBody, data)
+    parameters, target = service.checked(body.sampling_params or GenerateParameters(), body.model)
+    prompt = service.prompt(body.token_ids, "token_ids")
+    limit = service.new_tokens(prompt, parameters.max_tokens, param="token_ids")
+    logprobs = parameters.logprobs
+    # 0 and 1 ask for the logprob of the sampled token only
+    likeliest = logprobs if logprobs is not None and logprobs > 1 else 0
+    request = parameters.request(prompt, limit, top_logprobs=likeliest, adapter=target.load)
+    write = partial(_generated, service, prompt, scored=logprobs is not None)
+    return EngineRequest(target.model, [request], write)
+
+
+def _generated(
+    service: Service, prompt: Prompt, results: Sequence[GenerationResult], *, scored: bool
+) -> bytes:
+    """The JSON of vLLM's route; `policy_versions` only where a swap came between the tokens."""
+    (result,) = results
+    choices: list[dict[str, Any]] = []
+    for index, sample in enumerate(result.samples):
+        versions = sample.policy_versions
+        by_token = [result.weight_version] * len(sample.token_ids)
+        choice: dict[str, Any] = {
+            "index": index,
+            "token_ids": sample.token_ids,
+            "logprobs": {"content": _content(sample)} if scored else None,
+            "finish_reason": sample.finish_reason,
+            "weight_versions": version_spans(by_token if versions is None else versions.tolist()),
+        }
+        if versions is not None:
+            choice["policy_versions"] = versions
+        choices.append(choice)
+    top = {"request_id": f"generate-{new_id()}", "model": service.id_of(result)}
+    return complete_response(top, choices, [prompt], results)
+
+
+def version_spans(versions: Sequence[int]) -> list[dict[str, Any]]:
+    """Spans of tokens `[start, end)` that one version sampled, in order, as vLLM has them."""
+    spans: list[dict[str, Any]] = []
+    for version, group in groupby(versions):
+        start = spans[-1]["end"] if spans else 0
+        spans.append({"version": str(version), "start": start, "end": start + len(list(group))})
+    return spans
+
+
+def _content(sample: Sample) -> list[dict[str, Any]]:
+    def scored(token: int, logprob: float) -> dict[str, Any]:
+        # vLLM up to 0.31 has `token`, and `token_id` since 0.32
+        return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
+
+    return [
+        scored(token, logprob)
+        | {"top_logprobs": [scored(*other) for other in zip(ids, logprobs, strict=True)]}
+        for token, logprob, ids, logprobs in Scores.of(sample, raw=False).rows()
+    ]
+
+
+def prepare_sglang(service: Service, data: bytes) -> EngineRequest:
+    """Read a body of SGLang's route and make the engine's request. Raises ApiError."""
+    body = parse(SGLangBody, data)
+    # without `lora_path` the base; the name of the server where that stands for an adapter
+    model = body.lora_path or service.name
+    asked = body.sampling_params or SGLangParameters()
+    parameters, target = service.checked(asked, model, param="lora_path")
+    if body.input_ids is None:
+        prompt = service.prompt(body.text or "", "prompt")
+    else:
+        prompt = service.prompt(body.input_ids, "input_ids")
+    limit = service.new_tokens(
+        prompt, parameters.max_new_tokens, param="input_ids", default=SGLANG_NEW_TOKENS
+    )
+    decoding = service.decoding(parameters, special=parameters.skip_special_tokens is False)
+    request = parameters.request(prompt, limit, adapter=target.load)
+    write = partial(_sglang, prompt, decoding, scored=bool(body.return_logprob))
+    return EngineRequest(target.model, [request], write)
+
+
+def _sglang(
+    prompt: Prompt, decoding: TextDecoding, results: Sequence[GenerationResult], *, scored: bool
+) -> bytes:
+    """The JSON of SGLang's route: an object for one sample, else a list."""
+    (result,) = results
+    samples: list[dict[str, Any]] = []
+    for sample in result.samples:
+        ids = sample.token_ids.tolist()
+        finish: dict[str, Any] = {"type": sample.finish_reason}
+        if sample.finish_reason == "length":
+            finish["length"] = len(ids)
+        elif sample.finish_reason == "stop" and ids and ids[-1] in decoding.stop_token_ids:
+            finish["matched"] = ids[-1]
+        meta: dict[str, Any] = {
+            "id": new_id(),
+            "finish_reason": finish,
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids),
+            "cached_tokens": result.cached_tokens,
+            "weight_version": str(result.weight_version),
+        }
+        if scored:
+            pairs = zip(sample.logprobs.tolist(), ids, strict=True)
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+            meta["input_token_logprobs"] = []
+        if sample.policy_versions is not None:
+            meta["policy_versions"] = sample.policy_versions
+        text = decoding.text(ids, sample.finish_reason)
+        samples.append({"text": text, "output_ids": ids, "meta_info": meta})
+    return dumps(samples[0] if len(samples) == 1 else samples)

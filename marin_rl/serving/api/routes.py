@@ -1,0 +1,206 @@
+"""Routes with their part of the API description (OpenAPI 3.1): health, models, tokenizer.
+
+Starlette routes requests and FastAPI describes them, from the very models that read bodies
+(`requests`, `admin`) and those of the responses (`response_models`).
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import Security
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import marin_rl
+from marin_rl.inference.client.protocol import DETOKENIZE_ROUTE, MODELS_ROUTE, TOKENIZE_ROUTE
+from marin_rl.serving.api.requests import DetokenizeBody, TokenizeBody
+from marin_rl.serving.api.response_models import (
+    Detokenized,
+    ErrorResponse,
+    Model,
+    Models,
+    Status,
+    Tokenized,
+)
+from marin_rl.serving.api.responses import json_response
+from marin_rl.serving.api.service import Service
+from marin_rl.serving.http.auth import OPEN_PATHS
+from marin_rl.serving.http.errors import parse
+from marin_rl.serving.http.guard import read_body
+
+# Before OpenAPI 3.2 the schema of a stream describes each of its events.
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "a chunk as JSON, or [DONE]"}},
+    "required": ["data"],
+}
+ERROR: dict[int | str, Any] = {"default": {"model": ErrorResponse, "description": "an error"}}
+STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
+
+
+class ApiRoute(Route):
+    """A route with its part of the API description.
+
+    `request` is the model of the body and `response` that of a 200. `summary` is the endpoint's
+    docstring unless it is given; `details` are further arguments of FastAPI's `APIRoute`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        methods: Sequence[str] = ("GET",),
+        request: type[BaseModel] | None = None,
+        response: type[BaseModel] | None = None,
+        summary: str = "",
+        **details: Any,
+    ) -> None:
+        super().__init__(path, endpoint, methods=list(methods))
+        self._parameters: dict[str, Any] = dict.fromkeys(self.param_convertors, str)
+        if request is not None:
+            self._parameters["body"] = request
+        opened: dict[str, Any] = {"openapi_extra": {"security": []}}
+        closed: dict[str, Any] = {"dependencies": [Security(HTTPBearer(scheme_name="bearer"))]}
+        name = self.path_format.strip("/")
+        for old, new in (("/", "_"), ("{", ""), ("}", ""), (".", "")):
+            name = name.replace(old, new)
+        self._described = {
+            "methods": list(methods),
+            "operation_id": f"{methods[0].lower()}_{name}",
+            "summary": summary or (inspect.getdoc(endpoint) or "").partition("\n")[0],
+            "response_model": response,
+            "response_class": JSONResponse,
+            "response_description": "the answer",
+            "responses": ERROR,
+            **(opened if path in OPEN_PATHS else closed),
+            **details,
+        }
+
+    def as_fastapi(self) -> APIRoute:
+        """Return the route as FastAPI describes it; it is never called."""
+
+        def endpoint() -> None: ...
+
+        endpoint.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+                for name, kind in self._parameters.items()
+            ]
+        )
+        return APIRoute(self.path_format, endpoint, **self._described)
+
+
+def describe(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these routes."""
+    return get_openapi(
+        title="marin-rl",
+        version=marin_rl.__version__,
+        description="A policy behind OpenAI's protocol, with token ids in and out.",
+        routes=[route.as_fastapi() for route in routes],
+        separate_input_output_schemas=False,
+    )
+
+
+def server_routes(service: Service) -> list[ApiRoute]:
+    """Routes of health and models."""
+
+    def model_card(model: str) -> dict[str, Any]:
+        return {
+            "id": model,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "marin-rl",
+            "root": service.name,
+            "parent": service.parent_of(model),
+            "max_model_len": service.engine.context_length,
+        }
+
+    async def healthz(request: Request) -> Response:
+        """Return 200 while the process answers."""
+        return json_response({"status": "ok"})
+
+    async def readyz(request: Request) -> Response:
+        """Return 200 while new work is taken, else 503."""
+        ready = service.engine.alive and not (service.draining or service.stopping)
+        return json_response({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+
+    async def models(request: Request) -> Response:
+        """List the loaded weights under their own id, and the name that always means them."""
+        return json_response({"object": "list", "data": [model_card(m) for m in service.known]})
+
+    async def model(request: Request) -> Response:
+        """Return one served model."""
+        name = request.path_params["model"]
+        service.check_model(name)
+        return json_response(model_card(name))
+
+    not_ready = ERROR | {503: {"model": Status, "description": "not ready"}}
+    return [
+        ApiRoute("/healthz", healthz, response=Status),
+        ApiRoute("/health", healthz, response=Status),  # vLLM's and SGLang's name
+        ApiRoute("/readyz", readyz, response=Status, responses=not_ready),
+        ApiRoute(MODELS_ROUTE, models, response=Models),
+        ApiRoute(MODELS_ROUTE + "/{model:path}", model, response=Model),
+    ]
+
+
+def tokenizer_routes(service: Service) -> list[ApiRoute]:
+    """Routes from text to ids, and back."""
+
+    async def tokenize(request: Request) -> Response:
+        """Ids of a conversation, as the chat route would render it, or of plain text."""
+        data = await read_body(request.scope, request.receive)
+        return json_response(await service.preparer.run(data, partial(_tokenize, service, data)))
+
+    async def detokenize(request: Request) -> Response:
+        """The text of ids, special tokens included."""
+        data = await read_body(request.scope, request.receive)
+        return json_response(await service.preparer.run(data, partial(_detokenize, service, data)))
+
+    def post(path: str, endpoint: Callable[..., Any], **models: Any) -> ApiRoute:
+        return ApiRoute(path, endpoint, methods=["POST"], **models)
+
+    return [
+        post(TOKENIZE_ROUTE, tokenize, request=TokenizeBody, response=Tokenized),
+        post(DETOKENIZE_ROUTE, detokenize, request=DetokenizeBody, response=Detokenized),
+    ]
+
+
+def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
+    body = parse(TokenizeBody, data)
+    if body.model is not None:
+        service.check_model(body.model)
+    if body.messages is None:
+        tokens = service.encode(body.prompt or "", special=body.add_special_tokens is not False)
+    else:
+        tokens = service.chat_ids(
+            body.messages,
+            tools=body.offered,
+            opening=body.add_generation_prompt is not False,
+            options=body.chat_template_kwargs,
+        )
+    answer = {
+        "count": len(tokens),
+        "max_model_len": service.engine.context_length,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [service.detokenizer.name(token) for token in tokens.tolist()]
+    return answer
+
+
+def _detokenize(service: Service, data: bytes) -> dict[str, Any]:
+    body = parse(DetokenizeBody, data)
+    if body.model is not None:
+        service.check_model(body.model)
+    service.check_length(len(body.tokens), "tokens")
+    service.check_ids(body.tokens, "tokens")
+    return {"prompt": service.detokenizer.of(body.tokens, special=True)}
