@@ -126,6 +126,10 @@ VERL_RULES: dict[str, Rule] = {
     "custom_reward_function.path": lambda c, value, _: reward_entries(c)[0]["function"].startswith(
         f"{value}:"
     ),
+    "data.filter_overlong_prompts": lambda c, value, _: (
+        (c.environment.long_prompts == "drop") == value
+    ),
+    "data.truncation": lambda _, value, __: value == "error",
     "data.max_prompt_length": lambda c, value, _: (
         c.policy.context_length == value + c.sampling.max_tokens
     ),

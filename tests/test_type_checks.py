@@ -24,7 +24,7 @@ from marin_rl.types import Message
 
 
 def test_a_function_without_arrays_has_its_arguments_and_its_result_checked(tmp_path: Path) -> None:
-    with pytest.raises(BeartypeCallHintViolation, match="round"):
+    with pytest.raises(BeartypeCallHintViolation, match="numbers"):
         checkpoint_slot("3")  # pyright: ignore[reportArgumentType]
     run = Run.create_or_open(configuration(str(tmp_path)))
     with pytest.raises(BeartypeCallHintViolation):

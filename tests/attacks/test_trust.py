@@ -270,7 +270,7 @@ def echo(value: object) -> dict[str, Any]:
         (echo(["~/x"]), "environment.options.any.0: reads ~/x"),
         (echo("http://a"), "environment.options.any: sends to http://a"),
         ({"environment": {"name": "code", "options": {"interpreter": "py"}}}, "reads py"),
-        ({"asynchrony": {"group_filter": "os:system"}}, "group_filter: imports os:system, from"),
+        ({"asynchrony": {"group_filter": "os:system"}}, "group_filter.score: imports os:system"),
         ({"policy": {"lora": {"init_from": "adapter"}}}, "policy.lora.init_from: reads adapter"),
     ],
 )

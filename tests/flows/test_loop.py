@@ -91,7 +91,7 @@ def test_the_plan_bounds_what_lies_on_disk(played: Played) -> None:
 
 
 def test_each_part_of_a_run_that_may_last_is_a_phase(played: Played) -> None:
-    lasting = {"checking storage", "proving that the engine decodes as trained"}
+    lasting = {"checking storage root", "proving that the engine decodes as trained"}
     lasting |= {"writing the checkpoint"}
     assert {f"{name} (0 s)" for name in lasting} <= {*played.phases}
     begun = {event.stage for event in played.events if not event.done and not event.metrics}
