@@ -114,7 +114,7 @@ def test_a_worker_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> Non
     for worker in workers:
         ended.callback(worker.end)
     flow = machines.play()
-    wait(lambda: stream_of(machines.run).numbers != frozenset(), "the first group", flow)
+    wait(lambda: stream_of(machines.run).groups != {}, "the first group", flow)
     wait(lambda: pending_flow_runs(machines.environment) == 0, "flow runs to begin", flow)
     workers[0].kill()
     machines.finish(flow)
@@ -137,7 +137,7 @@ def test_a_node_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> None:
     machines = Machines(tmp_path, ended, f"rounds={ROUNDS}", *ray, *WINDOW)
     machines.serve("endpoint")
     flow = machines.play(cluster.environment)
-    wait(lambda: stream_of(machines.run).numbers != frozenset(), "the first group", flow)
+    wait(lambda: stream_of(machines.run).groups != {}, "the first group", flow)
     second.kill()
     machines.finish(flow)
     checked(machines.config)
