@@ -15,6 +15,8 @@ from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.environments.tool_class import ToolClass, ToolOptions, ToolsOverExamples
 from marin_rl.errors import InputError
+from marin_rl.inference.client.answers import ChatAnswer
+from marin_rl.inference.client.dialects import Read
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
@@ -71,16 +73,21 @@ class Forcing(PolicyClient):
 
     log: list[tuple[dict[str, Any], dict[str, Any]]]
 
-    async def _send(self, path: str, body: dict[str, Any], session: str) -> bytes:
+    async def _send(
+        self, session: str, path: str, body: dict[str, Any], read: Read
+    ) -> list[ChatAnswer]:
         results = sum(message["role"] == "tool" for message in body["messages"])
         if results < FORCED:
             body = body | {"tool_choice": "required", "parallel_tool_calls": False}
             for tool in body["tools"]:  # a model of random weights would add keys without end
                 parameters = tool["function"]["parameters"] | {"additionalProperties": False}
                 tool["function"] = tool["function"] | {"parameters": parameters}
-        data = await super()._send(path, body, session)
-        self.log.append((body, json.loads(data)))
-        return data
+
+        def read_and_keep(data: bytes) -> list[ChatAnswer]:
+            self.log.append((body, json.loads(data)))
+            return read(data)
+
+        return await super()._send(session, path, body, read_and_keep)
 
 
 class Bridge(TemplateBridge):
