@@ -33,7 +33,7 @@ from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint
 from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
 from marin_rl.storage.fleet import CANARIES_KEY, ProvenVersion, run_sha256
-from marin_rl.storage.layout import stream_key
+from marin_rl.storage.layout import STREAM, numbers_in
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.parquet import FETCHES_MAX, iter_present
@@ -155,8 +155,9 @@ def tokens_of(engines: Sequence[Engine]) -> list[int]:
 
 
 def digests_of(run: Run, chunk: int) -> dict[str, str]:
-    """The policy digest of each rollout of a chunk, as its object names it."""
-    keys = [stream_key(number) for number in numbers_of(run.config, chunk)]
+    """The policy digest of each rollout of a chunk, as its objects name it."""
+    numbers = numbers_of(run.config, chunk)
+    keys = [key for key in run.store.list(STREAM) if {*numbers_in(key)} & {*numbers}]
     objects = iter_present(run.store, keys, FETCHES_MAX)
     tables = [decode_shard(data) for data in objects if data is not None]
     rows = [row for table in tables for row in table.to_pylist()]
