@@ -52,7 +52,7 @@ from marin_rl.storage.commits import fingerprint, parent_of
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.group_log import members_of_shard, partials_of_shard
 from marin_rl.storage.tables.rollouts import commit_shard, commit_tables, shard_ref
-from marin_rl.tokenizers import template_options, unlisted_end_ids
+from marin_rl.tokenizers import template_options, tokenizer_for, unlisted_end_ids
 from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import CONTENT_VERSION, UNFINISHED
 
@@ -284,8 +284,6 @@ async def sample_groups(
 def _driver_of(job: SamplingJob, part: Part, client: ChatClient) -> EpisodeDriver | FinishedDriver:
     config, template = job.config, TemplateBridge(job.config.policy)
     if isinstance(part.environment, ReturnsRollouts):
-        from marin_rl.tokenizers import tokenizer_for  # seconds, which others do not need
-
         return FinishedDriver(
             policy=job.policy,
             environment=part.environment,

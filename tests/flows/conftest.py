@@ -81,6 +81,13 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
+def standing_api(prefect_url: str) -> Iterator[str]:
+    """The same of a server with all services, such as the one that misses workers."""
+    with temporary_settings(updates={"api.url": prefect_url}):
+        yield prefect_url
+
+
+@pytest.fixture
 def ended() -> Iterator[ExitStack]:
     """Ends what is entered into it, whatever happens."""
     with ExitStack() as stack:
