@@ -114,6 +114,10 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
     ("tree", "expected"),
     [
         ({"objective": {"surrogate": "gspo"}}, "needs ratio_level sequence_mean, found sequence"),
+        (
+            {"environment": {"long_prompts": [1, -1]}},
+            "environment.long_prompts: expected refuse, drop, or a list of row numbers from 0 on",
+        ),
         ({"objective": {"surrogate": "dppo"}}, "needs ratio_level token, found sequence"),
         ({"objective": {"surrogate": "sapo", "clip_dual": 3}}, "clip_dual is for ppo_clip"),
         ({"objective": {"cispo_clip_low": 0.5}}, "cispo_clip_low is for cispo, found ppo_clip"),

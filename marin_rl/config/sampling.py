@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from marin_rl.config.section import (
     Count,
@@ -51,6 +51,16 @@ class LearnedRewardConfig(Section):
 RowNumber = Annotated[int, Field(ge=0)]
 
 
+def _mode_or_rows(value: Any) -> Any:
+    """One error for a value that is neither: pydantic has one for each of the two."""
+    rows = isinstance(value, list | tuple) and all(
+        type(each) is int and each >= 0 for each in value
+    )
+    if value not in (None, "refuse", "drop") and not rows:
+        raise ValueError("expected refuse, drop, or a list of row numbers from 0 on")
+    return value
+
+
 class EnvironmentConfig(Section):
     """An environment by its registered name, with options of its own."""
 
@@ -80,7 +90,9 @@ class EnvironmentConfig(Section):
         "values of variables that the chat template reads, for the prompts of this environment; "
         "they win over policy.chat_template_options"
     )
-    long_prompts: Literal["refuse", "drop"] | tuple[RowNumber, ...] | None = optional_field(
+    long_prompts: Annotated[
+        Literal["refuse", "drop"] | tuple[RowNumber, ...] | None, BeforeValidator(_mode_or_rows)
+    ] = optional_field(
         as_begun="drop",
         description="rows of a file whose prompts leave no room for sampling.max_tokens in "
         "policy.context_length. refuse: the run does not start; drop: they are left out, of "
