@@ -20,7 +20,8 @@ from prefect import flow, get_client, task
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.events import emit_event
+from prefect.events import Event
+from prefect.events.clients import get_events_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Completed, Pending, Running
 from pydantic import TypeAdapter
@@ -426,7 +427,9 @@ def test_a_flow_run_with_a_heartbeat_may_outlive_its_worker(standing_api: str) -
             run = await client.read_flow_run(run.id)
             silent = await becomes(client, run, abandoned=True)
             resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}"}
-            emit_event("prefect.flow-run.heartbeat", resource=resource)
+            # `emit_event` would go to the server that this process first spoke to.
+            async with get_events_client() as events:
+                await events.emit(Event(event="prefect.flow-run.heartbeat", resource=resource))
             heard_of = await becomes(client, run, abandoned=False)
             await client.set_flow_run_state(run.id, Completed())
         return silent, heard_of
