@@ -21,8 +21,7 @@ from pathlib import Path
 
 from machine import print_head
 
-from marin_rl.isolated.sandbox import Sandbox
-from marin_rl.isolated.sandbox_check import check_sandbox
+from marin_rl.isolated.sandbox import Sandbox, check_sandbox
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 

@@ -33,8 +33,7 @@ from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.sandbox_tools import SandboxOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult
-from marin_rl.isolated.sandbox_check import check_sandbox
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
 from marin_rl.types import Example, RewardComponent, Split
 
 SAMPLE = Path(__file__).parent / "samples" / "code.jsonl"

@@ -22,8 +22,7 @@ from marin_rl.environments.sandbox_tools import (
     step_budget_s,
 )
 from marin_rl.environments.tool_class import MalformedCallOptions
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits
-from marin_rl.isolated.sandbox_check import check_sandbox
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, check_sandbox
 from marin_rl.types import Example
 
 INSTRUCTION = (

@@ -42,8 +42,7 @@ from marin_rl.environments.sandbox_tools import (
 )
 from marin_rl.environments.tool_class import MalformedCallOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits
-from marin_rl.isolated.sandbox_check import check_sandbox
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, check_sandbox
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree, entries_under
 from marin_rl.types import Example, RewardComponent, Split
 

@@ -2,16 +2,15 @@
 
 `Sandbox.run` starts one program in namespaces of its own (bubblewrap), reads what it prints within
 a bound, and ends it with all that it started. A program reports nothing but text and an exit
-status; what these are compared with stays outside. Leaves out the
-command line (`sandbox_command`), the filter of system calls (`seccomp`), the watch over a run
-(`sandbox_watch`) and the test that all of it holds on this machine (`sandbox_check`).
+status; what these are compared with stays outside. `check_sandbox` proves the walls here. Leaves
+out the command line (`sandbox_command`) and the watch over a run (`sandbox_watch`).
 """
 
 import contextlib
 import fcntl
 import json
 import os
-import select
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,34 +20,29 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from marin_rl.errors import InputError
+from marin_rl.errors import ConfigError, InputError
 from marin_rl.isolated.sandbox_command import (
     ENVIRONMENT,
-    WORK,
     Descriptors,
     SandboxLimits,
     bubblewrap,
+    homes,
     interpreter_of,
+    mounted,
     rooms,
+    seccomp_filter,
 )
-from marin_rl.isolated.sandbox_watch import (
-    Limit,
-    Watched,
-    await_end,
-    discarded_on_error,
-    watch,
-)
-from marin_rl.isolated.seccomp import seccomp_filter
+from marin_rl.isolated.sandbox_watch import Limit, Watched, end_namespace, watch
 
 Mode = Literal["bubblewrap", "rlimits_only"]
 
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE of linux/fcntl.h
 _ADD_SEALS = 1033
 _STATUS_BYTES = 1 << 16
-_START_TIMEOUT_S = 60.0  # until the namespaces are made, which takes milliseconds
 # Adopts what a program without walls leaves, and ends it; its environment has no secret either.
 _SUPERVISED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("descendants.py")))
 _SIGNALS = 128  # an exit status above it says that a signal ended the program
@@ -134,18 +128,23 @@ class Sandbox:
         """
         began = time.monotonic()
         seconds = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
-        run = self._isolated if self.mode == "bubblewrap" else self._limited
         with ExitStack() as stack:
             source = stack.enter_context(_sealed(stdin))
-            watched, status = run(stack, arguments, source, files or {}, workspace, seconds)
-        limit = watched.limit
+            if self.mode == "bubblewrap":
+                watched, status = self._isolated(
+                    stack, arguments, source, files or {}, workspace, seconds
+                )
+            else:
+                assert workspace is None, "only programs behind walls work in a folder of others"
+                watched, status = self._limited(stack, arguments, source, files or {}, seconds)
+        limit, stdout, stderr = watched
         if limit is None and status == _SIGNALS + signal.SIGXCPU:
             limit = "CPU time"
         return SandboxResult(
             exit_status=status,
             limit=limit,
-            stdout=watched.stdout,
-            stderr=watched.stderr,
+            stdout=stdout,
+            stderr=stderr,
             wall_s=time.monotonic() - began,
         )
 
@@ -160,64 +159,36 @@ class Sandbox:
     ) -> tuple[Watched, int | None]:
         status, reported = os.pipe()
         stack.callback(os.close, status)
-        release, releasing = os.pipe()
-        stack.callback(os.close, releasing)
         with ExitStack() as theirs:
             theirs.callback(os.close, reported)
-            theirs.callback(os.close, release)
             filtered = None
             if self._filter is not None:
                 filtered = theirs.enter_context(_sealed(self._filter))
-            descriptors = Descriptors(
-                status=reported,
-                release=release,
-                seccomp=filtered,
-                files={name: theirs.enter_context(_sealed(data)) for name, data in files.items()},
-            )
+            inputs = {name: theirs.enter_context(_sealed(data)) for name, data in files.items()}
+            descriptors = Descriptors(status=reported, seccomp=filtered, files=inputs)
             options, command = bubblewrap(
                 arguments, self.limits, self.interpreter, descriptors, workspace
             )
             described = theirs.enter_context(_sealed(b"\0".join(map(os.fsencode, options))))
             command[1:1] = ["--args", str(described)]
-            inherited = (*descriptors.all, described)
+            inherited = [reported, described, *inputs.values()]
+            inherited += [] if filtered is None else [filtered]
             process = _started(command, stdin, ENVIRONMENT, inherited)
-            theirs.close()
-            with discarded_on_error(process):
-                child = self._limit(status)
-                with contextlib.suppress(BrokenPipeError):  # it has ended, and says why below
-                    os.write(releasing, b"x")
-        places = () if child is None else rooms(workspace)
-        seen = [Path(f"/proc/{child}/root{place}") for place in places]
-        watched = watch(process, self.limits, wall_s, workspace, seen)
-        if child is not None:
-            await_end(child)
+        watched = watch(process, self.limits, wall_s, workspace, rooms(workspace))
         os.set_blocking(status, False)
-        report = b""  # the rest of it, as far as it is there
-        with contextlib.suppress(BlockingIOError):
-            report = os.read(status, _STATUS_BYTES)
-        exit_status = _facts(report).get("exit-code")
-        if exit_status is None and watched.limit is None:
+        facts = dict[str, int]()
+        with contextlib.suppress(BlockingIOError, ValueError):  # cut off where it was killed
+            for line in os.read(status, _STATUS_BYTES).splitlines():
+                facts |= json.loads(line)
+        if (first := facts.get("child-pid")) is not None:
+            end_namespace(first)
+        exit_status = facts.get("exit-code")
+        if exit_status is None and watched[0] is None:
             raise InputError(
                 "no sandbox could be made: expected that bubblewrap starts a program, found "
-                f"{watched.stderr.decode(errors='replace').strip()[-300:]!r}"
+                f"{watched[2].decode(errors='replace').strip()[-300:]!r}"
             )
         return watched, exit_status
-
-    def _limit(self, status: int) -> int | None:
-        """Limit the first process of a sandbox, which waits, and return its number.
-
-        The program inherits the limits; a command that sets them would be one more to start.
-        None where bubblewrap ended before. Raises InputError where the limits are refused.
-        """
-        if (child := _facts(_first_line(status)).get("child-pid")) is None:
-            return None
-        try:
-            self.limits.impose(child)
-        except ProcessLookupError:
-            return None
-        except (OSError, ValueError) as error:
-            raise InputError(f"no sandbox could be made: limits are refused: {error}") from error
-        return child
 
     def _limited(
         self,
@@ -225,18 +196,17 @@ class Sandbox:
         arguments: Sequence[str],
         stdin: int,
         files: Mapping[str, bytes],
-        workspace: Path | None,
         wall_s: float,
-    ) -> tuple[Watched, int | None]:
-        folder = workspace or Path(tempfile.mkdtemp(prefix="marin-rl-sandbox-"))
-        if workspace is None:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    ) -> tuple[Watched, int]:
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="marin-rl-sandbox-", ignore_cleanup_errors=True)
+        )
         for name, data in files.items():
-            (folder / name).write_bytes(data)
-        environment = ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder)}
+            Path(folder, name).write_bytes(data)
+        environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
         command = [*_SUPERVISED, *self.limits.prefix(), *arguments]
         process = _started(command, stdin, environment, (), folder)
-        watched = watch(process, self.limits, wall_s, workspace, end_by=signal.SIGTERM)
+        watched = watch(process, self.limits, wall_s, end_by=signal.SIGTERM)
         code = process.returncode
         return watched, _SIGNALS - code if code < 0 else code
 
@@ -246,7 +216,7 @@ def _started(
     stdin: int,
     environment: Mapping[str, str],
     descriptors: Sequence[int],
-    folder: Path | None = None,
+    folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a command. Raises InputError where it is not there."""
     try:
@@ -279,31 +249,126 @@ def _sealed(data: bytes) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _first_line(status: int) -> bytes:
-    """Wait for a line of bubblewrap's report; empty where bubblewrap ended without one.
+# The self-test: a program inside reports what it sees, before anything relies on the walls.
 
-    Raises InputError where it says nothing for too long.
+INSTALL = "apt-get install bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora, RHEL)"
+ALTERNATIVE = (
+    "or set environment.options.sandbox: rlimits_only, with which programs that a model writes "
+    "have limits and the rights of this user"
+)
+_CHECK_TIMEOUT_S = 60.0
+
+# What a program sees, written so that it does not fail where a wall is missing.
+_PROBE = """
+import json, os, resource, sys
+host_file, nonce, homes, *kinds = sys.argv[1:]
+def fails(call, *arguments):
+    try: call(*arguments)
+    except OSError: return True
+    return False
+status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+interfaces = [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line]
+facts = {
+    "user": os.getuid(),
+    "capabilities": sum(int(status["Cap" + kind], 16) for kind in ("Eff", "Prm", "Bnd")),
+    "no_new_privileges": status["NoNewPrivs"].strip() == "1",
+    "calls_are_filtered": status["Seccomp"].strip() == "2",
+    "limits": [resource.getrlimit(getattr(resource, kind))[0] for kind in kinds],
+    "processes": sum(name.isdigit() for name in os.listdir("/proc")),
+    "interfaces": interfaces,
+    "host_file_is_there": os.path.exists(host_file),
+    "mounts": [line.split()[4] for line in open("/proc/self/mountinfo")],
+    "homes": {home: sorted(os.listdir(home)) for home in json.loads(homes) if os.path.isdir(home)},
+    "system_is_read_only": fails(open, "/usr/.marin-rl", "w") and fails(open, "/.marin-rl", "w"),
+    "work_can_be_written": not fails(open, "probe", "w"),
+}
+print(nonce + json.dumps(facts))
+"""
+
+
+@lru_cache(maxsize=8)
+def check_sandbox(mode: Mode, interpreter: str | None = None) -> str:
+    """Run a program in a sandbox and compare what it sees with what it may see.
+
+    Returns a line for people. Raises ConfigError that says what to install or to set.
     """
-    poll = select.poll()
-    poll.register(status, select.POLLIN)
-    said = b""
-    while b"\n" not in said:
-        if not poll.poll(_START_TIMEOUT_S * 1000):
-            raise InputError(
-                f"no sandbox could be made: bubblewrap did not start in {_START_TIMEOUT_S:.0f} s"
-            )
-        if not (more := os.read(status, _STATUS_BYTES)):
-            return b""
-        said += more
-    return said
+    needed = ["bwrap", "prlimit", "setpriv"] if mode == "bubblewrap" else ["prlimit"]
+    if missing := [name for name in needed if shutil.which(name) is None]:
+        package = INSTALL if "bwrap" in missing else "util-linux"
+        raise ConfigError(
+            f"the sandbox needs {', '.join(missing)}: install it, {package}; {ALTERNATIVE}"
+        )
+    sandbox = Sandbox(mode=mode, interpreter=interpreter)
+    facts = _seen_by_a_program(sandbox)
+    if mode == "rlimits_only":
+        return "programs have limits, and no sandbox"
+    if failed := [name for name, holds in _expected(facts, sandbox).items() if not holds]:
+        raise ConfigError(
+            f"the sandbox does not hold on this machine: {', '.join(failed)}; a program in it "
+            f"reports {json.dumps(facts)}. {_hint()}; {ALTERNATIVE}"
+        )
+    filtered = "" if sandbox.filters_calls else "; system calls are not filtered on this machine"
+    return f"programs run in bubblewrap, with {sandbox.python}{filtered}"
 
 
-def _facts(report: bytes) -> dict[str, int]:
-    facts: dict[str, int] = {}
-    for line in report.splitlines():
-        with contextlib.suppress(ValueError):
-            facts |= json.loads(line)
-    return facts
+def _seen_by_a_program(sandbox: Sandbox) -> dict[str, Any]:
+    """Return the report of a program in the sandbox. Raises ConfigError where it cannot run."""
+    nonce = secrets.token_hex(16)
+    with tempfile.NamedTemporaryFile() as host_file:
+        seen = json.dumps([str(home) for home in homes()])
+        arguments = [sandbox.python, "-I", "-S", "-c", _PROBE, host_file.name, nonce, seen]
+        arguments += [f"RLIMIT_{name.upper()}" for name in sandbox.limits.by_name()]
+        try:
+            result = sandbox.run(arguments, wall_s=_CHECK_TIMEOUT_S)
+        except InputError as error:
+            raise ConfigError(f"{error}. {_hint()}; {ALTERNATIVE}") from error
+    text = result.stdout.decode(errors="replace")
+    if not (result.succeeded and text.startswith(nonce)):
+        said = result.stderr.decode(errors="replace").strip()[-300:]
+        raise ConfigError(
+            f"expected that {sandbox.python} runs in the sandbox, found {result.how}: {said!r}. "
+            "Set environment.options.interpreter to a Python that every user can read, such as "
+            f"/usr/bin/python3; {ALTERNATIVE}"
+        )
+    return json.loads(text.removeprefix(nonce))
 
 
-__all__ = ["WORK", "Mode", "Sandbox", "SandboxLimits", "SandboxResult"]
+def _expected(facts: Mapping[str, Any], sandbox: Sandbox) -> dict[str, bool]:
+    """Return whether each wall holds, by its name."""
+    interpreter = sandbox.interpreter
+    shown = [Path(place) for place in mounted(interpreter)]
+    on_the_way = {*interpreter.folders, *interpreter.links}
+    return {
+        "user": facts["user"] != 0,
+        "capabilities": facts["capabilities"] == 0,
+        "no_new_privileges": facts["no_new_privileges"],
+        "calls_are_filtered": facts["calls_are_filtered"] == sandbox.filters_calls,
+        "limits": facts["limits"] == [soft for soft, _ in sandbox.limits.by_name().values()],
+        # itself, the first of its namespace, and no other
+        "processes": facts["processes"] <= 2,
+        "interfaces": facts["interfaces"] == ["lo"],
+        "host_file_is_there": not facts["host_file_is_there"],
+        "mounts": all(
+            mount == "/" or any(Path(mount).is_relative_to(place) for place in shown)
+            for mount in facts["mounts"]
+        ),
+        # of a home no more than what leads to the interpreter
+        "homes": all(
+            any(Path(place).is_relative_to(Path(home, name)) for place in on_the_way)
+            for home, names in facts["homes"].items()
+            for name in names
+        ),
+        "system_is_read_only": facts["system_is_read_only"],
+        "work_can_be_written": facts["work_can_be_written"],
+    }
+
+
+def _hint() -> str:
+    """Return what keeps bubblewrap from working, most often."""
+    closed = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+    if closed.exists() and closed.read_text().strip() == "1":
+        return "AppArmor keeps users from namespaces here: give bwrap a profile that allows them"
+    return (
+        "In a container allow namespaces, such as by docker run --security-opt seccomp=unconfined "
+        "--security-opt apparmor=unconfined --cap-add SYS_ADMIN"
+    )

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,21 +20,14 @@ from marin_rl.isolated.sandbox_command import SandboxLimits
 from marin_rl.isolated.scratch import ENTRY_BYTES, bytes_under
 
 Limit = Literal["time", "CPU time", "memory", "output", "disk", "files", "processes"]
+Watched = tuple[Limit | None, bytes, bytes]  # the limit that ended it, its output and errors
 
 END_TIMEOUT_S = 10.0  # for the kernel to end what was killed; it takes milliseconds
 _POLL_S = 0.05  # between two looks at memory
 _DISK_POLL_S = 1.0  # and at a workspace, whose files are counted
 _READ_BYTES = 1 << 16
+_PAGE_BYTES = 4096  # in which a file system in memory is measured
 _OURS = 1  # of a program's processes: the first of its namespace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """Output of a program, and the limit that ended it."""
-
-    limit: Limit | None
-    stdout: bytes
-    stderr: bytes
 
 
 def watch(
@@ -43,7 +35,7 @@ def watch(
     limits: SandboxLimits,
     wall_s: float,
     workspace: Path | None = None,
-    rooms: Sequence[Path] = (),
+    rooms: Sequence[str] = (),
     end_by: signal.Signals = signal.SIGKILL,
 ) -> Watched:
     """Read a program's output until it ends, and kill it at a limit; it is reaped afterwards.
@@ -69,7 +61,7 @@ def watch(
     if limit is None and looks.workspace_is_full():
         limit = "disk"  # by a program too short to be looked at
     stdout, stderr = (bytes(data[: limits.output_bytes]) for data in output.values())
-    return Watched(limit=limit, stdout=stdout, stderr=stderr)
+    return limit, stdout, stderr
 
 
 def _until_end(  # noqa: C901 - one loop with four ways out
@@ -112,9 +104,7 @@ class _Looks:
     the program may take. Others may have taken it; what has no name is counted as well then.
     """
 
-    def __init__(
-        self, limits: SandboxLimits, workspace: Path | None, rooms: Sequence[Path]
-    ) -> None:
+    def __init__(self, limits: SandboxLimits, workspace: Path | None, rooms: Sequence[str]) -> None:
         self.limits, self._workspace, self._rooms = limits, workspace, rooms
         self._next_count = time.monotonic() + _DISK_POLL_S
         self._used = 0 if workspace is None else _used_bytes(workspace)
@@ -126,7 +116,9 @@ class _Looks:
             return "processes"  # the kernel has no such limit for root
         if sum(map(_memory_of, processes)) > self.limits.memory_bytes:
             return "memory"
-        if any(_entries(room) * ENTRY_BYTES > self.limits.disk_bytes for room in self._rooms):
+        if processes and any(
+            _is_full_of_entries(room, processes[0], self.limits.disk_bytes) for room in self._rooms
+        ):
             return "files"
         return "disk" if self.workspace_is_full(processes) else None
 
@@ -196,13 +188,17 @@ def _used_bytes(place: Path) -> int:
     return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
 
-def _entries(room: Path) -> int:
-    """Return the number of entries of a file system; 0 where it is gone or does not tell."""
+def _is_full_of_entries(room: str, process_id: int, bytes_max: int) -> bool:
+    """Return True for a file system in memory with more entries than its bytes allow.
+
+    False where it is gone, or not made yet: then the host's, which is larger, is in its place.
+    """
     try:
-        disk = os.statvfs(room)
+        disk = os.statvfs(f"/proc/{process_id}/root{room}")
     except OSError:
-        return 0
-    return disk.f_files - disk.f_ffree
+        return False
+    made = disk.f_blocks * disk.f_frsize < bytes_max + _PAGE_BYTES
+    return made and (disk.f_files - disk.f_ffree) * ENTRY_BYTES > bytes_max
 
 
 def _held_bytes(processes: Sequence[int], device: int, *, strict: bool) -> int:
@@ -256,17 +252,6 @@ def _mapped(process_id: int) -> dict[int, int]:
     return mapped
 
 
-@contextlib.contextmanager
-def discarded_on_error(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill and reap a process, and close its pipes, where what it waits for fails."""
-    try:
-        yield
-    except BaseException:
-        _kill(process)
-        process.communicate()
-        raise
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a program's first process and its group; it is not reaped yet, so the number is its."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -290,13 +275,14 @@ def _await(ended: int) -> bool:
     return bool(poll.poll(END_TIMEOUT_S * 1000))
 
 
-def await_end(process_id: int) -> None:
-    """Wait until a process is gone: the first of a namespace, which goes last.
+def end_namespace(first: int) -> None:
+    """End a namespace by its first process, and wait until that is gone; it goes last.
 
-    It is reaped where it is a child of this process by now, as orphans of a container are children
-    of its first process.
+    It may be left where bubblewrap was killed while it made the namespace. It is reaped where it is
+    a child of this process by now, as orphans of a container are children of its first process.
     """
-    with contextlib.suppress(ProcessLookupError), _pidfd(process_id) as ended:
+    with contextlib.suppress(ProcessLookupError), _pidfd(first) as ended:
+        signal.pidfd_send_signal(ended, signal.SIGKILL)
         if _await(ended):
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(process_id, os.WNOHANG)
+                os.waitpid(first, os.WNOHANG)

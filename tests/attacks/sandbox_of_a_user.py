@@ -6,8 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, ".")
 
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits
-from marin_rl.isolated.sandbox_check import check_sandbox
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, check_sandbox
 
 check_sandbox("bubblewrap")
 box = Sandbox(SandboxLimits(wall_s=120, cpu_s=100, processes=20))

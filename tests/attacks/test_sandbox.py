@@ -19,9 +19,9 @@ from support.processes import wait_until_gone
 from support.sandboxes import PATIENT_S, sandbox
 
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.isolated import sandbox_check, sandbox_command
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult
-from marin_rl.isolated.seccomp import seccomp_filter
+from marin_rl.isolated import sandbox_command
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
+from marin_rl.isolated.sandbox_command import seccomp_filter
 
 TOP = Path(__file__).parents[2]
 
@@ -452,10 +452,10 @@ def test_the_walls_hold_for_a_user_who_is_not_root():
 
 
 def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox_check.shutil, "which", lambda name: None)
-    sandbox_check.check_sandbox.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"apt-get install bubblewrap.*sandbox: rlimits_only"):
-        sandbox_check.check_sandbox("bubblewrap")
+        check_sandbox("bubblewrap")
 
 
 def test_a_bubblewrap_that_cannot_make_namespaces_is_refused(
@@ -466,10 +466,10 @@ def test_a_bubblewrap_that_cannot_make_namespaces_is_refused(
     unfit.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     unfit.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    sandbox_check.check_sandbox.cache_clear()
+    check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"No permissions.*--cap-add SYS_ADMIN.*rlimits_only"):
-        sandbox_check.check_sandbox("bubblewrap")
-    sandbox_check.check_sandbox.cache_clear()
+        check_sandbox("bubblewrap")
+    check_sandbox.cache_clear()
     with pytest.raises(InputError, match="no sandbox could be made"):
         Sandbox().run(["true"])
 
@@ -479,10 +479,10 @@ def test_a_wall_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     sandbox()
     walls = [wall for wall in sandbox_command._namespaces(True) if wall != "--unshare-pid"]
     monkeypatch.setattr(sandbox_command, "_namespaces", lambda by_root: walls)
-    sandbox_check.check_sandbox.cache_clear()
+    check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"does not hold on this machine: processes; "):
-        sandbox_check.check_sandbox("bubblewrap")
-    sandbox_check.check_sandbox.cache_clear()
+        check_sandbox("bubblewrap")
+    check_sandbox.cache_clear()
 
 
 def test_limits_that_are_refused_start_no_program():
@@ -518,7 +518,7 @@ def test_an_interpreter_that_is_a_link_in_a_home_shows_nothing_of_it(home: Path)
     (home / ".local/bin/python3.11").symlink_to(sandbox_command.interpreter_of().path)
     (home / "bin/python3").symlink_to(home / ".local/bin/python3.11")
     for path in (home / "bin/python3", home / ".local/bin/python3.11"):
-        assert sandbox_check.check_sandbox("bubblewrap", str(path)).endswith(str(path))
+        assert check_sandbox("bubblewrap", str(path)).endswith(str(path))
         program = "print(attempt(open, sys.argv[1]), sorted(os.listdir(sys.argv[2])))"
         text = said(program, Sandbox(interpreter=str(path)), str(home / ".ssh/id"), str(home))
         assert text in ("ENOENT ['.local', 'bin']", "ENOENT ['.local']")
@@ -550,10 +550,10 @@ def test_a_mount_of_the_host_fails_the_self_test(home: Path, monkeypatch: pytest
     bound = [*sandbox_command._reached(str(home)), "--ro-bind", str(home), str(home)]
     wrong = [*sandbox_command._system(), *bound]
     monkeypatch.setattr(sandbox_command, "_system", lambda: wrong)
-    sandbox_check.check_sandbox.cache_clear()
+    check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match="does not hold on this machine: mounts, homes; "):
-        sandbox_check.check_sandbox("bubblewrap")
-    sandbox_check.check_sandbox.cache_clear()
+        check_sandbox("bubblewrap")
+    check_sandbox.cache_clear()
 
 
 def test_without_walls_the_limits_hold():

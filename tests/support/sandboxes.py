@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from marin_rl.errors import ConfigError
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits
-from marin_rl.isolated.sandbox_check import check_sandbox
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, check_sandbox
 
 PATIENT_S = 120.0  # no busy machine reaches it
 
