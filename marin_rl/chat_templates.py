@@ -146,7 +146,6 @@ class ChatTemplate:
 
 
 def reads_clock(tokenizer: TemplateOwner) -> bool:
-    """Return True where a chat template asks for the day. Raises TemplateFault."""
     return CLOCK in _variables_of(tokenizer)
 
 
@@ -184,7 +183,6 @@ def with_options(source: str, options: Mapping[str, Any]) -> str:
 
 
 def without_date(source: str) -> str:
-    """Return a template without the day that `with_options` gave it."""
     return _DATE_LINE.sub("", source)
 
 

@@ -142,7 +142,6 @@ class Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help as Typer does."""
         _import_without("typer.rich_utils", UNUSED_BY_HELP)
         super().format_help(ctx, formatter)
 
@@ -160,7 +159,6 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help as Typer does."""
         _import_without("typer.rich_utils", UNUSED_BY_HELP)
         super().format_help(ctx, formatter)
 

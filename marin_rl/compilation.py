@@ -175,7 +175,6 @@ def set_matmul_precision(compute_dtype: DTypeLike) -> None:
 
 
 def prepare_for_training() -> None:
-    """Keep compiled programs on disk, and freed memory in the process."""
     enable_compilation_cache()
     keep_freed_memory()
 

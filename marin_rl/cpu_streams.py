@@ -66,7 +66,6 @@ def lanes_for(lanes: int, slots: int, *, weights_bytes: int, on_mesh: bool) -> L
 
 
 def gains_from_lanes(weights_bytes: int, *, on_mesh: bool) -> bool:
-    """True for a small model on a CPU."""
     small = weights_bytes <= LANE_WEIGHTS_BYTES_MAX
     return small and not on_mesh and jax.default_backend() == "cpu"
 

@@ -319,7 +319,6 @@ def _base(target: Target, request: EvaluationRequest) -> Config:
 
 
 def _is_yaml(environment: str | None) -> bool:
-    """Return True where `--env` names a configuration, whose environment and sampling are used."""
     return environment is not None and Path(environment).suffix in (".yaml", ".yml")
 
 

@@ -48,13 +48,11 @@ def fit_rewards(values: Any) -> Bool[np.ndarray, "*N"]:
 
 
 def usable_rewards(values: Any) -> Float64[np.ndarray, "*N"]:
-    """Rewards as float64, NaN for None and for what cannot be trained on."""
     wide = np.asarray(values, np.float64)
     return np.where(fit_rewards(wide), wide, np.nan)
 
 
 def fit_logprobs(values: Any) -> Bool[np.ndarray, "*N"]:
-    """True for each value that can be a sampled token's log-probability; False for NaN."""
     wide = np.asarray(values, np.float64)
     return np.asarray((wide >= LOGPROB_MIN) & (wide <= LOGPROB_SLACK))
 

@@ -85,7 +85,6 @@ def spare_loopback() -> None:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -207,7 +206,6 @@ def processor() -> str:
 
 @cache
 def _features() -> frozenset[str]:
-    """Flags of the processor."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
     return frozenset(match[1].split()) if match else frozenset()
 
@@ -226,7 +224,6 @@ def _text_of(file: Path) -> str:
 
 
 def xla_flags() -> dict[str, str]:
-    """XLA_FLAGS by name; the last of several of one name counts."""
     pairs = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     return {name: value for name, _, value in pairs}
 

@@ -107,7 +107,6 @@ def _text(file: Path) -> str:
 
 
 def gigabytes(count: int) -> str:
-    """Format bytes: 12.3 GB, 45 MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
 
 

@@ -90,7 +90,6 @@ def definition_of(name: str) -> Definition | None:
 
 
 def is_defined(name: str) -> bool:
-    """True if a metric of this name has a definition."""
     return definition_of(name) is not None
 
 

@@ -88,7 +88,6 @@ class Phase:
         self.began = time.monotonic()
 
     def advance(self, units: int = 1) -> None:
-        """Count units as done."""
         self.done += units
 
     def listen(self, event: ProgressEvent) -> None:
@@ -176,7 +175,6 @@ def phase(name: str | Callable[[], str], total: int = 0) -> Iterator[Phase]:
 
 
 def open_phase() -> Phase | None:
-    """Return the innermost open phase."""
     phases = tuple(_phases)
     return phases[-1] if phases else None
 

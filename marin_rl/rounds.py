@@ -33,13 +33,11 @@ class Stopwatch:
         self._seconds: dict[str, float] = {}
 
     def lap(self, stage: str) -> None:
-        """Assign the seconds since the last lap to `stage`."""
         now = time.monotonic()
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
         self._last = now
 
     def metrics(self) -> dict[str, float]:
-        """Seconds by stage, and of the whole round so far."""
         laps = {f"timing_s/{stage}": seconds for stage, seconds in self._seconds.items()}
         return laps | {"timing_s/round": time.monotonic() - self._began}
 

@@ -44,7 +44,6 @@ class RunRuntime:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The run's tokenizer. Raises InputError."""
         return tokenizer_for(self._run.config.policy)
 
     @cached_property
@@ -87,7 +86,6 @@ class RunRuntime:
 
     @cached_property
     def transport(self) -> "Transport":
-        """The way of weights to the servers that the run samples from."""
         from marin_rl.weight_sync import transport_of
 
         return transport_of(self._run, self.tokenizer)
@@ -109,12 +107,10 @@ class RunRuntime:
             return self._reward_model.prepare()
 
     def run_reward_segment(self, step_from: int, pairs: SlotRef) -> SlotRef:
-        """Train the segment of the reward model that begins at `step_from`."""
         with self._lock:
             return self._reward_model.run_segment(step_from, pairs)
 
     def run_sft_segment(self, step_from: int) -> SlotRef:
-        """Train the segment of the warm start that begins at `step_from`."""
         with self._lock:
             return self._warm_start.run_segment(step_from)
 

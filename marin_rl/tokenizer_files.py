@@ -28,7 +28,6 @@ def characters_backend() -> Tokenizer:
 
 
 def tokenizer_folder(policy: PolicyConfig) -> str | None:
-    """Return the folder of a policy's tokenizer; None for the built-in one."""
     if policy.tokenizer != CHARACTERS:
         return policy.tokenizer
     return policy.hf_path if policy.init == "hf" else None

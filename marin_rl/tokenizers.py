@@ -142,7 +142,6 @@ def _from_folder(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _plain(token: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an added token, without the name of the class that wrote them."""
     return {name: value for name, value in token.items() if name != "__type"}
 
 
@@ -334,7 +333,6 @@ class PolicyTokenizer:
         return end_token_ids(self.tokenizer)
 
     def encoded(self, text: str) -> tuple[int, ...]:
-        """Ids of a text that has all of its special tokens."""
         return tuple(encoder_of(self.tokenizer)(text, False))
 
     def decoded(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -351,7 +349,6 @@ _REPLY = "reply"
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> set[str]:
-    """Return the texts of special tokens, and of those that end completions."""
     tokens = tokenizer.added_tokens_decoder.items()
     return {str(token.content) for id, token in tokens if token.special or id in ends}
 

@@ -263,7 +263,6 @@ class ToolCallStream:
         self._gap, self._inside, self._begun, self._looked = "", False, True, 0
 
     def _first_closing(self) -> int:
-        """Index after the first closing marker."""
         form = self._form
         return self._buffer.index(form.closing, len(form.opening)) + len(form.closing)
 

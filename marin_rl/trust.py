@@ -46,7 +46,6 @@ class Consent:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Dotted names of the keys that the overrides set."""
         return frozenset(item.partition("=")[0].strip() for item in self.overrides)
 
 
@@ -80,7 +79,6 @@ def trusted_config(
     uses: Sequence[str] = (EVERYTHING,),
     sections: Sequence[str] = (EVERYTHING,),
 ) -> Config:
-    """The configuration of a command on `run`, checked as `settings_of` and `check_named` do."""
     config = settings_of(run, consent, uses)
     check_named(run, config, consent, sections)
     return config

@@ -52,7 +52,6 @@ class CodeSpec:
 
     @property
     def typed(self) -> str:
-        """The form that a user writes, without the digest."""
         return f"{self.module}:{self.name}"
 
     def __str__(self) -> str:
@@ -220,7 +219,6 @@ def packed_sources(tree: object) -> dict[str, dict[str, str]]:
 
 
 def offer_packed(packed: Mapping[str, Mapping[str, str]]) -> None:
-    """Make known what `packed_sources` gave in the process that started this one."""
     for digest, item in packed.items():
         source = item["source"].encode("latin-1")
         offer(digest, partial(bytes, source), item["origin"], allowed=True)

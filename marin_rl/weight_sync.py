@@ -129,7 +129,6 @@ class Transport(ABC):
 
     @property
     def apart(self) -> bool:
-        """True where servers have the base of an adapter, and are given the adapter only."""
         return self._run.config.policy.lora is not None and self._inference.serve_merged is False
 
     @abstractmethod
@@ -288,7 +287,6 @@ class FromFolder(Transport):
         return Published(endpoints=endpoints, model=model, copies=copies, weights=folder)
 
     def save(self, weights: Weights, folder: Path) -> None:
-        """Write what endpoints load."""
         save_hf(merged_model(weights.model), self._tokenizer, folder)
 
     def is_complete(self, folder: Path) -> bool:

@@ -264,7 +264,6 @@ def remax(reward_G: Rewards, greedy_G: Bool[np.ndarray, "*P G"]) -> Advantages:
 
 
 def made_in_training(reward_G: Rewards) -> Advantages:
-    """0 until the training stage makes advantages, token by token."""
     return np.zeros_like(rewards_array(reward_G))
 
 

@@ -277,6 +277,5 @@ def looks_at_turns(objective: ObjectiveConfig) -> bool:
 
 
 def columns_needed(objective: ObjectiveConfig) -> tuple[str, ...]:
-    """Columns without tokens that a plan reads in addition to the scalar ones."""
     greedy = "greedy_G" in objective.estimator.inputs
     return ("index_in_group", "group_size") if greedy else ()

@@ -133,7 +133,6 @@ def pairs_of_step(count: int, per_step: int, seed: int, step: int) -> Int64[np.n
 
 
 def longest(pairs: Sequence[PreferencePair]) -> int:
-    """Tokens of the longest answer, prompt included."""
     return max(len(ids) for pair in pairs for ids in _both(pair))
 
 

@@ -57,7 +57,6 @@ class AdvantageChoice:
 
     @property
     def over_round(self) -> bool:
-        """Return True where an advantage depends on rewards of other groups of the round too."""
         return self.facts.over_round or self.scale not in ("default", "none", "group_std")
 
     @property
@@ -70,7 +69,6 @@ class AdvantageChoice:
 
     @property
     def needs_tokens(self) -> bool:
-        """Return True where advantages depend on the trained tokens of rollouts."""
         return "tokens_G" in self.facts.inputs or self.scale == "token_whitening"
 
 

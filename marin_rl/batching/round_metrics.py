@@ -35,7 +35,6 @@ VERSION_COUNTS = (VERSION_SUM, TOKENS_KEPT, TOKENS_CONTINUED)
 
 
 def columns_read(config: Config) -> tuple[str, ...]:
-    """Columns of shards that the metrics of a round are decided by."""
     return (*SCALAR_COLUMNS, *versions_of(config))
 
 
@@ -261,7 +260,6 @@ class _Components:
         return {str(name): self.value_M[self.name_M == name] for name in names}
 
     def by_rollout(self, name: str) -> Float64[np.ndarray, " N"]:
-        """The component of this name of every rollout, NaN where it has none."""
         value_N, here = np.full(self.rollouts, np.nan), self.name_M == name
         value_N[self.rollout_M[here]] = self.value_M[here]
         return value_N

@@ -52,7 +52,6 @@ class Selection:
 
 
 def columns_needed(config: Config) -> tuple[str, ...]:
-    """Columns without tokens that a selection reads in addition to the scalar ones."""
     by_time = config.asynchrony is not None and config.asynchrony.select == "first_done"
     return (FINISHED_AT, FINISH_REASON) if by_time else ()
 
@@ -182,7 +181,6 @@ def _own_score(name: str, function: Callable[[RolloutGroup], Any], group: Rollou
 
 
 def _rewards(group: Sequence[Row]) -> Float64[np.ndarray, " G"]:
-    """Rewards of the members that have one and did not fail."""
     rewards = [row["reward"] for row in _valid(group) if row["reward"] is not None]
     return np.array([reward for reward in rewards if fit_rewards(reward)], np.float64)
 
@@ -192,14 +190,12 @@ def _valid(group: Sequence[Row]) -> list[Row]:
 
 
 def _reward_std(group: Sequence[Row]) -> float:
-    """Standard deviation (ddof 1) of the rewards; NaN where all are equal."""
     rewards = _rewards(group)
     # max - min of equal rewards is exactly 0, which a standard deviation may not be.
     return float(rewards.std(ddof=1)) if len(rewards) > 1 and np.ptp(rewards) else np.nan
 
 
 def _mean_reward(group: Sequence[Row]) -> float:
-    """Mean of the rewards; NaN where there are none."""
     rewards = _rewards(group)
     return float(rewards.mean()) if len(rewards) else np.nan
 

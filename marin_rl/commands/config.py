@@ -81,14 +81,12 @@ def _print_templates(*, as_json: bool) -> None:
 
 
 def _templates() -> tuple[dict[str, Path], dict[str, Path]]:
-    """Return the folders of templates, and single configurations, by name."""
     folders = {path.name: path for path in sorted(TEMPLATES.iterdir()) if path.is_dir()}
     single = {path.stem: path for folder in CONFIGS for path in sorted(folder.glob("*.yaml"))}
     return folders, single
 
 
 def demo_configuration() -> Path:
-    """Return the file of the demo's configuration, as the wheel or the checkout has it."""
     return _templates()[1]["demo"]
 
 

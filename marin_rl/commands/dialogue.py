@@ -98,11 +98,9 @@ def turn_facts(turn: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(rewards: Sequence[Mapping[str, Any]] | None) -> str | None:
-    """Named parts of a turn's reward; None where they have no names."""
     return ", ".join(f"{part['name']} {part['value']:g}" for part in rewards or ()) or None
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """A call of a tool: `name(arguments)`, and its id."""
     called = f"→ {call['name']}({shortened(call['arguments'])})"
     return f"{called} [{call['id']}]" if call["id"] else called

@@ -139,7 +139,6 @@ def _print_plain(console: Console, lines: Sequence[str], style: str) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a document of this package as it is."""
     out.print(text, markup=False, highlight=False, end="", soft_wrap=True)
 
 

@@ -262,7 +262,6 @@ def run_again(config: Config, file: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def _options(config: Config, run_id: str, overrides: Sequence[str]) -> str:
-    """Return the options that name a run and set its keys."""
     changes = "".join(f" --set {shlex.quote(item)}" for item in overrides)
     return f" --run-id {run_id}{root_option(config)}{changes}"
 

@@ -77,12 +77,10 @@ def of_older_version(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(**values: Any) -> dict[str, Any]:
-    """The values that say something."""
     return {name: value for name, value in values.items() if value not in (None, {})}
 
 
 def _null_if_empty(section: Section | None) -> Section | None:
-    """Leave no trace of a section that says nothing."""
     return section if section is not None and section.model_dump() else None
 
 

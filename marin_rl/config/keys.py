@@ -71,7 +71,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def known_keys() -> list[str]:
-    """Dotted names of every key of the tree, sections included."""
     return [key for key, _ in _fields_of(RunSections)]
 
 

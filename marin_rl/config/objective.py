@@ -288,7 +288,6 @@ class ObjectiveConfig(Section):
 
     @property
     def estimator(self) -> Estimator:
-        """Return the facts of the chosen `advantage`."""
         return ESTIMATORS[self.advantage]
 
     @property

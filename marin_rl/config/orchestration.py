@@ -115,7 +115,6 @@ class FlowConfig(Section):
 
     @property
     def seconds_pending(self) -> float:
-        """Seconds in which a flow run that a worker took begins."""
         return self.pending_timeout_s or PENDING_S
 
 

@@ -34,7 +34,6 @@ class PeerKey:
 
     @property
     def is_key(self) -> bool:
-        """Return True if `here` is a key, or keys, of the configuration."""
         return self.here.startswith("`")
 
 
@@ -54,7 +53,6 @@ def peers_markdown(library: str) -> str:
 
 @cache
 def peer_keys() -> tuple[PeerKey, ...]:
-    """Return every key of the table."""
     return tuple(key for row in peer_rows() for key in _keys_of(row))
 
 

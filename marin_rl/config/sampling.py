@@ -225,7 +225,6 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _changed(config: EnvironmentConfig) -> set[str]:
-    """Names of the keys that are not at their default."""
     fields = EnvironmentConfig.model_fields.items()
     return {name for name, info in fields if getattr(config, name) != info.default}
 

@@ -118,12 +118,10 @@ def _mark(info: FieldInfo, name: str) -> Any:
 
 
 def is_runtime_only(info: FieldInfo) -> bool:
-    """Return True for free keys, which may differ when a run is continued."""
     return bool(_mark(info, "free"))
 
 
 def is_plan(info: FieldInfo) -> bool:
-    """Return True for free keys that a run.json decides for everyone."""
     return bool(_mark(info, "plan"))
 
 
@@ -139,7 +137,6 @@ def omitted_if_none(info: FieldInfo) -> bool:
 
 
 def field(default: Any, description: str, **limits: Any) -> Any:
-    """A key with its default and its description."""
     return Field(default=default, description=description, **limits)
 
 

@@ -41,7 +41,6 @@ _PLACE = re.compile(rf"((dns:http|https?)://[^\s]+|file:[^\s].*?)( {_LABEL})*")
 
 
 def _as_list(value: object) -> object:
-    """A single entry stands for a list of one."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -308,7 +307,6 @@ class InferenceConfig(Section):
 
     @property
     def is_listed(self) -> bool:
-        """True where endpoints are a plain list of URLs."""
         return all(entry.startswith("http") and " " not in entry for entry in self.endpoints)
 
     @model_validator(mode="after")

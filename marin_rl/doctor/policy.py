@@ -207,7 +207,6 @@ def reward_model(config: Config) -> str:
 
 
 def first_examples(config: Config, count: int) -> list[Example]:
-    """Return the first training examples of a run, those of its first round."""
     built, seed = environment_of(config), config.environment.train_seed
     return [built.example(seed, index, "train") for index in range(count)]
 

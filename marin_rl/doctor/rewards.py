@@ -39,7 +39,6 @@ class Trial:
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """Rewards of the tried answers."""
         return (*(() if self.right is None else (self.right_reward,)), self.wrong_reward)
 
 

@@ -255,7 +255,6 @@ class RolloutMaker:
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:
-    """Sum of seconds; None where one is not known, or there is none."""
     known = [value for value in seconds if value is not None]
     return sum(known) if known and len(known) == len(seconds) else None
 

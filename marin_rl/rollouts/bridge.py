@@ -51,7 +51,6 @@ class _Junction:
 
     @property
     def results(self) -> list[Message]:
-        """Results of tools, where tools are offered."""
         return [message for message in self.messages if self.tools and message.role == "tool"]
 
     @property

@@ -87,11 +87,9 @@ class EarlyGroups:
         self._first_done = first_done
 
     def read(self, group_ids: Sequence[str]) -> Mapping[str, Members]:
-        """Members that are committed, by group and index."""
         return {}
 
     def commit(self, group: RolloutGroup) -> Members:
-        """Commit a group, or some of its members; those that are committed now, by index."""
         return {}
 
     async def collect(self, sampling: Sampling) -> list[RolloutGroup]:
@@ -119,7 +117,6 @@ class CommittedMembers(EarlyGroups):
         }
 
     def commit(self, group: RolloutGroup) -> Members:
-        """Commit members; another process's stand for them where that was first."""
         committed, _ = self._log.append(group.group_id, [group])
         return {r.index_in_group: r for each in committed for r in each.rollouts}
 

@@ -32,9 +32,7 @@ class KeepsTurns(Protocol):
     The state of an environment is not stored: an episode is begun again and given these turns.
     """
 
-    def check_end(self, session: str, index: int, trajectory: Trajectory) -> None:
-        """Raise Diverged for a member that ended before its recorded turns do."""
-        ...
+    def check_end(self, session: str, index: int, trajectory: Trajectory) -> None: ...
 
     def begin_again(self, session: str, index: int, reason: str) -> None: ...
 

@@ -108,7 +108,6 @@ class GroupRecord:
         self.at(seed).add(_part_of(rollout, turn, before))
 
     def leave_out_before(self, oldest: int) -> None:
-        """Leave out members with tokens of policies before `oldest`."""
         # One may have ended without a token, where an endpoint leaves the end token out.
         for index, turns in list(self.turns.items()):
             if any(turn.versions.min(initial=oldest) < oldest for turn in turns):

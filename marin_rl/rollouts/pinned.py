@@ -124,7 +124,6 @@ CHOICES: Mapping[str, Callable[[Config], Any]] = {
 
 
 def refuse_other_rows(config: Config) -> None:
-    """Raise ConfigError where a file has other rows than the run began with. Writes nothing."""
     _unrecorded_rows(config, open_store(config.root, config.storage_options).at(config.run_id))
 
 
@@ -184,7 +183,6 @@ def _unrecorded_rows(config: Config, store: ObjectStore) -> list[tuple[str, str,
 
 
 def _identified(data: bytes, source: str) -> tuple[str, str]:
-    """Attempt and digest of a record. Raises CorruptObject, NewerSchema."""
     with record_errors(source):
         record = open_record(data, RowsRecord, format=FORMAT, version=VERSION)
     return str(record["attempt"]), str(record["rows_digest"])

@@ -129,7 +129,6 @@ def add_model_reward(
 def component_values(
     raw: Float64[np.ndarray, " N"], settings: LearnedRewardConfig, identity: RewardIdentity
 ) -> Float64[np.ndarray, " N"]:
-    """Normalised if asked, moved by the offset, clipped if asked, in this order."""
     values = (raw - identity.mean) / identity.std if settings.normalise else raw
     values = values + settings.offset
     return values if settings.clip is None else np.clip(values, -settings.clip, settings.clip)

@@ -115,7 +115,6 @@ class _EndedMembers:
         self.rollouts |= {**played, **committed}
 
     def failed(self, error: MarinRLError) -> dict[int, Rollout]:
-        """The members of a group whose first turn failed."""
         maker = self._maker()
         return {index: maker.failed(index, error) for index in self.request.indices}
 

@@ -105,7 +105,6 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
 
 
 def _is_anothers(claim: Claim | None, claimant: Claimant, config: Config) -> bool:
-    """True if a claim leaves its chunk to another worker."""
     if claim is None or claim.worker == claimant.worker:
         return False
     return claim.is_live(claimant.now, _claim_s(config))
@@ -158,7 +157,6 @@ def stream_requests(
 
 
 def group_id_of(number: int) -> str:
-    """The id of a group of the stream, in whichever round it is taken."""
     return f"stream/group-{number:08d}"
 
 
@@ -177,7 +175,6 @@ class ChunkLog(EarlyGroups):
         self._lock = Lock()  # groups end in several threads
 
     def read(self, group_ids: Sequence[str]) -> dict[str, dict[int, Rollout]]:
-        """Members of groups that are finished, by group and index."""
         packed = self._log.read([CHUNK]).get(CHUNK, [])
         groups = [*packed, *groups_alone(self._log.run, self._numbers)]
         return {g.group_id: {r.index_in_group: r for r in g.rollouts} for g in groups}

@@ -84,7 +84,6 @@ class GroupRequest:
         return sampling
 
     def group_of(self, rollouts: tuple[Rollout, ...]) -> RolloutGroup:
-        """Return the group of these members, which may not be all."""
         return RolloutGroup(
             group_id=self.group_id, example=self.example, rollouts=rollouts, group_size=self.size
         )
@@ -161,14 +160,12 @@ class Trajectory:
 
     @property
     def reward(self) -> float | None:
-        """Sum of the steps' rewards; None where no step has one."""
         received = [turn.result.received for turn in self.turns]
         rewards = [reward for reward in received if reward is not None]
         return float(sum(rewards)) if rewards else None
 
     @property
     def dialogue(self) -> tuple[Message, ...]:
-        """Messages from the model's first turn to its last."""
         said = [m for t in self.turns for m in (as_message(t.completion), *t.result.messages)]
         return tuple(said[: len(said) - len(self.turns[-1].result.messages)])
 
@@ -248,6 +245,5 @@ async def score_group(
 
 
 def last_completion(rollout: Rollout) -> str | None:
-    """The text of the last sampled turn; None where nothing was sampled."""
     texts = [turn.content for turn in rollout.turns if turn.role == "assistant"]
     return texts[-1] if texts else None

@@ -111,7 +111,6 @@ class PolicyServer:
 
     @property
     def model_id(self) -> str:
-        """The id of the served policy: name, weight version and digest."""
         return self._service.model_id
 
     @property

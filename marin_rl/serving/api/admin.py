@@ -63,7 +63,6 @@ class NewWeights(Body):
 
     @property
     def version(self) -> int | None:
-        """The version that is asked for, as a number."""
         return None if self.weight_version is None else int(self.weight_version)
 
 

@@ -83,7 +83,6 @@ class WithTools(Body):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools as templates and parsers see them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
 
 
@@ -120,7 +119,6 @@ class SamplingFields(Body):
 
     @property
     def samples(self) -> int:
-        """Samples of each prompt."""
         return 1 if self.n is None else self.n
 
     @property

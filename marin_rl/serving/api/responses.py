@@ -35,7 +35,6 @@ class TextDecoding:
     special: bool = False
 
     def incremental(self) -> IncrementalDetokenizer:
-        """Return the text of a sample that has only begun."""
         return IncrementalDetokenizer(self.detokenizer, self.stop, special=self.special)
 
     def new_text(self, text: IncrementalDetokenizer, ids: Sequence[int], finish_reason: str) -> str:
@@ -66,7 +65,6 @@ class Scores:
 
     @classmethod
     def of(cls, sampled: Sample | Delta, *, raw: bool) -> "Scores":
-        """Scores of a sample, or of what a chunk added to it."""
         chosen = sampled.raw_logprobs if raw else sampled.logprobs
         assert chosen is not None, "raw logprobs were not asked of the engine"
         return cls._of(sampled.token_ids, chosen, sampled.top_ids, sampled.top_logprobs)
@@ -143,12 +141,10 @@ def usage(
 
 
 def tokens_of(results: Sequence[GenerationResult]) -> int:
-    """Number of sampled tokens."""
     return sum(len(sample.token_ids) for result in results for sample in result.samples)
 
 
 def timings(result: GenerationResult) -> ServerTimings:
-    """Time that a prompt's samples took, by phase."""
     return ServerTimings(
         queue_s=result.queue_s, prefill_s=result.prefill_s, decode_s=result.decode_s
     )
@@ -172,15 +168,12 @@ def complete_response(
 
 
 def dumps(body: Any) -> bytes:
-    """JSON, of arrays too."""
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """Encode a server-sent event."""
     return b"data: " + dumps(body) + b"\n\n"
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Any JSON, NumPy arrays included."""
     return Response(dumps(body), status, media_type="application/json")

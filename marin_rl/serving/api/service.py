@@ -59,7 +59,6 @@ class RequestedModel(NamedTuple):
 
     @property
     def load(self) -> int:
-        """The number that the engine knows the adapter by."""
         return 0 if self.adapter is None else self.adapter.number
 
 
@@ -99,7 +98,6 @@ class Service:
 
     @cached_property
     def chat_prompts(self) -> ChatPrompts:
-        """Renderer of conversations."""
         return ChatPrompts(self.tokenizer)
 
     @cached_property
@@ -108,12 +106,10 @@ class Service:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """Format in which the model writes tool calls, if its template defines one."""
         return tool_format(self.tokenizer)
 
     @cached_property
     def constraints(self) -> Constraints:
-        """Compiler of constraints on the form of responses."""
         stops = self.engine.stop_token_ids
         vocabulary = self.engine.spec.vocabulary
         return Constraints(self.tokenizer, vocabulary=vocabulary, stop_tokens=stops)
@@ -128,7 +124,6 @@ class Service:
         return repr(self.engine.spec)
 
     def close(self) -> None:
-        """End the threads."""
         for executor in (self.worker, self.forms, self.chats):
             executor.shutdown(wait=False, cancel_futures=True)
         self.writer.close()
@@ -137,7 +132,6 @@ class Service:
 
     @property
     def model_id(self) -> str:
-        """The id of the policy that the server's name stands for."""
         current = self.adapters.current
         return self.base_id if current is None else current.name
 
@@ -157,7 +151,6 @@ class Service:
         return [self.base_id, *self.names, *self.adapters.names]
 
     def id_of(self, policy: Policy | GenerationResult | Delta) -> str:
-        """The id under which a policy is, or was, served."""
         if policy.adapter_name:
             return policy.adapter_name
         return served_model_id(self.name, policy.weight_version, policy.parameters_digest)
@@ -194,7 +187,6 @@ class Service:
     # -------------------------------------------------------------- responses
 
     def header(self, kind: str) -> dict[str, Any]:
-        """Id and time at the top of every response of one request."""
         return {"id": f"{kind}-{new_id()}", "created": int(time.time())}
 
     def top(
@@ -369,6 +361,5 @@ def _unknown(model: str, known: list[str], param: str = "model") -> ApiError:
 
 @lru_cache(maxsize=16)
 def _fingerprint(architecture: str, digest: str) -> str:
-    """Fingerprint of the code, the architecture and the weights that answer."""
     text = "\n".join((marin_rl.__version__, architecture, digest))
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"

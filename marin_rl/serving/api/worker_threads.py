@@ -164,7 +164,6 @@ class ResponseWriter:
         self._waiting.put((queue, write))
 
     def close(self) -> None:
-        """End the thread when all that waits is written."""
         self._waiting.put(None)
 
     def _run(self) -> None:

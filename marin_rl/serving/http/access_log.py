@@ -49,7 +49,6 @@ class RequestRecord:
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record of a request, for its route to fill in."""
     record = scope["state"]["record"]
     assert isinstance(record, RequestRecord)
     return record
@@ -95,7 +94,6 @@ class AccessLog(QueueListener):
             self._dropped += len(records)
 
     def lines_dropped(self) -> int:
-        """Lines that could not be written."""
         return self._dropped
 
     def close(self) -> None:

@@ -178,5 +178,4 @@ _random = random.Random(secrets.randbits(256))
 
 
 def new_id() -> str:
-    """Return a unique id; not a secret."""
     return f"{_random.getrandbits(128):032x}"

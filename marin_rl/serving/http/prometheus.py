@@ -135,7 +135,6 @@ class Telemetry(Collector):
         self.lines_dropped: Callable[[], int] = lambda: 0
 
     def request_started(self) -> None:
-        """Count a request that is being answered."""
         self._running += 1
 
     def request_ended(self, record: RequestRecord) -> None:

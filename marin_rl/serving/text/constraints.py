@@ -113,7 +113,6 @@ class Constraints:
         return self.json_schema(form["json_schema"].get("schema") or {}, param=where)
 
     def json_schema(self, schema: Mapping[str, Any], *, param: str) -> MakeWalker:
-        """Walkers through JSON texts of a schema. Raises ApiError 400, naming `param`."""
         _check_size(schema, param)
         return self._maker(SCHEMA, _as_text(schema), param)
 

@@ -177,7 +177,6 @@ class IncrementalDetokenizer:
         return certain
 
     def finish(self, text: str) -> str:
-        """Return the part of the finished text that was not returned yet."""
         unseen, self._emitted = text[self._emitted :], len(text)
         return unseen
 

@@ -66,11 +66,9 @@ class ServedAdapters:
 
     @property
     def names(self) -> list[str]:
-        """Names that requests may give as their model, in the order of loading."""
         return list(self._by_name)
 
     def get(self, name: str) -> LoadedAdapter | None:
-        """Return the adapter of a name."""
         return self._by_name.get(name)
 
     def load_folder(

@@ -132,7 +132,6 @@ class Source:
     read: Callable[[Served], Loaded]
 
     def error_text(self, error: Exception) -> str:
-        """Error message without paths that the caller did not name."""
         return without_paths(str(error), self.place)
 
 

@@ -73,13 +73,11 @@ class Registration:
         self._thread = threading.Thread(target=self._announce, name="heartbeat", daemon=True)
 
     def start(self, base_url: str) -> None:
-        """Begin to announce the server at its base URL, or the one that was chosen for it."""
         self._url = self._announcement.url or reachable(base_url)
         _log.info("announcing %s as %s", self._url, self._server)
         self._thread.start()
 
     def answer(self, target: Target) -> None:
-        """Write a heartbeat at once where the trainer asks for something new."""
         if target != self._target:
             self._target = target
             self._due.set()

@@ -108,7 +108,6 @@ class WeightUpdater:
 
     @property
     def busy(self) -> bool:
-        """True while an update from disk is in progress."""
         return self._update_lock.locked()
 
     def swap(
