@@ -27,10 +27,8 @@ from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
-from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.clients import Connect, policy_client
-from marin_rl.rollouts.evaluate import HeldOut, evaluation_metrics, judges_of, requests_of
-from marin_rl.rollouts.generate import SamplingJob, refuse_if_mostly_errors, sample_groups
+from marin_rl.rollouts.clients import Connect
+from marin_rl.rollouts.evaluate import HeldOut, answered, evaluation_metrics, judges_of
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_records import RUN_KEY, seed_from
@@ -269,19 +267,8 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
         environment=environment,
         examples=config.evaluation.examples,
     )
-    requests = requests_of(
-        config, f"eval/{name}", held_out, lambda *parts: seed_from(config, *parts)
-    )
-    version = policy.weight_version
-    job = SamplingJob(
-        config=config,
-        policy=policy,
-        environment=environment,
-        progress=ProgressEvent(run_id=config.run_id, stage="evaluate", round=version),
-    )
-    client = policy_client(config, policy, connect)
-    groups = asyncio.run(sample_groups(job, requests, client))
-    refuse_if_mostly_errors(groups, config.rollouts.errors_max_fraction, f"evaluation of {name}")
+    seed_of, version = partial(seed_from, config), policy.weight_version
+    groups = asyncio.run(answered(config, policy, [held_out], name, seed_of, version, connect))
     rows = encode_shard(
         groups,
         run_id=config.run_id,
@@ -295,11 +282,7 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
     return EvaluationResult(
         model=name,
         config=config,
-        metrics=evaluation_metrics(
-            groups,
-            config.evaluation,
-            judges_of(config),
-        ),
+        metrics=evaluation_metrics(groups, config.evaluation, judges_of(config)),
         groups=groups,
         rows=rows,
     )

@@ -149,8 +149,8 @@ def plan(config: Config) -> Plan:
     of_turns = config.sampling.max_tokens * (config.environment.turns_max or 1)
     sampled = rollouts_max * min(of_turns, config.policy.context_length)
     groups = config.rollouts.groups_per_round
-    if config.replay is not None:
-        groups += config.replay.groups or groups
+    if (replay := config.ahead.replay) is not None:
+        groups += replay.groups or groups
     trained = size * groups * config.policy.context_length
     shards = config.rounds * config.rollouts.shards_per_round
     return Plan(

@@ -163,7 +163,7 @@ def _episodes(run: Run, round: int, generated: float) -> float:
     Where their number varies from round to round: the `generated` ones added to those of the round
     before, which is closed.
     """
-    if run.config.varies:
+    if run.config.samples_on or run.config.windowed:
         before = read_metrics(run, [round - 1]).to_pylist() if round else [{"episode": 0.0}]
         return before[0]["episode"] + generated
     ends = [a.through_round for a in run.ancestors if a.through_round <= round]

@@ -4,7 +4,7 @@ A file is identified by its content: `pin` reads it and adds its SHA-256 to the 
 on the digest decides. `load` runs the source with that digest as a module under a private name of
 its own, never through `sys.path`, so no name of the user's folder meets one of ours. A source comes
 from the file (`pin`), or from a copy (`offer`): in a run's folder, or sent to a worker process. A
-copy that the user did not allow is never run. Which keys name code is said in config/code.py.
+copy that the user did not allow is never run. Which keys name code is said in config/files.py.
 """
 
 import ast

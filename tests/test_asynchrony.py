@@ -13,7 +13,7 @@ from marin_rl.config import (
     of_older_version,
     parse_config,
 )
-from marin_rl.config.keys import RENAMED
+from marin_rl.config.sections import RENAMED
 from marin_rl.display.plans import plan_rows
 from marin_rl.errors import ConfigError
 from marin_rl.planning import plan

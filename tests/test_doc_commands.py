@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from marin_rl.cli import app
 from marin_rl.config import Config, load_config
-from marin_rl.config.keys import known_keys
+from marin_rl.config.sections import known_keys
 
 TOP = Path(__file__).parent.parent
 PAGES = {

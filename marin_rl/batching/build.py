@@ -230,9 +230,9 @@ def _with_token_values(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Itera
 
 def _decisive(config: Config) -> dict[str, object]:
     """The part of the configuration that decides what the batches contain."""
-    discount, settings = config.objective.turn_discount, config.asynchrony
+    discount, settings = config.objective.turn_discount, config.ahead
     chosen: dict[str, object] = {}
-    if settings is not None and settings.selects_groups:
+    if settings.selects_groups:
         # Under the names that keys once had: fingerprints of earlier runs stay what they were.
         chosen["selection"] = {
             "dynamic_sampling": "filter" if settings.dynamic_sampling else None,
@@ -241,9 +241,9 @@ def _decisive(config: Config) -> dict[str, object]:
             "group_filter_min": settings.group_filter and settings.group_filter.min,
             "groups": config.rollouts.groups_per_round,
         }
-    if config.replay is not None:
-        groups = config.replay.groups or config.rollouts.groups_per_round
-        chosen[RECORD] = {**fingerprint_fields(config.replay), "groups": groups}
+    if (replay := settings.replay) is not None:
+        groups = replay.groups or config.rollouts.groups_per_round
+        chosen[RECORD] = {**fingerprint_fields(replay), "groups": groups}
     return {
         "program": PROGRAM_VERSION,
         "filters": fingerprint_fields(config.filters),
@@ -271,16 +271,16 @@ def _scalar_columns(
     )  # fmt: skip
     by_turn, share = looks_at_turns(config.objective), config.batching.packing == "shared_prompt"
     read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
-    scored_by = config.asynchrony and config.asynchrony.group_filter
+    scored_by = config.ahead.group_filter
     more = () if scored_by is None else selection.columns_of(scored_by.score)
     versions = versions_of(config)
     names = tuple(dict.fromkeys((*columns, *read, *more, *versions)))
     row_groups = iter_sources(run, manifest, reused or {}, names)
     if versions:
         row_groups = map(with_version_sums, row_groups)
-    if scored_by is not None and (settings := config.asynchrony) is not None:
+    if scored_by is not None:
         keep = (*columns, *read, *(VERSION_COUNTS if versions else ()))
-        row_groups = (selection.with_scores(table, settings, keep) for table in row_groups)
+        row_groups = (selection.with_scores(table, config.ahead, keep) for table in row_groups)
     if share:
         # Before `with_turns`, which drops the mask that leads are read from.
         row_groups = map(with_leads, row_groups)

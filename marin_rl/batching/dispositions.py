@@ -110,7 +110,7 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
         # Exactly 0, not nearly: max - min of equal rewards has no rounding.
         drops.add(spread_P[group_N] == 0.0, "filtered", "zero_signal")
     selected = None
-    if config.selects_groups:
+    if config.ahead.selects_groups:
         taken_P = _select(scalars, drops, group_N, groups, config)
         # The round is what is taken: nothing else is in the statistics that scales divide by.
         advantages = advantages_of(np.where(taken_P[group_N], compared_N, np.nan))

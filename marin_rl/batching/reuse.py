@@ -71,7 +71,7 @@ def reuse_of(run: Run, round: int, config: Config) -> Reuse | None:
 
     Raises ObjectMissing, CorruptObject, NewerSchema for the rounds of the window.
     """
-    settings = config.replay
+    settings = config.ahead.replay
     if settings is None:
         return None
     first = max(0, round - settings.window_rounds)  # there is no round below 0
@@ -104,7 +104,7 @@ def available(tables: Mapping[int, pa.Table], round: int, config: Config) -> lis
     `tables` has the dispositions by the round that decided them. Groups of earlier rounds than
     those of the tables are left out: they are beyond the window.
     """
-    settings = config.replay
+    settings = config.ahead.replay
     assert settings is not None, "a run without replay has no pool"
     first = round - settings.window_rounds
     return [
@@ -214,9 +214,10 @@ def reuse_metrics(
     The pool is what the next round chooses from; `own` are the round's dispositions. Groups leave
     it after their number of uses, or too old. Also by environment. {} for a run without replay.
     """
-    if reuse is None or config.replay is None:
+    settings = config.ahead.replay
+    if reuse is None or settings is None:
         return {}
-    most, before = config.replay.max_uses, reuse.pool
+    most, before = settings.max_uses, reuse.pool
     after = available({**reuse.tables, round: own}, round + 1, config)
     names = {name for of_round in reuse.groups.values() for name in of_round}
     staying, there = {group.group_id for group in after}, {group.group_id for group in before}

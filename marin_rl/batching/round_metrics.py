@@ -80,12 +80,12 @@ def round_metrics(
     `env/{name}/rollouts` is among them, which is no metric: see `environment_metrics`.
     """
     own_N = numbers(scalars, "round") == round
-    if config.replay is None:
+    if config.ahead.replay is None:
         own_N[:] = True
     own = scalars.filter(pa.array(own_N))
     metrics = _of_rollouts(own, disposition_N[own_N], round)
     metrics |= _of_modes(own, disposition_N[own_N], reason_N[own_N], config, round)
-    if config.replay is None:
+    if config.ahead.replay is None:
         return metrics
     consumed_N = disposition_N == "consumed"
     kept = scalars.filter(pa.array(consumed_N))
@@ -154,11 +154,11 @@ def _of_modes(
             result["staleness/tokens/mean"] = round - versions / tokens
             result["tokens/in_flight/kept"] = float(numbers(kept, TOKENS_KEPT).sum())
             result["tokens/in_flight/continued"] = float(numbers(kept, TOKENS_CONTINUED).sum())
-    if config.windowed or config.selects_groups:
+    if config.windowed or config.ahead.selects_groups:
         for reason in sorted({str(reason) for reason in reason_N[~kept_N]}):
             wasted = length_N[~kept_N & (reason_N == reason)].sum()
             result[f"tokens/wasted/{reason}"] = float(wasted)
-    if not config.selects_groups:
+    if not config.ahead.selects_groups:
         return result
     group_N = _group_numbers(scalars)
     result["selection/groups_sampled"] = float(len(np.unique(group_N)))

@@ -52,8 +52,7 @@ class Selection:
 
 
 def columns_needed(config: Config) -> tuple[str, ...]:
-    by_time = config.asynchrony is not None and config.asynchrony.select == "first_done"
-    return (FINISHED_AT, FINISH_REASON) if by_time else ()
+    return (FINISHED_AT, FINISH_REASON) if config.ahead.select == "first_done" else ()
 
 
 def select_groups(
@@ -66,8 +65,7 @@ def select_groups(
 
     `signal_P` are the groups that can be trained on. Ties are taken by number.
     """
-    settings, groups = config.asynchrony, len(signal_P)
-    assert settings is not None, "a round without the section takes all of its groups"
+    settings, groups = config.ahead, len(signal_P)
     score_P = np.zeros(groups)
     if SCORE in scalars.column_names:
         score_P[group_N] = scalars[SCORE].to_numpy(zero_copy_only=False)

@@ -155,13 +155,12 @@ def merge(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
-    from marin_rl.serving.weights.hub import check_hub_name, push_folder
-
-    if push_to_hub is not None:
-        check_hub_name(push_to_hub)  # before minutes of work
     with phase("merging"):
+        from marin_rl.serving.weights.export import check_hub_name, push_folder
         from marin_rl.serving.weights.export import merge as merge_folders
 
+        if push_to_hub is not None:
+            check_hub_name(push_to_hub)  # before minutes of work
         digest = merge_folders(base, adapter, output, dtype)
     if push_to_hub is not None:
         push_folder(output, push_to_hub)

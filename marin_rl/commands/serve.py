@@ -109,7 +109,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
 
     report = print_json if as_json else None
     if run_name is not None:
-        from marin_rl.serving.weights.registration import announcement_of
+        from marin_rl.serving.weights.following import announcement_of
 
         code = serve_checkpoint(
             root,

@@ -2,9 +2,9 @@
 
 A section a class, by topic: policy.py, sampling.py, serving.py, asynchrony.py,
 objective.py, training.py, orchestration.py, and sections.py over all of them. section.py says what
-a section is and which of its keys are free; keys.py names keys, code.py those that name code,
-paths.py those that name other files; loading.py reads YAML and the files of code, and no other
-file is read. Others import from here alone.
+a section is and which of its keys are free; files.py has the keys that name code and other files;
+loading.py reads YAML and the files of code, and no other file is read. Others import from here
+alone.
 """
 
 from marin_rl.config.asynchrony import (
@@ -13,17 +13,13 @@ from marin_rl.config.asynchrony import (
     ReplayConfig,
     of_older_version,
 )
-from marin_rl.config.code import code_in, environments_in, pin_code
-from marin_rl.config.keys import (
-    WITHDRAWN,
-    WITHDRAWN_CONTENT,
-    differences,
-    free_keys,
-    known_keys,
-    outward_keys,
-    value_at,
-    withdrawn_in,
-    without,
+from marin_rl.config.files import (
+    code_in,
+    environments_in,
+    pin_code,
+    place_files,
+    places_in,
+    places_named,
 )
 from marin_rl.config.loading import (
     Config,
@@ -43,7 +39,6 @@ from marin_rl.config.orchestration import (
     RetentionConfig,
     TrackersConfig,
 )
-from marin_rl.config.paths import place_files, places_in, places_named
 from marin_rl.config.peers import closest
 from marin_rl.config.policy import LoraConfig, MeshConfig, ModelConfig, ModelFamily, PolicyConfig
 from marin_rl.config.sampling import (
@@ -67,7 +62,18 @@ from marin_rl.config.section import (
     section_of,
     with_choices,
 )
-from marin_rl.config.sections import RUN_ID_PATTERN
+from marin_rl.config.sections import (
+    RUN_ID_PATTERN,
+    WITHDRAWN,
+    WITHDRAWN_CONTENT,
+    differences,
+    free_keys,
+    known_keys,
+    outward_keys,
+    value_at,
+    withdrawn_in,
+    without,
+)
 from marin_rl.config.serving import (
     REGISTERED,
     EngineConfig,

@@ -7,7 +7,6 @@ Runs of older versions recorded other keys: `of_older_version`.
 
 import math
 from collections.abc import Mapping
-from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -325,10 +324,6 @@ class AsynchronyConfig(Section):
             )
 
     @property
-    def waits(self) -> bool:
-        return self.sampler == "windowed_wait"
-
-    @property
     def bounds(self) -> LimitsConfig:
         return self.limits or LimitsConfig()
 
@@ -355,7 +350,3 @@ class AsynchronyConfig(Section):
     def seconds_of_claims(self) -> float:
         """Seconds for which groups are left to the worker that claimed them."""
         return self.bounds.claim_s or CLAIM_S
-
-    def candidates(self, groups: int) -> int:
-        """Number of groups in a sample batch of a round that takes `groups` of them."""
-        return math.ceil(groups * Fraction(str(self.over_sampling_factor or 1)))

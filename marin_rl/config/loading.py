@@ -16,12 +16,10 @@ from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from marin_rl.config.checks import CHECKS
-from marin_rl.config.code import pin_code
-from marin_rl.config.keys import RENAMED, WITHDRAWN, known_keys
-from marin_rl.config.paths import place_files
+from marin_rl.config.files import pin_code, place_files
 from marin_rl.config.peers import closest, peer_hint
 from marin_rl.config.sampling import SamplingConfig, as_mixture
-from marin_rl.config.sections import RunSections
+from marin_rl.config.sections import RENAMED, WITHDRAWN, RunSections, known_keys
 from marin_rl.config.yaml_files import FILE_BYTES_MAX, parse_yaml
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.plain_files import read_regular
@@ -133,7 +131,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     A key `recipe` names a shipped recipe or another YAML file, relative to this one, that lies
     beneath it: the file's own keys win. A recipe given as an override lies above the file and
     beneath other overrides. Files that a YAML file names are sought next to it, and in the current
-    folder where there are none (paths.py); those that an override names the other way round, but
+    folder where there are none (files.py); those that an override names the other way round, but
     for code. Raises ConfigError naming the file and every wrong key, with the nearest known one.
     """
     file = Path(path)

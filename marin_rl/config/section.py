@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_serializer
 from pydantic.fields import FieldInfo
 
-from marin_rl.config.paths import as_written
+from marin_rl.config.files import as_written
 from marin_rl.user_code import SPEC_PATTERN
 
 RUNTIME_ONLY: dict[str, Any] = {"free": True}

@@ -3,11 +3,16 @@
 Leaves out what must fit together across them (`checks`), and reading a file (`loading`).
 """
 
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
+from pydantic.fields import FieldInfo
 
-from marin_rl.config.asynchrony import AsynchronyConfig, ReplayConfig
+from marin_rl.config.asynchrony import AsynchronyConfig
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
     EvaluationConfig,
@@ -17,7 +22,16 @@ from marin_rl.config.orchestration import (
 )
 from marin_rl.config.policy import MeshConfig, PolicyConfig
 from marin_rl.config.sampling import EnvironmentConfig, RolloutsConfig, SamplingConfig
-from marin_rl.config.section import PLAN, Count, Section, optional_field, runtime_field
+from marin_rl.config.section import (
+    PLAN,
+    Count,
+    Section,
+    is_plan,
+    is_runtime_only,
+    optional_field,
+    runtime_field,
+    section_of,
+)
 from marin_rl.config.serving import InferenceConfig
 from marin_rl.config.training import (
     BatchingConfig,
@@ -78,34 +92,34 @@ class RunSections(Section):
     retention: RetentionConfig = RetentionConfig()
 
     @property
-    def max_staleness(self) -> int:
-        """Rounds between the policy that samples a round and the round."""
-        return self.asynchrony.max_staleness if self.asynchrony else 0
+    def ahead(self) -> AsynchronyConfig:
+        """Settings of sampling ahead, also where the section is null."""
+        return self.asynchrony or AsynchronyConfig()
 
     @property
-    def selects_groups(self) -> bool:
-        """True if a round may take fewer groups than are sampled for it."""
-        return self.asynchrony is not None and self.asynchrony.selects_groups
+    def max_staleness(self) -> int:
+        """Rounds between the policy that samples a round and the round."""
+        return self.ahead.max_staleness
 
     @property
     def windowed(self) -> bool:
         """True if rounds take finished groups of a stream, in place of sampling their own."""
-        return self.asynchrony is not None and self.asynchrony.sampler is not None
+        return self.ahead.sampler is not None
 
     @property
     def piece_tokens(self) -> int | None:
         """Tokens of a piece of a completion; None where completions are sampled whole."""
-        return self.asynchrony.partial_tokens if self.asynchrony else None
+        return self.ahead.partial_tokens
 
     @property
     def in_flight_updates(self) -> bool:
         """True if new weights are served while completions are sampled, which go on with them."""
-        return self.asynchrony is not None and bool(self.asynchrony.in_flight_updates)
+        return bool(self.ahead.in_flight_updates)
 
     @property
     def recompute_kv_cache(self) -> bool:
         """True if new weights compute the cache of completions under way again."""
-        return self.asynchrony is not None and self.asynchrony.in_flight_updates is True
+        return self.ahead.in_flight_updates is True
 
     @property
     def mixes_policies(self) -> bool:
@@ -115,29 +129,24 @@ class RunSections(Section):
     @property
     def inflight_groups_max(self) -> int:
         """Number of groups that are claimed and not yet taken, at most (`windowed`)."""
-        chosen = self.asynchrony.bounds.max_inflight_groups if self.asynchrony else None
-        return chosen or self.rollouts.groups_per_round * (self.max_staleness + 1)
-
-    @property
-    def varies(self) -> bool:
-        """True if the number of a round's rollouts does not follow from its number."""
-        return self.samples_on or self.windowed
+        usual = self.rollouts.groups_per_round * (self.max_staleness + 1)
+        return self.ahead.bounds.max_inflight_groups or usual
 
     @property
     def samples_on(self) -> bool:
         """True if further groups are sampled where a round has too few with a signal."""
-        return self.asynchrony is not None and self.asynchrony.dynamic_sampling is not None
+        return self.ahead.dynamic_sampling is not None
 
     @property
     def candidates_per_batch(self) -> int:
         """Number of groups that are sampled for a round at once."""
-        groups = self.rollouts.groups_per_round
-        return self.asynchrony.candidates(groups) if self.asynchrony else groups
+        factor = Fraction(str(self.ahead.over_sampling_factor or 1))
+        return math.ceil(self.rollouts.groups_per_round * factor)
 
     @property
     def sample_batches_max(self) -> int:
         """Number of times that these groups are sampled for a round at most."""
-        return (self.asynchrony and self.asynchrony.dynamic_sampling) or 1
+        return self.ahead.dynamic_sampling or 1
 
     @property
     def examples_per_round(self) -> int:
@@ -145,21 +154,132 @@ class RunSections(Section):
         return self.candidates_per_batch * self.sample_batches_max
 
     @property
-    def curriculum(self) -> str | None:
-        """Rule by which the examples of a round follow from earlier rounds, if they do."""
-        return "solve_rate" if self.asynchrony and self.asynchrony.curriculum else None
-
-    @property
     def examples_reserved(self) -> int:
         """Number of examples of an environment that are a round's, chosen or not."""
-        return self.examples_per_round * (self.asynchrony.choices if self.asynchrony else 1)
-
-    @property
-    def replay(self) -> ReplayConfig | None:
-        """Settings of groups that later rounds train on again, if they do."""
-        return self.asynchrony.replay if self.asynchrony else None
+        return self.examples_per_round * self.ahead.choices
 
     @property
     def staleness_rounds_max(self) -> int:
         """Largest age of a rollout that is trained on, in rounds."""
         return max(self.batching.staleness_rounds_max, self.max_staleness)
+
+
+# Keys and values (`key=value`) of earlier versions that decided what a run trains on, and what to
+# use instead: a run that recorded one can be read, and is not gone on with.
+WITHDRAWN_CONTENT = {
+    "asynchrony.select=best": "set group_filter (score and min), and over_sampling.select index "
+    "or first_done",
+    "asynchrony.curriculum=weights": "give the entries of environment a weight, or set curriculum "
+    "solve_rate",
+    "asynchrony.curriculum_weights": "give the entries of environment a weight, or set curriculum "
+    "solve_rate",
+}
+# All of them.
+WITHDRAWN = {
+    **{
+        f"inference.{name}": "servers read checkpoints from the root, which is faster: remove it"
+        for name in ("flight", "flight_certificate", "flight_key", "flight_ca")
+    },
+    **{
+        f"inference.server.{name}": "a reverse proxy bounds heads of requests and slow clients, "
+        "see docs/serving.md: remove it"
+        for name in ("header_bytes_max", "header_timeout_s", "body_timeout_s")
+    },
+    "flow.runner=root": "use work_pool or ray, and have servers of other machines join the run's "
+    "fleet (inference.endpoints: registered, marin-rl serve RUN --register)",
+    **WITHDRAWN_CONTENT,
+}
+
+# Keys that have another place now: runs that recorded one are gone on with.
+RENAMED = {
+    f"asynchrony.{name}": f"set asynchrony.{instead}"
+    for name, instead in {
+        "over_staleness": "sampler windowed_wait in place of wait, or windowed in place of drop",
+        "recompute_kv_cache": "in_flight_updates keep_kv_cache in place of false, or true",
+        "partial_rollout": "partial_tokens 1024 in place of true, or null",
+        "max_sample_batches": "dynamic_sampling to the number of batches",
+        "over_sampling_factor": "over_sampling.factor",
+        "select": "over_sampling.select",
+        "group_filter_min": "group_filter.min, and group_filter.score to the name of the filter",
+        "curriculum_window_rounds": "curriculum to the number of rounds",
+        "max_inflight_groups": "limits.max_inflight_groups",
+        "claim_s": "limits.claim_s",
+        "commit_every_s": "limits.commit_every_s",
+        "shared_device": "limits.shared_device",
+    }.items()
+}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ, each as `key: old -> new`, sorted."""
+    lines: list[str] = []
+    for key in sorted(set(old) | set(new)):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {json.dumps(a)} -> {json.dumps(b)}")
+    return lines
+
+
+def known_keys() -> list[str]:
+    return [key for key, _ in _fields_of(RunSections)]
+
+
+def free_keys() -> list[str]:
+    """Dotted names of the keys that may differ when a run is continued."""
+    return [key for key, info in _fields_of(RunSections) if is_runtime_only(info)]
+
+
+def outward_keys() -> list[str]:
+    """Dotted names of the free keys that no run.json decides, but only their user."""
+    fields = _fields_of(RunSections)
+    return [key for key, info in fields if is_runtime_only(info) and not is_plan(info)]
+
+
+def _fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in section.model_fields.items():
+        yield prefix + name, info
+        if (inner := section_of(info.annotation)) is not None:
+            yield from _fields_of(inner, f"{prefix}{name}.")
+
+
+def value_at(node: Section, key: str) -> Any:
+    """Value of a dotted key; None below a section that is null."""
+    value: Any = node
+    for name in key.split("."):
+        if isinstance(value, tuple):
+            value = value[int(name)] if int(name) < len(value) else None
+        elif isinstance(value, dict):
+            value = value.get(name)
+        else:
+            value = None if value is None else getattr(value, name)
+    return value
+
+
+def withdrawn_in(tree: Mapping[str, Any]) -> list[str]:
+    """Withdrawn keys and values (`key=value`) that a recorded configuration has."""
+    names = list[str]()
+    for name in WITHDRAWN:
+        key, _, withdrawn = name.partition("=")
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and withdrawn in ("", value):
+            names.append(name)
+    return names
+
+
+def without(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of a nested mapping without the dotted `keys`."""
+    heads: dict[str, list[str]] = {}
+    for key in keys:
+        head, _, subkey = key.partition(".")
+        heads.setdefault(head, []).append(subkey)
+    return {
+        name: without(value, [subkey for subkey in heads.get(name, ()) if subkey])
+        if isinstance(value, Mapping)
+        else value
+        for name, value in tree.items()
+        if "" not in heads.get(name, ())
+    }

@@ -79,7 +79,7 @@ def demonstrations(config: Config) -> str:
 
 def group_filter(config: Config) -> str:
     """Check that a filter of groups of the user's own can be loaded and takes a group."""
-    chosen = config.asynchrony and config.asynchrony.group_filter
+    chosen = config.ahead.group_filter
     return "every group passes" if chosen is None else check_filter(chosen.score)
 
 

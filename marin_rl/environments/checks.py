@@ -62,7 +62,7 @@ def environment_of(config: Config) -> Environment:
             config.environment,
             train_examples=used,
             eval_examples=held_out,
-            weighs=config.curriculum is not None,
+            weighs=config.ahead.curriculum is not None,
         )
         environment = loaded_environment(config.environment)
     if warm:

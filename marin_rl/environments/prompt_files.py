@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.ipc
 
-from marin_rl.config.paths import MARK
+from marin_rl.config.files import MARK
 from marin_rl.errors import InputError
 from marin_rl.plain_files import check_regular, read_object, read_regular
 from schemas import Malformed

@@ -19,7 +19,7 @@ import orjson
 
 from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import message_body
-from marin_rl.rollouts.samples import (
+from marin_rl.rollouts.assemble import (
     UNTRAINED_LABEL,
     UNTRAINED_LOGPROB,
     Sample,

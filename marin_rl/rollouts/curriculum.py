@@ -102,12 +102,11 @@ def decide(run: Run, round: int, policy_version: int) -> Curriculum | None:
 
     Raises ObjectMissing, CorruptObject, NewerSchema for the rounds that it rests on.
     """
-    config = run.config
-    settings = config.asynchrony
-    if settings is None or settings.curriculum is None:
+    config, window = run.config, run.config.ahead.curriculum
+    if window is None:
         return None
     # A policy's own rounds are those before its number: later ones may be under way.
-    rounds = range(max(0, policy_version - settings.curriculum), policy_version)
+    rounds = range(max(0, policy_version - window), policy_version)
     known = _counted.setdefault(run.store, {})
     for number in rounds:
         if number not in known:
@@ -200,7 +199,7 @@ def chosen_example(
 ) -> Example:
     """The example of a round's group by its number, as a decision weighs it."""
     config = run.config
-    choices = config.asynchrony.choices if config.asynchrony else 1
+    choices = config.ahead.choices
     weights = {label: weight for label, weight in decision.weights.items() if weight}
     order, begun = order_of(tuple(weights.values())), round * config.examples_per_round
     place, own = order.at(begun + number)

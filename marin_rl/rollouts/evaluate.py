@@ -26,7 +26,7 @@ from marin_rl.environments.mixture import labelled, parts_of, sampling_for
 from marin_rl.environments.registry import construct, loaded_environment
 from marin_rl.environments.scoring import AnswerExtractor
 from marin_rl.progress import ProgressEvent
-from marin_rl.rollouts.clients import policy_client
+from marin_rl.rollouts.clients import Connect, policy_client
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
 from marin_rl.rollouts.generate import (
     SamplingJob,
@@ -139,25 +139,39 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     existing = await asyncio.to_thread(find_commit, run.store, evals_slot(round), digest)
     if existing is not None:
         return existing
-    groups: list[RolloutGroup] = []
-    for held_out in sets:
-        # a set is scored by its own environment, under that one's time limit
-        config = run.config.model_copy(update={"environment": held_out.config})
-        # The same in every round but for the groups' names.
-        requests = requests_of(run.config, f"eval/{round_name(round)}", held_out, run.seed_of)
-        job = SamplingJob(
-            config=config,
-            policy=policy,
-            environment=held_out.environment,
-            progress=ProgressEvent(run_id=run.run_id, stage="evaluate", round=round),
-        )
-        groups += await sample_groups(job, requests, policy_client(config, policy))
-    refuse_if_mostly_errors(
-        groups, run.config.rollouts.errors_max_fraction, f"evaluation of {round_name(round)}"
-    )
+    groups = await answered(run.config, policy, sets, round_name(round), run.seed_of, round)
     judges = {item.name: AnswerExtractor(item.environment, item.config) for item in sets}
     metrics = await asyncio.to_thread(evaluation_metrics, groups, run.config.evaluation, judges)
     return await asyncio.to_thread(_commit, run, round, groups, metrics, digest, policy)
+
+
+async def answered(
+    config: Config,
+    policy: ServedPolicy,
+    sets: Sequence[HeldOut],
+    name: str,
+    seed_of: Callable[..., int],
+    round: int,
+    connect: Connect | None = None,
+) -> list[RolloutGroup]:
+    """Sample and score the held-out examples of all sets, as the evaluation `name`.
+
+    The requests of all rounds are the same but for the groups' names. Raises as `generate_shard`.
+    """
+    groups: list[RolloutGroup] = []
+    for held_out in sets:
+        # a set is scored by its own environment, under that one's time limit
+        own = config.model_copy(update={"environment": held_out.config})
+        job = SamplingJob(
+            config=own,
+            policy=policy,
+            environment=held_out.environment,
+            progress=ProgressEvent(run_id=config.run_id, stage="evaluate", round=round),
+        )
+        requests = requests_of(config, f"eval/{name}", held_out, seed_of)
+        groups += await sample_groups(job, requests, policy_client(own, policy, connect))
+    refuse_if_mostly_errors(groups, config.rollouts.errors_max_fraction, f"evaluation of {name}")
+    return groups
 
 
 def evaluation_fingerprint(

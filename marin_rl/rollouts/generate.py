@@ -6,7 +6,7 @@
 What a shard asks for depends on the run's content, the round and the shard alone, so shards may be
 made in any order, at once, or again. Groups are sampled concurrently and scored as they arrive.
 Nothing is visible before the one create that commits all. Leaves out one group's sampling
-(`sampler`), and what is durable before its shard (`early_groups`).
+and what is durable before its shard (`sampler`).
 """
 
 import asyncio
@@ -35,17 +35,18 @@ from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.clients import policy_client
 from marin_rl.rollouts.curriculum import Curriculum, chosen_example, decide
-from marin_rl.rollouts.early_groups import (
-    CommittedMembers,
-    EarlyGroups,
-    FirstDone,
-    pushed_groups,
-)
 from marin_rl.rollouts.episode import Bridge, EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.partial import in_pieces
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
-from marin_rl.rollouts.sampler import GroupSampler, Meter
+from marin_rl.rollouts.sampler import (
+    CommittedMembers,
+    EarlyGroups,
+    FirstDone,
+    GroupSampler,
+    Meter,
+    pushed_groups,
+)
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import REQUEST_FAULTS, TURNS_MAX_DEFAULT, GroupRequest
 from marin_rl.storage.commits import fingerprint, parent_of
@@ -146,7 +147,7 @@ def _log_of(
 ) -> EarlyGroups:
     """The log of a shard, which ends sampling by the first groups where a round selects those."""
     rollouts, first_done = run.config.rollouts, None
-    if run.config.asynchrony is not None and run.config.asynchrony.select == "first_done":
+    if run.config.ahead.select == "first_done":
         groups, shards = rollouts.groups_per_round, rollouts.shards_per_round
         count = groups * (shard + 1) // shards - groups * shard // shards
         first_done = FirstDone(
@@ -163,7 +164,7 @@ def candidate_fields(config: Config) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if config.examples_per_round != config.rollouts.groups_per_round:
         fields["candidates"] = [config.candidates_per_batch, config.sample_batches_max]
-    if config.asynchrony is not None and config.asynchrony.select == "first_done":
+    if config.ahead.select == "first_done":
         fields["select"] = "first_done"
     if config.piece_tokens is not None:
         fields["piece_tokens"] = config.piece_tokens  # the borders of pieces decide last bits

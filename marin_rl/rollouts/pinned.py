@@ -4,7 +4,7 @@ A new run records its choice for each key marked `AS_BEGUN` that its configurati
 Each of them changes what is sampled or learned, so runs from before a choice go on as they were.
 Rows are recorded by digest next to run.json and compared at every start: with a changed file a run
 would go on with other examples in another order. Leaves out code of the user, which the
-configuration names by digest (`config.code`).
+configuration names by digest (`config.files`).
 """
 
 from collections.abc import Callable, Mapping

@@ -39,11 +39,10 @@ from marin_rl.errors import BadResponse, MarinRLError
 from marin_rl.finite import fit_logprobs
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatClient, ChatRequest
-from marin_rl.rollouts.assemble import RolloutMaker
+from marin_rl.rollouts.assemble import RolloutMaker, samples_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.pinned import policy_as_begun
-from marin_rl.rollouts.samples import samples_of
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import TURNS_MAX_DEFAULT, GroupRequest, score_group
 from marin_rl.tokenizers import PolicyTokenizer

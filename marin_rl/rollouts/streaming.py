@@ -19,7 +19,6 @@ from marin_rl.errors import StorageError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.clients import stream_client
-from marin_rl.rollouts.early_groups import EarlyGroups, Members, Sampling
 from marin_rl.rollouts.generate import (
     SamplingJob,
     group_request,
@@ -28,6 +27,7 @@ from marin_rl.rollouts.generate import (
 )
 from marin_rl.rollouts.interruption import Interruption, interruptible
 from marin_rl.rollouts.partial import in_pieces
+from marin_rl.rollouts.sampler import EarlyGroups, Members, Sampling
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot
@@ -107,7 +107,7 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
 def _is_anothers(claim: Claim | None, claimant: Claimant, config: Config) -> bool:
     if claim is None or claim.worker == claimant.worker:
         return False
-    return claim.is_live(claimant.now, _claim_s(config))
+    return claim.is_live(claimant.now, config.ahead.seconds_of_claims)
 
 
 def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
@@ -128,16 +128,12 @@ def is_finished(stream: GroupStream, settled: Settled, chunk: int) -> bool:
 
 def under_way(stream: GroupStream, settled: Settled, now: datetime) -> list[int]:
     """Policy versions of the live claims on groups that are not finished."""
-    seconds = _claim_s(stream.run.config)
+    seconds = stream.run.config.ahead.seconds_of_claims
     return [
         claim.policy_version
         for chunk, claim in stream.claims.items()
         if claim.is_live(now, seconds) and not is_finished(stream, settled, chunk)
     ]
-
-
-def _claim_s(config: Config) -> float:
-    return config.asynchrony.seconds_of_claims if config.asynchrony else 0.0
 
 
 def stream_requests(
@@ -248,9 +244,10 @@ async def sample_chunk(
         config, environment.version, policy.tokenizer_digest, policy.chat_template_digest
     )
     numbers = numbers_of(config, chunk)
-    every_s = config.asynchrony.bounds.commit_every_s if config.asynchrony else None
     log = ChunkLog(
-        groups_of_chunk(run, numbers, fingerprint, policy, worker), numbers, every_s or 0.0
+        groups_of_chunk(run, numbers, fingerprint, policy, worker),
+        numbers,
+        config.ahead.bounds.commit_every_s or 0.0,
     )
     # What a round took may be gone from the stream since.
     left = [number for number in numbers if number not in (settled or Settled())]

@@ -50,8 +50,7 @@ from marin_rl.serving.api.routes import (
 )
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.access_log import AccessLog, RequestRecord
-from marin_rl.serving.http.addresses import Origins
-from marin_rl.serving.http.auth import Keys
+from marin_rl.serving.http.auth import Keys, Origins
 from marin_rl.serving.http.guard import Guard
 from marin_rl.serving.http.prometheus import CONTENT_TYPE, METRICS_ROUTE, Telemetry
 

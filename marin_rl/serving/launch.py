@@ -42,13 +42,14 @@ from marin_rl.serving.weights.checkpoint_loader import (
     read_folder,
     with_update_root,
 )
-from marin_rl.serving.weights.checkpoint_watcher import (
+from marin_rl.serving.weights.following import (
     POLL_S,
+    Announcement,
     CheckpointWatcher,
+    Registration,
     Take,
     whole_checkpoints,
 )
-from marin_rl.serving.weights.registration import Announcement, Registration
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for

@@ -1,8 +1,8 @@
 """The life of an inference server: an engine, its routes, and a thread that answers.
 
 Owns starting and stopping, the port, and the end of a standalone server (SIGTERM: no new work,
-running requests finish, exit). Leaves out the routes (`app`), who may call them (`auth`) and the
-address (`addresses`).
+running requests finish, exit). Leaves out the routes (`app`), and who may call them
+(`auth`).
 """
 
 import json
@@ -34,8 +34,7 @@ from marin_rl.inference.generation import STOP_TOKENS_MAX
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.app import Application
 from marin_rl.serving.http.access_log import AccessLog
-from marin_rl.serving.http.addresses import Origins, http_server, listen
-from marin_rl.serving.http.auth import Keys, check_reach
+from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, listen
 from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.weights.adapters import ServedAdapters

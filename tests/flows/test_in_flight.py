@@ -31,7 +31,7 @@ from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint
-from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
+from marin_rl.serving.weights.following import CheckpointWatcher, whole_checkpoints
 from marin_rl.storage.fleet import CANARIES_KEY, ProvenVersion, run_sha256
 from marin_rl.storage.layout import STREAM, numbers_in
 from marin_rl.storage.runs import Run, checkpoint_slot, committed

@@ -20,7 +20,7 @@ from support.run_factories import add_round, dialogue_run, shown_run
 from marin_rl.pages.document import RunPage
 from marin_rl.pages.html import report_html
 from marin_rl.pages.live import view_app
-from marin_rl.serving.http.addresses import listen
+from marin_rl.serving.http.auth import listen
 from marin_rl.storage.runs import Run
 from marin_rl.storage.upkeep.forks import fork_run
 

@@ -27,7 +27,6 @@ from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.clients import policy_client
-from marin_rl.rollouts.early_groups import CommittedMembers
 from marin_rl.rollouts.generate import (
     SamplingJob,
     generate_shard,
@@ -37,6 +36,7 @@ from marin_rl.rollouts.generate import (
 )
 from marin_rl.rollouts.interruption import Interrupted, Interruption
 from marin_rl.rollouts.partial import PartialSampling, in_pieces
+from marin_rl.rollouts.sampler import CommittedMembers
 from marin_rl.rollouts.streaming import CHUNK, group_id_of, sample_chunk, stream_requests
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.serving.server import PolicyServer

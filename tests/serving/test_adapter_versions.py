@@ -29,8 +29,7 @@ from marin_rl.serving.weights.adapters import (
     with_adapters_room,
 )
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, with_update_root
-from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher
-from marin_rl.serving.weights.registration import Announcement
+from marin_rl.serving.weights.following import Announcement, CheckpointWatcher
 from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards

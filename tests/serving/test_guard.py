@@ -14,8 +14,7 @@ from support.servers import (
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import ConfigError
-from marin_rl.serving.http.addresses import Origins
-from marin_rl.serving.http.auth import OPEN_PATHS, Keys
+from marin_rl.serving.http.auth import OPEN_PATHS, Keys, Origins
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.server import PolicyServer
 

@@ -13,12 +13,13 @@ from marin_rl import cli
 from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
-from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
-from marin_rl.serving.weights.registration import (
+from marin_rl.serving.weights.following import (
     Announcement,
+    CheckpointWatcher,
     Registration,
     announcement_of,
     reachable,
+    whole_checkpoints,
 )
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.fleet import FleetBoard, Heartbeat, Target, run_sha256

@@ -22,8 +22,7 @@ from marin_rl.serving.http.access_log import (
     RequestRecord,
     access_line,
 )
-from marin_rl.serving.http.addresses import Origins
-from marin_rl.serving.http.auth import Keys
+from marin_rl.serving.http.auth import Keys, Origins
 from marin_rl.serving.http.guard import CutShort, Guard
 from marin_rl.serving.http.prometheus import METRICS
 from marin_rl.serving.server import PolicyServer

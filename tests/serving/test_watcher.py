@@ -18,7 +18,7 @@ from marin_rl.errors import StoreUnavailable
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
-from marin_rl.serving.weights.checkpoint_watcher import CheckpointWatcher, whole_checkpoints
+from marin_rl.serving.weights.following import CheckpointWatcher, whole_checkpoints
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.stores.store import Keys

@@ -14,7 +14,7 @@ from support.flow_runs import DEBUG, ForkServer
 
 from flows.rl_loop import start
 from marin_rl.config import Config, parse_config
-from marin_rl.config.code import pin_code
+from marin_rl.config.files import pin_code
 from marin_rl.config.loading import override
 
 

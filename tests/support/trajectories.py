@@ -14,7 +14,7 @@ from support.run_factories import configuration
 from marin_rl.config import Config
 from marin_rl.integrations.atropos.api import trajectory_server
 from marin_rl.integrations.atropos.receiver import Receiver
-from marin_rl.serving.http.addresses import listen
+from marin_rl.serving.http.auth import listen
 from marin_rl.storage.runs import Run
 
 SIZE = 2  # sequences of a group

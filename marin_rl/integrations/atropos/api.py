@@ -28,8 +28,7 @@ from marin_rl.config import ServerConfig
 from marin_rl.errors import InputError, StorageError
 from marin_rl.integrations.atropos.receiver import Receiver
 from marin_rl.integrations.atropos.scored_data import ScoredData
-from marin_rl.serving.http.addresses import Origins, http_server, listen
-from marin_rl.serving.http.auth import Keys, check_reach
+from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, listen
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.guard import Guard, read_body
 from schemas import Malformed

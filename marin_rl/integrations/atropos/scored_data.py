@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from marin_rl.config import Config
 from marin_rl.errors import InputError
 from marin_rl.finite import LOGPROB_MIN, fit_logprobs, reward_number
-from marin_rl.rollouts.samples import UNTRAINED_LABEL, UNTRAINED_LOGPROB
+from marin_rl.rollouts.assemble import UNTRAINED_LABEL, UNTRAINED_LOGPROB
 from marin_rl.storage.tables.group_queue import DIGEST, ENVIRONMENT, ORIGIN
 from marin_rl.types import (
     Example,

@@ -2,8 +2,8 @@
 
 Everything is closed but the health routes, by a rule that knows no paths besides them, so that
 a new route cannot be forgotten. Connections, heads of requests and clients that read slowly are
-uvicorn's, and beyond this machine a reverse proxy's. Leaves out what is checked (`addresses`,
-`auth`, `limits`), the metrics (`prometheus`) and the lines of the log (`access_log`).
+uvicorn's, and beyond this machine a reverse proxy's. Leaves out what is checked (`auth`,
+`limits`), the metrics (`prometheus`) and the lines of the log (`access_log`).
 """
 
 import asyncio
@@ -19,8 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.http.access_log import RequestRecord, record_of
-from marin_rl.serving.http.addresses import Origins
-from marin_rl.serving.http.auth import OPEN_PATHS, Keys
+from marin_rl.serving.http.auth import OPEN_PATHS, Keys, Origins
 from marin_rl.serving.http.errors import ApiError, new_id
 from marin_rl.serving.http.limits import (
     BodyBudget,

@@ -1,4 +1,4 @@
-"""Folders of weights for others: exports of a run, Hugging Face's and PEFT's, merged models."""
+"""Folders of weights for others: exports of a run, Hugging Face's and PEFT's, and merged models."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from marin_rl.errors import ConfigError, InputError, StalePolicy
+from marin_rl.errors import ConfigError, InputError, StalePolicy, StoreUnavailable
 from marin_rl.lora import Adapter, merged, read_peft, write_peft
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint, read_folder
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
@@ -149,3 +149,38 @@ def merge(base: Path, adapter: Path, output: Path, dtype: str = "float32") -> st
     whole = with_parameters(model, merged(named_parameters(model), change))
     save_hf(whole, tokenizer, output, dtype)
     return parameters_digest(whole)
+
+
+def check_hub_name(name: str) -> None:
+    """Raise ConfigError unless `name` may name a repository: NAME or USER/NAME."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import (
+        validate_repo_id,  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
+    )
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"--push-to-hub: expected NAME or USER/NAME: {error}") from None
+
+
+def push_folder(folder: Path, name: str) -> None:
+    """Upload a folder as the model repository `name`, which is created unless it exists.
+
+    The address and the token are those of the library: HF_ENDPOINT, HF_TOKEN, `hf auth login`.
+    Raises StoreUnavailable where that fails; the folder stays as it is.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from requests import RequestException
+
+    try:
+        api = HfApi()
+        repository = api.create_repo(name, exist_ok=True).repo_id
+        api.upload_folder(repo_id=repository, folder_path=str(folder))
+    except (HfHubHTTPError, LocalTokenNotFoundError, HTTPError, RequestException, OSError) as error:
+        raise StoreUnavailable(
+            f"{folder} is written, but could not be uploaded as {name}: {error}. Check the network "
+            f"and HF_TOKEN, then upload it by `hf upload {name} {folder}`"
+        ) from error

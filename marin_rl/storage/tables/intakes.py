@@ -136,7 +136,7 @@ def decide(
     ended: nothing under way is waited for.
     """
     oldest = round - config.staleness_rounds_max
-    waits = config.asynchrony is not None and config.asynchrony.waits
+    waits = config.ahead.sampler == "windowed_wait"
     # Before anything is taken: a group under way that would be too old next time is worth the wait.
     if waits and not ended and any(version <= oldest for version in under_way):
         return None

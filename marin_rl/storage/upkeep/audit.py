@@ -226,7 +226,7 @@ def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: TrainedRou
     Without replay that is any round but the first. A rollout that is used again was sampled by an
     earlier round, and trained on by it.
     """
-    replay = run.at_round(round).config.replay
+    replay = run.at_round(round).config.ahead.replay
     most, window = (1, 0) if replay is None else (replay.max_uses, replay.window_rounds)
     again, strange = list[str](), list[str]()
     for name, generated in consumed.select("rollout_id", "round_generated").rows():

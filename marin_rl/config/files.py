@@ -1,0 +1,220 @@
+"""Texts of a configuration that name code of the user, or another file.
+
+A file of code gets its digest (`user_code.pin`). A relative path is placed when a configuration is
+read: it becomes `FOLDER/.//PATH`, an absolute path that every process opens as it is. Behind the
+mark it is as its user wrote it, and that alone is content: a run stays the same wherever its files
+lie. Leaves out storage roots, checkpoints below them and log folders, which begin in the current
+folder.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marin_rl.user_code import CodeSpec, parse_spec, pin
+
+MARK = "/.//"
+# Options of environments that name code; another one does if its value is FILE.py:name.
+CODE_OPTIONS = ("reward", "extract")
+
+_CODE_KEYS = ("objective.loss", "asynchrony.group_filter", "asynchrony.group_filter.score")
+_PATH_KEYS = ("policy.hf_path", "policy.tokenizer", "policy.lora.init_from", "reward_model.pairs")
+_PROGRAMS = ("python", "interpreter")  # without a slash they are sought on PATH
+_PATH_OPTIONS = ("path", "repositories", *_PROGRAMS)
+# Environments whose options of these names are paths; in those of others they may be anything.
+_READERS = ("chat", "code", "judge", "math", "nemo_gym", "openenv", "python", "repository")
+_WORDS = ("characters",)  # the tokenizer that is no folder
+
+FoldersOf = Callable[[str], Sequence[Path]]  # in which the files of a dotted key are sought
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    """A text in a plain tree: `name` in its container, and its dotted key.
+
+    What is named begins after `prefix`. It is `sure` to be a path, or may be another word.
+    """
+
+    container: Any
+    name: Any
+    key: str
+    prefix: str = ""
+    sure: bool = True
+
+    @property
+    def value(self) -> str:
+        return self.container[self.name].removeprefix(self.prefix)
+
+    def replace(self, value: str) -> None:
+        self.container[self.name] = self.prefix + value
+
+
+def pin_code(tree: Mapping[str, Any], folders: Path | FoldersOf) -> dict[str, Any]:
+    """A copy of a plain tree in which every file of code has its digest; see `user_code.pin`.
+
+    A file is that of the first folder that has one. Raises ConfigError naming the key and the last.
+    """
+    result = _copied(tree)
+    for text in _code_texts(result):
+        spec = parse_spec(text.value)
+        sought = [folders] if isinstance(folders, Path) else folders(text.key)
+        there = (folder for folder in sought if spec and (folder / spec.module).is_file())
+        text.replace(pin(text.value, next(there, sought[-1]), text.key))
+    return result
+
+
+def code_in(tree: Mapping[str, Any]) -> list[tuple[str, CodeSpec]]:
+    """Names of code in a plain tree with their dotted keys."""
+    named: list[tuple[str, CodeSpec]] = []
+    for text in _code_texts(_copied(tree)):
+        spec = parse_spec(text.value)
+        # "" of keys that are no option
+        option = text.key.partition(".options.")[2].partition(".")[0]
+        if spec is not None and (spec.is_file or option in ("", *CODE_OPTIONS)):
+            named.append((text.key, spec))
+    return named
+
+
+def as_written(value: Any) -> Any:
+    """Nested values with every placed path as its user wrote it."""
+    if isinstance(value, Mapping):
+        return {key: as_written(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_written(each) for each in value]
+    placed = isinstance(value, str) and value.startswith("/")
+    return value.partition(MARK)[2] or value if placed else value
+
+
+def place_files(
+    tree: Mapping[str, Any],
+    folders: FoldersOf = lambda key: [Path()],
+    *,
+    known: Mapping[str, str] | None = None,
+    tell: Callable[[str, str], None] = lambda key, line: None,
+) -> dict[str, Any]:
+    """Return a copy of a plain tree with relative paths placed in the first folder that has them.
+
+    A placed path stays where it is as long as it is there. `known` has places by what is written.
+    `tell` takes a key and a line for each path that is not in the first folder, or in several.
+    """
+
+    def placed(text: _Text) -> str:
+        written = str(as_written(text.value))
+        if known and written in known and _exists(known[written]):
+            return known[written]
+        if written.startswith("/") or "://" in written or not written:
+            return text.value
+        places = [f"{folder.resolve()}{MARK}{written}" for folder in folders(text.key)]
+        there = [place for place in places if _exists(place)]
+        if MARK in text.value and (_exists(text.value) or not there):
+            return text.value
+        if there and len({Path(place).resolve() for place in (places[0], *there)}) > 1:
+            tell(text.key, _choice(there[0], places))
+        return there[0] if there else places[0] if text.sure else text.value
+
+    result = _copied(tree)
+    for text in _path_texts(result):
+        text.replace(placed(text))
+    return result
+
+
+def places_in(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Placed paths of a plain tree by what is written."""
+    values = (text.value for text in _path_texts(_copied(tree)))
+    return {str(as_written(value)): value for value in values if MARK in value}
+
+
+def places_named(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of a plain tree that name a file, program, checkpoint or address, by dotted key.
+
+    At any other key a text is an address if it has `://`, and a path if it is absolute.
+    """
+    copied = _copied(tree)
+    named = {text.key: text.value for text in _path_texts(copied)}
+    for text in (text for name in copied for text in _texts_below(copied, name, name)):
+        known = text.key.rpartition(".")[2] in ("checkpoint", *_PROGRAMS)
+        if known or "://" in text.value or text.value.startswith(("/", "~")):
+            named[text.key] = text.value
+    return named
+
+
+def environments_in(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Sections of environments by their keys; the tree may be one that is not valid."""
+    nodes = {"environment": tree.get("environment")}
+    nodes["sft.environment"] = _section(tree, "sft").get("environment")
+    sets = _section(tree, "evaluation.sets")
+    for key, node in (nodes | {f"evaluation.sets.{n}": each for n, each in sets.items()}).items():
+        if isinstance(node, dict):
+            yield key, node
+            entries = node.get("mixture")
+            for place, entry in enumerate(entries if isinstance(entries, list) else ()):
+                if isinstance(entry, dict):
+                    yield f"{key}.mixture.{place}", entry
+
+
+def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(tree))
+
+
+def _section(tree: Any, key: str) -> dict[str, Any]:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else {}
+
+
+def _at(tree: dict[str, Any], keys: Sequence[str]) -> Iterator[_Text]:
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        node = _section(tree, section)
+        if isinstance(node.get(name), str):
+            yield _Text(container=node, name=name, key=key)
+
+
+def _texts_below(container: Any, name: Any, key: str) -> Iterator[_Text]:
+    """Yield every text at a place of a container, at any depth."""
+    value = container[name]
+    if isinstance(value, str):
+        yield _Text(container=container, name=name, key=key)
+    elif isinstance(value, dict | list):
+        for each in value if isinstance(value, dict) else range(len(value)):
+            yield from _texts_below(value, each, f"{key}.{each}")
+
+
+def _code_texts(tree: dict[str, Any]) -> Iterator[_Text]:
+    for key, environment in environments_in(tree):
+        for name in ("name", "options"):
+            if name in environment:
+                yield from _texts_below(environment, name, f"{key}.{name}")
+    yield from _at(tree, _CODE_KEYS)
+
+
+def _path_texts(tree: dict[str, Any]) -> Iterator[_Text]:
+    yield from (text for text in _at(tree, _PATH_KEYS) if text.value not in _WORDS)
+    endpoints, key = _section(tree, "inference").get("endpoints"), "inference.endpoints"
+    for place, entry in enumerate(endpoints if isinstance(endpoints, list) else ()):
+        if isinstance(entry, str) and entry.startswith("file:"):
+            yield _Text(container=endpoints, name=place, key=key, prefix="file:")
+    for key, environment in environments_in(tree):
+        options, sure = _section(environment, "options"), environment.get("name") in _READERS
+        for name in _PATH_OPTIONS:
+            text = options.get(name)
+            if isinstance(text, str) and (name not in _PROGRAMS or "/" in text):
+                option = f"{key}.options.{name}"
+                yield _Text(container=options, name=name, key=option, sure=sure)
+
+
+def _choice(chosen: str, places: Sequence[str]) -> str:
+    first, *others = (str(Path(place)) for place in places)
+    if chosen == places[0]:
+        return f"{first} is read, next to the YAML file, and not {others[-1]}"
+    return (
+        f"{Path(chosen)} is read, because there is no {first}: a relative path begins next to the "
+        "YAML file that names it, and in the current folder where there is none"
+    )
+
+
+def _exists(place: str) -> bool:
+    path = Path(place)
+    return any(path.parent.glob(path.name)) if "*" in path.name else path.exists()
