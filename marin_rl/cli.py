@@ -9,7 +9,6 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -79,7 +78,7 @@ COMMANDS = {name: place for group in GROUPS.values() for name, (place, _) in gro
 # Typer's help imports both, and draws with neither: half of what `--help` would import.
 UNUSED_BY_HELP = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
 
-# Commands that read a run and run no code of a user: they spare what libraries would load as well.
+# Commands that read a run and run no code of a user: they do without pandas.
 READERS = frozenset(
     {
         "audit", "diff", "fsck", "gc", "lineage", "pairs", "report", "rollouts", "sql", "status",
@@ -142,7 +141,7 @@ class Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _import_without("typer.rich_utils", UNUSED_BY_HELP)
+        _import_help()
         super().format_help(ctx, formatter)
 
 
@@ -159,7 +158,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _import_without("typer.rich_utils", UNUSED_BY_HELP)
+        _import_help()
         super().format_help(ctx, formatter)
 
 
@@ -219,29 +218,17 @@ def marin_rl(
     """Take the options that stand before a command."""
 
 
-def _import_without(module: str, unused: Mapping[str, str]) -> None:
-    """Import a module with empty modules in place of imports that it does not use here.
-
-    `unused` has the class or function that it takes from each.
-    """
-    absent = {name: item for name, item in unused.items() if name not in sys.modules}
+def _import_help() -> None:
+    """Import Typer's help with empty modules in place of imports that it does not use here."""
+    absent = {name: item for name, item in UNUSED_BY_HELP.items() if name not in sys.modules}
     for name, item in absent.items():
         sys.modules[name] = ModuleType(name)
         setattr(sys.modules[name], item, object)
     try:
-        importlib.import_module(module)
+        importlib.import_module("typer.rich_utils")
     finally:
         for name in absent:
             del sys.modules[name]
-
-
-def _spare_imports() -> None:
-    """Leave out what a reader does not use: a tenth of the CPU time that its answer takes."""
-    _import_without("jaxtyping", {"unittest.mock": "patch"})  # of its hook for tests
-    # Arrow imports pandas, which takes a second, to learn that a value is not of pandas.
-    withhold("pandas")
-    # Pydantic looks for plugins of its models in the metadata of every installed package.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
 def _use_utf8() -> None:
@@ -258,7 +245,8 @@ def main() -> None:
     # imported. Runs and servers choose their own number once they work.
     gc.set_threshold(IMPORTED_OBJECTS, *gc.get_threshold()[1:])
     if READERS.intersection(sys.argv[1:2]):
-        _spare_imports()
+        # Arrow imports pandas, which takes a second, to learn that a value is not of pandas.
+        withhold("pandas")
     try:
         with saying():
             app()

@@ -45,14 +45,6 @@ def test_the_image_runs_as_an_ordinary_user_and_copies_what_there_is() -> None:
     assert [name for name in copied_from_the_context() if not (TOP / name).exists()] == []
 
 
-def test_prefect_writes_where_its_user_may() -> None:
-    """Prefect copies its pages before it serves them, by default next to its code."""
-    dockerfile = (DEPLOY / "Dockerfile").read_text()
-    places = re.findall(r"\b(PREFECT_HOME|PREFECT_UI_STATIC_DIRECTORY)=(\S+)", dockerfile)
-    assert [name for name, _ in places] == ["PREFECT_HOME", "PREFECT_UI_STATIC_DIRECTORY"]
-    assert all(place.startswith("/home/marin/") for _, place in places)
-
-
 def test_own_runs_are_remembered_on_a_volume_that_is_not_that_of_the_runs() -> None:
     """Else a run is another person's to the container that comes after the one that began it."""
     dockerfile = (DEPLOY / "Dockerfile").read_text()
@@ -84,25 +76,6 @@ def test_the_builder_is_sent_what_it_copies_and_nothing_else() -> None:
     lines = (TOP / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     assert {line[1:] for line in lines if line.startswith("!")} == set(copied_from_the_context())
-
-
-def test_images_have_the_name_of_their_registry() -> None:
-    """Without one, Podman and Buildah do not know where to look."""
-    dockerfile = (DEPLOY / "Dockerfile").read_text()
-    base = re.search(r"^ARG BASE=(\S+)$", dockerfile, re.MULTILINE)
-    assert base is not None
-    assert re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE) == ["$BASE", "$BASE"]
-    others = [COMPOSE["services"]["database"]["image"]]
-    others += [c["image"] for c in pods()["database"]["containers"]]
-    for image in (base[1], *others):
-        assert image.startswith("docker.io/library/")
-
-
-def test_dependencies_are_a_layer_before_the_code_and_have_a_compiler() -> None:
-    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
-    installed = next(n for n, line in enumerate(lines) if ".[$EXTRAS]" in line)
-    assert lines.index("COPY marin_rl marin_rl") > installed
-    assert any(" gcc " in line for line in lines[:installed])
 
 
 def test_the_library_begins_without_git(tmp_path: Path) -> None:

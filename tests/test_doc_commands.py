@@ -129,20 +129,6 @@ def test_the_configuration_of_a_command_is_valid(command: Command):
             assert taken == yaml.safe_load(value), key
 
 
-def test_a_command_in_the_text_exists_and_has_the_options():
-    group: Any = get_command(app)
-    for page, text in PAGES.items():
-        for line in re.findall(r"`marin-rl ((?:[^`\n]|\n(?!\n))+)`", text):
-            words = re.sub(r"[\[\]\s…]+", " ", line).split()
-            command = group
-            while hasattr(command, "commands") and words and not words[0].startswith("-"):
-                context = command.make_context("marin-rl", [], resilient_parsing=True)
-                _, command, _ = command.resolve_command(context, [words.pop(0).rstrip(",")])
-            options = {option for each in command.params for option in each.opts}
-            used = {word.partition("=")[0] for word in words if word.startswith("-")}
-            assert used <= options | {"--help"}, f"{page}: {line}"
-
-
 READERS = {"status", "rollouts", "sql", "report", "audit", "lineage", "gc"}
 
 
@@ -251,47 +237,3 @@ def test_yaml_has_keys_of_the_tree(page: str):
         if set(tree) & (SECTIONS | set(Config.model_fields)):
             wrong = [name for name in flat(tree) if not known(name) and name != "recipe"]
             assert not wrong, f"{page}: {wrong}"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_keys_in_the_text_are_keys_of_the_tree(page: str):
-    """A dotted name that begins with a section, in inline code, is a key of the configuration."""
-    names = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[:=][^`]*)?`", PAGES[page])
-    wrong = [
-        name
-        for name in names
-        if name.partition(".")[0] in SECTIONS and not known(name) and not is_other(name)
-    ]
-    assert not wrong
-
-
-def test_keys_side_by_side_are_keys_of_the_tree():
-    """In the tables of keys side by side, the column `here` has keys of this project only."""
-    tables = re.findall(r"((?:^\|.*\|\n)+)", PAGES["docs/coming-from-trl-verl.md"], re.MULTILINE)
-    checked = 0
-    for table in tables:
-        header, _, *rows = [line.strip("|").split("|") for line in table.splitlines()]
-        column = [cell.strip() for cell in header].index("here")
-        for row in rows:
-            names = re.findall(r"`([\w]+(?:\.\w+)+)(?:: [^`]*)?`", row[column])
-            assert all(known(name) for name in names), row[column]
-            checked += len(names)
-    assert checked > 100
-
-
-def is_other(name: str) -> bool:
-    """Return True for a file, or a key or column of verl's, which may be named like a section."""
-    of_verl = (
-        "reward_model.ground_truth",
-        "reward_model.model.path",
-        "reward_model.reward_manager",
-    )
-    return name in of_verl or name.rpartition(".")[2] in {
-        "py",
-        "md",
-        "yaml",
-        "json",
-        "jsonl",
-        "csv",
-        "parquet",
-    }

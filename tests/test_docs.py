@@ -1,7 +1,6 @@
 """Documentation that is generated, or that lists files, matches the code."""
 
 import ast
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -70,14 +69,6 @@ def test_every_make_target_is_documented_and_every_documented_one_exists():
     texts = README + (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for target in re.findall(r"^make ([a-z-]+)", texts, re.MULTILINE):
         assert target in phony
-
-
-def test_every_command_in_the_readme_exists():
-    from marin_rl.cli import COMMANDS
-
-    code = re.sub(r"#.*", "", README)  # a comment may be: puts marin-rl on the path
-    for command in re.findall(r"marin-rl ([a-z]+(?:-[a-z]+)*)", code):
-        assert command in COMMANDS, command
 
 
 def test_the_page_of_the_command_line_has_every_command_and_no_option_that_is_none():
@@ -171,35 +162,3 @@ def test_libraries_are_imported_behind_their_doors_alone():
         users = {path for path, used in modules.items() if names & {u.lower() for u in used}}
         assert users, f"nothing imports {libraries}"
         assert not {path for path in users if not path.startswith(allowed)}, libraries
-
-
-def section(page, title):
-    """Text of a page below a heading, up to the next of its level."""
-    text = (TOP / "docs" / page).read_text(encoding="utf-8") if page != "README" else README
-    return text.split(f"\n## {title}\n")[1].partition("\n## ")[0]
-
-
-def test_nothing_that_another_page_supports_is_said_to_be_missing():
-    """The tables of other-libraries.md and of the README are what there is."""
-    missing = re.findall(
-        r"^- (.+(?:\n  .+)*)", section("coming-from-trl-verl.md", "Not supported here"), re.M
-    )
-    heads = [item.partition("**.")[0].partition("** ")[0].strip("*. ").lower() for item in missing]
-    libraries = json.loads((TOP / "docs/data/libraries.json").read_text(encoding="utf-8"))
-    assert missing
-    assert "verifiers" in str(libraries)
-    assert not [head for head in heads if "verifiers" in head or "weights" in head]
-    from marin_rl.config import known_keys
-
-    assert "asynchrony.in_flight_updates" in known_keys()
-    assert "asynchrony.dynamic_sampling" in known_keys()
-    for words in ("sampled by one policy", "until a batch has signal", "v1 harnesses"):
-        assert words not in str(missing)
-    # And what is missing there is not claimed on the first page.
-    assert "| several hosts for training | no |" in README
-    assert any("several hosts" in head for head in heads)
-
-
-def test_numbers_of_libraries_in_words_are_those_of_the_table():
-    page = (TOP / "docs/other-libraries.md").read_text(encoding="utf-8")
-    assert not re.findall(r"\b(?:two|three|four|five|six) libraries\b", page)

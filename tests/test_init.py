@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from marin_rl.cli import COMMANDS, app
 from marin_rl.commands.config import TEMPLATES
 from marin_rl.config import load_config
-from marin_rl.doctor.policy import rendered
+from marin_rl.doctor.policy import rendered, tools
 from marin_rl.doctor.rewards import trials
 from marin_rl.doctor.start import before_engines
 from marin_rl.environments.registry import loaded_environment
@@ -104,6 +104,7 @@ def test_the_template_of_tools_samples_calls_that_are_three_tokens(folder: Path)
 
 def test_a_template_that_cannot_carry_the_tools_is_refused_before_a_run(folder: Path) -> None:
     assert invoke("init", "tools").exit_code == 0
+    assert tools(load_config("tools.yaml")) == "the chat template carries ask"
     template = Path("tokenizer/chat_template.jinja")
     template.write_text(template.read_text().partition("\n")[2])  # the line that names the tools
     with pytest.raises(InputError, match="leaves out the tools ask"):

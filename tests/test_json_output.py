@@ -71,6 +71,7 @@ def test_files_that_are_written_are_named(root: Path, tmp_path: Path) -> None:
     (found,) = told("report", RUN, "-o", str(page), *place)
     assert (found["path"], found["bytes"]) == (str(page), page.stat().st_size)
     assert told("report", RUN, "--curve", str(curve), *place) == [{"path": str(curve)}]
+    assert curve.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")

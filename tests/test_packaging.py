@@ -44,24 +44,7 @@ def test_the_metadata_is_whole():
     assert "torch" not in REQUIREMENTS
 
 
-def test_versions_of_python_are_said_as_they_were_tried():
-    """A classifier is a version that the tests run with."""
-    start = "Programming Language :: Python :: 3."
-    listed = [each.removeprefix(start) for each in PROJECT["classifiers"] if start in each]
-    assert listed == ["11"]
-    assert PROJECT["requires-python"] == ">=3.11"
-    for page in ("install.md", "python.md"):
-        text = (TOP / "docs" / page).read_text(encoding="utf-8")
-        assert "tests run with 3.11" in text or "tests run with Python 3.11" in text
-
-
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((TOP / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]
-
-
-def test_the_hook_before_a_commit_is_what_ci_checks_first():
-    hooks = yaml.safe_load((TOP / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
-    (hook,) = [each for repo in hooks["repos"] for each in repo["hooks"]]
-    assert hook["entry"] == "make check"

@@ -12,14 +12,12 @@ from support.cases import others_slow
 from support.chat_folders import CHATML, GEMMA, TWO_ENDS, WITHOUT_REASONING, chat_folder
 from support.run_factories import evaluate, whole_run
 from support.scripted_policies import write_tokenizer
-from support.templates import QWEN
 
 from marin_rl.commands.serve import check_folder
 from marin_rl.config import Config, load_config
 from marin_rl.doctor.engines import check_all
-from marin_rl.doctor.policy import tools
 from marin_rl.doctor.rewards import own_reward, reward
-from marin_rl.doctor.stages import EVALUATE, RL, Stage, examine
+from marin_rl.doctor.stages import EVALUATE, RL
 from marin_rl.doctor.start import before_engines, check_files, finished, has_passed
 from marin_rl.environments.registry import _loaded
 from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
@@ -360,47 +358,6 @@ def test_a_run_is_finished_once_its_last_checkpoint_is_evaluated(tmp_path: Path)
     assert finished(run.config.model_copy(update={"rounds": 3}), "rl-loop") is None
     Path(tmp_path, run.run_id, metrics_key(1)).unlink()  # that round is closed again
     assert finished(config, "rl-loop") is None
-
-
-SHOP = '''
-class Shop:
-    """Offers one tool."""
-
-    def reset(self, **row: object) -> None:
-        return None
-
-    def look(self, item: str) -> str:
-        """Look an item up.
-
-        Args:
-            item: its name
-        """
-        return "found " + item
-
-    def get_reward(self) -> float:
-        return 1.0
-'''
-
-
-@pytest.mark.slow
-def test_a_template_without_tools_is_refused_before_a_run_with_tools(tmp_path: Path) -> None:
-    (tmp_path / "shop.py").write_text(SHOP)
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "buy {n}"}}\n' for n in range(40)))
-    (tmp_path / "run.yaml").write_text(DEBUG.read_text())
-    rows = json.dumps(f"{tmp_path}/rows.jsonl")
-    shop = f"environment={{name: shop.py:Shop, turns_max: 2, options: {{path: {rows}}}}}"
-    overrides = [f"root={tmp_path}/runs", shop]
-    overrides += ["policy.context_length=512", "batching.length_buckets=[512]"]
-    config = load_config(tmp_path / "run.yaml", overrides)
-    with pytest.raises(InputError, match="offers the tools look, but the policy's chat template"):
-        before_engines(config, "rl-loop")
-    (finding,) = examine(config, [Stage("tools", tools)])
-    assert not finding.passed
-    write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
-    overrides.append(f"policy.tokenizer={tmp_path}/tokenizer")
-    carried = load_config(tmp_path / "run.yaml", overrides)
-    assert tools(carried) == "the chat template carries look"
-    assert tools(debug(tmp_path)) == "none (an episode may add some when it starts)"
 
 
 def with_folder(root: Path, template: str, *overrides: str) -> Config:

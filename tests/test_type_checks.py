@@ -1,9 +1,6 @@
 """The library's types and shapes are checked while tests run, those without arrays by less work."""
 
 import functools
-import gc
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,10 @@ import pytest
 from beartype import beartype
 from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float, Int, TypeCheckError
-from jaxtyping import _import_hook as import_hook
 from support import type_checks
 from support.run_factories import configuration, policy
 from support.type_checks import checked_by_kind, has_plain_signature
 
-from marin_rl import machine
 from marin_rl.storage.layout import checkpoint_slot
 from marin_rl.storage.runs import Run
 from marin_rl.types import Message
@@ -101,42 +96,3 @@ def test_a_call_that_was_not_checked_is_checked_the_next_time() -> None:
         assert checked(np.ones(4)).shape == (3,)
     with pytest.raises(TypeCheckError, match="return"):
         checked(np.ones(4))
-
-
-def test_a_function_inside_another_is_checked_the_first_time() -> None:
-    def outer() -> Any:
-        def inner(number: int) -> int:
-            return number
-
-        return inner
-
-    again = functools.partial(type_checks.checked, typechecker=beartype)
-    first, second = again(outer()), again(outer())
-    with pytest.raises(BeartypeCallHintViolation):
-        first("3")
-    assert second("3") == "3"
-
-
-@pytest.mark.slow
-def test_threads_that_import_at_once_compile_one_after_the_other() -> None:
-    loader = import_hook._JaxtypingLoader(
-        "any", "any.py", typechecker=import_hook.Typechecker(None)
-    )
-    source = Path(machine.__file__).read_bytes()
-
-    def compile_often(_: int) -> int:
-        return len({loader.source_to_code(source, "any.py").co_name for _ in range(5)})
-
-    # A thread gives way to another wherever garbage is collected, in the middle of a tree too.
-    def give_way(*_: object) -> None:
-        time.sleep(0)
-
-    limits = gc.get_threshold()
-    gc.callbacks.append(give_way)
-    gc.set_threshold(50)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            assert sum(threads.map(compile_often, range(8))) == 8
-    finally:
-        gc.set_threshold(*limits)
-        gc.callbacks.remove(give_way)

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from marin_rl.config.section import (
     Count,
     Seconds,
     Section,
+    field,
     optional_field,
 )
 from marin_rl.user_code import parse_spec
@@ -39,16 +40,25 @@ PARTIAL_TOKENS = 1024  # of a piece of a completion
 CURRICULUM_CHOICES = 4
 CURRICULUM_WINDOW_ROUNDS = 8
 
-# Names of modes: of defaults, and of the usual number.
-_SPELLED: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
-    {
-        "sampler": {"in_order": None},
-        "in_flight_updates": {False: None},
-        "partial_tokens": {False: None, True: PARTIAL_TOKENS},
-        "dynamic_sampling": {"none": None, "filter": SAMPLE_BATCHES_MAX},
-        "curriculum": {"none": None, "solve_rate": CURRICULUM_WINDOW_ROUNDS},
-    }
-)
+
+def _names(of: Mapping[Any, Any]) -> BeforeValidator:
+    """Names of values; False and True may be among them, and 0 and 1 stay numbers."""
+
+    def value(given: Any) -> Any:
+        return of[given] if isinstance(given, str | bool) and given in of else given
+
+    return BeforeValidator(value)
+
+
+SharedDevice = Annotated[Literal["refuse"] | None, _names({"time_sliced": None})]
+ReplayOrder = Annotated[Literal["by_group", "prioritised"] | None, _names({"newest": None})]
+Sampler = Annotated[Literal["windowed", "windowed_wait"] | None, _names({"in_order": None})]
+InFlight = Annotated[Literal[True, "keep_kv_cache"] | None, _names({False: None})]
+PieceTokens = Annotated[Count | None, _names({False: None, True: PARTIAL_TOKENS})]
+Batches = Annotated[Count | None, _names({"none": None, "filter": SAMPLE_BATCHES_MAX})]
+CurriculumWindow = Annotated[
+    Count | None, _names({"none": None, "solve_rate": CURRICULUM_WINDOW_ROUNDS})
+]
 
 
 def of_older_version(recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,22 +97,19 @@ class OverSamplingConfig(Section):
     """Groups of which a round takes some."""
 
     factor: float | None = optional_field(
+        "groups that are sampled for each one that the round takes, rounded up; null: 1",
         gt=1,
         le=64,
-        description="groups that are sampled for each one that the round takes, rounded up; "
-        "null: 1",
     )
-    select: Literal["first_done"] | None = optional_field(
-        description="groups that a round takes of those that pass: null or index, the first by "
-        "number; first_done, those that were finished first, the others are cancelled"
+    select: Annotated[Literal["first_done"] | None, _names({"index": None})] = optional_field(
+        "groups that a round takes of those that pass: null or index, the first by number; "
+        "first_done, those that were finished first, the others are cancelled",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _factor_alone(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {**value, "select": None} if value.get("select") == "index" else value
-        return value if isinstance(value, OverSamplingConfig) else {"factor": value}
+        return value if isinstance(value, Mapping | OverSamplingConfig) else {"factor": value}
 
 
 class GroupFilterConfig(Section):
@@ -113,7 +120,7 @@ class GroupFilterConfig(Section):
         description=f"score of a group: {', '.join(GROUP_FILTERS)}, or FILE.py:function",
     )
     min: float | None = optional_field(
-        description="least score of a group that passes; null: the score's own (docs)"
+        "least score of a group that passes; null: the score's own (docs)"
     )
 
     @model_validator(mode="before")
@@ -137,136 +144,105 @@ class LimitsConfig(Section):
     """Bounds and times of sampling ahead, which change no group."""
 
     max_inflight_groups: Count | None = optional_field(
+        "windowed: groups that are sampled or being sampled and not yet taken; at least "
+        "rollouts.groups_per_round. null: groups_per_round * (max_staleness + 1)",
         runtime_only=True,
-        description="windowed: groups that are sampled or being sampled and not yet taken; at "
-        "least rollouts.groups_per_round. null: groups_per_round * (max_staleness + 1)",
     )
     claim_s: Seconds | None = optional_field(
-        runtime_only=True,
-        description="windowed: seconds after which another worker samples groups that one claimed "
+        "windowed: seconds after which another worker samples groups that one claimed "
         "and did not finish; null: 3600",
+        runtime_only=True,
     )
     commit_every_s: Seconds | None = optional_field(
+        "windowed: groups of a chunk that end within this time are committed as one object, which "
+        "a killed worker loses with those under way; null: a group is committed as soon as it ends",
         runtime_only=True,
-        description="windowed: groups of a chunk that end within this time are committed as "
-        "one object, which a killed worker loses with those under way; null: a group is committed "
-        "as soon as it ends",
     )
-    shared_device: Literal["refuse"] | None = optional_field(
-        runtime_only=True,
-        description="max_staleness with the embedded engine, which samples on the device that "
+    shared_device: SharedDevice = optional_field(
+        "max_staleness with the embedded engine, which samples on the device that "
         "trains: null or time_sliced, they take it in turn; refuse, the run is refused",
+        runtime_only=True,
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _device_by_name(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("shared_device") == "time_sliced":
-            return {**value, "shared_device": None}
-        return value
 
 
 class ReplayConfig(Section):
     """Groups that later rounds train on again."""
 
-    max_uses: int = Field(
-        default=2, ge=2, le=64, description="rounds that train on a group, its own among them"
-    )
-    window_rounds: int = Field(
-        default=1,
+    max_uses: int = field(2, "rounds that train on a group, its own among them", ge=2, le=64)
+    window_rounds: int = field(
+        1,
+        "rounds after its own that may train on a group, within the bound of staleness",
         ge=1,
         le=64,
-        description="rounds after its own that may train on a group, within the bound of staleness",
     )
     groups: Count | None = optional_field(
-        description="groups that a round trains on again, at most; null: rollouts.groups_per_round"
+        "groups that a round trains on again, at most; null: rollouts.groups_per_round",
     )
-    select: Literal["by_group", "prioritised"] | None = optional_field(
-        description="order in which groups are used again: null or newest, those of the latest "
-        "rounds first; by_group, those with the fewest uses first; prioritised, those with the "
-        "largest mean absolute advantage first"
+    select: ReplayOrder = optional_field(
+        "order in which groups are used again: null or newest, those of the latest rounds first; "
+        "by_group, those with the fewest uses first; prioritised, those with the largest mean "
+        "absolute advantage first",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _newest_by_name(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("select") == "newest":
-            return {**value, "select": None}
-        return value
 
 
 class AsynchronyConfig(Section):
     """Sampling of rounds during the training of earlier ones, and of more groups than are taken."""
 
-    max_staleness: int = Field(
-        default=0,
+    max_staleness: int = field(
+        0,
+        "round r is sampled by checkpoint max(0, r - max_staleness), while earlier rounds are "
+        "trained; 0: sampling and training alternate",
         ge=0,
         le=8,
-        description="round r is sampled by checkpoint max(0, r - max_staleness), while earlier "
-        "rounds are trained; 0: sampling and training alternate",
     )
-    sampler: Literal["windowed", "windowed_wait"] | None = optional_field(
-        description="null or in_order: the policy of a round follows from its number; windowed: "
-        "groups are sampled by the latest policy and committed as they end, and an intake record "
-        "names what each round takes of them: what is finished, without groups that got older than "
+    sampler: Sampler = optional_field(
+        "null or in_order: the policy of a round follows from its number; windowed: groups are "
+        "sampled by the latest policy and committed as they end, and an intake record names what "
+        "each round takes of them: what is finished, without groups that got older than "
         "max_staleness; windowed_wait: a round also waits for groups under way that would be too "
-        "old for the next round"
+        "old for the next round",
     )
-    in_flight_updates: Literal[True, "keep_kv_cache"] | None = optional_field(
-        description="windowed: true, a new checkpoint is served while completions are sampled, "
-        "which go on with it, and each token has the version of its policy: the new weights "
-        "compute the cache of completions under way again; keep_kv_cache, they go on over what the "
-        "old ones left, and tokens are of no single policy's forward; null or false: what is under "
-        "way is finished first"
+    in_flight_updates: InFlight = optional_field(
+        "windowed: true, a new checkpoint is served while completions are sampled, which go on "
+        "with it, and each token has the version of its policy: the new weights compute the "
+        "cache of completions under way again; keep_kv_cache, they go on over what the old ones "
+        "left, and tokens are of no single policy's forward; null or false: what is under way is "
+        "finished first",
     )
-    partial_tokens: Count | None = optional_field(
+    partial_tokens: PieceTokens = optional_field(
+        "completions are sampled in pieces of so many tokens, and the pieces of unfinished ones "
+        "are kept: a process that starts again goes on with them, and with sampler windowed the "
+        f"next policy does, as soon as it is there; true: {PARTIAL_TOKENS}. null or false: a "
+        "completion is finished by the policy that began it",
         le=1_000_000,
-        description="completions are sampled in pieces of so many tokens, and the pieces of "
-        "unfinished ones are kept: a process that starts again goes on with them, and with sampler "
-        f"windowed the next policy does, as soon as it is there; true: {PARTIAL_TOKENS}. null or "
-        "false: a completion is finished by the policy that began it",
     )
-    dynamic_sampling: Count | None = optional_field(
+    dynamic_sampling: Batches = optional_field(
+        "further groups are sampled until a round has rollouts.groups_per_round of them whose "
+        "rewards differ (DAPO), in so many batches of groups_per_round groups at most; filter: "
+        f"{SAMPLE_BATCHES_MAX}. null or none: a round trains on what is left of its groups",
         le=1000,
-        description="further groups are sampled until a round has rollouts.groups_per_round of "
-        "them whose rewards differ (DAPO), in so many batches of groups_per_round groups at most; "
-        f"filter: {SAMPLE_BATCHES_MAX}. null or none: a round trains on what is left of its groups",
     )
     over_sampling: Annotated[OverSamplingConfig | None, AfterValidator(_null_if_empty)] = (
         optional_field(
-            description="groups that are sampled for a round of which it takes some; a number is "
-            "the factor; null: a round takes what it samples"
+            "groups that are sampled for a round of which it takes some; a number is the factor; "
+            "null: a round takes what it samples",
         )
     )
     group_filter: GroupFilterConfig | None = optional_field(
-        description="groups below the least score are not trained on; a name is the score; null: "
-        "every group passes"
+        "groups below the least score are not trained on; a name is the score; null: every group "
+        "passes",
     )
-    curriculum: Count | None = optional_field(
-        description="environments whose groups are solved in part are sampled more, examples that "
-        "were always or never solved less, by the solve rates of so many trained rounds; "
-        f"solve_rate: {CURRICULUM_WINDOW_ROUNDS}; null or none: as environment says"
+    curriculum: CurriculumWindow = optional_field(
+        "environments whose groups are solved in part are sampled more, examples that were "
+        "always or never solved less, by the solve rates of so many trained rounds; solve_rate: "
+        f"{CURRICULUM_WINDOW_ROUNDS}; null or none: as environment says",
     )
     replay: ReplayConfig | None = optional_field(
-        description="groups that later rounds train on again; null: a group is trained on in one "
-        "round"
+        "groups that later rounds train on again; null: a group is trained on in one round",
     )
     limits: Annotated[LimitsConfig | None, AfterValidator(_null_if_empty)] = optional_field(
-        description="bounds and times, which may change when a run is continued; null: defaults"
+        "bounds and times, which may change when a run is continued; null: defaults",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _modes_by_name(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-
-        def mode(key: str, given: Any) -> Any:
-            named = _SPELLED.get(key, {})
-            known = isinstance(given, str | bool) and given in named
-            return named[given] if known else given
-
-        return {key: mode(key, given) for key, given in value.items()}
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> "AsynchronyConfig":

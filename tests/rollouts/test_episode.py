@@ -22,8 +22,8 @@ from support.fakes import (
 from marin_rl.batching.turns import Turns, with_turns
 from marin_rl.config import Config, EnvironmentConfig, load_config
 from marin_rl.environments.echo import Echo
-from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.errors import BridgeFault, InputError
+from marin_rl.environments.episode import Episode, StepResult
+from marin_rl.errors import InputError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import served_model_id
@@ -295,18 +295,6 @@ def test_an_endpoint_that_renders_again_is_refused(server: FakePolicyServer) -> 
     assert all((r.error or "").startswith("BadResponse: expected the") for r in group.rollouts)
 
 
-def test_a_turn_that_was_cut_ends_the_episode(server: FakePolicyServer) -> None:
-    group = play(server, Dialogue(TwoTurns), max_tokens=1)
-    for rollout in group.rollouts:
-        assert (rollout.status, rollout.finish_reason, len(rollout.turns)) == (
-            "truncated",
-            "length",
-            2,
-        )
-        assert rollout.reward == 0.0
-    assert len(server.requests) == 1
-
-
 def test_an_endless_episode_ends_and_is_scored_by_the_environment(
     server: FakePolicyServer,
 ) -> None:
@@ -347,22 +335,6 @@ def test_a_dialogue_ends_where_its_context_is_full(server: FakePolicyServer) -> 
     room = [64 - len(body["tokens"]) for body in server.requests if "tokens" in body]
     asked = [body["max_tokens"] for body in server.requests if "tokens" in body]
     assert asked == [min(16, left) for left in room]
-
-
-def test_a_template_that_cannot_go_on_ends_the_episode(server: FakePolicyServer) -> None:
-    def refusing(
-        dialogue: Sequence[Message],
-        last_id: int,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-    ) -> np.ndarray:
-        raise BridgeFault("the chat template refuses to go on")
-
-    group = play(server, Dialogue(TwoTurns), joined=refusing, size=2)
-    for rollout in group.rollouts:
-        assert (rollout.status, rollout.finish_reason) == ("truncated", "bridge")
-        assert [turn.role for turn in rollout.turns] == ["user", "assistant"]
-        assert rollout.reward == rollout.turns[1].reward
 
 
 def test_tools_that_a_template_cannot_carry_are_refused_before_sampling(

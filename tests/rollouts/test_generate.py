@@ -216,22 +216,6 @@ def test_faults_that_pass_leave_no_trace(run: Run, server: FakePolicyServer) -> 
     assert ref.summary["errors"] == 0
 
 
-def test_a_prompt_longer_than_the_context(run: Run, server: FakePolicyServer) -> None:
-    server.context_length = 20
-    with pytest.raises(RequestRejected, match="the prompt is too long"):
-        generate(run, server)
-
-
-def test_truncated_completions_are_marked(tmp_path: Path) -> None:
-    run = Run.create_or_open(configured(tmp_path, "sampling.max_tokens=3"))
-    with FakePolicyServer(MODEL, lambda _prompt, _seed: "abcdef") as server:
-        groups = groups_in(run, generate(run, server).slot)
-    for rollout in (r for g in groups for r in g.rollouts):
-        assert (rollout.status, rollout.finish_reason) == ("truncated", "length")
-        assert rollout.n_completion_tokens == 3
-        assert rollout.reward is not None
-
-
 FAULTY = """
 import time
 def reward(example, completion):

@@ -15,7 +15,6 @@ from support.flow_runs import DEBUG
 from support.run_factories import checkpoint, train
 from support.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.servers import serving
-from support.streams import groups_in
 
 from marin_rl.analysis.lineage import trace
 from marin_rl.analysis.verify import verify_run
@@ -37,7 +36,7 @@ from marin_rl.rollouts.generate import (
 from marin_rl.rollouts.interruption import Interrupted, Interruption
 from marin_rl.rollouts.partial import PartialSampling, in_pieces
 from marin_rl.rollouts.sampler import CommittedMembers
-from marin_rl.rollouts.streaming import CHUNK, group_id_of, sample_chunk, stream_requests
+from marin_rl.rollouts.streaming import CHUNK, group_id_of, stream_requests
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.commits import committed_manifest
@@ -377,30 +376,6 @@ def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(
         assert [t.content for t in rollout.turns] == [t.content for t in other.turns]
 
 
-@pytest.mark.isa
-@pytest.mark.slow
-@pytest.mark.bits
-def test_a_stream_that_is_interrupted_ends_in_the_same_bits(
-    server: PolicyServer, tmp_path: Path
-) -> None:
-    policy = served_policy(server.base_url, server.model_id)
-    undisturbed = Run.create_or_open(settings(tmp_path / "undisturbed"))
-    asyncio.run(sample_chunk(undisturbed, 0, policy, "w"))
-    run, starts = Run.create_or_open(settings(tmp_path / "interrupted")), 0
-    while asyncio.run(sample_chunk(run, 0, policy, "w", None, EachPiece())) < 4:
-        starts += 1
-        assert starts < 30
-    assert starts > 1
-    for group, other in zip(
-        groups_in(run, range(4)), groups_in(undisturbed, range(4)), strict=True
-    ):
-        for rollout, same_one in zip(group.rollouts, other.rollouts, strict=True):
-            assert rollout.token_ids.tolist() == same_one.token_ids.tolist()
-            assert rollout.logprobs.tobytes() == same_one.logprobs.tobytes()
-            assert rollout.reward == same_one.reward
-            assert rollout.finish_reason == same_one.finish_reason
-
-
 @pytest.mark.bits
 def test_a_shard_goes_on_with_what_a_process_left_of_it(
     server: PolicyServer, tmp_path: Path
@@ -449,18 +424,6 @@ class EachPiece(Interruption):
         """False for the first questions."""
         self._asked += 1
         return self._asked > 2
-
-
-def test_an_endpoint_that_cannot_go_on_from_ids_is_refused_before_sampling(tmp_path: Path) -> None:
-    with FakePolicyServer(MODEL, has_chat_tokens=False) as server:
-        config = load_config(
-            DEBUG, [f"root={tmp_path}", *PIECES, f"inference.endpoints=[{server.url}]"]
-        )
-        run = Run.create_or_open(config)
-        server.fault = lambda body: "route" if "prompt" in body else None
-        with pytest.raises(InputError, match="does not go on from token ids"):
-            asyncio.run(generate_shard(run, 0, 0, served_policy(server.url, MODEL)))
-        assert len(server.requests) == 3, "a token, and the next one by two routes"
 
 
 def test_endpoints_are_asked_once_for_a_policy_and_again_after_a_refusal(tmp_path: Path) -> None:

@@ -141,31 +141,6 @@ def test_dialogues_that_are_interrupted_end_as_undisturbed_ones(
     check_same(members(groups), members(expected))
 
 
-@pytest.mark.slow
-def test_turns_have_the_versions_of_the_policies_that_sampled_them(tmp_path: Path) -> None:
-    run, version, groups = Run.create_or_open(settings(tmp_path)), 0, list[RolloutGroup]()
-    while len(groups) < len(GROUPS):
-        groups = played(run, ScriptedClient(pieces_max=7), Talks(), version)
-        version += 1
-    whole = Run.create_or_open(settings(tmp_path / "whole"))
-    rollouts = members(groups)
-    check_same(rollouts, members(played(whole, ScriptedClient(), Talks(), pieces=False)))
-    several = [r for r in rollouts.values() if r.policy_version_min < r.policy_version_max]
-    assert several
-    for rollout in several:
-        versions = rollout.policy_versions
-        assert versions is not None
-        sampled = versions[rollout.loss_mask == 1]
-        assert (np.diff(sampled) >= 0).all(), "a member is gone on with by later policies alone"
-
-
-def test_members_with_tokens_that_are_too_old_begin_again(tmp_path: Path) -> None:
-    run = Run.create_or_open(settings(tmp_path))
-    assert played(run, ScriptedClient(pieces_max=9), Talks(), 0) == []
-    groups = played(run, ScriptedClient(), Talks(), 3, oldest=1)
-    assert {rollout.policy_version_min for rollout in members(groups).values()} == {3}
-
-
 def reasons(run: Run) -> list[str]:
     """Why members of unfinished groups began again, as the parts say."""
     policy = served_policy("", MODEL)

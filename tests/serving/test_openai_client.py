@@ -153,16 +153,6 @@ def _ends(token: str) -> bool:
     return token.startswith("<|")
 
 
-def test_stop_strings_are_cut_off(client: openai.OpenAI) -> None:
-    for seed in range(5):
-        free = client.chat.completions.create(**ASK | {"seed": seed}).choices[0].message.content
-        assert free
-        stop = free[len(free) // 2 :][:2]
-        cut = client.chat.completions.create(**ASK | {"seed": seed}, stop=stop).choices[0]
-        assert cut.message.content == free[: free.index(stop)]
-        assert cut.finish_reason == "stop"
-
-
 def test_plain_completions_of_lists_with_echo_and_scores(client: openai.OpenAI) -> None:
     prompts = ["ab c", "d中"]
     answer = client.completions.create(
@@ -194,13 +184,6 @@ def test_plain_completions_of_lists_with_echo_and_scores(client: openai.OpenAI) 
     assert only
     count = len(only.token_logprobs or ())
     assert (first.token_logprobs or [])[1:count] == pytest.approx((only.token_logprobs or [])[1:])
-
-
-def test_models(client: openai.OpenAI, server: PolicyServer) -> None:
-    assert [model.id for model in client.models.list()] == [server.model_id, "policy"]
-    assert client.models.retrieve(server.model_id).id == server.model_id
-    with pytest.raises(openai.NotFoundError, match="known: policy@00000-abababab, policy"):
-        client.models.retrieve("gpt-9")
 
 
 def test_tools_without_a_format_are_plain_text(client: openai.OpenAI) -> None:

@@ -14,7 +14,6 @@ from support.servers import serving
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import EnvironmentConfig, PolicyConfig
 from marin_rl.environments.tool_class import ToolClass, ToolOptions, ToolsOverExamples
-from marin_rl.errors import InputError
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.dialects import Read
 from marin_rl.inference.client.policy_client import PolicyClient
@@ -210,25 +209,3 @@ def test_a_dialogue_of_two_tools_has_exact_ids_and_real_results() -> None:
     assert called.timing.environment_s is not None
     assert rollout.reward == FORCED
     assert int(rollout.loss_mask.sum()) == rollout.n_completion_tokens
-
-
-def test_a_template_without_tools_is_refused_before_sampling() -> None:
-    environment = desk()
-    request = GroupRequest(
-        group_id="g", example=environment.example(0, 0, "train"), size=2, sampling=Sampling()
-    )
-
-    class NoCallFormat(Turns):
-        def __init__(self) -> None:
-            super().__init__()
-            self._tokenizer.__dict__["tokenizer"] = character_tokenizer()
-
-    policy = policy_at(NOWHERE, "policy")
-
-    async def run() -> None:
-        async with PolicyClient(endpoints=policy.endpoints, model=policy.model) as client:
-            driver = driver_of(client, policy, environment, NoCallFormat())
-            await driver.play_group(request)
-
-    with pytest.raises(InputError, match="writes no tool calls in a form that is known"):
-        asyncio.run(run())
