@@ -21,7 +21,7 @@ from marin_rl.config import (
     parse_config,
     pin_files,
 )
-from marin_rl.environments.base import Environment, FixedSet
+from marin_rl.environments.base import Environment
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
@@ -146,7 +146,7 @@ def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Confi
     environment = construct(chosen_config.environment)
     environment.load_examples()
     examples = request.examples or chosen_config.evaluation.examples
-    if isinstance(environment, FixedSet):
+    if environment.eval_size is not None:
         if request.examples is not None and request.examples > environment.eval_size:
             raise ConfigError(
                 f"--examples {request.examples}: the environment holds out {environment.eval_size}"

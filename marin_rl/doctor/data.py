@@ -14,7 +14,6 @@ from marin_rl.batching.selection import check_filter
 from marin_rl.batching.sequences import check_lengths, rendered_lengths
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
-from marin_rl.environments.base import NamesRows
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.checks import check_demonstrations, environment_of
 from marin_rl.environments.mixture import order_in, parts_of
@@ -173,9 +172,8 @@ def _demonstrations(
             indices = sorted(indices, key=partial(own.row_number, seed, split="train"))
         for index in indices:
             example = own.example(seed, index, "train")
-            name = f"example {example.example_id} of {own.name}"
-            if isinstance(own, NamesRows):
-                name = own.place(seed, index, "train")
+            name = own.place(seed, index, "train")
+            name = name or f"example {example.example_id} of {own.name}"
             answer = own.demonstration(example)
             if answer is not None:  # an example without one is refused by `demonstrations`
                 options = part.config.chat_template_options or {}

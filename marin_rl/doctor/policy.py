@@ -9,7 +9,6 @@ from marin_rl.chat_templates import check_options
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.episode import OffersTools
 from marin_rl.environments.mixture import parts_of
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import BridgeFault, InputError, ObjectMissing
@@ -125,9 +124,8 @@ def _check_dialogues(policy: PolicyConfig, chosen: EnvironmentConfig, key: str) 
     if chosen.on_broken_prefix == "segments" or not has_dialogues(chosen):
         return
     environment = loaded_environment(chosen)
-    offered = environment.tools_offered() if isinstance(environment, OffersTools) else ()
     try:
-        TemplateBridge(policy, chosen.chat_template_options).check(offered)
+        TemplateBridge(policy, chosen.chat_template_options).check(environment.tools_offered())
     except BridgeFault as error:
         raise InputError(
             f"{key} has episodes of several turns, which the policy's chat template cannot carry: "
@@ -176,8 +174,7 @@ def tools(config: Config) -> str:
     """Check that the policy's chat template carries the tools that episodes offer."""
     names: list[str] = []
     for part in parts_of(environment_of(config), config.environment):
-        if isinstance(part.environment, OffersTools):
-            offered = part.environment.tools_offered()
+        if offered := part.environment.tools_offered():
             ToolTurns(config.policy, part.config).check(offered)
             names += (tool["function"]["name"] for tool in offered)
     if not names:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from marin_rl.config import Config
 from marin_rl.doctor.policy import first_examples, rendered
 from marin_rl.doctor.stages import await_apart
-from marin_rl.environments.base import ScoresGroups, reward_of
+from marin_rl.environments.base import reward_of
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.episode import HasEpisodes
 from marin_rl.environments.mixture import part_for
 from marin_rl.environments.registry import foreign_code
 from marin_rl.environments.scoring import scorer_for
@@ -93,10 +92,9 @@ def own_reward(config: Config) -> str:
 def reward(config: Config) -> str:
     """Check that the reward function scores right answers of examples, and wrong ones."""
     built = environment_of(config)
-    if isinstance(built, HasEpisodes):
-        compared = isinstance(built, ScoresGroups) and built.scores_groups
-        by = "score_group compares the finished ones" if compared else "their steps, or the score"
-        by += "" if compared else " of a finished one, bring the reward"
+    if built.has_episodes:
+        by = "their steps, or the score of a finished one, bring the reward"
+        by = "score_group compares the finished ones" if built.scores_groups else by
         verdict = f"episodes of several turns: {by}, and none is played here"
         prompts = [prompt for prompt, _ in rendered(config, first_examples(config, TRIALS))]
         return "\n".join([verdict, *(f"  {prompt!r:.76}" for prompt in prompts)])

@@ -1,4 +1,4 @@
-"""The environment protocol, the registry by name, and the checks that all environments share.
+"""Environments: their base class, and the checks of rewards that all of them share.
 
 An environment makes examples out of (seed, index, split) alone and scores completions; it keeps no
 state between calls. One of another package is registered by its entry point in the group
@@ -7,12 +7,16 @@ on scoring are in `scoring`.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any
 
 import orjson
 
+from marin_rl.environments.episode import Episode, OneShot, Tool
+from marin_rl.environments.finished import FinishedRollout, PolicyAddress
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.finite import BOUNDS, fit_rewards, number, reward_number, shown
 from marin_rl.types import Example, Message, RewardComponent, Split
@@ -21,98 +25,99 @@ from marin_rl.types import Example, Message, RewardComponent, Split
 _ANSWERS = ("exact_match", "number_match", "last_number")
 SHIPPED = frozenset(f"marin_rl.environments.answers:{name}" for name in _ANSWERS)
 
-
-@runtime_checkable
-class Environment(Protocol):
-    """Problems and their scoring.
-
-    `version` changes whenever examples or scores may. `size` is the number of different training
-    examples, None where there is no end of them; an index beyond it starts over. `workers` is the
-    number of processes that score, each with a time limit that interrupts; 0 is for scoring that
-    cannot hang and happens where it is called.
-
-    `load_examples` loads what examples need, once, in the process that samples, and `load_scorer`
-    what scoring needs, once, in each process that scores; both raise InputError. `example` is a
-    pure function of its arguments, `demonstration` the answer for a supervised warm start, if
-    there is one. `score` gives the named components of a reward, and may raise any exception.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def version(self) -> str: ...
-
-    @property
-    def size(self) -> int | None: ...
-
-    @property
-    def workers(self) -> int: ...
-
-    def load_examples(self) -> None: ...
-
-    def example(self, seed: int, index: int, split: Split) -> Example: ...
-
-    def demonstration(self, example: Example) -> str | None: ...
-
-    def load_scorer(self) -> None: ...
-
-    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]: ...
-
-
-# Optional parts of an environment.
-
-
-@runtime_checkable
-class Extracts(Protocol):
-    """Extracts the answer that a completion gives, as votes are counted; None without one."""
-
-    def extract(self, completion: str) -> str | None: ...
-
-
-@runtime_checkable
-class ExtractsHere(Protocol):
-    """Says whether `extract` is code of this package, which cannot hang and needs no worker."""
-
-    @property
-    def extracts_here(self) -> bool: ...
-
-
-@runtime_checkable
-class FixedSet(Protocol):
-    """Has a number of different evaluation examples."""
-
-    @property
-    def eval_size(self) -> int: ...
-
-
-@runtime_checkable
-class FoldsSeeds(Protocol):
-    """Seeds that differ by a multiple of `seed_period` may make one example; None: no two do."""
-
-    @property
-    def seed_period(self) -> int | None: ...
-
-
 GroupScore = tuple[RewardComponent, ...] | RewardFault
 Dialogues = Sequence[Sequence[Message]]
 
+_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
-@runtime_checkable
-class ScoresGroups(Protocol):
-    """Scores the completions of one example in one call, where `scores_groups` is True.
 
-    That is known after `load_scorer`. Where `wants_completion_ids` is False, `completion_ids` are
-    empty. A dialogue is all that followed the prompt: the model's turns, of which `completions` are
-    the last, and what the environment answered. `score_group` gives a score or a fault per
-    completion, in order, and may raise any exception.
+class Environment(ABC):
+    """Problems and their scoring: define `example` and `score`, and change the rest.
+
+    Attributes may be set on the class, in `__init__` or in `load_examples`. `version` changes
+    whenever examples or scores may. `size` and `eval_size` are the numbers of different examples,
+    None where there is no end of them; an index beyond starts over. Seeds that differ by a
+    multiple of `seed_period` may make one example; None: no two do. `rows_digest` is that of its
+    files, known after `load_examples`.
+
+    `workers` is the number of processes that score and play episodes; 0 does that in the main
+    process, without time limits. `replayable` is False where the steps of an episode have effects
+    outside of their process, or answers that differ. With `asks_policy` the policy plays others in
+    its episodes, too: the example that an episode is made of has `episode.POLICY` in its metadata,
+    the `endpoints` (base URLs that end in /v1), the id of the `model`, and the `sampling`.
+    `extracts_here` says that `extract` is code of this package, which needs no worker.
     """
 
-    @property
-    def scores_groups(self) -> bool: ...
+    name: str = ""
+    version: str = "1"
+    size: int | None = None
+    eval_size: int | None = None
+    seed_period: int | None = None
+    rows_digest: str | None = None
+    workers: int = 1
+    replayable: bool = True
+    asks_policy: bool = False
+    extracts_here: bool = False
+    wants_completion_ids: bool = False
+    reward_name: str = ""  # for errors, where it is not the environment's
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = cls.__dict__.get("name") or cls.__name__
+
+    @classmethod
+    def defines(cls, member: str) -> bool:
+        """Return True where a class has a member of its own in place of the default."""
+        return getattr(cls, member) is not getattr(Environment, member)
+
+    def load_examples(self) -> None:  # noqa: B027 - a default, and not to be defined by all
+        """Load what examples need, once, in the process that samples. Raises InputError."""
+
+    def load_scorer(self) -> None:  # noqa: B027 - as above
+        """Load what scoring needs, once, in each process that scores. Raises InputError."""
+
+    @abstractmethod
+    def example(self, seed: int, index: int, split: Split) -> Example:
+        """The example at `index` of a split: a pure function of its arguments."""
+
+    def place(self, seed: int, index: int, split: Split) -> str | None:
+        """File and row of an example, for errors."""
+        return None
+
+    def demonstration(self, example: Example) -> str | None:
+        """Answer for a supervised warm start: by default the example's."""
+        return example.answer
+
+    def check_demonstrations(self, seed: int, count: int) -> None:
+        """Raise InputError where one of the first `count` training examples has none.
+
+        By default the first one speaks for all.
+        """
+        if count and self.demonstration(example := self.example(seed, 0, "train")) is None:
+            raise InputError(no_demonstration(self, example))
+
+    def notices(self, *, scored: bool = True) -> Sequence[str]:
+        """Sentences on its data that a user may not expect, known after `load_examples`.
+
+        Those on rewards are left out where nothing is `scored`: of demonstrations.
+        """
+        return ()
+
+    @abstractmethod
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """Named components of the reward of one completion. May raise any exception."""
+
+    def score_of_limit(self, completion: str, limit: str) -> tuple[RewardComponent, ...] | None:
+        """Score of a completion whose check exceeded `limit`; None: a fault."""
+        return None
 
     @property
-    def wants_completion_ids(self) -> bool: ...
+    def scores_groups(self) -> bool:
+        """True where the completions of an example are scored in one call, by `score_group`.
+
+        Known after `load_scorer`.
+        """
+        return self.defines("score_group")
 
     def score_group(
         self,
@@ -120,61 +125,106 @@ class ScoresGroups(Protocol):
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
         dialogues: Dialogues,
-    ) -> Sequence[GroupScore]: ...
+    ) -> Sequence[GroupScore]:
+        """Components or a fault for each member of a group, compared with one another.
 
+        `dialogues` have all that followed the prompt, the model's turns and what the environment
+        answered, and `completions` the last turn of each; `completion_ids` are its token ids where
+        the class says `wants_completion_ids`. May raise any exception.
+        """
+        return [self.score(example, completion) for completion in completions]
 
-@runtime_checkable
-class ScoresLimits(Protocol):
-    """Scores a completion whose check exceeded `limit`: it is wrong."""
+    def extract(self, completion: str) -> str | None:
+        """The answer that a completion gives, as votes are counted; None without one."""
+        return completion.strip() or None
 
-    def score_of_limit(self, completion: str, limit: str) -> tuple[RewardComponent, ...]: ...
-
-
-@runtime_checkable
-class NamesReward(Protocol):
-    """Has a name of its reward for errors, other than the environment's."""
-
-    @property
-    def reward_name(self) -> str: ...
-
-
-@runtime_checkable
-class ChecksDemonstrations(Protocol):
-    """Raises InputError for a first one of `count` training examples without a demonstration."""
-
-    def check_demonstrations(self, seed: int, count: int) -> None: ...
-
-
-@runtime_checkable
-class NamesRows(Protocol):
-    """Names the file and the row of an example."""
-
-    def place(self, seed: int, index: int, split: Split) -> str: ...
-
-
-@runtime_checkable
-class ReadsRows(Protocol):
-    """Has the digest of its files, known after `load_examples`; None where it reads none."""
+    def episode(self, example: Example) -> Episode:
+        """A new episode: by default of one step, the completion, which is scored."""
+        return OneShot(example)
 
     @property
-    def rows_digest(self) -> str | None: ...
+    def has_episodes(self) -> bool:
+        """True for episodes of several turns."""
+        return self.defines("episode")
+
+    def tools_offered(self) -> Sequence[Tool]:
+        """Tools that every episode offers.
+
+        They are checked against the policy's chat template before a run starts; tools that an
+        episode returns from `start` alone are checked there.
+        """
+        return ()
+
+    async def rollouts(
+        self, example: Example, policy: PolicyAddress
+    ) -> Sequence[FinishedRollout | RewardFault]:
+        """A rollout or a fault for each entry of `policy.sampling`, in order.
+
+        For environments that sample from the policy by themselves. May raise anything;
+        EndpointUnavailable says that its own server cannot be reached.
+        """
+        raise NotImplementedError
+
+    @property
+    def returns_rollouts(self) -> bool:
+        """True where it samples by itself."""
+        return self.defines("rollouts")
+
+    def make_example(
+        self,
+        prompt: str | Sequence[Message],
+        answer: str | None = None,
+        *,
+        seed: int,
+        index: int,
+        split: Split,
+        metadata: Mapping[str, Any] = _NO_METADATA,
+    ) -> Example:
+        """An example of this environment; a `prompt` of text is one message of the user."""
+        text = isinstance(prompt, str)
+        return Example(
+            environment=self.name,
+            environment_version=self.version,
+            example_id=f"{split}-{seed}-{index}",
+            split=split,
+            seed=seed + index,
+            messages=(Message(role="user", content=prompt),) if text else tuple(prompt),
+            answer=answer,
+            metadata=dict(metadata),
+        )
 
 
-@runtime_checkable
-class HasNotices(Protocol):
-    """Has sentences on its data that a user may not expect, known after `load_examples`.
+class RewardedElsewhere(Environment):
+    """Base of environments whose episodes another library or server plays and rewards."""
 
-    Those on rewards are left out where nothing is `scored`: of demonstrations.
+    def demonstration(self, example: Example) -> str | None:
+        """None: there are no turns to imitate."""
+        return None
+
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """0: an episode that was ended before it was rewarded."""
+        return (RewardComponent(name=self.name, value=0.0),)
+
+
+def completed(environment: Any) -> Environment:
+    """Give an environment that is no subclass of `Environment` the defaults of its optional parts.
+
+    Raises TypeError where its class cannot have another base.
     """
+    kind = type(environment)
+    if not isinstance(environment, Environment):
+        own = {"__module__": kind.__module__}
+        own |= {"name": kind.name} if hasattr(kind, "name") else {}
+        environment.__class__ = type(kind.__name__, (kind, Environment), own)
+    return environment
 
-    def notices(self, *, scored: bool = True) -> Sequence[str]: ...
 
-
-def extracts_here(environment: Environment) -> bool:
-    """Return True where answers are extracted in this process, without a worker."""
-    if environment.workers == 0 or not isinstance(environment, Extracts):
-        return True
-    return isinstance(environment, ExtractsHere) and environment.extracts_here
+def no_demonstration(environment: Environment, example: Example) -> str:
+    """Return the message for an example that a warm start cannot learn from."""
+    return (
+        f"example {example.example_id} of {environment.name} has no demonstration (its answer is "
+        "null): a warm start needs (prompt, answer) pairs; choose another sft.environment"
+    )
 
 
 def answer_in(environment: Environment, completion: str) -> str | None:
@@ -182,8 +232,6 @@ def answer_in(environment: Environment, completion: str) -> str | None:
 
     None, which is no vote, where extracting fails.
     """
-    if not isinstance(environment, Extracts):
-        return completion.strip() or None
     try:
         return environment.extract(completion)
     except InputError:

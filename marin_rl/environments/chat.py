@@ -108,9 +108,7 @@ class Chat(FunctionScored):
         )
         self._prompts: PromptSet | None = None
         self._order = lru_cache(maxsize=8)(_shuffled)
-        self.version = "1"
-        self.rows_digest: str | None = None
-        self.size: int | None = None
+        self.eval_size = 0  # until examples are loaded
 
     def load_examples(self) -> None:
         """Read and check every row.
@@ -124,11 +122,10 @@ class Chat(FunctionScored):
         # prompts that end before the assistant's last message are others than version 1 had
         self.version = f"{2 if prompts.counts['ends_with_assistant'] else 1}+{rows.digest}"
         self.rows_digest = rows.digest
-        self.size = len(prompts.of_split["train"])
+        self._measure()
 
-    @property
-    def eval_size(self) -> int:
-        return 0 if self._prompts is None else len(self._prompts.of_split["eval"])
+    def _measure(self) -> None:
+        self.size, self.eval_size = (len(self._loaded.of_split[s]) for s in ("train", "eval"))
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         """Row at `index`, in an order that is shuffled by `seed` again in each pass."""
@@ -365,7 +362,6 @@ class Problems(Chat):
     A subclass defines `extract`, `load_scorer` and `score`; chat's reward function is not used.
     """
 
-    extracts_here = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     answers_by_function = False
 
     def __init__(self, config: EnvironmentConfig, options: ChatOptions) -> None:

@@ -8,14 +8,10 @@ environment is made (`registry`).
 import itertools
 
 from marin_rl.config import Config, EnvironmentConfig
-from marin_rl.environments.base import ChecksDemonstrations, Environment, FoldsSeeds
-from marin_rl.environments.episode import AsksPolicy
-from marin_rl.environments.episode_pool import Replayable
-from marin_rl.environments.finished import ReturnsRollouts
+from marin_rl.environments.base import Environment
 from marin_rl.environments.mixture import order_in, parts_of
 from marin_rl.environments.registry import construct, loaded_environment
-from marin_rl.errors import ConfigError, InputError
-from marin_rl.types import Example
+from marin_rl.errors import ConfigError
 
 # Seeds of examples are signed integers of 64 bits on disk.
 SEED_END = 2**63
@@ -79,14 +75,13 @@ def _check_goes_on(environment: Environment, config: Config) -> None:
     """
     for part in parts_of(environment, config.environment):
         own = part.environment
-        samples = isinstance(own, ReturnsRollouts)
-        asks = isinstance(own, AsksPolicy) and own.asks_policy
+        samples, asks = own.returns_rollouts, own.asks_policy
         fault = ""
         if samples:
             fault = "which samples by itself"
         elif asks:
             fault = "whose episodes ask the policy themselves, and later weights answer otherwise"
-        elif isinstance(own, Replayable) and not own.replayable:
+        elif not own.replayable:
             effects = "its steps have effects outside of their process"
             fault = f"which says `replayable = False`: {effects}"
         if fault and config.piece_tokens is not None:
@@ -167,20 +162,7 @@ def check_demonstrations(config: Config) -> None:
     for place, part in enumerate(parts_of(environment, chosen)):
         own, seed = part.environment, part.config.train_seed
         count = examples if order is None else order.count(place, examples)
-        if isinstance(own, ChecksDemonstrations):
-            own.check_demonstrations(seed, count)
-        elif count:
-            example = own.example(seed, 0, "train")
-            if own.demonstration(example) is None:
-                raise InputError(no_demonstration(own, example))
-
-
-def no_demonstration(environment: Environment, example: Example) -> str:
-    """Return the message for an example that a warm start cannot learn from."""
-    return (
-        f"example {example.example_id} of {environment.name} has no demonstration (its answer is "
-        "null): a warm start needs (prompt, answer) pairs; choose another sft.environment"
-    )
+        own.check_demonstrations(seed, count)
 
 
 def check_seeds_apart(
@@ -221,5 +203,4 @@ def period_of(config: EnvironmentConfig) -> int | None:
 
     Raises ConfigError for an unknown name or wrong options.
     """
-    environment = construct(config)
-    return environment.seed_period if isinstance(environment, FoldsSeeds) else None
+    return construct(config).seed_period

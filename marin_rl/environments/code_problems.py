@@ -127,7 +127,7 @@ class Code(Problems):
         for split, numbers in prompts.of_split.items():
             prompts.of_split[split] = numbers[~np.isin(numbers, untested)]
         self._left_out = len(untested)
-        self.size = len(prompts.of_split["train"])
+        self._measure()
         tested = np.setdiff1d(np.arange(len(prompts.rows)), untested)
         if not len(tested):
             raise InputError(

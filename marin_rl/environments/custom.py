@@ -24,7 +24,9 @@ from marin_rl.errors import ConfigError, InputError
 from marin_rl.user_code import load
 
 WORKERS_MAX = 64
-MEMBERS = tuple(name for name in vars(Environment) if not name.startswith("_"))
+ATTRIBUTES = ("name", "version", "size", "workers")
+METHODS = ("load_examples", "example", "demonstration", "load_scorer", "score")
+MEMBERS = (*ATTRIBUTES, *METHODS)  # of a class that is no subclass of `Environment`
 
 
 @register(USER_CLASS)
@@ -44,7 +46,7 @@ def from_class(config: EnvironmentConfig) -> Environment:
         raise ConfigError(_lacking(shown, missing))
     lacking = [name for name in MEMBERS if not hasattr(kind, name)]
     # attributes may be set when it is made, methods are there before
-    if any(callable(vars(Environment)[name]) for name in lacking):
+    if any(name in METHODS for name in lacking):
         raise ConfigError(_lacking(shown, lacking))
     arguments = _arguments(kind, config)
     try:
@@ -91,8 +93,8 @@ def _check_members(environment: Any, shown: str) -> None:
     ]
     wrong += [
         f"{name} (expected a method)"
-        for name in MEMBERS
-        if callable(vars(Environment)[name]) and not callable(getattr(environment, name))
+        for name in METHODS
+        if not callable(getattr(environment, name))
     ]
     if wrong:
         raise ConfigError(f"environment.name: {shown} has {', '.join(wrong)}")

@@ -6,7 +6,7 @@ import string
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.base import Environment
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.types import Example, RewardComponent, Split
 
@@ -22,7 +22,7 @@ class EchoOptions(Section):
 
 
 @register("echo", EchoOptions)
-class Echo(BaseEnvironment):
+class Echo(Environment):
     """Rewards the share of characters that are right, in place: 1 for exactly the word."""
 
     name = "echo"

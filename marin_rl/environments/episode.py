@@ -5,19 +5,16 @@ episode of one step. Leaves out sampling (`rollouts.episode`), the processes tha
 (`episode_pool`), and the scoring of a finished group (`scoring`).
 """
 
-import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from marin_rl.environments.base import Environment
-from marin_rl.errors import EnvironmentTimeout
 from marin_rl.finite import reward_number
-from marin_rl.isolated.worker import charged
 from marin_rl.types import Example, Message, NamedReward, Turn
 
 Tool = Mapping[str, Any]  # a function's JSON schema, as OpenAI's `tools` have it
+Opening = tuple[Sequence[Message], Sequence[Tool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,45 +77,14 @@ class Episode(Protocol):
     episode holds, and is called once, however the episode ended. Each may be `async` or not.
     """
 
-    def start(self) -> tuple[Sequence[Message], Sequence[Tool]]: ...
+    def start(self) -> Opening | Awaitable[Opening]: ...
 
-    async def step(self, turn: Turn) -> StepResult: ...
+    def step(self, turn: Turn) -> StepResult | Awaitable[StepResult]: ...
 
-    async def close(self) -> None: ...
-
-
-@runtime_checkable
-class HasEpisodes(Protocol):
-    """Optional part of an environment: episodes of several turns."""
-
-    def episode(self, example: Example) -> Episode: ...
+    def close(self) -> Awaitable[None] | None: ...
 
 
-@runtime_checkable
-class OffersTools(Protocol):
-    """Optional part of an environment with episodes: the tools that every one of them offers.
-
-    They are checked against the policy's chat template before a run starts; tools that an episode
-    returns from `start` alone are checked there.
-    """
-
-    def tools_offered(self) -> Sequence[Tool]: ...
-
-
-@runtime_checkable
-class AsksPolicy(Protocol):
-    """Optional part of an environment with episodes: the policy plays others in them as well.
-
-    Where `asks_policy` is True, the example that an episode is made of has `POLICY` in its
-    metadata: the `endpoints` (base URLs that end in /v1) and the id of the `model` that plays, and
-    the `sampling` of the group. The example that is stored does not have it.
-    """
-
-    @property
-    def asks_policy(self) -> bool: ...
-
-
-POLICY = "policy"
+POLICY = "policy"  # in the metadata of an example: see `Environment.asks_policy`
 
 
 def function_tool(name: str, description: str, parameters: Mapping[str, Any]) -> Tool:
@@ -141,8 +107,7 @@ class OneShot:
     def __init__(self, example: Example) -> None:
         self._example = example
 
-    def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The example's messages, without tools."""
+    def start(self) -> Opening:
         return self._example.messages, ()
 
     async def step(self, turn: Turn) -> StepResult:
@@ -153,60 +118,9 @@ class OneShot:
         """Release nothing."""
 
 
-def episode_of(environment: Environment, example: Example) -> Episode:
-    """A new episode of an example: the environment's own, or its problem in one step."""
-    return (
-        environment.episode(example) if isinstance(environment, HasEpisodes) else OneShot(example)
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """Start of an episode: the messages of the first prompt, and the tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
-
-
-class EpisodeHere:
-    """An episode in this process: a pool worker, or the process that samples.
-
-    Each call may take `timeout_s` seconds of waiting, or raises EnvironmentTimeout; None: a worker,
-    whose parent limits it.
-    """
-
-    def __init__(
-        self, environment: Environment, example: Example, timeout_s: float | None = None
-    ) -> None:
-        self._environment, self._example, self._timeout_s = environment, example, timeout_s
-        self._episode: Episode | None = None
-
-    async def start(self) -> Start:
-        self._episode = episode_of(self._environment, self._example)
-        messages, tools = await self._limited("start", self._episode.start)
-        return Start(messages=tuple(messages), tools=tuple(tools))
-
-    async def step(self, turn: Turn) -> StepResult:
-        assert self._episode is not None, "started first"
-        result = await self._limited("step", self._episode.step, turn)
-        if not isinstance(result, StepResult):
-            raise ValueError(f"expected a StepResult of a step, found {result!r:.80}")
-        return result
-
-    async def close(self) -> None:
-        """Release what the episode holds, once; nothing where it was not started."""
-        episode, self._episode = self._episode, None
-        if episode is not None:
-            await self._limited("close", episode.close)
-
-    async def _limited(self, operation: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        deadline: asyncio.Timeout | None = None
-        try:
-            async with charged(self._timeout_s) as deadline:
-                return await settled(call(*arguments))
-        except TimeoutError:
-            if deadline is None or not deadline.expired():
-                raise
-            raise EnvironmentTimeout(
-                f"the {operation} of an episode took longer than {self._timeout_s:g} s"
-            ) from None

@@ -10,21 +10,23 @@ Environments without workers play in this process, where each call may wait for 
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import orjson
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import EpisodeHere, HasEpisodes, Start, StepResult
-from marin_rl.environments.scoring import EnvironmentPool, PoolsInUse
+from marin_rl.environments.episode import Episode, Start, StepResult, settled
+from marin_rl.environments.finished import FinishedRollout, PolicyAddress
+from marin_rl.environments.scoring import EnvironmentPool, PoolsInUse, fault_of
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
 from marin_rl.isolated.pool import LOSSES_MAX, Worker, WorkerFault
 from marin_rl.isolated.scratch import sweep
+from marin_rl.isolated.worker import charged
 from marin_rl.types import Example, Turn
 
 Operation = Literal["start", "step", "close"]
@@ -35,17 +37,6 @@ _PRIVATE = ("inference_metadata", "logprobs", "timing")
 _ANSWERS: dict[Any, Any] = {kind: TypeAdapter(kind) for kind in (Start, StepResult, type(None))}
 _ERRORS = {"fault": RewardFault, "tool": ToolFault, "unavailable": EndpointUnavailable}
 _numbers = itertools.count()
-
-
-@runtime_checkable
-class Replayable(Protocol):
-    """Optional part of an environment: whether its episodes may be begun again.
-
-    `replayable` is False where steps have effects outside of the process, or answers that differ.
-    """
-
-    @property
-    def replayable(self) -> bool: ...
 
 
 @runtime_checkable
@@ -60,6 +51,50 @@ class PlayedEpisode(Protocol):
     async def step(self, turn: Turn) -> StepResult: ...
 
     async def close(self) -> None: ...
+
+
+class EpisodeHere:
+    """An episode in this process: a pool worker, or the process that samples.
+
+    Each call may take `timeout_s` seconds of waiting, or raises EnvironmentTimeout; None: a worker,
+    whose parent limits it.
+    """
+
+    def __init__(
+        self, environment: Environment, example: Example, timeout_s: float | None = None
+    ) -> None:
+        self._environment, self._example, self._timeout_s = environment, example, timeout_s
+        self._episode: Episode | None = None
+
+    async def start(self) -> Start:
+        self._episode = self._environment.episode(self._example)
+        messages, tools = await self._limited("start", self._episode.start)
+        return Start(messages=tuple(messages), tools=tuple(tools))
+
+    async def step(self, turn: Turn) -> StepResult:
+        assert self._episode is not None, "started first"
+        result = await self._limited("step", self._episode.step, turn)
+        if not isinstance(result, StepResult):
+            raise ValueError(f"expected a StepResult of a step, found {result!r:.80}")
+        return result
+
+    async def close(self) -> None:
+        """Release what the episode holds, once; nothing where it was not started."""
+        episode, self._episode = self._episode, None
+        if episode is not None:
+            await self._limited("close", episode.close)
+
+    async def _limited(self, operation: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        deadline: asyncio.Timeout | None = None
+        try:
+            async with charged(self._timeout_s) as deadline:
+                return await settled(call(*arguments))
+        except TimeoutError:
+            if deadline is None or not deadline.expired():
+                raise
+            raise EnvironmentTimeout(
+                f"the {operation} of an episode took longer than {self._timeout_s:g} s"
+            ) from None
 
 
 class _Lost(Exception):
@@ -182,7 +217,7 @@ class EpisodePool(EnvironmentPool):
     """The worker processes in which the episodes of an environment are played. Thread safe."""
 
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
-        self.replayable = not isinstance(environment, Replayable) or environment.replayable
+        self.replayable = environment.replayable
         self.timeout_s = config.step_timeout_s or config.reward_timeout_s
         super().__init__("play episodes", environment, config, self.timeout_s)
 
@@ -201,8 +236,81 @@ def open_episodes(
     environment: Environment, config: EnvironmentConfig, example: Example, count: int
 ) -> Sequence[PlayedEpisode]:
     """Episodes of an example that are not started yet: in worker processes, or in this one."""
-    if environment.workers and isinstance(environment, HasEpisodes):
+    if environment.workers and environment.has_episodes:
         pool = pools.of(environment, config)
         return [pool.open(example) for _ in range(count)]
     limit_s = config.step_timeout_s or config.reward_timeout_s
     return [EpisodeHere(environment, example, limit_s) for _ in range(count)]
+
+
+ROLLOUTS_TIMEOUT_S = 3600.0  # of all rollouts of an example, unless the configuration says other
+
+_ROLLOUT = TypeAdapter(FinishedRollout | str)
+
+Rollouts = Sequence[FinishedRollout | RewardFault]
+
+
+async def finished_rollouts(
+    environment: Environment, config: EnvironmentConfig, example: Example, policy: PolicyAddress
+) -> Rollouts:
+    """The rollouts of an example, one per entry of `policy.sampling`; faults where they failed.
+
+    Raises EndpointUnavailable where the environment's server cannot be reached, InputError for a
+    worker that cannot be started.
+    """
+    assert environment.returns_rollouts, environment.name
+    size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
+    try:
+        if environment.workers:
+            rollouts = await rollout_pools.of(environment, config).rollouts(example, policy)
+        else:
+            async with asyncio.timeout(limit_s):
+                rollouts = await environment.rollouts(example, policy)
+    except EndpointUnavailable:
+        raise
+    except TimeoutError:
+        late = f"the rollouts of example {example.example_id} took longer than {limit_s:g} s"
+        return [EnvironmentTimeout(late)] * size
+    except Exception as error:  # noqa: BLE001 - it is other people's code
+        return [fault_of(error)] * size
+    if len(rollouts) != size:
+        wrong = f"the environment returned {len(rollouts)} rollouts: expected {size}"
+        return [RewardFault(wrong)] * size
+    return rollouts
+
+
+class _RolloutPool(EnvironmentPool):
+    """Workers in which an environment samples."""
+
+    def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
+        limit_s = config.step_timeout_s or ROLLOUTS_TIMEOUT_S
+        super().__init__("return rollouts", environment, config, limit_s)
+
+    async def rollouts(self, example: Example, policy: PolicyAddress) -> Rollouts:
+        worker = await asyncio.to_thread(self.assign)
+        try:
+            request = orjson.dumps({"example": example, "policy": policy})
+            answer = await asyncio.wrap_future(worker.call(request))
+        except WorkerFault as fault:
+            if fault.limit == "wall":
+                raise TimeoutError from None
+            raise RewardFault(f"the environment ended its process ({fault})") from None
+        finally:
+            self.release(worker)
+        if "unavailable" in answer:
+            raise EndpointUnavailable(answer["unavailable"])
+        if "fault" in answer:
+            raise RewardFault(answer["fault"])
+        return list(map(_decoded, answer["rollouts"]))
+
+
+rollout_pools = PoolsInUse(_RolloutPool)
+
+
+def _decoded(record: Any) -> FinishedRollout | RewardFault:
+    """Return a rollout of a worker's answer, or its fault."""
+    try:
+        rollout = _ROLLOUT.validate_python(record)
+    except ValidationError as error:
+        return fault_of(error)
+    return RewardFault(rollout) if isinstance(rollout, str) else rollout

@@ -7,22 +7,14 @@ block, print, fork or end its process, which costs the rollouts that it was aske
 the other checks of what comes back, and what a run makes of it (`rollouts.finished`).
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-import orjson
-from pydantic import TypeAdapter, ValidationError
 
-from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import Environment
-from marin_rl.environments.scoring import EnvironmentPool, PoolsInUse, fault_of
-from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault
 from marin_rl.finite import LOGPROB_MIN, fit_logprobs, reward_number
-from marin_rl.isolated.pool import WorkerFault
-from marin_rl.types import Example, Role, Sampling, ToolCall
+from marin_rl.types import Role, Sampling, ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,89 +88,3 @@ def check_numbers(rollout: FinishedRollout) -> None:
     if not values:
         raise ValueError(f"expected a finite reward, found {reward!r:.80}")
     reward_number(sum(reward_number(value, "reward") for value in values), "reward")
-
-
-@runtime_checkable
-class ReturnsRollouts(Protocol):
-    """Optional part of an environment: it samples from the policy by itself.
-
-    `rollouts` gives a rollout or a fault for each entry of `policy.sampling`, in order. It may
-    raise anything; EndpointUnavailable says that its own server cannot be reached.
-    """
-
-    async def rollouts(
-        self, example: Example, policy: PolicyAddress
-    ) -> Sequence[FinishedRollout | RewardFault]: ...
-
-
-ROLLOUTS_TIMEOUT_S = 3600.0  # of all rollouts of an example, unless the configuration says other
-
-_ROLLOUT = TypeAdapter(FinishedRollout | str)
-
-Rollouts = Sequence[FinishedRollout | RewardFault]
-
-
-async def finished_rollouts(
-    environment: Environment, config: EnvironmentConfig, example: Example, policy: PolicyAddress
-) -> Rollouts:
-    """The rollouts of an example, one per entry of `policy.sampling`; faults where they failed.
-
-    Raises EndpointUnavailable where the environment's server cannot be reached, InputError for a
-    worker that cannot be started.
-    """
-    assert isinstance(environment, ReturnsRollouts), environment.name
-    size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
-    try:
-        if environment.workers:
-            rollouts = await pools.of(environment, config).rollouts(example, policy)
-        else:
-            async with asyncio.timeout(limit_s):
-                rollouts = await environment.rollouts(example, policy)
-    except EndpointUnavailable:
-        raise
-    except TimeoutError:
-        late = f"the rollouts of example {example.example_id} took longer than {limit_s:g} s"
-        return [EnvironmentTimeout(late)] * size
-    except Exception as error:  # noqa: BLE001 - it is other people's code
-        return [fault_of(error)] * size
-    if len(rollouts) != size:
-        wrong = f"the environment returned {len(rollouts)} rollouts: expected {size}"
-        return [RewardFault(wrong)] * size
-    return rollouts
-
-
-class _Pool(EnvironmentPool):
-    """Workers in which an environment samples."""
-
-    def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
-        limit_s = config.step_timeout_s or ROLLOUTS_TIMEOUT_S
-        super().__init__("return rollouts", environment, config, limit_s)
-
-    async def rollouts(self, example: Example, policy: PolicyAddress) -> Rollouts:
-        worker = await asyncio.to_thread(self.assign)
-        try:
-            request = orjson.dumps({"example": example, "policy": policy})
-            answer = await asyncio.wrap_future(worker.call(request))
-        except WorkerFault as fault:
-            if fault.limit == "wall":
-                raise TimeoutError from None
-            raise RewardFault(f"the environment ended its process ({fault})") from None
-        finally:
-            self.release(worker)
-        if "unavailable" in answer:
-            raise EndpointUnavailable(answer["unavailable"])
-        if "fault" in answer:
-            raise RewardFault(answer["fault"])
-        return list(map(_decoded, answer["rollouts"]))
-
-
-pools = PoolsInUse(_Pool)
-
-
-def _decoded(record: Any) -> FinishedRollout | RewardFault:
-    """Return a rollout of a worker's answer, or its fault."""
-    try:
-        rollout = _ROLLOUT.validate_python(record)
-    except ValidationError as error:
-        return fault_of(error)
-    return RewardFault(rollout) if isinstance(rollout, str) else rollout

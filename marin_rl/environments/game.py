@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import StepResult, Tool, user_message
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.types import Example, Message, RewardComponent, Split, Turn
@@ -262,7 +262,7 @@ def split_starts(options: GameOptions, game: Game) -> Mapping[Split, Sequence[in
 
 
 @register("game", GameOptions)
-class GameEnvironment(BaseEnvironment):
+class GameEnvironment(Environment):
     """Rewards a game that is won: 1, or less with each turn where fewer turns are better.
 
     Training draws first positions at random; evaluation takes each in turn.
@@ -275,10 +275,7 @@ class GameEnvironment(BaseEnvironment):
         self._options = parse_options(GameOptions, config)
         self._game = game_of(self._options)
         self._starts = split_starts(self._options, self._game)
-
-    @property
-    def eval_size(self) -> int:
-        return len(self._starts["eval"])
+        self.eval_size = len(self._starts["eval"])
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         draw = random.Random(f"{split} {seed + index}")

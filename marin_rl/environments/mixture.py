@@ -72,32 +72,29 @@ class Part:
     environment: Environment
 
 
-class Mixture:
+class Mixture(Environment):
     """Several environments as one: examples in turn, each under its environment's label."""
 
     name = "mixture"
-    size = None
     workers = 0  # it scores nothing itself
 
     def __init__(self, config: EnvironmentConfig) -> None:
         assert config.mixture is not None, "construct makes a mixture of a list alone"
         self._seed = config.train_seed, config.eval_seed
         self._order = order_in(config.mixture)
-        self.parts = tuple(
-            Part(label=entry.shown_label, config=alone, environment=construct(alone))
-            for entry in config.mixture
-            for alone in (entry_alone(config, entry),)
-        )
+        alone = [(entry.shown_label, entry_alone(config, entry)) for entry in config.mixture]
+        self._take([Part(label=a, config=c, environment=construct(c)) for a, c in alone])
 
-    @property
-    def version(self) -> str:
-        """Versions of all environments, which change whenever examples or scores may."""
-        return "; ".join(f"{part.label} {part.environment.version}" for part in self.parts)
+    def _take(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+        self.version = "; ".join(f"{part.label} {part.environment.version}" for part in parts)
 
     def load_examples(self) -> None:
-        self.parts = tuple(
-            replace(part, environment=loaded_environment(part.config, "train", "eval"))
-            for part in self.parts
+        self._take(
+            [
+                replace(part, environment=loaded_environment(part.config, "train", "eval"))
+                for part in self.parts
+            ]
         )
 
     def example(self, seed: int, index: int, split: Split) -> Example:
@@ -119,9 +116,6 @@ class Mixture:
 
     def demonstration(self, example: Example) -> str | None:
         return self.part_of(example).environment.demonstration(example)
-
-    def load_scorer(self) -> None:
-        """Load nothing: every environment has its own scorer."""
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         raise AssertionError(f"{example.environment} scores its examples itself: see parts_of")

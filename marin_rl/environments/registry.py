@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from marin_rl.config import EnvironmentConfig, Section, code_in, environments_in
-from marin_rl.environments.base import SHIPPED, Environment
+from marin_rl.environments.base import SHIPPED, Environment, completed
 from marin_rl.errors import ConfigError
 from marin_rl.types import Split
 from marin_rl.user_code import ENTRY_POINTS, parse_spec
@@ -135,8 +135,9 @@ def _described(name: str) -> EnvironmentEntry:
     plays = text.partition("\n")[0].partition(": `environment.name")[0]
     if name == USER_CLASS:
         return EnvironmentEntry(name, plays, "", "", "")
-    several = hasattr(made.factory, "episode") or hasattr(made.factory, "rollouts")
-    tools = made.tools or hasattr(made.factory, "tools_offered")
+    own: Any = made.factory
+    several = own.defines("episode") or own.defines("rollouts")
+    tools = made.tools or own.defines("tools_offered")
     needs = ["a server"] if made.server else []
     if made.package is not None:
         there = find_spec(made.package) is not None
@@ -175,7 +176,7 @@ def construct(config: EnvironmentConfig) -> Environment:
             "called here: for several turns define `episode`, for tools a class whose public "
             "methods are the tools (docs/your-environment.md), and remove these"
         )
-    return environment
+    return completed(environment)
 
 
 def _factory(name: str) -> Factory:

@@ -162,7 +162,7 @@ class Repository(Problems):
         return None
 
     def load_scorer(self) -> None:
-        """Load nothing: tests are run by the episode."""
+        """Tests are run by the episode."""
 
     def episode(self, example: Example) -> Episode:
         """A new episode in a new checkout.

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from pydantic import Field
 
 from marin_rl.config import CodeName, Section
-from marin_rl.environments.base import SHIPPED, Dialogues, GroupScore
+from marin_rl.environments.base import SHIPPED, Dialogues, Environment, GroupScore
 from marin_rl.environments.prompt_rows import (
     COMPLETION,
     CONVERSATIONAL,
@@ -287,7 +287,7 @@ class FunctionOptions(Protocol):
     def reward_workers(self) -> int: ...
 
 
-class FunctionScored:
+class FunctionScored(Environment):
     """Scores by a reward function, and extracts answers by a function, or all of a completion."""
 
     def __init__(self, options: FunctionOptions, reward_name: str = "") -> None:
@@ -299,15 +299,12 @@ class FunctionScored:
         self._functions = options
         self._rewards: list[tuple[RewardEntry, RewardFunction]] = []
         self.workers = options.reward_workers
+        self.extracts_here = options.extract is None or options.extract in SHIPPED
         self.reward_name = " + ".join(entry.typed for entry in self._entries) or reward_name
-
-    @property
-    def extracts_here(self) -> bool:
-        return self._functions.extract is None or self._functions.extract in SHIPPED
 
     def extract(self, completion: str) -> str | None:
         if self._functions.extract is None:
-            return completion.strip() or None
+            return super().extract(completion)
         return load(self._functions.extract, "extracting function")(completion)
 
     def load_scorer(self) -> None:
@@ -319,14 +316,11 @@ class FunctionScored:
             (entry, RewardFunction(load(entry.function, "reward function"), entry.typed))
             for entry in self._entries
         ]
+        self.wants_completion_ids = any(f.wants_completion_ids for _, f in self._rewards)
 
     @property
     def scores_groups(self) -> bool:
         return any(function.convention == "trl" for _, function in self._rewards)
-
-    @property
-    def wants_completion_ids(self) -> bool:
-        return any(function.wants_completion_ids for _, function in self._rewards)
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         assert self._rewards, "load_scorer comes before score"

@@ -26,12 +26,8 @@ from marin_rl.environments.base import (
     Dialogues,
     Environment,
     GroupScore,
-    NamesReward,
-    ScoresGroups,
-    ScoresLimits,
     answer_in,
     checked_components,
-    extracts_here,
 )
 from marin_rl.errors import Abstained, InputError, RewardFault
 from marin_rl.isolated.pool import Pool, WorkerFault, WorkerLimits, WorkerSpec
@@ -60,8 +56,8 @@ def score_here(
     They name the reward, the example, and the line of the function that raised. Completions are
     scored one at a time, or all in one call where the environment scores groups.
     """
-    where = f"{reward_name(environment)}, example {example.example_id}"
-    if not (isinstance(environment, ScoresGroups) and environment.scores_groups):
+    where = f"{environment.reward_name or environment.name}, example {example.example_id}"
+    if not environment.scores_groups:
         for completion in completions:
             try:
                 yield checked_components(environment.score(example, completion))
@@ -112,10 +108,6 @@ def _line_of(error: BaseException) -> str:
     if not frames or frames[-1].filename.startswith(_PACKAGE):
         return ""
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
-
-
-def reward_name(environment: Environment) -> str:
-    return environment.reward_name if isinstance(environment, NamesReward) else environment.name
 
 
 class EnvironmentPool(Pool):
@@ -218,8 +210,7 @@ class Scorer:
 
     async def scores_groups(self) -> bool:
         if self._pool is None:
-            environment = self._environment
-            return isinstance(environment, ScoresGroups) and environment.scores_groups
+            return self._environment.scores_groups
         return (await asyncio.to_thread(self._call_style))[0]
 
     def check(self) -> None:
@@ -267,17 +258,18 @@ class Scorer:
             calls = [{"completions": completions, "ids": ids, "dialogues": dialogues}]
         of_example = orjson.Fragment(orjson.dumps(example))
         requests = [orjson.dumps({"example": of_example, "score": call}) for call in calls]
-        where = f"{reward_name(self._environment)}, example {example.example_id}"
+        environment = self._environment
+        where = f"{environment.reward_name or environment.name}, example {example.example_id}"
         wall_s = self._timeout_s * (n if by_group else 1)
         scores: list[Score] = []
         assert self._pool is not None, "others score where they are asked"
         for answer in self._pool.ask(requests, wall_s):
-            if isinstance(answer, WorkerFault) and isinstance(self._environment, ScoresLimits):
+            if isinstance(answer, WorkerFault):
                 reason = _explained(answer, wall_s)
-                scores.append(self._environment.score_of_limit(completions[len(scores)], reason))
-            elif isinstance(answer, WorkerFault):
-                fault = RewardFault(f"{where}: {_explained(answer, wall_s)}")
-                scores += [fault] * (n if by_group else 1)
+                text = completions[len(scores)]
+                wrong = None if by_group else environment.score_of_limit(text, reason)
+                fault = RewardFault(f"{where}: {reason}")
+                scores += [wrong or fault] * (n if by_group else 1)
             else:
                 scores += [
                     (Abstained if each["abstained"] else RewardFault)(each["fault"])
@@ -316,9 +308,10 @@ class AnswerExtractor:
 
     def answers(self, completions: Sequence[str]) -> list[str | None]:
         """The answer in each completion. Raises InputError as `Scorer.extract`."""
-        if extracts_here(self.environment):
-            return [answer_in(self.environment, text) for text in completions]
-        return scorer_for(self.environment, self.config).extract(completions)
+        own = self.environment
+        if not own.workers or own.extracts_here or not own.defines("extract"):
+            return [answer_in(own, text) for text in completions]
+        return scorer_for(own, self.config).extract(completions)
 
 
 scorers = PoolsInUse(Scorer)

@@ -221,8 +221,6 @@ class ToolsOverRows(HasTools, Chat):
 class ToolsOverExamples(HasTools):
     """A class of tools that makes its rows itself."""
 
-    size: int | None = None
-
     def __init__(self, tool_class: ToolClass) -> None:
         super().__init__(tool_class.options, tool_class.name)
         self.tool_class = tool_class

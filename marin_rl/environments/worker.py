@@ -17,12 +17,11 @@ import orjson
 from pydantic import TypeAdapter
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.base import Environment, ScoresGroups, answer_in
-from marin_rl.environments.episode import EpisodeHere
+from marin_rl.environments.base import Environment, answer_in
+from marin_rl.environments.episode_pool import EpisodeHere
 from marin_rl.environments.finished import (
     FinishedRollout,
     PolicyAddress,
-    ReturnsRollouts,
     check_numbers,
 )
 from marin_rl.environments.registry import construct
@@ -73,12 +72,7 @@ class Scores:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        by_group = isinstance(environment, ScoresGroups)
-        self.ready = (
-            [environment.scores_groups, environment.wants_completion_ids]
-            if by_group
-            else [False, False]
-        )
+        self.ready = [environment.scores_groups, environment.wants_completion_ids]
 
     def __call__(self, request: Mapping[str, Any]) -> bytes:
         if "extract" not in request:
@@ -170,7 +164,7 @@ class Rollouts:
     """Rollouts that an environment samples and scores by itself."""
 
     def __init__(self, environment: Environment) -> None:
-        assert isinstance(environment, ReturnsRollouts), environment.name
+        assert environment.returns_rollouts, environment.name
         self._environment = environment
 
     def call(self, request: Mapping[str, Any]) -> Work:

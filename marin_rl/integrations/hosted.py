@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base_environment import RewardedElsewhere
+from marin_rl.environments.base import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options
@@ -132,11 +132,7 @@ class RowsEnvironment(HostedEnvironment):
 
     def load_examples(self) -> None:
         super().load_examples()
-        self.size = self._size("train")
-
-    @property
-    def eval_size(self) -> int:
-        return self._size("eval")
+        self.size, self.eval_size = self._size("train"), self._size("eval")
 
     def row(self, seed: int, index: int, split: Split) -> dict[str, Any]:
         """Row number `seed + index` of a split, starting over at the end."""

@@ -13,7 +13,7 @@ import httpx
 from pydantic import Field, field_validator
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base_environment import RewardedElsewhere
+from marin_rl.environments.base import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool, function_tool
 from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask_once, is_number
 from marin_rl.environments.registry import parse_options, register

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from pydantic import Field, field_validator
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base_environment import RewardedElsewhere
+from marin_rl.environments.base import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool, function_tool, user_message
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, RewardFault

@@ -25,8 +25,6 @@ import yaml
 from marin_rl.config import Config, ObjectiveConfig, value_at
 from marin_rl.config.section import Section
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.episode import HasEpisodes
-from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import part_for, parts_of
 from marin_rl.errors import InputError
 from marin_rl.storage.tables.parquet import write_plain
@@ -355,7 +353,7 @@ def export_verl(config: Config, folder: Path) -> VerlExport:
 def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
     environment = environment_of(config)
     for part in parts_of(environment, config.environment):
-        if isinstance(part.environment, ReturnsRollouts):
+        if part.environment.returns_rollouts:
             raise InputError(
                 f"environment {part.environment.name!r} samples its rollouts by itself: expected "
                 "one whose turns verl can sample"
@@ -369,14 +367,13 @@ def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
     for name, (split, seed) in splits.items():
         examples = [environment.example(seed, n, split) for n in range(counts[name])]
         played = [
-            isinstance(part_for(environment, config.environment, each).environment, HasEpisodes)
+            part_for(environment, config.environment, each).environment.has_episodes
             for each in examples
         ]
         write_plain(partial / f"{name}.parquet", rows(examples, played))
     _write_process(config, partial)
     one_shot = not any(
-        isinstance(part.environment, HasEpisodes)
-        for part in parts_of(environment, config.environment)
+        part.environment.has_episodes for part in parts_of(environment, config.environment)
     )
     fields, unmapped = verl_fields(config, train_examples=count, one_shot=one_shot)
     _write_settings(

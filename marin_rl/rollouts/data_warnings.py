@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import Config, EnvironmentConfig
-from marin_rl.environments.base import FixedSet, HasNotices
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
@@ -33,10 +32,8 @@ def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
     """
     warnings = [*_left_out(config)]
     for chosen, rewarded in _environments(config):
-        environment = loaded_environment(chosen)
-        if isinstance(environment, HasNotices):
-            notices = environment.notices(scored=scored and rewarded)
-            warnings += [notice for notice in notices if notice not in warnings]
+        notices = loaded_environment(chosen).notices(scored=scored and rewarded)
+        warnings += [notice for notice in notices if notice not in warnings]
     spelt = _control_tokens(config) if scored else ()
     return [*warnings, *spelt, *(_small_sets(config) if scored else ())]
 
@@ -74,8 +71,8 @@ def has_more_examples(config: Config) -> bool:
     sets = config.evaluation.sets or training_environments(config)
     return any(
         chosen.name in GENERATORS
-        or not isinstance(environment := loaded_environment(chosen), FixedSet)
-        or environment.eval_size > config.evaluation.examples
+        or (size := loaded_environment(chosen).eval_size) is None
+        or size > config.evaluation.examples
         for chosen in sets.values()
     )
 
@@ -103,7 +100,7 @@ def _small_sets(config: Config) -> Iterator[str]:
     sets = config.evaluation.sets or training_environments(config)
     for name, chosen in sorted(sets.items()):
         environment = None if chosen.name in GENERATORS else loaded_environment(chosen)
-        if not isinstance(environment, FixedSet) or environment.eval_size >= wanted:
+        if environment is None or environment.eval_size is None or environment.eval_size >= wanted:
             continue
         key = f"evaluation.sets.{name}" if config.evaluation.sets else name
         held_out = environment.eval_size

@@ -26,7 +26,7 @@ from jaxtyping import Int32
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import POLICY, AsksPolicy, Start, StepResult, Tool
+from marin_rl.environments.episode import POLICY, Start, StepResult, Tool
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
@@ -138,7 +138,7 @@ class EpisodeDriver:
     def _with_policy(self, request: GroupRequest) -> Example:
         """Return the example of the episodes, with the policy's address where they ask it."""
         example = request.example
-        if not (isinstance(self.environment, AsksPolicy) and self.environment.asks_policy):
+        if not self.environment.asks_policy:
             return example
         policy = {
             "endpoints": list(self.policy.endpoints),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from marin_rl.config import Config, EnvironmentConfig, EvaluationConfig, fingerprint_fields
-from marin_rl.environments.base import Environment, FixedSet
+from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import (
     check_seeds_apart,
     entries_of,
@@ -124,7 +124,7 @@ def _held_out(
     name: str | None, chosen: EnvironmentConfig, environment: Environment, config: Config
 ) -> HeldOut:
     examples = config.evaluation.examples
-    if isinstance(environment, FixedSet):
+    if environment.eval_size is not None:
         examples = min(examples, environment.eval_size)
     return HeldOut(name=name, config=chosen, environment=environment, examples=examples)
 

@@ -13,12 +13,12 @@ import numpy as np
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import StepResult
+from marin_rl.environments.episode_pool import finished_rollouts
 from marin_rl.environments.finished import (
     FinishedMessage,
     FinishedRollout,
     PolicyAddress,
     check_numbers,
-    finished_rollouts,
 )
 from marin_rl.errors import RewardFault
 from marin_rl.inference.client.answers import ChatAnswer, Completion

@@ -19,7 +19,6 @@ from typing import Any
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.finished import ReturnsRollouts
 from marin_rl.environments.mixture import Part, part_for, parts_of, sampling_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import (
@@ -284,7 +283,7 @@ async def sample_groups(
 
 def _driver_of(job: SamplingJob, part: Part, client: ChatClient) -> EpisodeDriver | FinishedDriver:
     config, template = job.config, TemplateBridge(job.config.policy)
-    if isinstance(part.environment, ReturnsRollouts):
+    if part.environment.returns_rollouts:
         return FinishedDriver(
             policy=job.policy,
             environment=part.environment,

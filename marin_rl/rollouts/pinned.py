@@ -14,8 +14,6 @@ from typing import Any
 
 from marin_rl.chat_templates import ChatTemplate, prove, reads_clock
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choices
-from marin_rl.environments.base import ReadsRows
-from marin_rl.environments.episode import HasEpisodes
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.rollouts.data_warnings import GENERATORS, rows_left_out, training_environments
@@ -71,7 +69,7 @@ def prefix_cache_of(config: Config) -> bool | None:
 
 def has_dialogues(chosen: EnvironmentConfig) -> bool:
     several = chosen.name not in GENERATORS and chosen.turns_max != 1
-    return several and isinstance(loaded_environment(chosen), HasEpisodes)
+    return several and loaded_environment(chosen).has_episodes
 
 
 def serve_merged_of(config: Config) -> bool | None:
@@ -160,8 +158,7 @@ def _unrecorded_rows(config: Config, store: ObjectStore) -> list[tuple[str, str,
     new, changed = list[tuple[str, str, str]](), list[str]()
     for key, chosen in environments.items():
         environment = None if chosen.name in GENERATORS else loaded_environment(chosen)
-        digest = environment.rows_digest if isinstance(environment, ReadsRows) else None
-        if environment is None or digest is None:
+        if environment is None or (digest := environment.rows_digest) is None:
             continue
         name, path = f"data/{key}.json", str(chosen.options.get("path") or environment.name)
         try:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from marin_rl.config import Config
 from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import StepResult
-from marin_rl.environments.episode_pool import PlayedEpisode, Replayable, open_episodes
-from marin_rl.environments.finished import ReturnsRollouts
+from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.mixture import Part, part_for
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.environments.scoring import Score, fault_of, scorer_for
@@ -132,12 +131,12 @@ def replay_rollouts(run: Run, round: int, rollout_id: str | None = None) -> Repl
 
 
 def _check_replayable(environment: Environment) -> None:
-    if isinstance(environment, ReturnsRollouts):
+    if environment.returns_rollouts:
         raise InputError(
             f"environment {environment.name!r} sampled its rollouts by itself: there are no "
             "steps to play again"
         )
-    if isinstance(environment, Replayable) and not environment.replayable:
+    if not environment.replayable:
         raise InputError(
             f"environment {environment.name!r} says `replayable = False`: its steps have "
             "effects outside of their process, or answers that differ"

@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from marin_rl.environments.episode import HasEpisodes
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import EnvironmentTimeout, MarinRLError
 from marin_rl.progress import ProgressEvent, publish
@@ -169,7 +168,7 @@ class GroupSampler:
         """
         if not self.log.takes_members:
             return False
-        several = isinstance(driver.environment, HasEpisodes) and driver.turns_max > 1
+        several = driver.environment.has_episodes and driver.turns_max > 1
         return several and not await self.scorer.scores_groups()
 
     async def committed(

@@ -15,8 +15,7 @@ import orjson
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, reward_of
 from marin_rl.environments.episode import StepResult, Tool
-from marin_rl.environments.episode_pool import Replayable, open_episodes
-from marin_rl.environments.finished import ReturnsRollouts
+from marin_rl.environments.episode_pool import open_episodes
 from marin_rl.environments.mixture import part_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
@@ -109,7 +108,7 @@ async def try_episode(
 ) -> TriedEpisode:
     """Play an episode, `turns` turns at most. Raises RewardFault, InputError."""
     part = part_for(environment, config, example)
-    if isinstance(part.environment, ReturnsRollouts):
+    if part.environment.returns_rollouts:
         raise InputError(
             f"environment {part.environment.name!r} samples from a policy by itself: it is tried "
             "by a run, such as one of a round"
@@ -200,7 +199,7 @@ def check_laws(
     else:
         yield _law("json", True, "messages, tools and info are JSON")
     yield _law("rewards", None, ", ".join(f"{episode.reward:g}" for episode in first))
-    if isinstance(environment, Replayable) and not environment.replayable:
+    if not environment.replayable:
         yield _law("replay", None, "not played again: the environment says `replayable = False`")
     else:
         yield from _replayed(first, played)

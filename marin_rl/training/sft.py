@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.batching.pairs import padded
 from marin_rl.batching.sequences import named_chats
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.environments.base import Environment
-from marin_rl.environments.checks import no_demonstration
+from marin_rl.environments.base import Environment, no_demonstration
 from marin_rl.environments.mixture import part_for
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import InputError

@@ -9,7 +9,7 @@ import pytest
 from marin_rl.config import Config, load_config
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.episode import StepResult, episode_of
+from marin_rl.environments.episode import StepResult
 from marin_rl.environments.registry import foreign_code
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, InputError
@@ -45,6 +45,15 @@ class NoScore(BaseEnvironment):
 
 class Plain:
     def example(self, seed, index, split): ...
+    def score(self, example, completion): ...
+
+class Whole:
+    name, version, size, workers = "whole", "3", 7, 0
+    def load_examples(self): ...
+    def load_scorer(self): ...
+    def example(self, seed, index, split):
+        return Counting(self.size).example(seed, index, split)
+    def demonstration(self, example): return "by hand"
     def score(self, example, completion): ...
 
 class Dialogue(Counting):
@@ -131,6 +140,19 @@ def test_a_class_that_is_no_environment_is_refused(
         environment_of(settings(tmp_path, *options, f"environment.{override}"))
 
 
+def test_a_class_of_its_own_has_the_defaults_of_the_others(tmp_path: Path) -> None:
+    whole = ("environment.name=envs.py:Whole", "environment.options={}")
+    environment = environment_of(settings(tmp_path, *whole))
+    assert isinstance(environment, Environment)
+    assert (environment.name, environment.version, environment.size) == ("whole", "3", 7)
+    assert environment.demonstration(environment.example(0, 0, "train")) == "by hand"
+    assert (environment.eval_size, environment.extract(" x "), environment.has_episodes) == (
+        None,
+        "x",
+        False,
+    )
+
+
 def test_a_class_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"environment 'envs\.py:Fails': OSError: no such corpus"):
         environment_of(
@@ -147,7 +169,7 @@ def test_the_episodes_of_the_docs_answer_guesses(tmp_path: Path) -> None:
     assert 1 <= number <= 8
 
     async def played(guesses: list[int | str]) -> list[StepResult]:
-        episode = episode_of(environment, example)
+        episode = environment.episode(example)
         assert episode.start() == (example.messages, ())
         results = [
             await episode.step(Turn(role="assistant", content=str(guess))) for guess in guesses
@@ -171,7 +193,7 @@ def test_the_members_of_the_docs_are_compared_by_their_dialogues(tmp_path: Path)
     answer = example.answer or ""
 
     async def played(guesses: list[str]) -> list[Message]:
-        episode, messages = episode_of(environment, example), []
+        episode, messages = environment.episode(example), []
         for guess in guesses:
             result = await episode.step(Turn(role="assistant", content=guess))
             messages += [Message(role="assistant", content=guess), *result.messages]

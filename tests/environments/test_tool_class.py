@@ -11,7 +11,7 @@ from transformers.utils import get_json_schema
 from marin_rl.config import EnvironmentConfig, load_config
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.episode import StepResult, episode_of
+from marin_rl.environments.episode import StepResult
 from marin_rl.environments.tool_class import ToolClass, ToolEpisode, ToolOptions, ToolsOverExamples
 from marin_rl.environments.tool_schemas import ToolMethod
 from marin_rl.errors import ConfigError, InputError
@@ -87,7 +87,7 @@ def odd(**options: Any) -> ToolEpisode:
     )
     tool_class.check()
     episode = ToolsOverExamples(tool_class)
-    made = episode_of(episode, episode.example(0, 0, "train"))
+    made = episode.episode(episode.example(0, 0, "train"))
     assert isinstance(made, ToolEpisode)
     made.start()
     return made
@@ -109,7 +109,7 @@ def test_a_class_in_a_file_plays_the_rows_of_a_prompt_file(tmp_path: Path) -> No
     assert environment.name == "Shop"
     assert environment.size is not None
     assert environment.size > 10
-    episode = episode_of(environment, environment.example(0, 0, "train"))
+    episode = environment.episode(environment.example(0, 0, "train"))
     (message,), (tool, _) = episode.start()
     assert message.content.endswith(". You have 10 coins.")
     assert tool["function"]["name"] == "buy"
