@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, create_model
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base import Environment
+from marin_rl.environments.base import Environment, completed
 from marin_rl.environments.registry import USER_CLASS, parse_options, register
 from marin_rl.environments.tool_class import (
     ToolClass,
@@ -54,7 +54,7 @@ def from_class(config: EnvironmentConfig) -> Environment:
     except Exception as error:
         raise InputError(f"environment {shown!r}: {type(error).__name__}: {error}") from error
     _check_members(environment, shown)
-    return environment
+    return completed(environment)
 
 
 def _with_tools(kind: type, config: EnvironmentConfig) -> Environment:
