@@ -13,7 +13,10 @@ import hmac
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, ObjectMissing, StorageError
@@ -21,16 +24,8 @@ from marin_rl.storage.commits import record_errors
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.types import Canary, SlotRef
-from schemas.fleet import (
-    CANARIES_MAX,
-    CanariesEnvelope,
-    HeartbeatEnvelope,
-    HeartbeatRecord,
-    SamplingEnvelope,
-    TargetEnvelope,
-    TargetRecord,
-)
-from schemas.manifests import canonical_json, open_record, sealed_json, sha256_of
+from schemas.fields import Integer, Key, Name, Number, Sha256, Size, Text, validated
+from schemas.manifests import canonical_json, open_sealed_json, sealed_json, sha256_of
 from schemas.records import Record
 from schemas.strict_json import parse_json
 
@@ -40,49 +35,70 @@ CANARIES_KEY = f"{FLEET}/canaries.json"
 SAMPLING_KEY = f"{FLEET}/sampling.json"
 VERSION = 1
 READERS = 16  # a listing names the heartbeats, and each is a request of its own in a bucket
+LABELS_MAX, SETTINGS_MAX, ADAPTERS_MAX = 32, 200, 1024
+CANARY_TOKENS_MAX = 1024
+CANARIES_MAX = 16  # versions: more than any bound of staleness, which endpoints that lag may have
 
 _SUFFIX = ".heartbeat.json"
 _SETTINGS = ("policy.compute_dtype", "policy.context_length")
 
+Shape = TypeVar("Shape")
+Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
+Share = Annotated[float, Field(ge=0, le=1)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Self-description of a server: see `schemas.fleet.HeartbeatRecord`."""
+    """A server that announces itself: where it is, what it serves and runs, and its load.
 
-    server: str
-    url: str
-    run_sha256: str
-    model: str
-    weight_version: int
-    parameters_digest: str
-    labels: Mapping[str, str]
-    code: str
-    tokenizer: str
-    chat_template: str
-    settings: Mapping[str, Any]
-    beat: int
-    slots: int
-    busy: int
-    queued: int
-    tokens_per_second: float
-    started_at: float
-    beat_at: float
-    idle: float | None = None
-    base_digest: str | None = None
-    adapters: Sequence[str] | None = None
-    session: str | None = None
-    target_version: int | None = None
+    Tokens a second, and the share of time in which its engine computed nothing (`idle`), are those
+    since the last heartbeat. A server of the versions of an adapter names them as `adapters`, and
+    their base by its digest. `session` and `target_version` are of the target that it read last.
+    Times are Unix seconds by the server's own clock: for people, never for decisions.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
+
+    server: Name
+    url: Url
+    run_sha256: Sha256
+    model: Text
+    weight_version: Integer
+    parameters_digest: Text
+    labels: Annotated[Mapping[str, Text], Field(max_length=LABELS_MAX)]
+    code: Sha256
+    tokenizer: Text
+    chat_template: Text
+    settings: Annotated[Mapping[str, Any], Field(max_length=SETTINGS_MAX)]
+    beat: Size
+    slots: Size
+    busy: Size
+    queued: Size
+    tokens_per_second: Number
+    started_at: Number
+    beat_at: Number
+    idle: Share | None = None
+    base_digest: Sha256 | None = None
+    adapters: Annotated[Sequence[Text], Field(max_length=ADAPTERS_MAX)] | None = None
+    session: Text | None = None
+    target_version: Size | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The checkpoint that servers are to serve: see `schemas.fleet.TargetRecord`."""
+    """The checkpoint that a trainer has servers serve, and until when.
 
-    run_sha256: str
-    version: int
-    through: int
-    parameters_digest: str
-    session: str | None = None
+    Servers go on to later checkpoints by themselves once one above `through` is committed.
+    `session` is random, of one start of the trainer: heartbeats repeat it, so that they age.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
+
+    run_sha256: Sha256
+    version: Size
+    through: Size
+    parameters_digest: Sha256
+    session: Text | None = None
 
     def aged(self, heartbeat: Heartbeat, version: int) -> str:
         """Why a heartbeat is too old for those who sample by `version`; empty where it is not.
@@ -157,21 +173,53 @@ def run_sha256(folder: ObjectStore) -> str:
     return sha256_of(folder.read(RUN_KEY))
 
 
+def _bounded(canary: Canary) -> Canary:
+    arrays = canary.token_ids, canary.logprobs, canary.lengths
+    if not all(arrays[:2]) or max(map(len, arrays)) > CANARY_TOKENS_MAX:
+        raise ValueError(f"expected 1 to {CANARY_TOKENS_MAX} tokens with their logprobs")
+    if min(*canary.token_ids, *canary.lengths) < 0:
+        raise ValueError("expected token ids and lengths from 0")
+    return canary
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenVersion:
     """A version, the digest of its parameters, and the canary that proves endpoints with it."""
 
-    version: int
-    parameters_digest: str
-    canary: Canary
+    __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
+
+    version: Size
+    parameters_digest: Sha256
+    canary: Annotated[Canary, AfterValidator(_bounded)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Canaries:
+    """The canaries of the newest checkpoints of a run."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
+
+    run_sha256: Sha256
+    canaries: Annotated[Sequence[ProvenVersion], Field(max_length=CANARIES_MAX)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingTarget:
-    """`checkpoint` to sample by, while `open`: see `schemas.fleet.SamplingRecord`."""
+    """The checkpoint that workers of a pool sample by, while `open`; no new groups otherwise."""
 
     checkpoint: SlotRef
     open: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampling:
+    """A `SamplingTarget` as it lies in its object."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
+
+    state: Literal["open", "closed"]
+    checkpoint: Key
+    checkpoint_sha256: Sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,15 +262,12 @@ class FleetBoard:
 
     def _heartbeat(self, name: str) -> Heartbeat | Unreadable | None:
         try:
-            record = self._opened("heartbeat", HeartbeatEnvelope, f"{FLEET}/{name}")
+            # None: it was withdrawn since the listing.
+            return self._opened("heartbeat", Heartbeat, f"{FLEET}/{name}")
         except StorageError as error:
             if error.transient:
                 raise
             return Unreadable(name=name, error=str(error))
-        if record is None:
-            return None  # withdrawn since the listing
-        fields: dict[str, Any] = {name: record.get(name) for name in HeartbeatRecord.model_fields}
-        return Heartbeat(**fields)
 
     def aim(self, target: Target) -> None:
         said = {name: value for name, value in asdict(target).items() if value is not None}
@@ -233,11 +278,7 @@ class FleetBoard:
 
     def target(self) -> Target | None:
         """The checkpoint that servers are to serve, None for the newest."""
-        record = self._opened("target", TargetEnvelope, TARGET_KEY)
-        if record is None:
-            return None
-        fields: dict[str, Any] = {name: record.get(name) for name in TargetRecord.model_fields}
-        return Target(**fields)
+        return self._opened("target", Target, TARGET_KEY)
 
     def prove(self, run_sha256: str, proven: ProvenVersion) -> None:
         """Add the canary of a version to those of the newest ones, in the place of its last one."""
@@ -246,8 +287,8 @@ class FleetBoard:
         except CorruptObject:  # of another token: none of it can be trusted
             known = {}
         known[proven.version] = proven
-        newest = [asdict(known[version]) for version in sorted(known)[-CANARIES_MAX:]]
-        record = {"run_sha256": run_sha256, "canaries": newest}
+        newest = [known[version] for version in sorted(known)[-CANARIES_MAX:]]
+        record = asdict(_Canaries(run_sha256=run_sha256, canaries=newest))
         self.folder.replace(CANARIES_KEY, self.signed("canaries", record))
 
     def canaries(self, run_sha256: str) -> dict[int, ProvenVersion]:
@@ -256,17 +297,10 @@ class FleetBoard:
         Clients of endpoints whose weights change while they answer prove by them whatever version
         an endpoint names.
         """
-        record = self._opened("canaries", CanariesEnvelope, CANARIES_KEY)
-        if record is None or record["run_sha256"] != run_sha256:
+        record = self._opened("canaries", _Canaries, CANARIES_KEY)
+        if record is None or record.run_sha256 != run_sha256:
             return {}
-        return {
-            each["version"]: ProvenVersion(
-                version=each["version"],
-                parameters_digest=each["parameters_digest"],
-                canary=_canary_in(each["canary"]),
-            )
-            for each in record["canaries"]
-        }
+        return {proven.version: proven for proven in record.canaries}
 
     def direct(self, target: SamplingTarget) -> None:
         """Write the checkpoint that workers of a pool or cluster sample a window by.
@@ -274,26 +308,26 @@ class FleetBoard:
         Workers that another machine started learn from it that their flow pauses, or has gone on.
         One that reads an old record samples by an older policy, which its groups say.
         """
-        record = {
-            "state": "open" if target.open else "closed",
-            "checkpoint": target.checkpoint.slot,
-            "checkpoint_sha256": target.checkpoint.sha256,
-        }
-        self.folder.replace(SAMPLING_KEY, self.signed("sampling", record))
+        record = _Sampling(
+            state="open" if target.open else "closed",
+            checkpoint=target.checkpoint.slot,
+            checkpoint_sha256=target.checkpoint.sha256,
+        )
+        self.folder.replace(SAMPLING_KEY, self.signed("sampling", asdict(record)))
 
     def sampling_target(self) -> SamplingTarget | None:
         """The checkpoint to sample by; None where no flow has written one."""
-        record = self._opened("sampling", SamplingEnvelope, SAMPLING_KEY)
+        record = self._opened("sampling", _Sampling, SAMPLING_KEY)
         if record is None:
             return None
-        checkpoint = SlotRef(slot=record["checkpoint"], sha256=record["checkpoint_sha256"])
-        return SamplingTarget(checkpoint=checkpoint, open=record["state"] == "open")
+        checkpoint = SlotRef(slot=record.checkpoint, sha256=record.checkpoint_sha256)
+        return SamplingTarget(checkpoint=checkpoint, open=record.state == "open")
 
     def signed(self, kind: str, record: Mapping[str, Any]) -> bytes:
         full = {kind: dict(record), "format": f"marin-rl/{kind}", "version": VERSION}
         return sealed_json({**full, "signature": self._signature(full)})
 
-    def _opened(self, kind: str, shape: type[Record], key: str) -> dict[str, Any] | None:
+    def _opened(self, kind: str, shape: type[Shape], key: str) -> Shape | None:
         """The record of an object; None where there is none."""
         try:
             data = self.folder.read(key)
@@ -301,17 +335,19 @@ class FleetBoard:
             return None
         source = self.folder.url_of(key)
         with record_errors(source):
-            record = open_record(data, shape, format=f"marin-rl/{kind}", version=VERSION)
-        signature = record.pop("signature", "")
+            record = open_sealed_json(data, format=f"marin-rl/{kind}", version=VERSION)
+        signature = str(record.pop("signature", ""))
         # In constant time, and before any field is used: to write into the folder is not yet to be
         # trusted.
-        if not hmac.compare_digest(str(signature), self._signature(record)):
+        if not hmac.compare_digest(signature.encode(), self._signature(record).encode()):
             raise CorruptObject(
                 f"{source}: expected a record signed with this process's API token, found "
                 f"{'another signature' if signature else 'none'}: set the same token on the "
                 "trainer, on every server and on every worker (inference.api_key_variable)"
             )
-        return record[kind]
+        with record_errors(source):
+            fields = canonical_json(record.get(kind))
+            return validated(lambda: _adapter(shape).validate_json(fields))
 
     def _signature(self, record: Mapping[str, Any]) -> str:
         """Code of a record under the API token; empty where there is no token."""
@@ -321,14 +357,9 @@ class FleetBoard:
         return hmac.digest(self.api_key.encode(), canonical_json(dict(record)), "sha256").hex()
 
 
-def _canary_in(record: Mapping[str, Any]) -> Canary:
-    return Canary(
-        temperature=record["temperature"],
-        token_ids=tuple(record["token_ids"]),
-        logprobs=tuple(record["logprobs"]),
-        tolerance=record["tolerance"],
-        lengths=tuple(record.get("lengths") or ()),
-    )
+@cache
+def _adapter(shape: type[Any]) -> Any:
+    return TypeAdapter(shape)
 
 
 def heartbeat_age_s(key: str, data: bytes, now: float) -> float | None:

@@ -12,6 +12,7 @@ from support.policy_runs import small_run
 from marin_rl.errors import CorruptObject, NewerSchema
 from marin_rl.storage.fleet import (
     CANARIES_KEY,
+    CANARIES_MAX,
     FLEET,
     FleetBoard,
     Heartbeat,
@@ -28,7 +29,6 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect
 from marin_rl.types import Canary
-from schemas.fleet import CANARIES_MAX
 from schemas.manifests import sealed_json
 
 DAY_S = 24 * 3600.0
