@@ -161,13 +161,13 @@ def test_tables_keep_every_sign(run: Run) -> None:
 def test_a_page_keeps_them_as_data(run: Run) -> None:
     page = RunPage(run).page()
     (group,) = page.groups
-    cards = {card.index: card for card in group.cards}
+    cards = {card["index"]: card for card in group.cards}
     for index, card in cards.items():
-        said = card.turns[-1]
-        assert TEXTS[index].startswith(said.content)
-        assert said.left_out == len(TEXTS[index]) - len(said.content)
-        assert (said.left_out > 0) == (TEXTS[index] == LONG)
-        assert card.tokens.texts[-5:] == ["é", "", "", "", "\ufffd"]
+        said = card["turns"][-1]
+        assert TEXTS[index].startswith(said["content"])
+        assert said["left_out"] == len(TEXTS[index]) - len(said["content"])
+        assert (said["left_out"] > 0) == (TEXTS[index] == LONG)
+        assert card["tokens"].texts[-5:] == ["é", "", "", "", "\ufffd"]
     html = report_html(page)
     start = html.index('id="data">') + len('id="data">')
     data = html[start : html.index("</script>", start)]

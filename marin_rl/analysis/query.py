@@ -17,8 +17,7 @@ import duckdb
 import polars as pl
 import pyarrow as pa
 
-from marin_rl.analysis.scan import Options, Root, Runs, open_runs
-from marin_rl.analysis.tables import TABLES
+from marin_rl.analysis.scan import TABLES, Options, Root, Runs, open_runs
 from marin_rl.errors import InputError
 from marin_rl.machine import cores
 from marin_rl.storage.run_records import read_record
@@ -81,7 +80,7 @@ def sql(
     *,
     unsafe: bool = False,
 ) -> pl.DataFrame:
-    """Return DuckDB's answer to `query`, which may name the runs' tables (`tables.TABLES`).
+    """Return DuckDB's answer to `query`, which may name the runs' tables (`scan.TABLES`).
 
     Local rollouts are read by DuckDB itself, unless `*`, `?` or `[` is in their path, everything
     else through Polars. A query reads the files of these runs and nothing else, and writes none:

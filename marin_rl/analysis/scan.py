@@ -1,25 +1,286 @@
-"""Runs as tables: Polars LazyFrames over what their manifests name.
+"""Runs as tables: Polars LazyFrames over the Parquet objects that their manifests name.
 
 Only committed slots are read, so a scan of a running run is consistent. A scan takes one run,
 several, or all below a root (run_id None). Every table has `run_id`, the run that wrote the row: of
-a fork's shared rounds its ancestor, so that no row occurs twice when both are scanned. Arrays of
-batches are lists, for the padded length differs from round to round.
+a fork's shared rounds its ancestor, so that no row occurs twice when both are scanned. Local files
+are scanned in place. Objects of a remote store are fetched when a query is run, those of rounds
+that it filters out are not. Arrays of batches are lists, for the padded length differs from round
+to round.
 
 Scans raise ObjectMissing for an unknown run, CorruptObject and NewerSchema.
 """
 
+import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
+from polars.io.plugins import register_io_source
 
-from marin_rl.analysis.tables import TABLES
-from marin_rl.storage.runs import Run, runs_under
+from marin_rl.errors import CorruptObject
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX, SCORES_PREFIX
+from marin_rl.storage.runs import Run, round_of, runs_under
+from marin_rl.storage.stores.filesystem import ObjectStore
+from marin_rl.storage.stores.local import checked_file
+from marin_rl.storage.tables.parquet import FETCHES_MAX
+from marin_rl.storage.tables.rewards import name_of_table
+from schemas.rollouts import ROLLOUTS
+from schemas.tables import DISPOSITIONS, METRICS_IDENTITY, REWARDS, SCORES, batches_schema
+
+LOCAL_TOGETHER = 32  # local parts that are read concurrently where each is a frame of its own
 
 Options = Mapping[str, Any]
 Root = str | os.PathLike[str]
 Runs = str | Sequence[str] | None
+Columns = Mapping[str, Any]  # names to Polars types; beartype cannot digest pl.Schema
+
+RUN = pa.field("run_id", pa.string())
+PLACE = (RUN, pa.field("round", pa.int32()))
+NAMED = (*PLACE, pa.field("name", pa.string()), pa.field("version", pa.int32()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Committed Parquet object, the run that wrote it, and the round of its rows."""
+
+    store: ObjectStore
+    run_id: str
+    round: int
+    key: str
+
+    @property
+    def path(self) -> str | None:
+        """Path on this machine, or None. Raises CorruptObject, ObjectMissing."""
+        path = self.store.local_path(self.key)
+        return None if path is None else str(checked_file(path, self.key))
+
+    def open(self) -> str | io.BytesIO:
+        return self.path or io.BytesIO(self.store.read(self.key))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table: its parts in order of runs and rounds, and its columns.
+
+    `place` are columns that files lack, because their place says them; they come first. `schema`
+    has the columns of the files; where they `differ`, the columns that all files have.
+    """
+
+    parts: Callable[[Sequence[Run]], list[Part]]
+    schema: pa.Schema
+    place: tuple[pa.Field, ...] = ()
+    differ: bool = False
+
+    @property
+    def columns(self) -> pa.Schema:
+        """All columns, with lists in place of fixed-size lists."""
+        lists = (
+            field.with_type(pa.list_(field.type.value_type)) if _is_fixed(field) else field
+            for field in self.schema
+        )
+        return pa.schema([*self.place, *lists])
+
+    def frame(self, runs: Sequence[Run]) -> pl.LazyFrame:
+        """All rows; null where a file of an earlier version lacks a column."""
+        parts, columns = self.parts(runs), columns_of(self.columns)
+        if not parts:
+            return pl.DataFrame(schema=dict(columns)).lazy()
+        local = all(part.path for part in parts)
+        if self.differ:
+            return _united(parts, columns, local=local)
+        if local and set(self.place) <= {RUN}:  # files of a run are scanned together
+            return pl.concat(
+                self._placed(scan([part.path for part in own], columns_of(self.schema)), own[0])
+                for own in (list(group) for _, group in groupby(parts, key=lambda p: p.run_id))
+            )
+        fetch = partial(_fetch, parts, self._read)
+        return register_io_source(fetch, schema=dict(columns), is_pure=True)
+
+    def _read(self, part: Part) -> pl.LazyFrame:
+        arrays = [field.name for field in self.schema if _is_fixed(field)]
+        if arrays:
+            lists = (pl.col(name).arr.to_list() for name in arrays)
+            return self._placed(_scan(part.open()).with_columns(lists), part)
+        return self._placed(scan(part.open(), columns_of(self.schema)), part)
+
+    def _placed(self, rows: pl.LazyFrame, part: Part) -> pl.LazyFrame:
+        name, version = name_of_table(part.key) or ("", 0)
+        values = {"run_id": part.run_id, "round": part.round, "name": name, "version": version}
+        kinds = columns_of(pa.schema(self.place))
+        place = [pl.lit(values[name], kind).alias(name) for name, kind in kinds.items()]
+        return rows.select(*place, *self.schema.names)
+
+
+def _is_fixed(field: pa.Field) -> bool:
+    return pa.types.is_fixed_size_list(field.type)
+
+
+def of_manifests(kind: str, prefix: str, behind: int, runs: Sequence[Run]) -> list[Part]:
+    """The parts that committed manifests of a kind name, each once.
+
+    The rows of a slot are of `behind` rounds before the slot's own: scores lie in the checkpoint
+    that their round ended in.
+    """
+    seen, parts = set[tuple[str, str]](), []
+    for run in runs:
+        for number, name in _rounds(run, kind):
+            round, slot = number - behind, f"{kind}/{name}"
+            owner = run.player_of(round)
+            if round < 0 or (owner, slot) in seen:
+                continue
+            seen.add((owner, slot))
+            manifest = read_manifest(run.store, slot)
+            names = [part.name for part in manifest[0].parts] if manifest else []
+            parts += [
+                Part(store=run.store, run_id=owner, round=round, key=f"{slot}/{name}")
+                for name in names
+                if name.startswith(prefix) and name.endswith(".parquet")
+            ]
+    return parts
+
+
+def of_metrics(runs: Sequence[Run]) -> list[Part]:
+    """The metrics of all closed rounds, each once."""
+    return _each_once(
+        Part(store=run.store, run_id=run.player_of(round), round=round, key=f"metrics/{name}")
+        for run in runs
+        for round, name in _rounds(run, "metrics")
+    )
+
+
+def of_rewards(runs: Sequence[Run]) -> list[Part]:
+    """The tables of `rescore`, each once, in order of names and versions within a round."""
+    return _each_once(
+        Part(store=run.store, run_id=run.player_of(round), round=round, key=f"{folder}/{name}")
+        for run in runs
+        for round, folder in ((n, f"rewards/{name}") for n, name in _rounds(run, "rewards"))
+        for name in run.store.children(folder)
+        if name_of_table(name) is not None
+    )
+
+
+def _rounds(run: Run, kind: str) -> list[tuple[int, str]]:
+    """The rounds of a kind and the names of their slots, ascending."""
+    rounds = {round_of(name): name for name in run.store.children(kind)}
+    return sorted((round, name) for round, name in rounds.items() if round is not None)
+
+
+def _each_once(parts: Iterator[Part]) -> list[Part]:
+    return list({(part.run_id, part.key): part for part in parts}.values())
+
+
+def _united(parts: Sequence[Part], first: Columns, *, local: bool) -> pl.LazyFrame:
+    """The columns `first`, then those of all parts, in order of appearance.
+
+    Footers are read at once, and remote objects whole, for these parts are small.
+    """
+    opened: list[Any] = [part.path for part in parts]
+    if not local:
+        with ThreadPoolExecutor(FETCHES_MAX) as pool:
+            opened = list(pool.map(Part.open, parts))
+    columns = dict(first)
+    for part, source in zip(parts, opened, strict=True):
+        try:
+            columns |= _scan(source).collect_schema()
+        except (pl.exceptions.PolarsError, OSError) as error:
+            url = part.store.url_of(part.key)
+            raise CorruptObject(f"{url} is not a readable Parquet file: {error}") from None
+    return scan(opened, columns)
+
+
+def scan(source: Any, columns: Columns) -> pl.LazyFrame:
+    """Scan Parquet files of any version of a schema."""
+    return _scan(
+        source,
+        schema=dict(columns),
+        missing_columns="insert",
+        extra_columns="ignore",
+        cast_options=pl.ScanCastOptions(missing_struct_fields="insert"),
+    )
+
+
+def _scan(source: Any, **options: Any) -> pl.LazyFrame:
+    # These files alone: folder names are neither patterns nor Hive partitions.
+    return pl.scan_parquet(source, glob=False, hive_partitioning=False, **options)
+
+
+def _fetch(
+    parts: Sequence[Part],
+    frame_of: Callable[[Part], pl.LazyFrame],
+    with_columns: list[str] | None,
+    predicate: pl.Expr | None,
+    n_rows: int | None,
+    batch_size: int | None,
+) -> Iterator[pl.DataFrame]:
+    """Read a few parts at a time, and apply what Polars pushes down (its io source protocol)."""
+    del batch_size  # a part is a batch
+    if predicate is not None and n_rows is None:
+        parts = [part for part in parts if _may_hold(part, predicate)]
+    left, count = iter(parts), LOCAL_TOGETHER if all(part.path for part in parts) else 1
+    while together := list(islice(left, count)):
+        rows = pl.concat(frame_of(part) for part in together)
+        if n_rows is not None:  # counts rows before the predicate
+            first = rows.head(n_rows).collect()
+            n_rows -= first.height
+            rows = first.lazy()
+        if predicate is not None:
+            rows = rows.filter(predicate)
+        if with_columns is not None:
+            rows = rows.select(with_columns)
+        yield rows.collect()
+        if n_rows == 0:
+            return
+
+
+def _may_hold(part: Part, predicate: pl.Expr) -> bool:
+    """Return False where a condition on the round alone excludes the part."""
+    place = pl.DataFrame({"round": [part.round]}, schema={"round": pl.Int32})
+    alone = [term for term in _terms(predicate) if set(term.meta.root_names()) == {"round"}]
+    return place.filter(*alone).height > 0 if alone else True
+
+
+def _terms(predicate: pl.Expr) -> list[pl.Expr]:
+    """The conditions that a predicate joins by `and`, or the predicate itself."""
+    inputs = predicate.meta.pop()
+    for first, second in (inputs, inputs[::-1]) if len(inputs) == 2 else ():
+        if predicate.meta.eq(first & second):
+            return [*_terms(first), *_terms(second)]
+    return [predicate]
+
+
+def columns_of(schema: pa.Schema) -> Columns:
+    """Polars' types of Arrow's fields."""
+    frame = pl.from_arrow(pa.Table.from_batches([], schema))  # `empty_table` imports pandas
+    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
+    return frame.schema
+
+
+TABLES: Mapping[str, Table] = {
+    "rollouts": Table(parts=partial(of_manifests, "rollouts", "shard-", 0), schema=ROLLOUTS),
+    "batches": Table(
+        parts=partial(of_manifests, "batches", BATCHES_PREFIX, 0),
+        schema=batches_schema(1),
+        place=PLACE,
+    ),
+    "dispositions": Table(
+        parts=partial(of_manifests, "batches", DISPOSITIONS_PREFIX, 0),
+        schema=DISPOSITIONS,
+        place=PLACE,
+    ),
+    "metrics": Table(parts=of_metrics, schema=METRICS_IDENTITY, differ=True),
+    "evals": Table(parts=partial(of_manifests, "evals", "", 0), schema=ROLLOUTS),
+    "scores": Table(
+        parts=partial(of_manifests, "checkpoints", SCORES_PREFIX, 1), schema=SCORES, place=(RUN,)
+    ),
+    "rewards": Table(parts=of_rewards, schema=REWARDS, place=NAMED),
+}
 
 
 def open_runs(root: Root, run_id: Runs, storage_options: Options | None) -> list[Run]:
@@ -32,57 +293,19 @@ def open_runs(root: Root, run_id: Runs, storage_options: Options | None) -> list
     return [Run.open(place, name, storage_options) for name in names]
 
 
-def scan_rollouts(
-    root: Root, run_id: Runs = None, storage_options: Options | None = None
+def _scan_table(
+    name: str, root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """The rollouts of all sealed rounds, one row each, in the order of runs, rounds and shards."""
-    return TABLES["rollouts"].frame(open_runs(root, run_id, storage_options))
+    """All rows of a table, in the order of runs, rounds and files."""
+    return TABLES[name].frame(open_runs(root, run_id, storage_options))
 
 
-def scan_batches(
-    root: Root, run_id: Runs = None, storage_options: Options | None = None
-) -> pl.LazyFrame:
-    """The rows of all committed batches, with their round."""
-    return TABLES["batches"].frame(open_runs(root, run_id, storage_options))
-
-
-def scan_dispositions(
-    root: Root, run_id: Runs = None, storage_options: Options | None = None
-) -> pl.LazyFrame:
-    """Dispositions of all rollouts, with the round of the batches."""
-    return TABLES["dispositions"].frame(open_runs(root, run_id, storage_options))
-
-
-def scan_metrics(
-    root: Root, run_id: Runs = None, storage_options: Options | None = None
-) -> pl.LazyFrame:
-    """Metrics: a row per run and round, a column per metric."""
-    return TABLES["metrics"].frame(open_runs(root, run_id, storage_options))
-
-
-def scan_evals(
-    root: Root, run_id: Runs = None, storage_options: Options | None = None
-) -> pl.LazyFrame:
-    """Rollouts of all committed evaluations."""
-    return TABLES["evals"].frame(open_runs(root, run_id, storage_options))
-
-
-def scan_scores(
-    root: Root, run_id: Runs = None, storage_options: Options | None = None
-) -> pl.LazyFrame:
-    """Trainer's scores of every trained token: a row per segment, with parallel lists.
-
-    Columns are those of `schemas.tables`; `run_id` and `rollout_id` join them with the rollouts,
-    and `positions` with their tokens.
-    """
-    return TABLES["scores"].frame(open_runs(root, run_id, storage_options))
-
-
-def scan_rewards(
-    root: Root, run_id: Runs = None, storage_options: Options | None = None
-) -> pl.LazyFrame:
-    """Rewards that `rescore` gave to rollouts, all tables; `name` and `version` tell them apart.
-
-    `run_id` and `rollout_id` join them with the rollouts.
-    """
-    return TABLES["rewards"].frame(open_runs(root, run_id, storage_options))
+scan_rollouts = partial(_scan_table, "rollouts")  # of all sealed rounds
+scan_evals = partial(_scan_table, "evals")  # rollouts of all committed evaluations
+scan_batches = partial(_scan_table, "batches")
+scan_dispositions = partial(_scan_table, "dispositions")  # `round` is that of the batches
+scan_metrics = partial(_scan_table, "metrics")  # a row per run and round, a column per metric
+# A row per trained segment, with parallel lists: `rollout_id` joins them with the rollouts, and
+# `positions` with their tokens.
+scan_scores = partial(_scan_table, "scores")
+scan_rewards = partial(_scan_table, "rewards")  # of `rescore`, told apart by `name` and `version`

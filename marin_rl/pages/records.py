@@ -5,7 +5,7 @@ Numbers that are not finite become null in the JSON. Texts are raw; the renderer
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Number = float | None
 
@@ -32,34 +32,6 @@ class Chart:
     lines: Sequence[Line]
     kind: Literal["lines", "stack"] = "lines"
     logarithmic: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnView:
-    """A turn of a conversation; `left_out` characters were cut from its end.
-
-    `sampled` turns are the model's own, with their reason to stop. Its tokens are `start` to `end`
-    of the rollout, null where no one says which they are. `tool` and `call_id` are of a tool's
-    result, which `cut` says was longer, `calls` (name, arguments, id) of a turn that asks for
-    tools. `model_s` are the seconds of the turn's request, `environment_s` of the answer to it;
-    `rewards` are the parts of the reward by name.
-    """
-
-    role: str
-    content: str
-    sampled: bool = False
-    start: int | None = None
-    end: int | None = None
-    finish: str = ""
-    tool: str = ""
-    call_id: str = ""
-    calls: Sequence[tuple[str, str, str]] = ()
-    cut: bool = False
-    model_s: Number = None
-    environment_s: Number = None
-    reward: Number = None
-    rewards: Sequence[tuple[str, float]] = ()
-    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,45 +67,12 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """Rollout as shown. `place` is its rank within the group: best, worst or empty.
-
-    `n_turns` are those of the model. `seconds` are those of its group, with environment and
-    scoring; `model_seconds` its own in queue, prefill and decode, `environment_seconds` those of
-    the environment's answers; null where they are not known.
-    """
-
-    id: str
-    group: str
-    round: int
-    index: int
-    place: str
-    reward: Number
-    components: Sequence[tuple[str, float, float]]
-    status: str
-    finish: str
-    error: str
-    n_prompt: int
-    n_completion: int
-    policy: tuple[int, int]
-    policy_digest: str
-    model: str
-    shard: str
-    seconds: float
-    model_seconds: tuple[Number, Number, Number]
-    environment_seconds: Number
-    n_turns: int
-    tools: Sequence[str]
-    fate: Fate
-    turns: Sequence[TurnView]
-    tokens: Tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCard:
     """Group: its example, all its rewards, and its shown rollouts (`cards`).
 
-    `why` is the reason that this group was picked; `mean` is over its valid rewards.
+    `why` is the reason that this group was picked; `mean` is over its valid rewards. A card is the
+    record of `analysis.dialogues` with texts of bounded length, and what a page adds: `fate`,
+    `tokens`, the `shard`, and its `place` within the group, which is best, worst or empty.
     """
 
     id: str
@@ -147,7 +86,7 @@ class GroupCard:
     size: int
     rewards: Sequence[Number]
     mean: Number
-    cards: Sequence[Card]
+    cards: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,16 +17,9 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from marin_rl.analysis.dialogues import (
-    calls_of,
-    environment_seconds,
-    is_sampled,
-    model_seconds,
-    model_turns,
-    tools_of,
-)
+from marin_rl.analysis.dialogues import calls_of, dialogue_of, is_sampled
 from marin_rl.errors import ObjectMissing
-from marin_rl.pages.records import Card, Fate, GroupCard, TurnView
+from marin_rl.pages.records import Fate, GroupCard
 from marin_rl.pages.tokens import Scores, TokenTexts, tokens_of
 from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
 from marin_rl.storage.commits import read_manifest
@@ -225,59 +218,26 @@ def _group(
     )
 
 
-def _card(row: Mapping[str, Any], place: str, reading: _Reading) -> Card:
-    name = row["rollout_id"]
-    spent = row["finished_at"] - row["started_at"]
-    return Card(
-        id=name,
-        group=row["group_id"],
-        round=row["round"],
-        index=row["index_in_group"],
-        place=place,
-        reward=row["reward"],
-        components=[(c["name"], c["value"], c["weight"]) for c in row["reward_components"]],
-        status=row["status"],
-        finish=row["finish_reason"],
-        error=_cut(row["error"] or "", reading.amount.characters)[0],
-        n_prompt=row["n_prompt_tokens"],
-        n_completion=row["n_completion_tokens"],
-        policy=(row["policy_version_min"], row["policy_version_max"]),
-        policy_digest=row["policy_digest"],
-        model=row["model"],
-        shard=row["file"],
-        seconds=spent.total_seconds(),
-        model_seconds=(row["queue_s"], row["prefill_s"], row["decode_s"]),
-        environment_seconds=environment_seconds(row["turns"]),
-        n_turns=len(model_turns(row["turns"])),
-        tools=tools_of(row["turns"]),
-        fate=reading.fates.get(name, Fate()),
-        turns=[_turn_view(turn, reading.amount.characters) for turn in row["turns"]],
-        tokens=tokens_of(row, reading.scores.get(name), reading.texts, reading.amount.tokens),
-    )
-
-
-def _turn_view(turn: Mapping[str, Any], characters: int) -> TurnView:
-    content, left_out = _cut(turn["content"], characters)
-    return TurnView(
-        role=turn["role"],
-        content=content,
-        sampled=is_sampled(turn),
-        start=turn["start"],
-        end=turn["end"],
-        finish=(turn["inference_metadata"] or {}).get("finish_reason", ""),
-        tool=turn["tool_name"] or "",
-        call_id=turn["tool_call_id"] or "",
-        calls=[
-            (call["name"], _cut(call["arguments"], characters)[0], call["id"])
-            for call in calls_of(turn)
-        ],
-        cut=bool(turn["cut"]),
-        model_s=model_seconds(turn),
-        environment_s=turn["environment_s"],
-        reward=turn["reward"],
-        rewards=[(part["name"], part["value"]) for part in turn["rewards"] or ()],
-        left_out=left_out,
-    )
+def _card(row: Mapping[str, Any], place: str, reading: _Reading) -> dict[str, Any]:
+    name, characters = row["rollout_id"], reading.amount.characters
+    turns = []
+    for turn in row["turns"]:
+        content, left_out = _cut(turn["content"], characters)
+        calls = [c | {"arguments": _cut(c["arguments"], characters)[0]} for c in calls_of(turn)]
+        shown = {"content": content, "left_out": left_out, "tool_calls": calls}
+        turns.append(turn | shown | {"sampled": is_sampled(turn)})
+    card = dialogue_of(row | {"turns": turns}) | {
+        "index": row["index_in_group"],
+        "place": place,
+        "error": _cut(row["error"] or "", characters)[0],
+        "policy_digest": row["policy_digest"],
+        "model": row["model"],
+        "shard": row["file"],
+        "fate": reading.fates.get(name, Fate()),
+        "tokens": tokens_of(row, reading.scores.get(name), reading.texts, reading.amount.tokens),
+    }
+    del card["prompt"], card["completion"], card["answer"]  # its turns, and its group, have them
+    return card
 
 
 def _cut(text: str, characters: int) -> tuple[str, int]:

@@ -4,7 +4,7 @@ import pytest
 from support.run_factories import whole_run
 
 from marin_rl.analysis.query import answer_rows, sql, tables
-from marin_rl.analysis.tables import TABLES
+from marin_rl.analysis.scan import TABLES
 from marin_rl.storage.runs import Run
 
 VALUES = (

@@ -46,22 +46,23 @@ def page(run: Run) -> Page:
 
 def test_a_dialogue_is_shown_turn_by_turn_with_the_places_of_its_tokens(tmp_path: Path) -> None:
     page = RunPage(dialogue_run(tmp_path)).page()
-    cards = {card.id: card for group in page.groups for card in group.cards}
+    cards = {card["rollout_id"]: card for group in page.groups for card in group.cards}
     searched = cards["round-00000/group-00000/000"]
-    assert (searched.n_turns, searched.tools) == (2, ["search", "weigh"])
-    assert [name for name, _, _ in searched.turns[1].calls] == ["search", "weigh"]
-    assert [turn.cut for turn in searched.turns] == [False, False, True, False]
-    assert (searched.turns[1].model_s, searched.turns[1].environment_s) == (1.75, 3.25)
-    assert searched.environment_seconds == 3.25
-    assert [turn.sampled for turn in searched.turns] == [False, True, False, True]
-    assert [turn.reward for turn in searched.turns] == [None, 0.25, None, 0.5]
-    assert (searched.turns[2].tool, searched.turns[2].call_id) == ("search", "call-1")
-    for turn in searched.turns:
-        if turn.sampled:
-            assert all(searched.tokens.trained[turn.start : turn.end])
-            assert turn.finish == "stop"
-    assert searched.model_seconds == (0.0, 0.0, 0.25)
-    assert cards["round-00000/group-00001/000"].n_turns == 1
+    assert (searched["n_turns"], searched["tools"]) == (2, ["search", "weigh"])
+    turns = searched["turns"]
+    assert [call["name"] for call in turns[1]["tool_calls"]] == ["search", "weigh"]
+    assert [bool(turn["cut"]) for turn in turns] == [False, False, True, False]
+    assert (turns[1]["model_s"], turns[1]["environment_s"]) == (1.75, 3.25)
+    assert [turn["sampled"] for turn in turns] == [False, True, False, True]
+    assert [turn["reward"] for turn in turns] == [None, 0.25, None, 0.5]
+    assert (turns[2]["tool_name"], turns[2]["tool_call_id"]) == ("search", "call-1")
+    for turn in turns:
+        if turn["sampled"]:
+            assert all(searched["tokens"].trained[turn["start"] : turn["end"]])
+            assert turn["finish_reason"] == "stop"
+    timing = searched["timing"]
+    assert (timing["decode_s"], timing["environment_s"]) == (0.25, 3.25)
+    assert cards["round-00000/group-00001/000"]["n_turns"] == 1
 
 
 class Elements(HTMLParser):
@@ -125,28 +126,27 @@ def test_cards_tell_reward_fate_tokens_and_place(page: Page) -> None:
     assert (first.why, first.round, first.rewards) == ("rewards differ most", 1, [0.0, 1.0, 0.25])
     assert math.isclose(first.mean or 0.0, 1.25 / 3)
     worst, best, third = first.cards
-    assert [card.place for card in first.cards] == ["worst", "best", ""]
-    assert (best.reward, best.fate.kind, best.fate.round) == (1.0, "consumed", 1)
-    assert best.fate.advantage == pytest.approx(1.0 - 0.25 / 2)
-    assert (best.shard, best.policy, best.components) == (
-        "shard-0000.parquet",
-        (1, 1),
-        [("<b>correct</b>", 1.0, 1.0)],
-    )
-    tokens = worst.tokens
+    assert [card["place"] for card in first.cards] == ["worst", "best", ""]
+    fate = best["fate"]
+    assert (best["reward"], fate.kind, fate.round) == (1.0, "consumed", 1)
+    assert fate.advantage == pytest.approx(1.0 - 0.25 / 2)
+    assert (best["shard"], best["policy_version_min"]) == ("shard-0000.parquet", 1)
+    (component,) = best["reward_components"]
+    assert (component["name"], component["value"]) == ("<b>correct</b>", 1.0)
+    tokens = worst["tokens"]
     assert "".join(tokens.texts[3:-1]) == HOSTILE[0]
     assert tokens.texts[-1] == "<|end|>"
     assert tokens.sampler[:5] == [None, None, None, -0.5, -1.0]
     assert tokens.trained[:5] == [0, 0, 0, 1, 1]
     assert tokens.trainer is None
-    assert third.index == 2
+    assert third["index"] == 2
 
 
 def test_failed_rollouts_and_groups_without_signal_are_shown_too(page: Page) -> None:
-    cards = {card.id: card for found in page.groups for card in found.cards}
-    assert cards["round-00000/group-00002/001"].error == "it broke"
-    assert cards["round-00000/group-00002/001"].fate.kind == "failed"
-    assert cards["round-00000/group-00001/000"].fate.kind == "filtered"
+    cards = {card["rollout_id"]: card for found in page.groups for card in found.cards}
+    assert cards["round-00000/group-00002/001"]["error"] == "it broke"
+    assert cards["round-00000/group-00002/001"]["fate"].kind == "failed"
+    assert cards["round-00000/group-00001/000"]["fate"].kind == "filtered"
     assert f"Shown: {7 * ROUNDS} of {7 * ROUNDS} rollouts, from every round" in page.notes[0]
 
 
@@ -181,7 +181,7 @@ def test_every_shard_has_its_digest_and_arrays_are_counted(tmp_path: Path) -> No
     page = RunPage(run, Choice(groups_per_round=20)).page()
     shards = dict(page.slots["rollouts/round-00000"].parts)
     assert len(shards) == 20
-    assert {card.shard for found in page.groups for card in found.cards} == set(shards)
+    assert {card["shard"] for found in page.groups for card in found.cards} == set(shards)
     checkpoint = page.slots[slot]
     assert (len(checkpoint.parts), checkpoint.n_parts) == (16, 20)
 
@@ -233,7 +233,7 @@ def test_a_batch_that_comes_later_is_shown_when_it_is_there(tmp_path: Path) -> N
     pages = RunPage(run)
     commit_round(run, 1, [[group("late", [0.0, 1.0])]])
     card = next(g for g in pages.page().groups if g.id == "late").cards[0]
-    assert (card.fate.kind, card.fate.round) == ("undecided", None)
+    assert (card["fate"].kind, card["fate"].round) == ("undecided", None)
 
 
 def test_many_rounds_give_way_and_the_page_says_so(tmp_path: Path) -> None:

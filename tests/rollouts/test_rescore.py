@@ -10,7 +10,7 @@ from support.run_factories import CHECKPOINT, FINGERPRINT, configuration, group,
 from typer.testing import CliRunner
 
 from marin_rl.analysis.query import sql
-from marin_rl.analysis.tables import TABLES
+from marin_rl.analysis.scan import TABLES
 from marin_rl.batching.build import build_round, preview_round
 from marin_rl.cli import app
 from marin_rl.config import load_config

@@ -23,7 +23,7 @@ from support.run_factories import (
     sampled_pair,
 )
 
-from marin_rl.analysis.tables import columns_of, scan
+from marin_rl.analysis.scan import columns_of, scan
 from marin_rl.storage.tables.pairs import encode_pairs, read_pairs
 from marin_rl.storage.tables.parquet import TableReader
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of, identify_shard

@@ -52,9 +52,9 @@ function rewardBars(group) {
 
 function side(card, mode) {
   const head = make("header", {}, placeTag(card), make("strong", {}, show(card.reward)),
-    make("span", { class: "note" }, `advantage ${show(card.fate.advantage)} · ${card.status} · ${show(card.n_completion)} tokens`),
+    make("span", { class: "note" }, `advantage ${show(card.fate.advantage)} · ${card.status} · ${show(card.n_completion_tokens)} tokens`),
     make("button", { type: "button", class: "open", "aria-label": `Open sample ${card.index}`,
-      onclick: () => openRollout(card, state.groupOf.get(card.group).cards) }, "Open"));
+      onclick: () => openRollout(card, state.groupOf.get(card.group_id).cards) }, "Open"));
   return make("div", { class: "side" }, head, card.error ? make("pre", { class: "said" }, clip(card.error)) : tokenText(ownTokens(card.tokens), mode));
 }
 

@@ -28,7 +28,7 @@ function showPage(page) {
 
 function openFromAddress() {
   const wanted = new URLSearchParams(location.hash.slice(1)).get("rollout");
-  const card = wanted && state.cards.find((item) => item.id === wanted);
+  const card = wanted && state.cards.find((item) => item.rollout_id === wanted);
   if (card) openRollout(card, visibleCards());
 }
 
@@ -96,7 +96,7 @@ function watchDialog() {
   byId("r-next").addEventListener("click", () => stepRollout(1));
   byId("rollout").addEventListener("keydown", stepByKey);
   byId("rollout").addEventListener("close", () => {
-    if (document.activeElement === document.body) focusCard(shown.id); // its button was redrawn meanwhile
+    if (document.activeElement === document.body) focusCard(shown.rollout_id); // its button was redrawn meanwhile
     if (location.hash.startsWith("#rollout=")) history.replaceState(null, "", location.pathname + location.search);
   });
   byId("rollout").addEventListener("click", (event) => { if (event.target === byId("rollout")) closeRollout(); });

@@ -6,7 +6,7 @@ let modeOfTokens = "sampler";
 function openRollout(card, among) {
   shown = card;
   if (among) neighbours = among;
-  const group = state.groupOf.get(card.group);
+  const group = state.groupOf.get(card.group_id);
   byId("r-title").textContent = `Round ${card.round} · ${group.example} · sample ${card.index} of ${group.size}`;
   byId("r-body").replaceChildren(...rolloutParts(card, group));
   byId("r-body").scrollTop = 0;
@@ -17,7 +17,7 @@ function openRollout(card, among) {
   if (!dialog.open) dialog.showModal();
   const pressed = document.activeElement;
   if (pressed.disabled || !["r-back", "r-next"].includes(pressed.id)) byId("r-title").focus();
-  history.replaceState(null, "", `#rollout=${encodeURIComponent(card.id)}`);
+  history.replaceState(null, "", `#rollout=${encodeURIComponent(card.rollout_id)}`);
 }
 
 function stepRollout(by) {
@@ -55,14 +55,14 @@ function rolloutParts(card, group) {
 
 function rolloutFacts(card, group) {
   const list = make("dl", { class: "facts" });
-  const policy = card.policy[0] === card.policy[1] ? card.policy[0] : card.policy.join(" to ");
+  const policy = [...new Set([card.policy_version_min, card.policy_version_max])].join(" to ");
   fillFacts(list, [
     ["reward", show(card.reward)], ["advantage", show(card.fate.advantage)], ["fate", fateText(card.fate)],
-    ["status", card.finish ? `${card.status} (${card.finish})` : card.status],
-    ["tokens", `${show(card.n_prompt)} + ${show(card.n_completion)}`], ["policy version", policy],
-    ["seconds of its group", show(card.seconds, 2)], ["sampling", group.sampling],
+    ["status", card.finish_reason ? `${card.status} (${card.finish_reason})` : card.status],
+    ["tokens", `${show(card.n_prompt_tokens)} + ${show(card.n_completion_tokens)}`], ["policy version", policy],
+    ["seconds of its group", show(card.timing.group_s, 2)], ["sampling", group.sampling],
     ["seconds of the model", modelSeconds(card)],
-    ...(card.environment_seconds === null ? [] : [["seconds of the environment", show(card.environment_seconds, 2)]]),
+    ...(card.timing.environment_s === null ? [] : [["seconds of the environment", show(card.timing.environment_s, 2)]]),
     ...(isDialogue(card) ? [["turns of the model", show(card.n_turns)]] : []),
     ...(card.tools.length ? [["tools", card.tools.join(", ")]] : []),
   ]);
@@ -70,8 +70,8 @@ function rolloutFacts(card, group) {
 }
 
 function modelSeconds(card) {
-  const [queue, prefill, decode] = card.model_seconds;
-  if (card.model_seconds.includes(null)) return "not reported";
+  const { queue_s: queue, prefill_s: prefill, decode_s: decode } = card.timing;
+  if ([queue, prefill, decode].includes(null)) return "not reported";
   return `${show(queue + prefill + decode, 2)} (queue ${show(queue, 2)}, prefill ${show(prefill, 2)}, decode ${show(decode, 2)})`;
 }
 
@@ -107,12 +107,12 @@ function turnParts(turn) {
 }
 
 function turnTitle(turn) {
-  const name = turn.tool ? `${turn.role} (${turn.tool})` : turn.role;
+  const name = turn.tool_name ? `${turn.role} (${turn.tool_name})` : turn.role;
   return name + (turn.reward === null ? "" : ` · ${turnReward(turn)}`);
 }
 
 function turnReward(turn) {
-  const parts = turn.rewards.map(([name, value]) => `${name} ${show(value)}`).join(", ");
+  const parts = (turn.rewards ?? []).map(({ name, value }) => `${name} ${show(value)}`).join(", ");
   return `reward ${show(turn.reward)}` + (parts ? ` (${parts})` : "");
 }
 
@@ -121,7 +121,7 @@ function turnText(turn) {
 }
 
 // A dialogue: several turns of the model, or tools. Its turns carry the colours of their tokens.
-const isDialogue = (card) => card.n_turns > 1 || card.tools.length > 0 || card.turns.some((turn) => turn.calls.length);
+const isDialogue = (card) => card.n_turns > 1 || card.tools.length > 0 || card.turns.some((turn) => turn.tool_calls.length);
 
 function dialogueParts(card) {
   const home = make("div", { class: "dialogue" });
@@ -133,16 +133,16 @@ function dialogueParts(card) {
 
 function dialogueTurn(card, turn, place) {
   const seconds = [["model", turn.model_s], ["environment", turn.environment_s]].map(([who, value]) => (value === null ? "" : `${who} ${show(value, 2)} s`));
-  const facts = [turn.start === null ? "" : `${show(turn.end - turn.start)} tokens`, turn.finish, ...seconds].filter(Boolean).map((fact) => ` · ${fact}`);
-  const name = turn.tool ? `${turn.role} (${turn.tool})` : turn.role;
+  const facts = [turn.start === null ? "" : `${show(turn.end - turn.start)} tokens`, turn.finish_reason, ...seconds].filter(Boolean).map((fact) => ` · ${fact}`);
+  const name = turn.tool_name ? `${turn.role} (${turn.tool_name})` : turn.role;
   const reward = turn.reward === null ? null : make("strong", { class: "reward" }, turnReward(turn));
   const head = make("header", {}, make("span", { class: "note" }, `${place + 1} `), make("strong", {}, name), make("span", { class: "note" }, ...facts), reward);
   return make("section", { class: `turn ${turn.sampled ? "own" : turn.role}`, "aria-label": `Turn ${place + 1}, ${name}` }, head, ...dialogueTexts(card, turn));
 }
 
 function dialogueTexts(card, turn) {
-  if (turn.role === "tool") return [folded(`Result of ${turn.tool || "a tool"}${turn.call_id ? `, call ${turn.call_id}` : ""}${turn.cut ? ", cut at the limit" : ""}: ${clip(turn.content)}`, turnText(turn))];
-  const calls = turn.calls.map(([name, args, id]) => folded(`Calls ${name}${id ? `, call ${id}` : ""}`, make("pre", { class: "said" }, visible(args))));
+  if (turn.role === "tool") return [folded(`Result of ${turn.tool_name || "a tool"}${turn.tool_call_id ? `, call ${turn.tool_call_id}` : ""}${turn.cut ? ", cut at the limit" : ""}: ${clip(turn.content)}`, turnText(turn))];
+  const calls = turn.tool_calls.map(({ name, arguments: given, id }) => folded(`Calls ${name}${id ? `, call ${id}` : ""}`, make("pre", { class: "said" }, visible(given))));
   const texts = ownTokensOf(card, turn);
   return [texts ?? (turn.content || !calls.length ? turnText(turn) : null), ...calls].filter(Boolean);
 }
@@ -160,7 +160,7 @@ function ownTokensOf(card, turn) {
 }
 
 function rewardParts(card, group) {
-  const rows = card.components.map(([name, value, weight]) =>
+  const rows = card.reward_components.map(({ name, value, weight }) =>
     make("tr", {}, make("th", { scope: "row" }, name), ...[value, weight, value * weight].map((cell) => make("td", { class: "number" }, show(cell)))));
   const head = make("tr", {}, ...["component", "value", "weight", "counts"].map((cell, i) => make("th", { scope: "col", class: i ? "number" : null }, cell)));
   return [
@@ -181,7 +181,7 @@ function lineageOf(card) {
   const [player, , settings] = facts.shared.find(([, through]) => card.round < through) ?? [facts.run_id, null, facts.content_digest];
   const same = sampled?.digest && sampled.digest === card.policy_digest;
   const steps = [
-    ["This rollout", card.id, null],
+    ["This rollout", card.rollout_id, null],
     ["stands in the shard", `${rollouts?.name ?? ""}/${card.shard}`, part?.[1]],
     batchStep(card.fate, named),
     trainedStep(card.fate),

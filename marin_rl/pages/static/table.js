@@ -13,13 +13,13 @@ const COLUMNS = [
   { title: "Fate", label: "fate", value: (card) => card.fate.kind, cell: (card) => fateText(card.fate) },
   { title: "Status", label: "status", value: (card) => card.status, cell: statusText },
   { title: "Turns", label: "turns", value: (card) => card.n_turns, cell: (card) => show(card.n_turns), number: true },
-  { title: "Tokens", label: "tokens", value: (card) => card.n_completion, cell: (card) => show(card.n_completion), number: true },
+  { title: "Tokens", label: "tokens", value: (card) => card.n_completion_tokens, cell: (card) => show(card.n_completion_tokens), number: true },
   { title: "Mean logprob", label: "mean logprob", value: meanLogprob, cell: (card) => show(meanLogprob(card)), number: true },
 ];
 
 function openButton(card) {
-  const name = `Open round ${card.round}, sample ${card.index} of ${state.groupOf.get(card.group).example}`;
-  return make("button", { type: "button", class: "open", "aria-label": name, "data-id": card.id }, "Open");
+  const name = `Open round ${card.round}, sample ${card.index} of ${state.groupOf.get(card.group_id).example}`;
+  return make("button", { type: "button", class: "open", "aria-label": name, "data-id": card.rollout_id }, "Open");
 }
 
 function texts(card) {
@@ -39,7 +39,7 @@ function meanLogprob(card) {
 
 // With the reason that it stopped, unless that is the usual one.
 function statusText(card) {
-  return card.finish && card.finish !== "stop" ? `${card.status} (${card.finish})` : card.status;
+  return card.finish_reason && card.finish_reason !== "stop" ? `${card.status} (${card.finish_reason})` : card.status;
 }
 
 function columnOf(column) {
@@ -124,15 +124,15 @@ function passes(card) {
   if (tool && !card.tools.includes(tool)) return false;
   if (fate && card.fate.kind !== fate) return false;
   if (status && card.status !== status) return false;
-  if (stop && card.finish !== stop) return false;
+  if (stop && card.finish_reason !== stop) return false;
   if (place && card.place !== place) return false;
-  const group = state.groupOf.get(card.group);
+  const group = state.groupOf.get(card.group_id);
   if (environment && group.environment !== environment) return false;
   return !text || haystack(card, group).includes(text);
 }
 
 function haystack(card, group) {
-  card.hay ??= [card.id, group.example, group.answer, card.error, ...card.tools, ...card.turns.map((turn) => turn.content)].join("\n").toLowerCase();
+  card.hay ??= [card.rollout_id, group.example, group.answer, card.error, ...card.tools, ...card.turns.map((turn) => turn.content)].join("\n").toLowerCase();
   return card.hay;
 }
 
@@ -149,7 +149,7 @@ function fillFilters(cards, groups) {
   const distinct = (values) => [...new Set(values)].sort();
   fillSelect(byId("f-fate"), distinct(cards.map((card) => card.fate.kind)), "any");
   fillSelect(byId("f-status"), distinct(cards.map((card) => card.status)), "any");
-  fillSelect(byId("f-stop"), distinct(cards.map((card) => card.finish).filter(Boolean)), "any");
+  fillSelect(byId("f-stop"), distinct(cards.map((card) => card.finish_reason).filter(Boolean)), "any");
   fillSelect(byId("f-environment"), distinct(groups.map((group) => group.environment)), "any");
   const tools = distinct(cards.flatMap((card) => card.tools));
   fillSelect(byId("f-tool"), tools, "any");
