@@ -11,7 +11,7 @@ import logging
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -22,7 +22,7 @@ from prefect._internal.concurrency.services import _active_services, _QueueServi
 from prefect.context import AsyncClientContext
 from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import PrefectHTTPStatusError, TerminationSignal
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flows import Flow
 from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
@@ -52,11 +52,6 @@ class ApiLost(httpx.TransportError):
     """A request to an API that is known to be gone. Prefect's client does not retry it."""
 
 
-def _drop_lost_reports(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return record.name in RUNS and not isinstance(error, httpx.TransportError)
-
-
 class ApiConnection:
     """A connection that is open until it is lost, which it stays. Thread safe.
 
@@ -65,13 +60,13 @@ class ApiConnection:
     other server is watched by a thread.
     """
 
-    def __init__(self, url: str, *, temporary: bool = False) -> None:
+    def __init__(self, url: str, *, temporary: bool) -> None:
         self.url, self.temporary = url, temporary
         self._lost, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        if temporary:
-            self._filter_reports(NOISY)
-        else:
+        for name in NOISY + RUNS:
+            logging.getLogger(name).addFilter(self._is_news)
+        if not temporary:
             threading.Thread(target=self._watch, name="prefect-api", daemon=True).start()
 
     @property
@@ -85,7 +80,6 @@ class ApiConnection:
                 return
             self._lost.set()
         _log.warning("%s: going on without reports to Prefect; files are not affected", reason)
-        self._filter_reports(NOISY + RUNS)
         set_api_log_sink(lambda _: None)
         EventsWorker.set_client_override(NullEventsClient)
         discard(services())
@@ -98,7 +92,7 @@ class ApiConnection:
             set_api_log_sink(None)
             EventsWorker.set_client_override(None)
         for name in NOISY + RUNS:
-            logging.getLogger(name).removeFilter(_drop_lost_reports)
+            logging.getLogger(name).removeFilter(self._is_news)
 
     def confirm(self) -> None:
         """Check that the API is still there, before the last reports are sent."""
@@ -108,14 +102,10 @@ class ApiConnection:
             if self.lost or healthy(self.url, LAST_TRY_S):
                 return
             self._closing.wait(1.0)
-        self._lose_unanswered()
+        self.lose(f"the Prefect API at {self.url} does not answer")
 
-    async def refuse_when_lost(self, _: httpx.Request) -> None:
+    def refuse_when_lost(self, _: httpx.Request) -> None:
         """Raise ApiLost instead of a request that would be retried for a minute."""
-        self.refuse_now(_)
-
-    def refuse_now(self, _: httpx.Request) -> None:
-        """The same, for a client that is not asynchronous."""
         if self.lost:
             raise ApiLost(f"the Prefect API at {self.url} is gone")
 
@@ -124,14 +114,13 @@ class ApiConnection:
         while not self.lost and not self._closing.wait(WATCH_EVERY_S):
             misses = 0 if healthy(self.url) else misses + 1
             if misses == MISSES_MAX and not self._closing.is_set():
-                self._lose_unanswered()
+                self.lose(f"the Prefect API at {self.url} does not answer")
 
-    def _lose_unanswered(self) -> None:
-        self.lose(f"the Prefect API at {self.url} does not answer")
-
-    def _filter_reports(self, loggers: Sequence[str]) -> None:
-        for name in loggers:
-            logging.getLogger(name).addFilter(_drop_lost_reports)
+    def _is_news(self, record: logging.LogRecord) -> bool:
+        if record.name in NOISY:
+            return not (self.lost or self.temporary)
+        error = record.exc_info[1] if record.exc_info else None
+        return not (self.lost and isinstance(error, httpx.TransportError))
 
 
 def healthy(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
@@ -148,18 +137,13 @@ def current_connection() -> ApiConnection | None:
     return _current.get()
 
 
-def has_temporary_api() -> bool:
-    """Return True where the flow reports to a server that ends with this process."""
-    connection = _current.get()
-    return connection is not None and connection.temporary
-
-
 @contextmanager
-def using(connection: ApiConnection) -> Iterator[None]:
-    """Make `connection` the current one inside the block, and close it after that."""
+def connected(url: str, *, temporary: bool = False) -> Iterator[ApiConnection]:
+    """Make a connection to `url` the current one inside the block, and close it after that."""
+    connection = ApiConnection(url, temporary=temporary)
     token = _current.set(connection)
     try:
-        yield
+        yield connection
     finally:
         _current.reset(token)
         connection.close()
@@ -191,48 +175,8 @@ def discard(running: Services) -> None:
         with suppress(RuntimeError, TimeoutError):  # the loop ends with the process
             if task is not None:
                 loop.call_soon_threadsafe(task.cancel)
-            asyncio.run_coroutine_threadsafe(_within(done), loop).result(DISCARD_S + 1)
-
-
-async def _within(done: asyncio.Event) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(done.wait(), DISCARD_S)
-
-
-class _HeldBack(logging.Filter):
-    """Holds back what Prefect logs as an error of every task and flow that is cancelled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not record.getMessage().startswith("Crash detected! Execution was "):
-            return True
-        self.records.append(record)
-        return False
-
-
-@contextmanager
-def _quiet_interrupt() -> Iterator[None]:
-    """Log no crashes where Ctrl-C or SIGTERM ends the block: that is no fault, and a line says so.
-
-    Where something else cancelled tasks, they are logged at the end of the block.
-    """
-    held = _HeldBack()
-    loggers = [logging.getLogger(name) for name in RUNS]
-    for logger in loggers:
-        logger.addFilter(held)
-    try:
-        yield
-    except (KeyboardInterrupt, TerminationSignal):
-        held.records.clear()
-        raise
-    finally:
-        for logger in loggers:
-            logger.removeFilter(held)
-        for record in held.records:
-            logging.getLogger(record.name).handle(record)
+            ended = asyncio.wait_for(done.wait(), DISCARD_S)
+            asyncio.run_coroutine_threadsafe(ended, loop).result(DISCARD_S + 1)
 
 
 _called: ContextVar[bool] = ContextVar("marin-rl-called", default=False)
@@ -271,8 +215,7 @@ def play_flow(
     reported.fn = recorded
     token = _called.set(True)
     try:
-        with _quiet_interrupt():
-            return _run(_play(reported, connection, arguments, named), stop)
+        return _run(_play(reported, connection, arguments, named), stop)
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
         if outcome.done() and error is outcome.exception():
             raise
@@ -323,5 +266,9 @@ async def _play(
     """Call a flow, or its function outside of a flow run; one client serves all of its tasks."""
     async with AsyncClientContext() as context:
         if connection is not None:
-            context.client._client.event_hooks = {"request": [connection.refuse_when_lost]}
+
+            async def refuse(request: httpx.Request) -> None:
+                connection.refuse_when_lost(request)
+
+            context.client._client.event_hooks = {"request": [refuse]}
         return await function(*arguments, **named)

@@ -131,7 +131,7 @@ class Reporter:
             for row in metric_rows(self._run):
                 self._note(row["round"], {k: v for k, v in row.items() if v is not None})
             connection = self._connection
-            hooks = [] if connection is None else [connection.refuse_now]
+            hooks = [] if connection is None else [connection.refuse_when_lost]
             settings = {"event_hooks": {"request": hooks}}
             with get_client(sync_client=True, httpx_settings=settings) as client:
                 if self._attempt > 1:

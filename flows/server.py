@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
 from prefect.events.worker import EventsWorker
@@ -27,14 +27,7 @@ from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import get_current_settings, temporary_settings
 
-from flows.connection import (
-    ApiConnection,
-    discard,
-    has_caller,
-    healthy,
-    services,
-    using,
-)
+from flows.connection import ApiConnection, connected, discard, has_caller, healthy, services
 from marin_rl.errors import MarinRLError
 from marin_rl.progress import phase
 
@@ -78,36 +71,32 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
     """Give flows inside the block an API, and yield its URL.
 
     The modules named in `warm` are imported first, while a local server takes as long to start.
-    Raises RuntimeError when neither the configured API nor a local server answers.
+    Raises RuntimeError when neither the configured API nor a local server answers, and
+    KeyboardInterrupt for SIGTERM too, which commands report without a trace.
     """
-    with temporary_settings(set_defaults=QUIET), _sigterm_as_interrupt():
-        configured = get_current_settings().api.url
-        if configured and healthy(configured):
-            _import(warm)
-            with using(ApiConnection(configured)):
-                yield configured
-            return
-        reason = f"no Prefect API at {configured}" if configured else "no Prefect API configured"
-        _log.info("%s: using a temporary one (later, `prefect server start` shows the run)", reason)
-        for name in ("prefect.engine", "prefect.flow_runs"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not there
-        with _local_server(warm) as url, temporary_settings(updates={"api.url": url}):
+    with temporary_settings(set_defaults=QUIET), ExitStack() as stack:
+        try:
+            url = get_current_settings().api.url
+            if url and healthy(url):
+                _import(warm)
+                stack.enter_context(connected(url))
+            else:
+                reason = f"no Prefect API at {url}" if url else "no Prefect API configured"
+                later = "later, `prefect server start` shows the run"
+                _log.info("%s: using a temporary one (%s)", reason, later)
+                for name in ("prefect.engine", "prefect.flow_runs"):
+                    logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not
+                url = stack.enter_context(_local_server(warm))
+                stack.enter_context(temporary_settings(updates={"api.url": url}))
             yield url
+        except TerminationSignal:
+            raise KeyboardInterrupt from None
 
 
 @phase("importing JAX and Levanter")
 def _import(modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Turn SIGTERM into the KeyboardInterrupt of Ctrl-C, which commands report without a trace."""
-    try:
-        yield
-    except TerminationSignal:
-        raise KeyboardInterrupt from None
 
 
 def quieten() -> None:
@@ -122,35 +111,36 @@ class _Terse(logging.Filter):
     """Drops the final state of tasks and flows, and the traces of errors that a caller reports.
 
     An error is reported in full once: by the caller of `play_flow`, else by the flow. A task, which
-    may fail where its flow goes on, says how it begins.
+    may fail where its flow goes on, says how it begins. That tasks were cancelled is no news where
+    a caller reports what ended the flow.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        called = has_caller()
+        called, message = has_caller(), str(record.msg)
+        if called and message.startswith("Crash detected! Execution was "):
+            return False
         if isinstance(error, MarinRLError) or (called and isinstance(error, Exception)):
-            text = str(error)
+            text = "" if called else str(error)
             if record.name == "prefect.task_runs":
-                first = text.partition("\n")[0]
-                text = (
-                    first
-                    if len(first) <= ERROR_SHOWN
-                    else f"{first[: ERROR_SHOWN - 1].rpartition(' ')[0]} …"
-                )
-            elif called:
-                text = ""
+                text = str(error).partition("\n")[0]
+                if len(text) > ERROR_SHOWN:
+                    text = f"{text[: ERROR_SHOWN - 1].rpartition(' ')[0]} …"
             line = f"failed: {type(error).__name__}"
             record.msg, record.args = "%s", (f"{line}: {text}" if text else line,)
             record.exc_info = record.exc_text = None
-        return not str(record.msg).startswith("Finished in state")
+        return not message.startswith("Finished in state")
 
 
 @contextmanager
 def _local_server(warm: Sequence[str]) -> Iterator[str]:
     """Start a server, wait until it answers, and end it with the block."""
     port = free_port()
-    connection = ApiConnection(f"http://127.0.0.1:{port}/api", temporary=True)
-    with _profile() as profile, tempfile.TemporaryFile() as log, using(connection):
+    with (
+        _profile() as profile,
+        tempfile.TemporaryFile() as log,
+        connected(f"http://127.0.0.1:{port}/api", temporary=True) as connection,
+    ):
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         environment = {**os.environ, **settings, **EPHEMERAL, **profile}
         environment.pop("PREFECT_API_URL", None)
@@ -163,18 +153,15 @@ def _local_server(warm: Sequence[str]) -> Iterator[str]:
             stderr=log,
             start_new_session=True,  # Ctrl-C is for the flow, which reports it
         )
+        assert process.stdin is not None
         answered, ending = threading.Event(), threading.Event()
 
         def lose_when_ended() -> None:
             code = process.wait()
             # One that ends by itself before it has answered could not start, which is raised below.
             if not ending.is_set() and (code < 0 or answered.is_set()):
-                killed = code < 0
-                how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if killed
-                    else f"ended with {code}"
-                )
+                signal_name = signal.Signals(-code).name if code < 0 else ""
+                how = f"was killed by {signal_name}" if code < 0 else f"ended with {code}"
                 connection.lose(f"the temporary Prefect server {how}")
 
         threading.Thread(target=lose_when_ended, name="prefect-server", daemon=True).start()
@@ -192,7 +179,6 @@ def _local_server(warm: Sequence[str]) -> Iterator[str]:
                 EventsWorker.drain_all(timeout=DRAIN_S)
             ending.set()
             discard(unsent)
-            assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.close()
             try:

@@ -17,7 +17,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.runtime import flow_run
 
-from flows.connection import has_temporary_api
+from flows.connection import current_connection
 from flows.reports import reporting
 from flows.run_log import logging_rounds
 from flows.server import quieten
@@ -97,7 +97,9 @@ def open_session(config: Config, flow: str) -> Iterator[RunRef]:
     check_all(config, flow)
     with ExitStack() as stack:
         # Before the run is created: a runner that cannot work is no reason to begin one.
-        stack.enter_context(fanning_out(config, shared_api=not has_temporary_api()))
+        connection = current_connection()
+        temporary = connection is not None and connection.temporary
+        stack.enter_context(fanning_out(config, shared_api=not temporary))
         run = Run.create_or_open(config, as_begun)
         stack.enter_context(run.lock())
         if flow not in (EVALUATE, REWARD_MODEL):

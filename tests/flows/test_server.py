@@ -19,8 +19,8 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import get_current_settings, temporary_settings
 from support.flow_runs import REPOSITORY
 
-from flows.connection import RUNS, _HeldBack, _quiet_interrupt, discard, services
-from flows.server import free_port, healthy, prefect_api
+from flows.connection import _called, discard, services
+from flows.server import free_port, healthy, prefect_api, quieten
 
 PROGRAM = """
 import time
@@ -107,31 +107,22 @@ CRASH = "Crash detected! Execution was cancelled by the runtime environment."
 OTHER = "Crash detected! Request to http://127.0.0.1:4200 failed: ReadTimeout."
 
 
-@pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt, 0), (ValueError, 2)])
-def test_cancelled_tasks_are_logged_unless_the_run_was_interrupted(
+@pytest.mark.parametrize(("called", "told"), [(True, [OTHER]), (False, [CRASH, OTHER])])
+def test_cancelled_tasks_are_logged_unless_a_caller_reports_the_error(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    error: type[BaseException],
-    told: int,
+    called: object,
+    told: list[str],
 ) -> None:
-    loggers = [logging.getLogger(name) for name in RUNS]
-    for logger in loggers:
-        monkeypatch.setattr(logger, "propagate", True)
-        monkeypatch.setattr(logger, "handlers", [])
-    texts = lambda: [record.getMessage() for record in caplog.records]
-
-    def play() -> None:
-        with _quiet_interrupt():
-            for logger in loggers:
-                logger.error(CRASH)
-            loggers[0].error(OTHER)
-            assert texts() == [OTHER]
-            raise error
-
-    with pytest.raises(error):
-        play()
-    assert texts() == [OTHER] + told * [CRASH]
-    assert not any(isinstance(item, _HeldBack) for logger in loggers for item in logger.filters)
+    quieten()
+    logger = logging.getLogger("prefect.task_runs")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "handlers", [])
+    token = _called.set(bool(called))
+    logger.error(CRASH)
+    logger.error(OTHER)
+    _called.reset(token)
+    assert [record.getMessage() for record in caplog.records] == told
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
