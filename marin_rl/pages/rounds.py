@@ -223,10 +223,10 @@ def _card(row: Mapping[str, Any], place: str, reading: _Reading) -> dict[str, An
     turns = []
     for turn in row["turns"]:
         content, left_out = _cut(turn["content"], characters)
-        calls = [c | {"arguments": _cut(c["arguments"], characters)[0]} for c in calls_of(turn)]
+        calls = [{**c, "arguments": _cut(c["arguments"], characters)[0]} for c in calls_of(turn)]
         shown = {"content": content, "left_out": left_out, "tool_calls": calls}
         turns.append(turn | shown | {"sampled": is_sampled(turn)})
-    card = dialogue_of(row | {"turns": turns}) | {
+    card = dialogue_of({**row, "turns": turns}) | {
         "index": row["index_in_group"],
         "place": place,
         "error": _cut(row["error"] or "", characters)[0],

@@ -11,14 +11,14 @@ from marin_rl.config import Config
 from marin_rl.rollouts.streaming import CHUNK, group_id_of
 from marin_rl.storage.layout import STREAM, numbers_in, stream_key
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.group_log import WORKER, GroupLog, commit_groups, groups_of_chunk
+from marin_rl.storage.tables.group_log import WORKER, GroupLog, groups_of_chunk
 from marin_rl.storage.tables.intakes import (
     collect_shard,
     commit_intake,
     decide,
     settled_before,
 )
-from marin_rl.storage.tables.rollouts import decode_shard, groups_of, seal_round
+from marin_rl.storage.tables.rollouts import commit_groups, decode_shard, groups_of, seal_round
 from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, number_of, numbers_of
 from marin_rl.types import RolloutGroup, SlotRef
 

@@ -15,56 +15,23 @@ committed, those of a stream once sealed rounds have all their groups.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pyarrow as pa
 
 from marin_rl.errors import CommitConflict
-from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.layout import pack_key, partial_key, partial_name, piece_name, pieces_folder
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.parquet import commit_table, iter_present
+from marin_rl.storage.tables.parquet import iter_present
 from marin_rl.storage.tables.rollouts import (
+    commit_groups,
     decode_shard,
-    encode_shard,
     groups_of,
     identify_shard,
 )
 from marin_rl.types import RolloutGroup, ServedPolicy
-from schemas.migrations import ROLLOUTS as LADDER
 
 WORKER = "worker"  # in the footer of an object of a stream: who sampled its groups
-
-
-def commit_groups(
-    run: Run,
-    key: str,
-    groups: Sequence[RolloutGroup],
-    *,
-    round: int,
-    shard: int,
-    fingerprint: str,
-    policy: ServedPolicy,
-    stamp: Mapping[str, str] | None = None,
-) -> tuple[bytes, bool]:
-    """Create groups at a key; the bytes that are committed there, and True if they are these.
-
-    Raises CommitConflict, CommitUnknown, StorageError.
-    """
-    attempt = new_attempt()
-    data = encode_shard(
-        groups,
-        run_id=run.run_id,
-        round=round,
-        shard=shard,
-        attempt=attempt,
-        # The process that makes the shard writes its own name there.
-        replica="",
-        fingerprint=fingerprint,
-        policy=policy,
-        stamp=stamp,
-    )
-    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
-    return committed, committed == data
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,7 +134,7 @@ class GroupLog:
     def _commit(
         self, key: str, groups: Sequence[RolloutGroup]
     ) -> tuple[Sequence[RolloutGroup], bool]:
-        committed, ours = commit_groups(
+        data, ours = commit_groups(
             self.run,
             key,
             groups,
@@ -177,63 +144,58 @@ class GroupLog:
             policy=self.policy,
             stamp=self.stamp,
         )
-        return (groups if ours else self._decoded(key, committed)), ours
+        return (groups if ours else self._decoded(key, data)), ours
 
 
-def members_of_shard(
-    run: Run, round: int, shard: int, fingerprint: str, policy: ServedPolicy
+def _of_shard(
+    name_of: Callable[[str, int], str],
+    run: Run,
+    round: int,
+    shard: int,
+    fingerprint: str,
+    policy: ServedPolicy,
 ) -> GroupLog:
-    """Chains of members that have ended, by the ids of their groups."""
+    """Chains below the private folder of a shard, by the ids of their groups."""
     folder = pieces_folder(round, shard, fingerprint)
-
-    def key(group_id: str, number: int) -> str:
-        return f"{folder}/{piece_name(group_id.rpartition('/')[2], number)}"
-
-    return GroupLog(
-        run=run, policy=policy, fingerprint=fingerprint, key=key, round=round, shard=shard
-    )
-
-
-def partials_of_shard(
-    run: Run, round: int, shard: int, fingerprint: str, policy: ServedPolicy
-) -> GroupLog:
-    """Chains of pieces of a shard's unfinished groups, by the ids of the groups."""
-    folder = pieces_folder(round, shard, fingerprint)
-
-    def key(group_id: str, number: int) -> str:
-        return f"{folder}/{partial_name(group_id.rpartition('/')[2], number)}"
-
-    return GroupLog(
-        run=run, policy=policy, fingerprint=fingerprint, key=key, round=round, shard=shard
-    )
-
-
-def groups_of_chunk(
-    run: Run, numbers: range, fingerprint: str, policy: ServedPolicy, worker: str
-) -> GroupLog:
-    """The chain of the finished groups `numbers` of a stream; `worker` goes into the footers."""
     return GroupLog(
         run=run,
         policy=policy,
         fingerprint=fingerprint,
-        key=lambda _, number: pack_key(numbers, number),
+        key=lambda group_id, n: f"{folder}/{name_of(group_id.rpartition('/')[2], n)}",
+        round=round,
+        shard=shard,
+    )
+
+
+members_of_shard = partial(_of_shard, piece_name)  # members that have ended
+partials_of_shard = partial(_of_shard, partial_name)  # pieces of unfinished groups
+
+
+def _of_stream(
+    key: Callable[[str, int], str], run: Run, fingerprint: str, policy: ServedPolicy, worker: str
+) -> GroupLog:
+    """Chains of a stream; `worker` goes into the footers."""
+    return GroupLog(
+        run=run,
+        policy=policy,
+        fingerprint=fingerprint,
+        key=key,
         # Which round takes them is open: `commit_tables` writes that into the shard.
         round=policy.weight_version,
         stamp={WORKER: worker},
     )
 
 
-def partials_of_stream(run: Run, fingerprint: str, policy: ServedPolicy, worker: str) -> GroupLog:
-    """Chains of pieces of a stream's unfinished groups, by the ids of the groups."""
+def groups_of_chunk(
+    run: Run, numbers: range, fingerprint: str, policy: ServedPolicy, worker: str
+) -> GroupLog:
+    """The chain of the finished groups `numbers` of a stream."""
+    return _of_stream(lambda _, n: pack_key(numbers, n), run, fingerprint, policy, worker)
 
-    def key(group_id: str, number: int) -> str:
-        return partial_key(int(group_id.rpartition("-")[2]), number)
 
-    return GroupLog(
-        run=run,
-        policy=policy,
-        fingerprint=fingerprint,
-        key=key,
-        round=policy.weight_version,
-        stamp={WORKER: worker},
-    )
+def _partial_key(group_id: str, number: int) -> str:
+    return partial_key(int(group_id.rpartition("-")[2]), number)
+
+
+# Chains of pieces of a stream's unfinished groups, by the ids of the groups.
+partials_of_stream = partial(_of_stream, _partial_key)

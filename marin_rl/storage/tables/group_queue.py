@@ -25,9 +25,8 @@ from marin_rl.storage.layout import (
     shard_of,
 )
 from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.group_log import commit_groups
 from marin_rl.storage.tables.parquet import TableReader, load_or_none, load_readable
-from marin_rl.storage.tables.rollouts import decode_shard
+from marin_rl.storage.tables.rollouts import commit_groups, decode_shard
 from marin_rl.types import RolloutGroup, ServedPolicy
 from schemas.migrations import ROLLOUTS as LADDER
 from schemas.rollouts import CONTENT_VERSION

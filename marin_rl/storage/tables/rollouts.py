@@ -51,9 +51,9 @@ from schemas.migrations import ROLLOUTS as LADDER
 from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
 
 __all__ = [
-    "SamplingRecord", "commit_shard", "commit_tables", "decode_shard", "encode_shard",
-    "groups_of", "identify_shard", "iter_row_groups", "iter_shards", "manifest_to_be",
-    "rollouts_manifest", "seal_round", "shard_ref",
+    "SamplingRecord", "commit_groups", "commit_shard", "commit_tables", "decode_shard",
+    "encode_shard", "groups_of", "identify_shard", "iter_row_groups", "iter_shards",
+    "manifest_to_be", "rollouts_manifest", "seal_round", "shard_ref",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -125,6 +125,39 @@ def identify_shard(data: bytes | pa.Buffer, source: str = "rollout shard") -> tu
     return TableReader(data, source, LADDER).committed_as
 
 
+def commit_groups(  # noqa: PLR0913 - what a shard says of itself, and its key
+    run: Run,
+    key: str,
+    groups: Sequence[RolloutGroup],
+    *,
+    round: int,
+    shard: int,
+    fingerprint: str,
+    policy: ServedPolicy,
+    stamp: Mapping[str, str] | None = None,
+    replica: str = "",
+) -> tuple[bytes, bool]:
+    """Create groups at a key; the bytes that are committed there, and True if they are these.
+
+    `replica` names the process that makes a shard. Raises CommitConflict, CommitUnknown,
+    StorageError, and what `encode_shard` raises.
+    """
+    attempt = new_attempt()
+    data = encode_shard(
+        groups,
+        run_id=run.run_id,
+        round=round,
+        shard=shard,
+        attempt=attempt,
+        replica=replica,
+        fingerprint=fingerprint,
+        policy=policy,
+        stamp=stamp,
+    )
+    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
+    return committed, committed == data
+
+
 def commit_shard(
     run: Run,
     round: int,
@@ -136,21 +169,21 @@ def commit_shard(
 ) -> SlotRef:
     """Commit a shard by one create; where another attempt was first, its shard is adopted.
 
-    Raises CommitConflict, CommitUnknown, StorageError, and what `encode_shard` raises.
+    Raises as `commit_groups` does.
     """
-    attempt = new_attempt()
-    data = encode_shard(
+    key = shard_key(round, shard)
+    data, ours = commit_groups(
+        run,
+        key,
         groups,
-        run_id=run.run_id,
         round=round,
         shard=shard,
-        attempt=attempt,
-        replica=_replica(),
         fingerprint=fingerprint,
         policy=policy,
         stamp=stamp,
+        replica=_replica(),
     )
-    return _commit(run, round, shard, data, attempt, fingerprint)
+    return _ref_of(run.store, key, data, reused=not ours)
 
 
 def commit_tables(
@@ -170,19 +203,13 @@ def commit_tables(
             column = pa.repeat(pa.scalar(value, kind.type), table.num_rows)
             table = table.set_column(table.column_names.index(name), kind, column)
         writer.write(table)
-    return _commit(run, round, shard, writer.finish(), attempt, fingerprint)
+    key, data = shard_key(round, shard), writer.finish()
+    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
+    return _ref_of(run.store, key, committed, reused=committed != data)
 
 
 def _replica() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def _commit(
-    run: Run, round: int, shard: int, data: bytes, attempt: str, fingerprint: str
-) -> SlotRef:
-    key = shard_key(round, shard)
-    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
-    return _ref_of(run.store, key, committed, reused=committed != data)
 
 
 def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | None:
