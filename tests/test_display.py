@@ -8,7 +8,6 @@ from rich.console import Console
 
 from marin_rl.analysis.before_after import (
     BeforeAfter,
-    EpisodePair,
     PlayedEpisode,
     episodes_table,
 )
@@ -32,11 +31,10 @@ def text_of(renderable, width: int = 120) -> str:
 
 def test_episodes_of_two_rounds_stand_side_by_side() -> None:
     turns = ((False, "1-8"), (True, "5"), (False, "<"), (True, "[bold]2"))
-    pair = EpisodePair(
-        example_id="e",
-        answer="2",
-        before=PlayedEpisode(turns=turns[:2], reward=None),
-        after=PlayedEpisode(turns=turns, reward=0.9),
+    pair = (
+        "2",
+        PlayedEpisode(turns=turns[:2], reward=None),
+        PlayedEpisode(turns=turns, reward=0.9),
     )
     shown = text_of(episodes_table(BeforeAfter(rounds=(0, 60), pairs=[pair])))
     assert "round 0" in shown

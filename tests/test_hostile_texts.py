@@ -174,5 +174,5 @@ def test_a_page_keeps_them_as_data(run: Run) -> None:
     assert not set("<>&\0\x1b\u2028\u2029") & set(data)
     shown = json.loads(data)["groups"][0]["cards"]
     assert {card["turns"][-1]["content"] for card in shown} == {
-        cards[index].turns[-1].content for index in cards
+        cards[index]["turns"][-1]["content"] for index in cards
     }

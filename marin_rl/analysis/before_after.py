@@ -27,21 +27,11 @@ class PlayedEpisode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodePair:
-    """The same example, played by the first and by the last evaluated checkpoint."""
-
-    example_id: str
-    answer: str
-    before: PlayedEpisode
-    after: PlayedEpisode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BeforeAfter:
-    """Episodes of two rounds."""
+    """Episodes of two rounds: the answer to each example, and how both checkpoints played it."""
 
     rounds: tuple[int, int]
-    pairs: Sequence[EpisodePair]
+    pairs: Sequence[tuple[str, PlayedEpisode, PlayedEpisode]]
 
 
 def before_and_after(run: Run) -> BeforeAfter | None:
@@ -54,17 +44,9 @@ def before_and_after(run: Run) -> BeforeAfter | None:
         return None
     first, last = min(measured), max(measured)
     before, after = _episodes(run, first), _episodes(run, last)
-    both = [example_id for example_id in before if example_id in after]
-    chosen = [both[len(both) * (2 * place + 1) // (2 * SHOWN)] for place in range(SHOWN)]
-    pairs = [
-        EpisodePair(
-            example_id=example_id,
-            answer=before[example_id][0],
-            before=before[example_id][1],
-            after=after[example_id][1],
-        )
-        for example_id in dict.fromkeys(chosen)
-    ]
+    both = [name for name in before if name in after]
+    chosen = {both[len(both) * (2 * place + 1) // (2 * SHOWN)] for place in range(SHOWN)}
+    pairs = [(*before[name], after[name][1]) for name in both if name in chosen]
     return BeforeAfter(rounds=(first, last), pairs=pairs)
 
 
@@ -88,8 +70,8 @@ def episodes_table(compared: BeforeAfter) -> Table:
     first, last = compared.rounds
     names = ("answer", f"round {first}", f"round {last}")
     table = empty_table("The same held-out episodes before and after", names, left=names)
-    for pair in compared.pairs:
-        table.add_row(plain(pair.answer), _episode_cell(pair.before), _episode_cell(pair.after))
+    for answer, before, after in compared.pairs:
+        table.add_row(plain(answer), _episode_cell(before), _episode_cell(after))
     return table
 
 

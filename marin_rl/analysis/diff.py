@@ -89,8 +89,7 @@ def _changed(first: Run, second: Run, rounds: Sequence[int]) -> Mapping[str, tup
     for round in reversed(rounds):
         ours, theirs = (_written_by(run, round) for run in (first, second))
         if ours and theirs:
-            names = sorted({*ours, *theirs})
-            pairs = {name: (ours.get(name, ""), theirs.get(name, "")) for name in names}
+            pairs = {n: (ours.get(n, ""), theirs.get(n, "")) for n in sorted({*ours, *theirs})}
             return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     return {}
 
@@ -98,8 +97,7 @@ def _changed(first: Run, second: Run, rounds: Sequence[int]) -> Mapping[str, tup
 def _written_by(run: Run, round: int) -> Mapping[str, str]:
     """Code, libraries and machine of the update that ended a round, else of the one before it."""
     for slot in (checkpoint_slot(round + 1), checkpoint_slot(round)):
-        committed = read_manifest(run.store, slot)
-        if committed is not None:
+        if (committed := read_manifest(run.store, slot)) is not None:
             manifest = committed[0]
             return {**manifest.code, **manifest.libraries, **manifest.extra.get("machine", {})}
     return {}
@@ -107,25 +105,15 @@ def _written_by(run: Run, round: int) -> Mapping[str, str]:
 
 def _parting(first: Run, second: Run, rounds: Sequence[int]) -> tuple[int, str, str] | None:
     for round in rounds:
-        for stage in STAGES:
-            a, b = (_digest(run, round, stage) for run in (first, second))
-            if a is None or b is None:
-                continue  # one of them has not committed it yet
-            if a != b:
+        for stage, (slot_of, digest_of) in STAGES.items():
+            manifests = [read_manifest(run.store, slot_of(round)) for run in (first, second)]
+            a, b = (
+                None if item is None else digest_of(run, item[0])
+                for run, item in zip((first, second), manifests, strict=True)
+            )
+            if a is not None and b is not None and a != b:
                 return round, stage, f"{a[:16]} and {b[:16]}"
     return None
-
-
-def _digest(run: Run, round: int, stage: str) -> str | None:
-    """A digest of the content of one stage of a round; None while it is not committed."""
-    slot_of, digest_of = STAGES[stage]
-    committed = read_manifest(run.store, slot_of(round))
-    return None if committed is None else digest_of(run, committed[0])
-
-
-def _parameters(run: Run, manifest: Manifest) -> str:
-    del run  # the manifest has it
-    return str(manifest.extra.get("parameters_digest"))
 
 
 def _sampled(run: Run, manifest: Manifest) -> str:
@@ -156,7 +144,7 @@ def _trained(run: Run, manifest: Manifest) -> str:
 
 
 STAGES: Mapping[str, tuple[Callable[[int], str], Callable[[Run, Manifest], str]]] = {
-    "policy": (checkpoint_slot, _parameters),
+    "policy": (checkpoint_slot, lambda _, made: str(made.extra.get("parameters_digest"))),
     "rollouts": (rollouts_slot, _sampled),
     "batches": (batches_slot, _trained),
 }

@@ -24,9 +24,17 @@ def learning_curve(rows: Rows, title: str) -> bytes:
 
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
-    _draw_reward(axes, rows)
+    if points := _points(rows, "reward"):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color="#9aa5b1", linewidth=1.2, label="training reward")
     _draw_accuracy(axes, rows)
-    _draw_turns(axes, rows)
+    if points := _points(rows, "eval/mean_turns"):  # on a second axis, of episodes with several
+        x, y = zip(*points, strict=True)
+        right = axes.twinx()
+        right.plot(x, y, color="#c2410c", linewidth=1.6, linestyle="--", marker=".")
+        right.set_ylabel("held-out turns (dashed)", color="#c2410c")
+        right.set_ylim(bottom=0)
+        right.spines["top"].set_visible(False)
     axes.set(xlabel="round", ylabel="reward and accuracy", title=title)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]), top=max(1.02, axes.get_ylim()[1]))
     axes.spines[["top", "right"]].set_visible(False)
@@ -47,11 +55,8 @@ def write_learning_curve(run: Run, rows: Rows) -> Path:
     return target
 
 
-def _draw_reward(axes: Any, rows: Rows) -> None:
-    points = [(row["round"], row["reward"]) for row in rows if row.get("reward") is not None]
-    if points:
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, color="#9aa5b1", linewidth=1.2, label="training reward")
+def _points(rows: Rows, name: str) -> list[tuple[int, float]]:
+    return [(row["round"], row[name]) for row in rows if row.get(name) is not None]
 
 
 def _draw_accuracy(axes: Any, rows: Rows) -> None:
@@ -64,17 +69,3 @@ def _draw_accuracy(axes: Any, rows: Rows) -> None:
     high = [estimate.high for estimate in accuracies.values()]
     axes.fill_between(x, low, high, color="#2563eb", alpha=0.15, linewidth=0, label="95 % interval")
     axes.plot(x, y, color="#2563eb", linewidth=2, marker="o", label="held-out accuracy")
-
-
-def _draw_turns(axes: Any, rows: Rows) -> None:
-    """Draw the mean number of turns on a second axis, where episodes have several."""
-    name = "eval/mean_turns"
-    points = [(row["round"], row[name]) for row in rows if row.get(name) is not None]
-    if not points:
-        return
-    x, y = zip(*points, strict=True)
-    right = axes.twinx()
-    right.plot(x, y, color="#c2410c", linewidth=1.6, linestyle="--", marker=".")
-    right.set_ylabel("held-out turns (dashed)", color="#c2410c")
-    right.set_ylim(bottom=0)
-    right.spines["top"].set_visible(False)

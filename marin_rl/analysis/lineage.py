@@ -98,7 +98,13 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
     batches = committed_manifest(run.store, batches_slot(round))
     consumed = _consumed(run, batches, step, row)
     if not consumed:
-        raise ObjectMissing(_nothing_there(run, batches, step, row))
+        url = run.store.url_of(batches.slot)
+        if not (steps := count_in(batches, "steps", url)):
+            why = "this round trained on nothing; `marin-rl audit` says what was dropped"
+            raise ObjectMissing(f"{url}: {why}")
+        named = {"step": step, "row": row}
+        place = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+        raise ObjectMissing(f"{url}: no rollout stands in {place}; expected a step below {steps}")
     graph, player = Lineage(left_out=max(len(consumed) - ROLLOUTS_MAX, 0)), run.at_round(round)
     places = consumed[:ROLLOUTS_MAX]
     trained = read_manifest(run.store, checkpoint_slot(round + 1))
@@ -122,17 +128,6 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
     add_policy(graph, run, checkpoint_slot(round))
     _add_run(graph, player)
     return graph
-
-
-def _nothing_there(run: Run, batches: Manifest, step: int | None, row: int | None) -> str:
-    """Message for a round's batches, a step or a row of them, that have no such rollout."""
-    url = run.store.url_of(batches.slot)
-    steps = count_in(batches, "steps", url)
-    if not steps:
-        return f"{url}: this round trained on nothing; `marin-rl audit` says what was dropped"
-    names = {"step": step, "row": row}
-    location = ", ".join(f"{name} {value}" for name, value in names.items() if value is not None)
-    return f"{url}: no rollout stands in {location}; expected a step below {steps}"
 
 
 def trace_forward(run: Run, rollout_id: str) -> Lineage:
@@ -285,13 +280,11 @@ def write_graph(graph: Lineage, target: Path) -> None:
 def mermaid(graph: Lineage) -> str:
     """The graph as a Mermaid flowchart, sources first, without edges that a longer path implies."""
     ids = {name: f"n{number}" for number, name in enumerate(graph.nodes)}
-    lines = ["flowchart LR"]
-    for node in graph.nodes.values():
-        title = f"{node.kind}: {node.name}".replace('"', "#quot;")
-        lines.append(f'    {ids[node.name]}["{title}"]')
+    titles = (f"{node.kind}: {node.name}".replace('"', "#quot;") for node in graph.nodes.values())
+    boxes = (f'    {own}["{title}"]' for own, title in zip(ids.values(), titles, strict=True))
     edges = (edge for edge in _needed(graph) if edge.source in ids)
-    lines += [f"    {ids[edge.source]} --> {ids[edge.made]}" for edge in edges]
-    return "\n".join(lines) + "\n"
+    arrows = (f"    {ids[edge.source]} --> {ids[edge.made]}" for edge in edges)
+    return "\n".join(["flowchart LR", *boxes, *arrows]) + "\n"
 
 
 def _needed(graph: Lineage) -> list[Edge]:

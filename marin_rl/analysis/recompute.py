@@ -277,7 +277,6 @@ def _contradictions(step: RecordedStep, extra: RowExtras | None, config: Config)
 
 
 def _apart(recorded_N: np.ndarray, derived_N: np.ndarray, near: float) -> Bool[np.ndarray, " N"]:
-    """Tokens that differ by more than `near`, relative or absolute; NaN agrees with NaN."""
     return ~np.isclose(recorded_N, derived_N, near, near, equal_nan=True)
 
 

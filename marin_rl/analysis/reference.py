@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from marin_rl.config import Config, Section, is_runtime_only, omitted_if_none, section_of
 from marin_rl.environments.registry import options_by_environment
-from marin_rl.metrics import DEFINITIONS, Definition
+from marin_rl.metrics import DEFINITIONS
 
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "max_length": "at most", "pattern": "like"}
 
@@ -93,16 +93,15 @@ def metrics_markdown() -> str:
         "| metric | unit | definition | again | within | steps |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [_metric_row(item) for item in DEFINITIONS]
+    for item in DEFINITIONS:
+        again, within = item.recomputable, f"{item.relative:g}, {item.absolute:g}"
+        if again == "no":
+            again = within = ""
+        steps = "" if item.over_steps == "mean" else item.over_steps
+        cells = (f"`{item.name}`", item.unit, item.formula, again, within, steps)
+        escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+        lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines) + "\n"
-
-
-def _metric_row(item: Definition) -> str:
-    again, within = item.recomputable, f"{item.relative:g}, {item.absolute:g}"
-    if again == "no":
-        again = within = ""
-    steps = "" if item.over_steps == "mean" else item.over_steps
-    return _table_row(f"`{item.name}`", item.unit, item.formula, again, within, steps)
 
 
 def _titled_sections() -> Iterator[tuple[str, str, type[Section]]]:
@@ -128,18 +127,15 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[S
 
 
 def _item(key: str, info: FieldInfo) -> str:
-    default = "required" if info.is_required() else f"default `{_default(info)}`"
+    value = None if info.is_required() else info.get_default(call_default_factory=True)
+    value = list(value) if isinstance(value, tuple) else value
+    default = (
+        "required" if info.is_required() else f"default `{'null' if value is None else value}`"
+    )
     head = [f"**`{key}`**", _type_name(info.annotation), default]
     head += ["*free*"] if is_runtime_only(info) else []
     limits = f" ({_range(info)})" if _range(info) else ""
     return f"- {' · '.join(head)}<br>{info.description or ''}{limits}"
-
-
-def _default(info: FieldInfo) -> str:
-    default = info.get_default(call_default_factory=True)
-    if default is None:
-        return "null"
-    return str(list(default) if isinstance(default, tuple) else default)
 
 
 def _range(info: FieldInfo) -> str:
@@ -168,8 +164,3 @@ def _type_name(annotation: Any) -> str:
     if origin is dict:
         return "mapping"
     return " or ".join(_type_name(argument) for argument in arguments if argument is not Ellipsis)
-
-
-def _table_row(*cells: str) -> str:
-    escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
-    return f"| {' | '.join(escaped)} |"

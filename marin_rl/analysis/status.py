@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from marin_rl.analysis.stage import standstill
 from marin_rl.analysis.warnings import warnings_of
-from marin_rl.config import EnvironmentConfig
 from marin_rl.errors import MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
@@ -145,6 +144,7 @@ def run_status(root: str, run_id: str, options: Options = None) -> RunStatus:
 def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
     """The status of a run with these committed slots. Raises CorruptObject, NewerSchema."""
     run, rows = followed.run, followed.rows(slots)
+    config = run.config.environment
     checkpoints = [number for number, item in slots.items() if item.checkpoint]
     trained = max(checkpoints, default=0)
     bounds = {
@@ -158,7 +158,9 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         trained=trained,
         checkpoints=len(checkpoints),
         shards=sum(item.shards for item in slots.values()),
-        environment=_environment(run.config.environment),
+        environment=config.name
+        if config.mixture is None
+        else ", ".join(f"{entry.shown_label} {entry.weight:g}" for entry in config.mixture),
         policy=_policy(run, trained),
         in_progress=_open_round(run, slots),
         warm_start=None if trained else _warm_start(run),
@@ -217,13 +219,6 @@ def _tokenizer(run: Run, trained: int) -> str:
     return folder + (f" (digest {digest[:12]})" if digest else "")
 
 
-def _environment(config: EnvironmentConfig) -> str:
-    """The name of the environment, or of each one with its weight."""
-    if config.mixture is None:
-        return config.name
-    return ", ".join(f"{entry.shown_label} {entry.weight:g}" for entry in config.mixture)
-
-
 def each_run(
     root: str, read: Callable[[str], Result], options: Options = None
 ) -> list[Result | Unreadable]:
@@ -271,7 +266,6 @@ def _shown(accuracy: Estimate) -> str:
 
 
 def _warm_start(run: Run) -> str | None:
-    """Progress of the run's warm start, and its latest loss, where it has one."""
     reached, steps = latest_sft(run), run.config.sft.steps
     if reached is None:
         return f"0 of {steps} steps" if run.config.policy.init == "sft" else None
@@ -281,9 +275,7 @@ def _warm_start(run: Run) -> str | None:
 
 
 def _reward_model(run: Run) -> str | None:
-    """Progress of the run's reward model, where it trains one."""
-    settings = run.config.reward_model
-    if settings is None:
+    if (settings := run.config.reward_model) is None:
         return None
     reached = latest_reward_model(run)
     if reached is None:

@@ -96,23 +96,29 @@ class RunDisplay:
         """A panel: rounds, stage, main metrics, two curves."""
         curves = (("reward   ", self.rewards), ("held-out ", self.accuracies))
         lines = [Text(f"{name} {sparkline(values)}") for name, values in curves if values]
+        finished = min(self.round + (self.stage in ("round", "done")), self.rounds)
+        left = self.seconds_left()
+        rounds, numbers = Table.grid(padding=(0, 1)), Table.grid(padding=(0, 3))
+        rounds.add_row(
+            f"round {finished:>4}/{self.rounds}",
+            ProgressBar(total=max(self.rounds, 1), completed=finished, width=36),
+            "" if left is None else f"about {duration(left)} left",
+        )
+        numbers.add_row(
+            *(
+                f"[dim]{METRICS[name][0]}[/dim] [bold]{formatted(name, self.metrics)}[/bold]"
+                for name in LIVE
+                if name in self.metrics
+            )
+        )
+        inner, stage = open_phase(), self.stage_line()
+        line = stage if inner is None else inner.line(time.monotonic())
+        stage = stage if line == stage else f"{stage}: {line}"
         return Panel(
-            Group(self._rounds_line(), self._stage_line(), self._numbers(), *lines),
+            Group(rounds, Text(stage, style="dim"), numbers, *lines),
             title=plain(self.run_id, "bold"),
             border_style="cyan",
         )
-
-    def _rounds_line(self) -> Table:
-        finished = min(self.round + (self.stage in ("round", "done")), self.rounds)
-        bar = ProgressBar(total=max(self.rounds, 1), completed=finished, width=36)
-        left = self.seconds_left()
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(
-            f"round {finished:>4}/{self.rounds}",
-            bar,
-            "" if left is None else f"about {duration(left)} left",
-        )
-        return grid
 
     def stage_line(self) -> str:
         """The stage with its counts and seconds: `round 3: generating 13/64 (12 s)`."""
@@ -120,23 +126,6 @@ class RunDisplay:
         amount = f" {self.done}/{self.total}" if self.total else ""
         seconds = time.monotonic() - self._stage_began
         return f"{before}{STAGES.get(self.stage, self.stage)}{amount} ({duration(seconds)})"
-
-    def _stage_line(self) -> Text:
-        inner = open_phase()
-        own = self.stage_line()
-        line = own if inner is None else inner.line(time.monotonic())
-        return Text(own if line == own else f"{own}: {line}", style="dim")
-
-    def _numbers(self) -> Table:
-        grid = Table.grid(padding=(0, 3))
-        grid.add_row(
-            *(
-                f"[dim]{METRICS[name][0]}[/dim] [bold]{formatted(name, self.metrics)}[/bold]"
-                for name in LIVE
-                if name in self.metrics
-            )
-        )
-        return grid
 
 
 @contextmanager

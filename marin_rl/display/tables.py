@@ -143,15 +143,12 @@ def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12)
     evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
     chosen = evaluated if len(rows) > limit and len(evaluated) >= 2 else rows
     for row in evenly(chosen, limit):
-        table.add_row(str(row["round"]), *(_round_cell(name, row) for name in columns))
+        cells = [formatted(name, row) for name in columns]
+        low, high = (row.get(f"eval/accuracy/{side}") for side in ("low", "high"))
+        if low is not None and high is not None:
+            cells[columns.index("eval/accuracy")] += f" {100 * low:.0f}-{100 * high:.0f}"
+        table.add_row(str(row["round"]), *cells)
     return table
-
-
-def _round_cell(name: str, row: Mapping[str, Any]) -> str:
-    """A metric of a round; the held-out accuracy with its 95 % interval, where the row has it."""
-    low, high = (row.get(f"{name}/{side}") for side in ("low", "high"))
-    interval = "" if low is None or high is None else f" {100 * low:.0f}-{100 * high:.0f}"
-    return formatted(name, row) + interval
 
 
 def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -168,16 +165,12 @@ def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         numbers = (f"{row[name]:,}" for name in ("queued", "busy", "slots"))
         idle = "" if row.get("idle") is None else f"{row['idle']:.0%}"
         speed = (f"{row['tokens_per_second']:,.0f}", idle, f"{row['beat_ago_s']:,.0f} s ago")
-        table.add_row(plain(row["url"]), plain(labels), plain(_served(row)), *numbers, *speed)
+        served = row["model"]
+        if row.get("adapters") is not None:  # versions next to one base each
+            names = dict.fromkeys((served, *row["adapters"]))
+            served = f"{', '.join(names)} as adapters of {row['base_digest'][:8]}"
+        table.add_row(plain(row["url"]), plain(labels), plain(served), *numbers, *speed)
     return table
-
-
-def _served(row: Mapping[str, Any]) -> str:
-    """The policy of a server; of versions next to one base each, and the base's digest."""
-    if row.get("adapters") is None:
-        return row["model"]
-    others = [name for name in row["adapters"] if name != row["model"]]
-    return f"{', '.join([row['model'], *others])} as adapters of {row['base_digest'][:8]}"
 
 
 def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -5,6 +5,7 @@ metrics a run does not have is named instead of drawn empty.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -93,34 +94,23 @@ def _chart(plan: ChartPlan, rows: Rows) -> Chart:
     present = sorted({name for row in rows for name, value in row.items() if value is not None})
     lines = []
     for pattern, label in plan.metrics.items():
-        for name in present:
-            part = _matched(pattern, name)
-            if part is not None and name not in plan.without:
-                lines.append(_line(name, label.format(part), rows, plan.noise))
+        # The `*` of a pattern stands for one character at least.
+        head, star, tail = map(re.escape, pattern.partition("*"))
+        form = re.compile(f"{head}(.+){tail}" if star else f"{head}()")
+        for match in filter(None, map(form.fullmatch, present)):
+            values = [(row["round"], row.get(match[0])) for row in rows]
+            points = [(x, float(y)) for x, y in values if y is not None and math.isfinite(y)]
+            if match[0] in plan.without or not points:
+                continue
+            x, y = zip(*points, strict=True)
+            if max(map(abs, y)) >= plan.noise:
+                lines.append(Line(name=label.format(match[1]), x=x, y=y))
     return Chart(
         key=plan.key,
         title=plan.title,
         unit=plan.unit,
         about=plan.about,
-        lines=[line for line in lines if line is not None],
+        lines=lines,
         kind=plan.kind,
         logarithmic=plan.logarithmic,
     )
-
-
-def _matched(pattern: str, name: str) -> str | None:
-    """Part of a name that the `*` of a pattern matches; None where they do not match."""
-    head, star, tail = pattern.partition("*")
-    if not star:
-        return "" if pattern == name else None
-    if name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail):
-        return name[len(head) : len(name) - len(tail)]
-    return None
-
-
-def _line(name: str, label: str, rows: Rows, noise: float) -> Line | None:
-    values = [(row["round"], row.get(name)) for row in rows]
-    points = [(x, float(y)) for x, y in values if y is not None and math.isfinite(y)]
-    if not points or max(abs(y) for _, y in points) < noise:
-        return None
-    return Line(name=label, x=[x for x, _ in points], y=[y for _, y in points])

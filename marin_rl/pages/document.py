@@ -102,7 +102,8 @@ class RunPage:
         )
         lines = {k: v for k, v in status.facts.items() if k not in ("root", "in progress")}
         lines["rollouts"] = f"{sum(part.rollouts for part in parts):,}"
-        slots = {number: self._slots_of(number, committed) for number in shown}
+        slots = {n: self._slots.get(n) or round_slots(run, n) for n in shown}
+        self._slots |= {n: own for n, own in slots.items() if _trained(n, committed)}
         notes = self._notes(parts)
         return Page(
             facts=facts_of(run, status.headline, lines),
@@ -146,12 +147,6 @@ class RunPage:
             reward = estimate_of_groups(usable)
             if reward is not None:
                 self._held_out[int(number)] = reward  # type: ignore[arg-type]  # an int column
-
-    def _slots_of(self, number: int, committed: dict[int, RoundProgress]) -> dict[str, Slot]:
-        slots = self._slots.get(number) or round_slots(self._run, number)
-        if _trained(number, committed):
-            self._slots[number] = slots
-        return slots
 
     def _notes(self, parts: Sequence[RoundPart]) -> list[str]:
         shown = [part for part in parts if part.groups]

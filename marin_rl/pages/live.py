@@ -10,16 +10,21 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import (
+    BaseHTTPMiddleware,
+    DispatchFunction,
+    RequestResponseEndpoint,
+)
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from marin_rl.config import ServerConfig
 from marin_rl.errors import ConfigError, MarinRLError
@@ -63,6 +68,23 @@ class Latest:
             return self._body, self._tag
 
 
+def _ours_alone(host: str) -> DispatchFunction:
+    """Middleware that refuses requests to other hosts than this machine, or of other pages."""
+    origins = Origins(ServerConfig(), host, has_token=False)
+
+    async def dispatch(request: Request, answer: RequestResponseEndpoint) -> Response:
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in request.headers.raw:
+            headers.setdefault(name, []).append(value)
+        try:
+            origins.check(headers)
+        except ApiError:
+            return PlainTextResponse("this page is for this machine only", 403)
+        return await answer(request)
+
+    return dispatch
+
+
 def view_app(page: RunPage, run_id: str, host: str = "127.0.0.1") -> ASGIApp:
     """The application: the page, its scripts and its data. GET and HEAD only."""
     latest = Latest(page)
@@ -94,7 +116,7 @@ def view_app(page: RunPage, run_id: str, host: str = "127.0.0.1") -> ASGIApp:
         Route("/assets/{name}", asset),
         Route("/data.json", data),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(_OurPagesOnly, host=host)])
+    return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, _ours_alone(host))])
 
 
 def serve_view(
@@ -118,28 +140,3 @@ def serve_view(
         app, log_config=None, log_level="warning", access_log=False, http="h11", lifespan="off"
     )
     uvicorn.Server(config).run(sockets=[listener])
-
-
-class _OurPagesOnly:
-    """ASGI middleware: refuse requests to other hosts than this machine, or of other pages."""
-
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self._app = app
-        self._origins = Origins(ServerConfig(), host, has_token=False)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        headers: dict[bytes, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name, []).append(value)
-        answer: Callable[[Scope, Receive, Send], Awaitable[None]] = self._app
-        try:
-            self._origins.check(headers)
-        except ApiError:
-            answer = PlainTextResponse("this page is for this machine only", 403)
-        await answer(scope, receive, send)

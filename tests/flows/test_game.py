@@ -36,4 +36,4 @@ def test_held_out_turns_fall(tmp_path: Path) -> None:
     compared = before_and_after(run)
     assert compared is not None
     assert compared.rounds == (0, ROUNDS)
-    assert [len(pair.after.turns) > 1 for pair in compared.pairs] == [True] * 3
+    assert [len(after.turns) > 1 for _, _, after in compared.pairs] == [True] * 3
