@@ -8,14 +8,13 @@ weights, which hardly shrink, cost no time to pack. Where a caller asks for it, 
 file without Orbax (`packed_arrays`); a reader tells by its name.
 """
 
-import hashlib
 import logging
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from marin_rl.storage.commits import (
     manifest_of,
     new_attempt,
     parent_of,
+    part_of,
 )
 from marin_rl.storage.packed_arrays import PACKED, packed, unpacked
 from marin_rl.storage.runs import Run
@@ -65,10 +65,7 @@ class ExtraParts:
 
 
 def checkpoint_fingerprint(content: Mapping[str, Any], parents: Sequence[SlotRef]) -> str:
-    """Return the fingerprint of a checkpoint computed from `content` and `parents`."""
-    return fingerprint(
-        "checkpoint", content, [parent_of(parent) for parent in parents], SCHEMA_VERSION
-    )
+    return fingerprint("checkpoint", content, list(map(parent_of, parents)), SCHEMA_VERSION)
 
 
 @phase("writing the checkpoint")
@@ -105,7 +102,7 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds, comes from, a
         slot,
         attempt=attempt,
         fingerprint=checkpoint_fingerprint(content, parents),
-        parents=[parent_of(parent) for parent in parents],
+        parents=list(map(parent_of, parents)),
         parts=parts,
         totals=totals,
         extra={**extra, "machine": machine_facts()},
@@ -143,27 +140,37 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
     """Write the arrays below the key `prefix`, durably; the record of every file."""
     target = run.store.local_path(prefix)
-    if target is not None:
-        with explained(target, _bytes_of(arrays)):
+    with ExitStack() as stack:
+        if target is None:
+            staging = tempfile.TemporaryDirectory(prefix="marin-rl-checkpoint-")
+            folder = Path(stack.enter_context(staging))
+        else:
+            folder = target
             make_folder(target)
-            _save(target, arrays)
-            # Synced here, whatever Orbax syncs: the commit must not name files a crash can lose.
-            parts = _each(_files(target), lambda file: _sealed(file, target, attempt))
+        stack.enter_context(explained(folder, _bytes_of(arrays)))
+        _save(folder, arrays)
+
+        def seal(file: Path) -> Part:
+            """Make a file durable, and describe it by one read for both."""
+            relative = file.relative_to(folder).as_posix()
+            with file.open("rb") as opened:
+                if target is not None:
+                    # Synced here, whatever Orbax syncs: the commit must not name files a crash can
+                    # lose. A descriptor for reading is enough: fsync flushes the file.
+                    os.fsync(opened.fileno())
+                data = opened.read()
+            if target is None:
+                run.store.put_part(f"{prefix}/{relative}", data)
+            return part_of(f"{attempt}/{relative}", data)
+
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        # Hashing, syncing and uploading release the interpreter.
+        with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
+            parts = list(pool.map(seal, files))
+        if target is not None:
             # After the files, whose names are entries of these folders: a crash would lose them.
             sync_folders(target)
-        return parts
-    with tempfile.TemporaryDirectory(prefix="marin-rl-checkpoint-") as name:
-        staged = Path(name)
-        with explained(staged, _bytes_of(arrays)):
-            _save(staged, arrays)
-
-        def upload(file: Path) -> Part:
-            # One read for both, so the recorded digest matches the uploaded bytes.
-            relative, data = file.relative_to(staged).as_posix(), file.read_bytes()
-            run.store.put_part(f"{prefix}/{relative}", data)
-            return _part(f"{attempt}/{relative}", data)
-
-        return _each(_files(staged), upload)
+    return parts
 
 
 def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
@@ -171,7 +178,7 @@ def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Par
     data = packed(arrays)
     # Not a create: the name has the attempt, and only the manifest leads readers here.
     run.store.put_part(f"{prefix}/{PACKED}", data)
-    return [_part(f"{attempt}/{PACKED}", data)]
+    return [part_of(f"{attempt}/{PACKED}", data)]
 
 
 def _read_packed(run: Run, manifest: Manifest) -> dict[str, Any]:
@@ -186,55 +193,21 @@ def _save(folder: Path, arrays: Tree) -> None:
     # Checked first: TensorStore's threads may report a full disk late, with some files written.
     need_room(folder, _bytes_of(arrays))
     handler = _handler()
-    with _os_errors():
+    try:
         handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(arrays))
         # Merges the OCDBT files of the process; only an Orbax Checkpointer calls it by itself.
         handler.finalize(epath.Path(folder))
-    # Ends Orbax's threads: one handler for each checkpoint would add up over a run.
-    handler.close()
-
-
-@contextmanager
-def _os_errors() -> Iterator[None]:
-    """Turn Orbax's ValueError of a full disk, with the code in its text, into OSError."""
-    try:
-        yield
-    except ValueError as error:
+    except ValueError as error:  # of a full disk, with the code in its text
         match = re.search(r"os_error_code='(\d+)'", str(error))
         if match is None:
             raise
         raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
+    # Ends Orbax's threads: one handler for each checkpoint would add up over a run.
+    handler.close()
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for what Orbax logs, with the whole trace, just before it raises the same."""
-    return "raised an exception" not in record.getMessage()
-
-
-logging.getLogger("absl").addFilter(_is_news)
-
-
-def _sealed(file: Path, folder: Path, attempt: str) -> Part:
-    """Sync one file to disk and describe it."""
-    with file.open("rb") as opened:
-        # A descriptor for reading is enough: fsync flushes the file, whichever one wrote it.
-        os.fsync(opened.fileno())
-        data = opened.read()
-    return _part(f"{attempt}/{file.relative_to(folder).as_posix()}", data)
-
-
-def _part(name: str, data: bytes) -> Part:
-    return Part(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rows=None)
-
-
-def _each(files: list[Path], work: Any) -> list[Part]:
-    """Apply `work` to files in threads: hashing, syncing and uploading release the interpreter."""
-    with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
-        return list(pool.map(work, files))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+# Orbax logs, with the whole trace, what it raises just after it.
+logging.getLogger("absl").addFilter(lambda r: "raised an exception" not in r.getMessage())
 
 
 def _bytes_of(arrays: Tree) -> int:

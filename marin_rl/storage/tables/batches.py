@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from marin_rl.errors import CorruptObject, ObjectMissing
-from marin_rl.storage.commits import count_in, manifest_of, read_manifest
+from marin_rl.errors import CorruptObject
+from marin_rl.storage.commits import committed_manifest, count_in, manifest_of
 from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.stores.filesystem import ObjectStore
@@ -115,7 +115,12 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     for table in _steps(run, manifest, schema):
         # A round without a kept rollout has one empty row group, which is no step.
         if table.num_rows:
-            arrays = {name: _view(table[name]) for name in ARRAYS}
+            # Over Arrow's own memory, (B, T): a step of batches can be gigabytes.
+            chunks = {name: table[name].combine_chunks() for name in ARRAYS}
+            arrays = {
+                name: chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1)
+                for name, chunk in chunks.items()
+            }
             names = tuple(tuple(row) for row in table["rollout_ids"].to_pylist())
             yield TrainingBatch(**arrays, rollout_ids=names)
 
@@ -132,8 +137,9 @@ def iter_batch_names(run: Run, manifest: Manifest) -> Iterator[pa.Table]:
 
 
 def _steps(run: Run, manifest: Manifest, schema: pa.Schema) -> Iterator[pa.Table]:
-    for part in _parts(manifest, BATCHES_PREFIX):
-        yield from open_part(run.store, manifest.slot, part, BATCHES_LADDER).groups(schema)
+    for part in manifest.parts:
+        if part.name.startswith(BATCHES_PREFIX):
+            yield from open_part(run.store, manifest.slot, part, BATCHES_LADDER).groups(schema)
 
 
 def read_dispositions(run: Run, round: int) -> pa.Table:
@@ -141,32 +147,15 @@ def read_dispositions(run: Run, round: int) -> pa.Table:
 
     Raises ObjectMissing while the batches are not committed, CorruptObject, NewerSchema.
     """
-    slot = batches_slot(round)
-    committed = read_manifest(run.store, slot)
-    if committed is None:
-        raise ObjectMissing(
-            f"{run.store.url_of(slot)}: the batches of this round are not committed"
-        )
-    return dispositions_of(run, committed[0])
+    return dispositions_of(run, committed_manifest(run.store, batches_slot(round)))
 
 
 def dispositions_of(run: Run, manifest: Manifest) -> pa.Table:
     """The dispositions that a batches manifest names, verified."""
-    parts = _parts(manifest, DISPOSITIONS_PREFIX)
+    parts = [part for part in manifest.parts if part.name.startswith(DISPOSITIONS_PREFIX)]
     if len(parts) != 1:
         raise CorruptObject(
             f"{run.store.url_of(manifest.slot)}: expected one part with dispositions, found "
             f"{len(parts)}"
         )
     return open_part(run.store, manifest.slot, parts[0], DISPOSITIONS_LADDER).table()
-
-
-def _parts(manifest: Manifest, prefix: str) -> list[Part]:
-    return [part for part in manifest.parts if part.name.startswith(prefix)]
-
-
-def _view(column: pa.ChunkedArray) -> np.ndarray:
-    """(B, T) over the column's own memory."""
-    # Arrow's own buffer, not a copy: a step of batches can be gigabytes.
-    chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    return chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1)

@@ -50,7 +50,14 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
     key, attempt = metrics_key(round), new_attempt()
     # Not of the values: durations differ from attempt to attempt, and the first ones stay.
     decided = fingerprint("metrics", {"run_id": run.run_id, "round": round})
-    data = _encode(run.run_id, round, metrics, {"attempt": attempt, "fingerprint": decided})
+    # By name: the bytes depend on the values alone, not on who measured first.
+    names = sorted(metrics)
+    schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, FLOAT) for name in names)])
+    values = [pa.array(np.array([metrics[name]], np.float64)) for name in names]
+    identity = [pa.array([run.run_id]), pa.array(np.array([round], np.int32))]
+    writer = TableWriter(LADDER, schema, {"attempt": attempt, "fingerprint": decided})
+    writer.write(pa.table([*identity, *values], schema=schema))
+    data = writer.finish()
     committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=decided)
     reused = committed != data
     reader = TableReader(committed, JSONL_KEY, LADDER)
@@ -58,7 +65,12 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
     path = run.store.local_path(JSONL_KEY)
     # The committed row. Another attempt that committed it may have been killed before the line.
     if run.config.trackers.jsonl and path is not None and not (reused and _has_line(path, round)):
-        _append(path, json_line(row))
+        line, flags = json_line(row), os.O_RDWR | os.O_APPEND | os.O_CREAT
+        with explained(path, len(line)), os.fdopen(open_regular(path, flags), "ab+") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+            # A line that was cut stays apart, so that it spoils itself alone.
+            torn = file.read() not in (b"", b"\n")
+            file.write((b"\n" if torn else b"") + line + b"\n")
     summary = {name: value for name, value in row.items() if name not in METRICS_IDENTITY.names}
     return SlotRef(slot=key, sha256=digest_of(committed), reused=reused, summary=summary)
 
@@ -95,32 +107,9 @@ def check_metrics(reader: TableReader) -> None:
         )
 
 
-def _encode(
-    run_id: str, round: int, metrics: Mapping[str, float], stamp: Mapping[str, str]
-) -> bytes:
-    # By name: the bytes depend on the values alone, not on who measured first.
-    names = sorted(metrics)
-    schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, pa.float64()) for name in names)])
-    values = [pa.array(np.array([metrics[name]], np.float64)) for name in names]
-    writer = TableWriter(LADDER, schema, stamp)
-    identity = [pa.array([run_id]), pa.array(np.array([round], np.int32))]
-    writer.write(pa.table([*identity, *values], schema=schema))
-    return writer.finish()
-
-
 def json_line(row: Mapping[str, Any]) -> bytes:
     """The line of metrics.jsonl for a round's row, without its end."""
     return json.dumps({"round": row["round"], **row}).encode()
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a line to the file. Raises CorruptObject if it is no regular file of the run."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-    with explained(path, len(line)), os.fdopen(open_regular(path, flags), "ab+") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-        # A line that was cut stays apart, so that it spoils itself alone.
-        torn = file.read() not in (b"", b"\n")
-        file.write((b"\n" if torn else b"") + line + b"\n")
 
 
 def _has_line(path: Path, round: int) -> bool:

@@ -138,14 +138,14 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"expected a name like lengths-2 (a-z, 0-9, _ . -), found {name!r}")
 
 
-def _there(run: Run, round: int) -> list[str]:
-    return [item.removesuffix(".parquet") for item in run.store.children(_folder(round))]
-
-
 def _versions(run: Run, round: int, name: str) -> list[str]:
     """`NAME-v0001` and the like that are there, ascending."""
     pattern = re.compile(rf"{re.escape(name)}-v\d{{4}}")
     return sorted(item for item in _there(run, round) if pattern.fullmatch(item))
+
+
+def _there(run: Run, round: int) -> list[str]:
+    return [item.removesuffix(".parquet") for item in run.store.children(_folder(round))]
 
 
 def _folder(round: int) -> str:

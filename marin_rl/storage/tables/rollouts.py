@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import (
     check_fingerprint,
     commit_slot,
+    committed_manifest,
     fingerprint,
     new_attempt,
     new_manifest,
@@ -242,7 +243,12 @@ def seal_round(
     """
     # In the order of their keys, whatever order they ended in: the fingerprint depends on it.
     shards = sorted(shards, key=lambda ref: ref.slot)
-    _check_shards(run, round, shards)
+    least = run.config.rollouts.shards_per_round
+    # Dynamic sampling goes on until enough groups differ, and may add shards.
+    count = max(least, len(shards)) if run.config.samples_on else least
+    expected, keys = [shard_key(round, i) for i in range(count)], [ref.slot for ref in shards]
+    if keys != sorted(expected):
+        raise ValueError(f"expected the shards {', '.join(sorted(expected))}; found {keys}")
     slot = rollouts_slot(round)
     above = tuple(Parent(slot=parent.slot, sha256=parent.sha256) for parent in parents)
     content = {"shards": [[ref.slot, ref.sha256] for ref in shards]}
@@ -251,7 +257,8 @@ def seal_round(
     existing = read_manifest(run.store, slot)
     if existing is not None and existing[0].fingerprint == decided:
         return ref_of(existing[0], reused=True)
-    parts, summaries = zip(*_parts(run.store, shards), strict=True)
+    entries = in_order(run.store, partial(_part, run.store), shards, PARTS_MAX)
+    parts, summaries = zip(*entries, strict=True)
     judges = dict[str, Any]()
     if run.config.environment.reward_model is not None:  # its digests, as footers name them
         sources = ((load(run.store, ref.slot), run.store.url_of(ref.slot)) for ref in shards)
@@ -276,7 +283,8 @@ def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
     Raises CorruptObject when a shard is not its reference.
     """
     ordered = sorted(shards, key=lambda ref: ref.slot)
-    parts = [part for part, _ in _parts(run.store, ordered)]
+    entries = in_order(run.store, partial(_part, run.store), ordered, PARTS_MAX)
+    parts = [part for part, _ in entries]
     return new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
 
 
@@ -285,15 +293,12 @@ def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manif
 
     Raises ObjectMissing while the round is not sealed, CorruptObject when it is not `ref`.
     """
-    slot = rollouts_slot(round)
-    committed = read_manifest(run.store, slot)
-    if committed is None:
-        raise ObjectMissing(f"{run.store.url_of(slot)}: the rollouts of this round are not sealed")
-    manifest, sha256 = committed
-    if ref is not None and (ref.slot, ref.sha256) != (slot, sha256):
+    hint = "the rollouts of this round are not sealed"
+    manifest = committed_manifest(run.store, rollouts_slot(round), hint)
+    if ref is not None and (ref.slot, ref.sha256) != (manifest.slot, manifest.sha256):
         raise CorruptObject(
-            f"{run.store.url_of(slot)}: expected {ref.slot} with SHA-256 {ref.sha256}, found "
-            f"{sha256}: the reference is of another run or round"
+            f"{run.store.url_of(manifest.slot)}: expected {ref.slot} with SHA-256 {ref.sha256}, "
+            f"found {manifest.sha256}: the reference is of another run or round"
         )
     return manifest
 
@@ -340,27 +345,13 @@ def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[
         yield part
 
 
-def _check_shards(run: Run, round: int, shards: Sequence[SlotRef]) -> None:
-    least = run.config.rollouts.shards_per_round
-    # Dynamic sampling goes on until enough groups differ, and may add shards.
-    count = max(least, len(shards)) if run.config.samples_on else least
-    expected = [shard_key(round, i) for i in range(count)]
-    keys = [ref.slot for ref in shards]
-    if keys != sorted(expected):
-        raise ValueError(f"expected the shards {', '.join(sorted(expected))}; found {keys}")
-
-
 def _ref_of(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused: bool) -> SlotRef:
     summary = _summary(decode_shard(data, SUMMARY_COLUMNS, source=store.url_of(key)))
     return SlotRef(slot=key, sha256=digest_of(data), reused=reused, summary=summary)
 
 
-def _parts(store: ObjectStore, shards: Sequence[SlotRef]) -> Iterator[tuple[Part, pa.Table]]:
-    """The entry of each shard in the manifest, and its columns for the summary."""
-    return in_order(store, partial(_part, store), shards, PARTS_MAX)
-
-
 def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:
+    """The entry of a shard in the manifest, and its columns for the summary."""
     source = store.url_of(ref.slot)
     # Read back from the store: what a task returned may be another attempt's view of it.
     data = verified(load(store, ref.slot), ref.sha256, source)

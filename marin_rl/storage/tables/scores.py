@@ -115,7 +115,9 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
 
     Of version 1 where the step has no critic and no optimal token baseline.
     """
-    schema = _schema_of(scored)
+    schema = SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
+    if scored.floats.get("squared_score_norms") is not None:
+        schema = SCORES
     optional = [name for name in (*VALUED, *WEIGHED) if name in schema.names]
     names = [name for row in scored.rollout_ids for name in row]
     n_segments = np.array([len(row) for row in scored.rollout_ids], np.int32)
@@ -151,12 +153,6 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
         **{name: listed(name, scored.floats.get(name)) for name in optional},
     }
     return pa.table([columns[name] for name in schema.names], schema=schema)
-
-
-def _schema_of(scored: ScoredStep) -> pa.Schema:
-    if scored.floats.get("squared_score_norms") is not None:
-        return SCORES
-    return SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ agreed on by claims, which spare work and decide nothing. Leaves out what rounds
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
@@ -237,16 +237,17 @@ class GroupStream:
             if (claim := claim_of(key)) is not None:
                 # The highest number: a later claim stands in the place of those that ran out.
                 latest[claim[0]] = max(latest.get(claim[0], (-1, "")), (claim[1], key))
-        known = {c: self.claims[c] for c, (n, _) in latest.items() if self._knows(c, n)}
+        known = {
+            c: self.claims[c]
+            for c, (number, _) in latest.items()
+            if c in self.claims and self.claims[c].number == number
+        }
         new = [(c, key) for c, (_, key) in sorted(latest.items()) if c not in known]
         data = self._load([key for _, key in new])
         for (chunk, key), item in zip(new, data, strict=True):
             if item is not None:
                 known[chunk] = claim_in(item.to_pybytes(), self.run.store.url_of(key))
         self.claims = known
-
-    def _knows(self, chunk: int, number: int) -> bool:
-        return chunk in self.claims and self.claims[chunk].number == number
 
 
 def _streamed_group(
@@ -307,29 +308,18 @@ def groups_alone(run: Run, numbers: Sequence[int]) -> Iterator[RolloutGroup]:
 
 
 def _claim_bytes(claim: Claim, attempt: str) -> bytes:
-    return sealed_json(
-        {
-            "format": CLAIM_FORMAT,
-            "version": CLAIM_VERSION,
-            "attempt": attempt,
-            "chunk": claim.chunk,
-            "number": claim.number,
-            "worker": claim.worker,
-            "policy_version": claim.policy_version,
-            "claimed_at": claim.claimed_at.isoformat(),
-        }
-    )
+    head = {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, "attempt": attempt}
+    return sealed_json({**head, **asdict(claim), "claimed_at": claim.claimed_at.isoformat()})
 
 
 def claim_in(data: bytes, source: str) -> Claim:
     """The claim that an object is. Raises CorruptObject naming `source`."""
     record = _record(data, source)
     try:
+        names = ("chunk", "number", "policy_version")
         return Claim(
-            chunk=int(record["chunk"]),
-            number=int(record["number"]),
+            **{name: int(record[name]) for name in names},
             worker=str(record["worker"]),
-            policy_version=int(record["policy_version"]),
             claimed_at=datetime.fromisoformat(record["claimed_at"]).astimezone(UTC),
         )
     except (KeyError, TypeError, ValueError) as error:
