@@ -146,8 +146,8 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
             folder = Path(stack.enter_context(staging))
         else:
             folder = target
-            make_folder(target)
         stack.enter_context(explained(folder, _bytes_of(arrays)))
+        make_folder(folder)
         _save(folder, arrays)
 
         def seal(file: Path) -> Part:
