@@ -169,7 +169,10 @@ class Reporter:
             while self._pages:
                 round, metrics = self._pages.popleft()
                 page = round_page(self._run, round, metrics, self._key)
-                self._make(client, "rounds", "markdown", page, _description(round, metrics))
+                shown = {"reward": "reward", "eval/accuracy": "held-out accuracy"}
+                numbers = [f"{t} {metrics[n]:.3f}" for n, t in shown.items() if n in metrics]
+                text = f"Round {round}: {', '.join(numbers) or 'no reward'}"
+                self._make(client, "rounds", "markdown", page, text)
             if closing or time.monotonic() - summed_up >= SUMMARY_EVERY_S:
                 self._sum_up(client)
                 summed_up = time.monotonic()
@@ -211,12 +214,6 @@ class Reporter:
         return client.create_artifact(artifact).id
 
 
-def _description(round: int, metrics: Mapping[str, float]) -> str:
-    shown = {"reward": "reward", "eval/accuracy": "held-out accuracy"}
-    numbers = [f"{title} {metrics[n]:.3f}" for n, title in shown.items() if n in metrics]
-    return f"Round {round}: {', '.join(numbers) or 'no reward'}"
-
-
 def rounds_table(rows: Sequence[Row]) -> str:
     """The latest rounds, newest first, as the JSON of a table artifact; no empty columns."""
     latest = rows[: -TABLE_ROWS_MAX - 1 : -1]
@@ -237,6 +234,12 @@ def round_page(
     """
     main = {title: metrics[name] for name, title in TABLE_COLUMNS.items() if name in metrics}
     committed = (rollouts_slot(round), batches_slot(round), checkpoint_slot(round + 1))
+    root = "" if run.config.root == "runs" else f" --root {shlex.quote(run.config.root)}"
+    commands = (
+        f"marin-rl view {run.run_id}{root}",
+        f"marin-rl rollouts {run.run_id} --round {round} --worst{root}",
+        f"marin-rl status {run.run_id}{root}",
+    )
     return "\n".join(
         [
             f"# {run.run_id}, round {round}",
@@ -245,7 +248,8 @@ def round_page(
             "",
             *_table(main),
             *_samples(run, round),
-            *_commands(run, round),
+            "## Look closer",
+            *_quoted("\n".join(commands)),
             "## Files",
             *(f"- {_linked(run.store.url_of(slot))}" for slot in (*committed, metrics_key(round))),
             "",
@@ -269,17 +273,6 @@ def _linked(url: str) -> str:
 def _table(numbers: Mapping[str, float]) -> list[str]:
     rows = [f"| {name} | {_short(value)} |" for name, value in numbers.items()]
     return ["| metric | value |", "|---|--:|", *rows, ""]
-
-
-def _commands(run: Run, round: int) -> list[str]:
-    """Commands that show more of this round, to be pasted."""
-    root = "" if run.config.root == "runs" else f" --root {shlex.quote(run.config.root)}"
-    commands = (
-        f"marin-rl view {run.run_id}{root}",
-        f"marin-rl rollouts {run.run_id} --round {round} --worst{root}",
-        f"marin-rl status {run.run_id}{root}",
-    )
-    return ["## Look closer", *_quoted("\n".join(commands))]
 
 
 def _samples(run: Run, round: int) -> list[str]:

@@ -29,49 +29,35 @@ _to_api = logging.getLogger("marin_rl.flow_runs")
 @contextmanager
 def logging_rounds(run: Run) -> Iterator[None]:
     """Log the rounds of `run` in the flow run around this block, if there is one."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
+    flow = FlowRunContext.get()
+    if flow is None or flow.flow_run is None:
         yield
         return
-    log = RunLog(run)
-    with listening(log.listen):
-        yield
-    log.conclude()
+    rows: dict[int, dict[str, Any]] = {}
+    log, context = _logger(), copy_context()  # the flow's settings: events come of other threads
 
+    def say(level: int, line: str) -> None:
+        # A copy: two threads cannot be in one context at once.
+        context.copy().run(log.log, level, line)
 
-class RunLog:
-    """Turns progress events of one run into lines of its flow run's log."""
+    warnings = NewWarnings(
+        run.run_id, partial(say, logging.WARNING), more_examples=has_more_examples(run.config)
+    )
 
-    def __init__(self, run: Run) -> None:
-        self._run_id = run.run_id
-        self._rows: dict[int, dict[str, Any]] = {}
-        self._log = _logger()
-        self._context = copy_context()  # the flow's settings: events come from other threads
-        self._warnings = NewWarnings(
-            run.run_id,
-            partial(self._say, logging.WARNING),
-            more_examples=has_more_examples(run.config),
-        )
-
-    def listen(self, event: ProgressEvent) -> None:
-        """Log the end of a round or of an evaluation, and warnings that are new with it."""
-        if event.run_id != self._run_id or event.round is None or not event.metrics:
+    def listen(event: ProgressEvent) -> None:
+        if event.run_id != run.run_id or event.round is None or not event.metrics:
             return
         if event.stage == "round" or "eval/accuracy" in event.metrics:
-            self._rows.setdefault(event.round, {"round": event.round}).update(event.metrics)
+            rows.setdefault(event.round, {"round": event.round}).update(event.metrics)
         if event.stage == "round":
-            self._say(logging.INFO, f"round {event.round}: {_numbers(event.metrics)}")
-        self._warnings.listen(event)
+            say(logging.INFO, f"round {event.round}: {_numbers(event.metrics)}")
+        warnings.listen(event)
 
-    def conclude(self) -> None:
-        """Log how held-out accuracy changed in the rounds of this process."""
-        rows = [self._rows[round] for round in sorted(self._rows)]
-        if rows and (line := headline(rows, self._run_id)):
-            self._say(logging.INFO, line)
-
-    def _say(self, level: int, line: str) -> None:
-        # A copy: two threads cannot be in one context at once.
-        self._context.copy().run(self._log.log, level, line)
+    with listening(listen):
+        yield
+    # How held-out accuracy changed in the rounds of this process.
+    if line := headline([rows[round] for round in sorted(rows)], run.run_id):
+        say(logging.INFO, line)
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:

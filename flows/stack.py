@@ -60,12 +60,20 @@ def up(say: Callable[[str], None]) -> None:
     else:
         say(f"Prefect API at {url}: starting (log in {RUN}/server.log)")
         _start("server", *PREFECT, "server", "start")
-        _wait("server", lambda: healthy(url))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not healthy(url):
+            if _alive("server") is None or time.monotonic() > deadline:
+                sys.exit(f"the server did not start: see {RUN}/server.log")
+            time.sleep(POLL_S)
     if not _alive("worker"):
         _call("work-pool", "create", POOL, "--type", "process", "--overwrite")
         declare_crashed()
     _call("--no-prompt", "deploy", "--all")
-    _automate()
+    client: SyncPrefectClient
+    with get_client(sync_client=True) as client:
+        for automation in automations():  # those on the server, which users may change, stay
+            if not client.read_automations_by_name(automation.name):
+                client.create_automation(automation)
     if not _alive("worker"):
         _start("worker", *PREFECT, "worker", "start", "--pool", POOL)
     say(f"worker of pool {POOL}: polling (log in {RUN}/worker.log)")
@@ -106,14 +114,6 @@ def _call(*arguments: str) -> None:
     done = subprocess.run([*PREFECT, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"prefect {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
-
-
-def _wait(name: str, ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not ready():
-        if _alive(name) is None or time.monotonic() > deadline:
-            sys.exit(f"the {name} did not start: see {RUN}/{name}.log")
-        time.sleep(POLL_S)
 
 
 def _alive(name: str) -> int | None:
@@ -188,15 +188,6 @@ def may_live(parameters: dict[str, Any], *, shared: bool) -> bool:
 def automations() -> list[AutomationCore]:
     tree = yaml.safe_load(AUTOMATIONS.read_text(encoding="utf-8"))
     return [AutomationCore.model_validate(item) for item in tree["automations"]]
-
-
-def _automate() -> None:
-    """Register automations with new names; those on the server, which users may change, stay."""
-    client: SyncPrefectClient
-    with get_client(sync_client=True) as client:
-        for automation in automations():
-            if not client.read_automations_by_name(automation.name):
-                client.create_automation(automation)
 
 
 if __name__ == "__main__":

@@ -231,7 +231,9 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
         elif item.role in ("part", "shard"):
             wanted = everything or item.key in samples
         else:
-            wanted = _is_single(item.key)
+            # Commits of their own: tables, digests of rows, copies of code.
+            top = item.key.partition("/")[0]
+            wanted = top in ("metrics", "rewards", "code", "data") and not is_private(item.key)
             wanted |= pushed and (item.role == "piece" or item.key.startswith(f"{PUSHING}/"))
         if wanted:
             names.append(item.key)
@@ -241,11 +243,6 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
         # An unpacked fork is opened through the records of its ancestors.
         sources[f"{ancestor.run_id}/{RUN_KEY}"] = (top.at(ancestor.run_id), RUN_KEY)
     return sources
-
-
-def _is_single(key: str) -> bool:
-    """True for objects that are commits of their own: tables, digests of rows, copies of code."""
-    return key.partition("/")[0] in ("metrics", "rewards", "code", "data") and not is_private(key)
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes | memoryview) -> None:
@@ -357,17 +354,13 @@ def _links(
             elif entry is not None and entry.sha256 != part.sha256:
                 detail = f"{name} says SHA-256 {part.sha256}, found {entry.sha256}"
                 faults.append(Fault("altered", place, detail))
-        faults += _wrong_parents(name, manifest, by_slot)
+        for parent in manifest.parents:  # by slot: it has one place, of whichever run it is
+            above = by_slot.get(parent.slot)
+            if above is None:
+                root = name.removesuffix(f"{manifest.slot}/{MANIFEST}")
+                detail = f"{name} was made from it"
+                faults.append(Fault("missing", f"{root}{parent.slot}/{MANIFEST}", detail))
+            elif above != parent.sha256:
+                detail = f"names {parent.slot} with SHA-256 {parent.sha256}, found {above}"
+                faults.append(Fault("wrong parent", name, detail))
     return faults, left_out
-
-
-def _wrong_parents(name: str, manifest: Manifest, by_slot: Mapping[str, str]) -> Iterator[Fault]:
-    """By the SHA-256 of each slot's manifest: a slot has one place, of whichever run it is."""
-    for parent in manifest.parents:
-        above = by_slot.get(parent.slot)
-        if above is None:
-            place = f"{name.removesuffix(f'{manifest.slot}/{MANIFEST}')}{parent.slot}/{MANIFEST}"
-            yield Fault("missing", place, f"{name} was made from it")
-        elif above != parent.sha256:
-            detail = f"names {parent.slot} with SHA-256 {parent.sha256}, found {above}"
-            yield Fault("wrong parent", name, detail)

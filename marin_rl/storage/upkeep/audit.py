@@ -128,22 +128,15 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
     latest = max(followed | closed, default=-1)
     for round in sorted({*range(latest + 1), *sampled, *batched}):
         # One that is sampled and has no batches yet is open, and cannot balance.
-        if round <= latest or _has_batches(run, round):
+        if round <= latest or MANIFEST in run.store.children(batches_slot(round)):
             yield _audited(run, round, seen)
 
 
 def audit_round(run: Run, round: int) -> RoundAudit:
     """Audit one round. Raises ObjectMissing while its batches are not committed."""
-    if not _has_batches(run, round):
-        raise ObjectMissing(
-            f"{run.store.url_of(batches_slot(round))}: the batches of this round are not committed"
-        )
+    if MANIFEST not in run.store.children(batches_slot(round)):
+        raise ObjectMissing(f"{run.store.url_of(batches_slot(round))} is not committed")
     return _audited(run, round, TrainedRounds())
-
-
-def _has_batches(run: Run, round: int) -> bool:
-    """True if batches are committed, also by a manifest that cannot be read."""
-    return MANIFEST in run.store.children(batches_slot(round))
 
 
 def _audited(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
@@ -178,6 +171,12 @@ def _compare(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
     known = pl.concat([generated, again])
     consumed = everything.filter(disposition=CONSUMED)
     counts = Counter(dispositions["disposition"])
+    placed = [  # (rollout_id, step, row, segment) of everything that stands in the batches
+        (name, step, row, segment)
+        for table in iter_batch_names(run, batches)
+        for step, row, names in _frame(table).select("step", "row", "rollout_ids").rows()
+        for segment, name in enumerate(names, start=1)
+    ]
     source = (rollouts.slot, rollouts.sha256)
     parents = {(parent.slot, parent.sha256) for parent in batches.parents}
     offences: Offences = {
@@ -185,7 +184,7 @@ def _compare(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
         **_mislabelled(run, generated),
         **_identities(generated, dispositions),
         **_states(dispositions),
-        **_places(consumed, _batch_places(run, batches), known),
+        **_places(consumed, placed, known),
         **uses_offences(run, consumed, round, seen),
         "used again but never generated": _names(earlier.join(again, on="rollout_id", how="anti")),
         "batches made from other rollouts": [] if source in parents else [batches.slot],
@@ -305,16 +304,6 @@ def _states(dispositions: pl.DataFrame) -> Offences:
         "dropped without a reason, or the reverse": consumed ^ pl.col("reason").is_null(),
     }
     return {kind: _names(dispositions.filter(wrong)) for kind, wrong in offences.items()}
-
-
-def _batch_places(run: Run, manifest: Manifest) -> list[tuple[str, int, int, int]]:
-    """(rollout_id, step, row, segment) of everything that stands in the batches."""
-    return [
-        (name, step, row, segment)
-        for table in iter_batch_names(run, manifest)
-        for step, row, names in _frame(table).select("step", "row", "rollout_ids").rows()
-        for segment, name in enumerate(names, start=1)
-    ]
 
 
 def _places(

@@ -117,9 +117,12 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     local = store.local_path(RUN_KEY) is not None
     with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
         # Every job to its end: one damaged file must not hide the next.
-        outcomes = list(pool.map(_outcome, jobs))
+        results = [
+            (0, result) if isinstance(result, Fault) else result
+            for result in pool.map(lambda job: _explained(*job), jobs)
+        ]
     manifests = [slot for slot in inventory.slots if slot.manifest is not None]
-    faults += [fault for _, fault in outcomes if fault is not None]
+    faults += [fault for _, fault in results if fault is not None]
     faults += chain(
         (_of_record(store, s.key(s.damaged), s.fault) for s in inventory.slots if s.fault),
         link_faults(store, inventory),
@@ -135,7 +138,7 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     faults += (fault for fault in special_faults(store, inventory) if fault.place not in seen)
     return Checked(
         objects=1 + len(manifests) + len(jobs),  # 1 is run.json
-        bytes=sum(size for size, _ in outcomes),
+        bytes=sum(size for size, _ in results),
         seconds=time.monotonic() - began,
         pruned=sum(len(slot.gone) for slot in manifests),
         faults=tuple(sorted(faults, key=lambda fault: (fault.place, fault.kind))),
@@ -238,7 +241,15 @@ class _Checks:
                 # A round after all forks: what waits in a stream is of this run alone.
                 return ROLLOUTS, partial(_misplaced, expected={"run_id": self._player(2**31)})
             case Item(role="metrics"):
-                return METRICS, partial(self._wrong_metrics, metrics_round_of(item.key) or 0)
+                round = metrics_round_of(item.key) or 0
+                expected = {"run_id": self._player(round), "round": round}
+
+                def look(reader: TableReader) -> Fault | None:
+                    check_metrics(reader)
+                    # Of another round, or other ones than metrics.jsonl repeats.
+                    return _misplaced(reader, expected) or self.lines.compared(reader, round)
+
+                return METRICS, look
             case Item(role="rewards"):
                 # A table of another round would rank the wrong answers.
                 return REWARDS, partial(self._of_other_rollouts, scored_slot(item.key))
@@ -248,12 +259,6 @@ class _Checks:
         """The run that played a round; None where run.json does not say."""
         own = None if self.record is None else self.record["run_id"]
         return next((a.run_id for a in self.ancestors if round < a.through_round), own)
-
-    def _wrong_metrics(self, round: int, reader: TableReader) -> Fault | None:
-        """Fault of metrics of another round, or of other ones than metrics.jsonl repeats."""
-        check_metrics(reader)
-        fault = _misplaced(reader, {"run_id": self._player(round), "round": round})
-        return self.lines.compared(reader, round) if fault is None else fault
 
     def _of_other_rollouts(self, slot: str | None, reader: TableReader) -> Fault | None:
         """Fault of a reward table that was made from other rollouts than the round's."""
@@ -322,12 +327,6 @@ def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) ->
             )
             return Fault("altered", reader.source, detail)
     return None
-
-
-def _outcome(job: Job) -> Outcome:
-    """Bytes read, and the fault; an object that cannot be read is a fault as well."""
-    result = _explained(*job)
-    return (0, result) if isinstance(result, Fault) else result
 
 
 def _in_words(error: Exception) -> str:

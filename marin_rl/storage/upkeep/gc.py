@@ -119,7 +119,7 @@ def collect(
         found = list(_garbage(run, inventory, rule, moment, alone=alone))
         open_slots = {item.slot for item in found if item.reason == "uncommitted"}
         # If a neighbour cannot be read, every open slot counts as read by it, and stays.
-        read_by_others, unread = _or_none(lambda: _proven_by_others(run, open_slots), open_slots)
+        read_by_others, unread = _or_none(lambda: _proven(run, open_slots), open_slots)
         retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
         garbage = [
             *(i for i in found if i.reason != "uncommitted" or i.slot not in read_by_others),
@@ -280,14 +280,12 @@ def _damaged(inventory: Inventory) -> set[str]:
     return {s.slot for s in inventory.slots if s.fault is not None or s.slot in inventory.lost}
 
 
-def _proven_by_others(run: Run, slots: set[str]) -> set[str]:
+def _proven(run: Run, slots: set[str]) -> set[str]:
     """Slots, of these uncommitted ones, that another run was made from, so that were committed."""
     forkable = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
-    # Spares reading the run.json of every neighbour.
-    if not forkable:
+    if not forkable:  # spares reading the run.json of every neighbour
         return forkable
-    borrowed = borrowed_from(run)
-    return {slot for slot in forkable if borrowed.proves(slot)}
+    return set(filter(borrowed_from(run).proves, forkable))
 
 
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:
@@ -352,22 +350,14 @@ def _delete(
     # All neighbours are read again now that the tombstones exist: a fork made meanwhile either saw
     # a tombstone and failed, or is seen here.
     gone = _unpinned(run, inventory, garbage, known={})
+    top = run.folder.local_path(LOCK_KEY)
     for item in gone:
         # File by file, after the tombstone: a crash anywhere here leaves garbage and no damage.
         run.folder.delete(item.key)
-        _remove_empty(run.folder, item.key)
+        path = run.folder.local_path(item.key)
+        with suppress(OSError):  # the first folder that is not empty, or is removed already
+            for folder in path.parents if path and top else ():
+                if folder == top.parent:
+                    break
+                folder.rmdir()
     return gone
-
-
-def _remove_empty(store: ObjectStore, key: str) -> None:
-    """Local folders that a deletion left empty, up to the run's own."""
-    path, top = store.local_path(key), store.local_path(LOCK_KEY)
-    if path is None or top is None:
-        return
-    for folder in path.parents:
-        if folder == top.parent:
-            return
-        try:
-            folder.rmdir()
-        except OSError:  # not empty, or already removed
-            return

@@ -71,7 +71,6 @@ class Item:
 
 
 def is_temporary(key: str) -> bool:
-    """True for files that a killed writer or probe leaves behind."""
     return _TEMPORARY.fullmatch(key.rpartition("/")[2]) is not None
 
 
@@ -94,7 +93,6 @@ class Slot:
 
     @property
     def kind(self) -> str:
-        """The folder it lies in: rollouts, batches, checkpoints, evals, …"""
         return self.slot.partition("/")[0]
 
     @property
@@ -109,7 +107,6 @@ class Slot:
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
-        """Parts by their names; none while it is not committed."""
         return {} if self.manifest is None else {part.name: part for part in self.manifest.parts}
 
     @cached_property
