@@ -183,7 +183,6 @@ _called: ContextVar[bool] = ContextVar("marin-rl-called", default=False)
 
 
 def has_caller() -> bool:
-    """Return True inside of a flow that `play_flow` plays, whose error its caller reports."""
     return _called.get()
 
 

@@ -71,14 +71,12 @@ async def measure(run: RunRef, checkpoint: SlotRef) -> SlotRef:
 
 
 def round_after(checkpoint: SlotRef) -> int:
-    """The round that samples from a checkpoint."""
     round = round_of(checkpoint.slot.rpartition("/")[2])
     assert round is not None, f"expected a slot of a checkpoint, found {checkpoint.slot}"
     return round
 
 
 def start(config: Config, round: int | None = None) -> SlotRef:
-    """Run the flow in this process; `flows.server` says with which Prefect API."""
     check_own(config, round)  # before a server is started
     with prefect_api(warm=HEAVY):
         return play_flow(evaluate_run, config.model_dump(mode="json"), round=round)

@@ -88,7 +88,6 @@ class Results(Generic[Value]):
         self._error: BaseException | None = None
 
     def give(self, number: int, value: Value) -> None:
-        """Give the result of a number, unless there is one."""
         if not self._future(number).done():
             self._future(number).set_result(value)
 
@@ -203,7 +202,6 @@ class Rounds(ABC):
         """Seconds of a round's sampling, and the measurements of its weight transfer."""
 
     def _while_trained(self, round: int) -> AbstractAsyncContextManager[None]:
-        """Work beside the training of a round."""
         return nullcontext()
 
     async def _train_rounds(self) -> None:

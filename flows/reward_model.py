@@ -43,6 +43,5 @@ async def learn(run: RunRef) -> SlotRef:
 
 
 def start(config: Config) -> SlotRef:
-    """Run the flow in this process; `flows.server` says with which Prefect API."""
     with prefect_api(warm=HEAVY):
         return play_flow(reward_model, config.model_dump(mode="json"))

@@ -42,6 +42,5 @@ def steps_of(checkpoint: SlotRef | None) -> int:
 
 
 def start(config: Config) -> SlotRef:
-    """Run the flow in this process; `flows.server` says with which Prefect API."""
     with prefect_api(warm=HEAVY):
         return play_flow(sft, config.model_dump(mode="json"))

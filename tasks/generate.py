@@ -33,7 +33,6 @@ from tasks.options import STAGE, as_state, in_thread, open_run
 
 @task(task_run_name="generate[round-{round:05d}/shard-{shard:04d}]", **STAGE)
 async def generate(run: RunRef, round: int, shard: int, policy: ServedPolicy) -> SlotRef:
-    """Sample, score and commit one shard."""
     opened = await in_thread(_opened, run, policy)
     scorer = await _scorer(opened)
     return as_state(await generate_shard(opened, round, shard, policy, scorer))

@@ -87,11 +87,9 @@ class StageRunner:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the stages called so far, as `timing_s/*`."""
         return self._watch.metrics()
 
     async def run(self, stage: StageTask[Value], *arguments: Any) -> Value:
-        """The result of one task. Raises what its last try raised."""
         _show(stage, arguments)
         (result,) = await self._results(stage, [arguments])
         self._watch.lap(_task(stage).name)

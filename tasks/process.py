@@ -36,7 +36,6 @@ async def take(run: RunRef, round: int, ended: bool) -> SlotRef | None:  # noqa:
 
 @task(task_run_name="collect[round-{round:05d}/shard-{shard:04d}]", **STAGE)
 async def collect(run: RunRef, round: int, shard: int, intake: SlotRef) -> SlotRef:
-    """Commit a shard of the groups that an intake names."""
     return as_state(await in_thread(collect_shard, open_run(run), round, shard, intake))
 
 
@@ -48,7 +47,6 @@ async def seal_taken(run: RunRef, round: int, shards: list[SlotRef], intake: Slo
 
 @task(task_run_name="process[round-{round:05d}]", **STAGE)
 async def process(run: RunRef, round: int, rollouts: SlotRef) -> SlotRef:
-    """Filter, compute advantages, pad into batches, commit."""
     return as_state(await in_thread(build_round, open_run(run), round, rollouts))
 
 

@@ -34,7 +34,6 @@ async def train(run: RunRef, round: int, batches: SlotRef, checkpoint: SlotRef) 
 
 @task(task_run_name="prepare", **STAGE)
 async def prepare(run: RunRef) -> SlotRef:
-    """Check, tokenize and commit the preference pairs."""
     return as_state(await in_thread(runtime_for(open_run(run)).prepare_pairs))
 
 

@@ -55,12 +55,10 @@ class RolloutFilter:
 
 
 def model_turns(turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The turns that the model sampled; assistant messages of a prompt are none."""
     return [turn for turn in turns if is_sampled(turn)]
 
 
 def is_sampled(turn: Mapping[str, Any]) -> bool:
-    """Return True for a turn of the model: one of the assistant that says how it was sampled."""
     return turn["role"] == "assistant" and turn["inference_metadata"] is not None
 
 

@@ -67,7 +67,6 @@ class RecordedStep:
 
     @property
     def mask(self) -> Bool[np.ndarray, "B T"]:
-        """Tokens that are trained on."""
         return self.arrays.mask[0, : len(self.batch.token_ids)]
 
     def flat(self, name: str) -> Float32[np.ndarray, " N"]:
@@ -87,7 +86,6 @@ class RecordedStep:
         return array
 
     def rows_if_recorded(self, name: str) -> Step32 | None:
-        """The same, or None where the column is null."""
         return None if self.scores.floats[name] is None else self.rows(name)
 
 

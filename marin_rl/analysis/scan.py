@@ -167,7 +167,6 @@ def of_rewards(runs: Sequence[Run]) -> list[Part]:
 
 
 def _rounds(run: Run, kind: str) -> list[tuple[int, str]]:
-    """The rounds of a kind and the names of their slots, ascending."""
     rounds = {round_of(name): name for name in run.store.children(kind)}
     return sorted((round, name) for round, name in rounds.items() if round is not None)
 
@@ -256,7 +255,6 @@ def _terms(predicate: pl.Expr) -> list[pl.Expr]:
 
 
 def columns_of(schema: pa.Schema) -> Columns:
-    """Polars' types of Arrow's fields."""
     frame = pl.from_arrow(pa.Table.from_batches([], schema))  # `empty_table` imports pandas
     assert isinstance(frame, pl.DataFrame), "a table gives a frame"
     return frame.schema

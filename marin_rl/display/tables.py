@@ -174,7 +174,6 @@ def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Rollouts: prompt, last completion, answer, reward, turns, status and stop reason."""
     texts = ("prompt", "completion", "answer", "status", "stop")
     table = empty_table(
         "Rollouts", (*texts[:3], "reward", "turns", "status", "stop"), left=texts, show_lines=True
@@ -188,7 +187,6 @@ def rollouts_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def estimates_table(title: str, metrics: Mapping[str, float]) -> Table:
-    """Metrics of an evaluation with their 95 % intervals where they have one."""
     table = empty_table(title, ("metric", "value", "95 % low", "high"), left=("metric",))
     for name, value in metrics.items():
         if not name.endswith(("/low", "/high")):

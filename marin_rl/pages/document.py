@@ -189,7 +189,6 @@ def round_slots(run: Run, round: int) -> dict[str, Slot]:
 
 
 def slot_of(manifest: Manifest, sha256: str) -> Slot:
-    """The record of a manifest."""
     rows = manifest.totals.get("rows")
     shown = ARRAYS_SHOWN_MAX if manifest.slot.startswith("checkpoints/") else None
     return Slot(

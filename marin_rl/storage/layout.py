@@ -39,7 +39,6 @@ class KeyForm:
         return None if match is None else tuple(map(int, match.groups()))
 
     def first(self, key: str) -> int | None:
-        """The first of these numbers; None for other keys."""
         numbers = self.numbers(key)
         return None if numbers is None else numbers[0]
 
@@ -95,12 +94,10 @@ def round_of(name: str) -> int | None:
 
 
 def base_slot() -> str:
-    """The slot of the base that a run's adapter is of."""
     return "base"
 
 
 def pairs_slot() -> str:
-    """The slot of the preference pairs that a run's reward model learns from."""
     return "pairs"
 
 

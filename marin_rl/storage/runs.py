@@ -180,7 +180,6 @@ class Run:
 
     @property
     def folder(self) -> ObjectStore:
-        """The run's own folder, without the slots that it shares with its ancestors."""
         return self.store.own if isinstance(self.store, ForkedStore) else self.store
 
     def owner_of(self, key: str) -> str:
@@ -255,13 +254,11 @@ def rounds_in(store: ObjectStore, kind: str) -> list[int]:
 
 
 def committed(run: Run, slot: str) -> SlotRef | None:
-    """The reference of a slot that a manifest commits; None while it is not committed."""
     existing = read_manifest(run.store, slot)
     return ref_of(existing[0], reused=True) if existing else None
 
 
 def committed_checkpoint(run: Run, round: int) -> SlotRef | None:
-    """The checkpoint that round `round` samples from, if it is committed."""
     return committed(run, checkpoint_slot(round))
 
 

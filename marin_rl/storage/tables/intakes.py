@@ -179,7 +179,6 @@ def _first(fresh: Sequence[StreamedGroup], config: Config) -> Sequence[StreamedG
 
 
 def intake_ref(run: Run, round: int) -> SlotRef | None:
-    """The intake of a round, if it is committed."""
     return committed(run, intake_slot(round))
 
 
@@ -204,10 +203,6 @@ def _intake_of(run: Run, round: int) -> Intake:
 
 
 def commit_intake(run: Run, intake: Intake) -> SlotRef:
-    """Commit an intake; where another process was first, its intake is adopted.
-
-    Raises CommitConflict, CommitUnknown, StorageError.
-    """
     manifest = intake_manifest(run, intake)
     winner = commit_manifest(run.store, manifest)
     return ref_of(winner, reused=winner.attempt != manifest.attempt)

@@ -91,7 +91,6 @@ class Checked:
 
     @property
     def whole(self) -> bool:
-        """True if there is no fault that matters."""
         return all(fault.harmless for fault in self.faults)
 
 

@@ -71,7 +71,6 @@ class Garbage:
 
     @property
     def slot(self) -> str:
-        """The slot that it lies in, if it lies in one."""
         return "/".join(self.key.split("/")[:2])
 
 

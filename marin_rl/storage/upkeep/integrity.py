@@ -58,7 +58,6 @@ class Fault:
 
     @property
     def harmless(self) -> bool:
-        """True if the run is complete in spite of this fault."""
         return self.kind == "leftover"
 
 

@@ -163,12 +163,10 @@ class Inventory:
 
     @cached_property
     def closed(self) -> frozenset[int]:
-        """Rounds that have metrics."""
         return _closed_rounds(self.keys)
 
     @cached_property
     def sealed(self) -> frozenset[int]:
-        """Rounds whose rollouts are committed."""
         return frozenset(s.number for s in self.of_kind("rollouts") if s.manifest is not None)
 
     def of_kind(self, kind: str) -> list[Slot]:
