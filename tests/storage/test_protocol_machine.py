@@ -1,7 +1,7 @@
-"""A state machine over whole runs: Hypothesis looks for the schedule that breaks the protocol.
+"""State machines over the real commit code: Hypothesis looks for a schedule that breaks a law.
 
-The rules are the scheduler's choices of test_simulation.py, here shrunk to a shortest failure.
-test_commit_protocol.py does the same for a single slot, at which attempts differ in content.
+The rules are the scheduler's choices of test_simulation.py, here shrunk to a shortest failure: over
+whole runs, and over one slot, at which attempts differ in content.
 """
 
 from contextlib import ExitStack
@@ -14,15 +14,18 @@ from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
     initialize,
+    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
-from support.schedules import delete_on_conflict, trusts_exists
+from support.schedules import delete_on_conflict, trusts_exists, trusts_silence
+from support.simulated_process import Player
 from support.simulator import (
     CREATE_FATES,
     READ_FATES,
     WRITE_FATES,
+    Killed,
     Process,
     Shape,
     World,
@@ -30,34 +33,25 @@ from support.simulator import (
     ended_well,
 )
 
+from marin_rl.errors import CommitConflict, CommitUnknown, StoreUnavailable
+from marin_rl.storage.commits import manifest_key, new_manifest
+from schemas.manifests import Manifest
+
 PROCESSES_MAX = 5
+SLOT = "checkpoints/round-00001"
 
 
-class Protocol(RuleBasedStateMachine):
+class Machine(RuleBasedStateMachine):
     """Processes come, stop, die and wake up; the bucket checks the laws at every write."""
 
     more: dict[str, Any] = {}  # noqa: RUF012 - a subclass says how its world is wrong
     processes = Bundle("processes")
-
-    @initialize(rounds=st.integers(1, 3), shards=st.integers(1, 2))
-    def begin(self, rounds: int, shards: int) -> None:
-        self.world = World(Shape(rounds=rounds, shards=shards), **self.more)
-        self.clock = ExitStack()
-        self.clock.enter_context(clock_of(self.world))
+    world: World
 
     @precondition(lambda self: len(self.world.processes) < PROCESSES_MAX)
     @rule(target=processes, patient=st.booleans())
     def start(self, *, patient: bool) -> Process:
         return self.world.start(patient=patient)
-
-    @precondition(lambda self: len(self.world.processes) < PROCESSES_MAX)
-    @rule(target=processes, keep=st.sampled_from([None, 2]))
-    def collect(self, keep: int | None) -> Process:
-        return self.world.collect(keep=keep)
-
-    @rule(days=st.sampled_from([0.5, 8.5, 30]))
-    def let_days_pass(self, days: float) -> None:
-        self.world.let_days_pass(days)
 
     @rule(process=processes, operations=st.integers(1, 30))
     def go_on(self, process: Process, operations: int) -> None:
@@ -87,6 +81,27 @@ class Protocol(RuleBasedStateMachine):
     def arrive_late(self, which: Any) -> None:
         self.world.late.pop(which.randrange(len(self.world.late)))()
 
+
+class Protocol(Machine):
+    """Whole runs, and gc."""
+
+    processes = Machine.processes
+
+    @initialize(rounds=st.integers(1, 3), shards=st.integers(1, 2))
+    def begin(self, rounds: int, shards: int) -> None:
+        self.world = World(Shape(rounds=rounds, shards=shards), **self.more)
+        self.clock = ExitStack()
+        self.clock.enter_context(clock_of(self.world))
+
+    @precondition(lambda self: len(self.world.processes) < PROCESSES_MAX)
+    @rule(target=processes, keep=st.sampled_from([None, 2]))
+    def collect(self, keep: int | None) -> Process:
+        return self.world.collect(keep=keep)
+
+    @rule(days=st.sampled_from([0.5, 8.5, 30]))
+    def let_days_pass(self, days: float) -> None:
+        self.world.let_days_pass(days)
+
     def teardown(self) -> None:
         if hasattr(self, "world"):
             with self.clock:
@@ -94,15 +109,81 @@ class Protocol(RuleBasedStateMachine):
             assert all(ended_well(process) for process in self.world.processes)
 
 
+class Attempt(Player):
+    """An attempt at one slot. Of four attempts the last has another fingerprint."""
+
+    @property
+    def manifest(self) -> Manifest:
+        other = int(self.process.name.rpartition("-")[2]) % 4 == 3
+        fingerprint = "other" if other else "same"
+        return new_manifest(SLOT, attempt=self.process.name, fingerprint=fingerprint)
+
+    def play(self) -> Any:
+        self.process.manifest = made = self.manifest  # type: ignore[attr-defined]
+        patience = {"deadline_s": self.process.deadline_s, "sleep": lambda _: None}
+        return self.world.commit(self.store, made, **patience)
+
+
+class SlotWorld(World):
+    """A world of one slot."""
+
+    player_type = Attempt
+
+
+class OneSlot(Machine):
+    """Any number of attempts at one slot, with two different fingerprints among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = SlotWorld(**self.more)
+
+    @invariant()
+    def whoever_ended_told_the_truth(self) -> None:
+        stored = self.world.bucket.objects.get(manifest_key(SLOT))
+        committed = Manifest.from_json(stored) if stored else None
+        for process in self.world.processes:
+            result, made = process.result, process.manifest  # type: ignore[attr-defined]
+            if isinstance(result, Manifest):
+                assert result == committed
+                assert result.fingerprint == made.fingerprint
+            elif isinstance(result, CommitConflict):
+                assert committed is not None
+                assert committed.fingerprint != made.fingerprint
+            elif result is not None and not isinstance(result, Killed):
+                assert isinstance(result, CommitUnknown | StoreUnavailable)
+                assert not process.patient, "whoever has time left tries again"
+
+    def teardown(self) -> None:
+        """From any state, a good store and further attempts of each kind settle everything."""
+        for process in self.world.waiting:
+            self.world.finish(process)
+        for _ in range(4):
+            last = self.world.finish(self.world.start())
+            assert isinstance(last, Manifest | CommitConflict)
+        self.whoever_ended_told_the_truth()
+
+
 Protocol.TestCase.settings = settings(
     settings.get_profile("marin-rl"), max_examples=30, stateful_step_count=40
 )
 TestProtocol = Protocol.TestCase
+OneSlot.TestCase.settings = settings(
+    settings.get_profile("marin-rl"), max_examples=60, stateful_step_count=30
+)
+TestOneSlot = OneSlot.TestCase
 
 
-@pytest.mark.parametrize("wrong", [delete_on_conflict, trusts_exists])
-def test_the_machine_catches_simpler_protocols(wrong: Any) -> None:
-    class Wrong(Protocol):
+@pytest.mark.parametrize(
+    ("machine", "wrong"),
+    [
+        (Protocol, delete_on_conflict),
+        (Protocol, trusts_exists),
+        (OneSlot, trusts_exists),
+        (OneSlot, trusts_silence),
+    ],
+)
+def test_the_machine_catches_simpler_protocols(machine: Any, wrong: Any) -> None:
+    class Wrong(machine):
         more = {"commit": wrong}  # noqa: RUF012
 
     quick = settings(settings.get_profile("marin-rl"), phases=[Phase.generate], print_blob=False)
