@@ -1,4 +1,8 @@
-"""Artifacts of a run in the Prefect UI, made in the background.
+"""A run in Prefect: lines of its flow run's log, and artifacts, made in the background.
+
+A line is logged for each round, each new warning, and what the run learned: Prefect's *Logs* tab
+and `prefect flow-run logs` show them. A flow that is started by hand has a display of its own: its
+lines go to Prefect's API alone.
 
 Per round a Markdown page (metrics, two rollouts, places of files); per run a table of its rounds, a
 learning curve (after a minute, and at the end) and a progress bar, updated in place, also by the
@@ -10,6 +14,7 @@ logged once, and ends the reports, not the run.
 
 import base64
 import json
+import logging
 import re
 import shlex
 import threading
@@ -18,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 from uuid import UUID
@@ -35,14 +41,17 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
-from prefect.logging import get_logger
+from prefect.logging import get_logger, get_run_logger
+from prefect.logging.handlers import APILogHandler
 from prefect.states import Crashed
 
-from flows.connection import current_connection
+from flows.connection import current_connection, has_caller
 from marin_rl.analysis.learning_curve import learning_curve
-from marin_rl.analysis.status import metric_rows
-from marin_rl.display.tables import COLUMNS, METRICS
+from marin_rl.analysis.status import headline, metric_rows
+from marin_rl.analysis.warnings import NewWarnings
+from marin_rl.display.tables import COLUMNS, METRICS, formatted
 from marin_rl.progress import ProgressEvent, listening
+from marin_rl.rollouts.data_warnings import has_more_examples
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, metrics_key, rollouts_slot
 from marin_rl.storage.tables.rollouts import iter_shards
 
@@ -62,6 +71,8 @@ TABLE_COLUMNS = {
 }
 
 Row = dict[str, Any]
+
+_to_api = logging.getLogger("marin_rl.flow_runs")
 
 
 @contextmanager
@@ -302,3 +313,54 @@ def _quoted(text: str) -> list[str]:
 
 def _short(value: float | None) -> str | float | None:
     return value if value is None else float(f"{value:.5g}")
+
+
+@contextmanager
+def logging_rounds(run: Run) -> Iterator[None]:
+    """Log the rounds of `run` in the flow run around this block, if there is one."""
+    flow = FlowRunContext.get()
+    if flow is None or flow.flow_run is None:
+        yield
+        return
+    rows: dict[int, Row] = {}
+    log, context = _logger(), copy_context()  # the flow's settings: events come of other threads
+
+    def say(level: int, line: str) -> None:
+        # A copy: two threads cannot be in one context at once.
+        context.copy().run(log.log, level, line)
+
+    warnings = NewWarnings(
+        run.run_id, partial(say, logging.WARNING), more_examples=has_more_examples(run.config)
+    )
+
+    def listen(event: ProgressEvent) -> None:
+        if event.run_id != run.run_id or event.round is None or not event.metrics:
+            return
+        if event.stage == "round" or "eval/accuracy" in event.metrics:
+            rows.setdefault(event.round, {"round": event.round}).update(event.metrics)
+        if event.stage == "round":
+            say(logging.INFO, f"round {event.round}: {_numbers(event.metrics)}")
+        warnings.listen(event)
+
+    with listening(listen):
+        yield
+    # How held-out accuracy changed in the rounds of this process.
+    if line := headline([rows[round] for round in sorted(rows)], run.run_id):
+        say(logging.INFO, line)
+
+
+def _numbers(metrics: Mapping[str, float]) -> str:
+    named = ((METRICS[name][0], formatted(name, metrics)) for name in COLUMNS)
+    return ", ".join(f"{title} {value}" for title, value in named if value)
+
+
+def _logger() -> "logging.Logger | logging.LoggerAdapter[Any]":
+    """The flow run's logger; of a flow that is played by hand without the console."""
+    adapter = get_run_logger()
+    if not has_caller() or isinstance(adapter, logging.Logger):
+        return adapter
+    if not _to_api.handlers:
+        _to_api.addHandler(APILogHandler())
+        _to_api.setLevel(logging.INFO)
+        _to_api.propagate = False
+    return logging.LoggerAdapter(_to_api, adapter.extra)

@@ -18,8 +18,7 @@ from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.runtime import flow_run
 
 from flows.connection import current_connection
-from flows.reports import reporting
-from flows.run_log import logging_rounds
+from flows.reports import logging_rounds, reporting
 from flows.server import quieten
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.stages import EVALUATE, REWARD_MODEL

@@ -1,34 +1,45 @@
-"""Status of a run, from committed slots only.
+"""Status of a run, from committed slots only: its stage, its rows, warnings if it stands still.
 
-Returns plain rows; `marin_rl.display` draws them.
+The orchestrator is not asked: the stage follows from the committed slots and the one that comes
+next, the process from the run's lock file. Returns plain rows; `marin_rl.display` draws them. Rules
+over metric rows are in warnings.py.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from marin_rl.analysis.stage import standstill
-from marin_rl.analysis.warnings import warnings_of
+from marin_rl.analysis.warnings import ROUNDS_JUDGED, warnings_of
 from marin_rl.errors import MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
-from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.commits import manifest_of, read_manifest
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
 from marin_rl.storage.run_progress import RoundProgress, progress, rounds_planned
 from marin_rl.storage.runs import (
+    LOCK_KEY,
     Run,
+    batches_slot,
+    checkpoint_slot,
     committed_checkpoint,
     latest_reward_model,
     latest_sft,
+    rollouts_slot,
     runs_under,
 )
+from marin_rl.storage.stores.locks import Holder, holder_in
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.tokenizer_files import tokenizer_folder
 
 Options = Mapping[str, Any] | None
 Result = TypeVar("Result")
+
+QUIET_ROUNDS = 5.0  # a run is quiet when nothing was committed for this many of its rounds
+QUIET_S_MIN = 120.0
 
 
 class Followed:
@@ -297,3 +308,84 @@ def _open_round(run: Run, slots: Mapping[int, RoundProgress]) -> str:
     expected = max(item.shards, run.config.rollouts.shards_per_round)
     shards = f"{item.shards}/{expected} shards"
     return f"round {number}: {shards}" + (f", {', '.join(done)} committed" if done else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Next stage of a run: its name, and `done` of `total` where it has parts."""
+
+    name: str
+    round: int
+    done: int = 0
+    total: int = 0
+    ended: bool = False
+
+    @property
+    def text(self) -> str:
+        """A short text, such as `generating round 12 (1 of 2)`."""
+        if self.ended:
+            return "complete"
+        parts = f" ({self.done} of {self.total})" if self.total else ""
+        return f"{self.name}{parts}"
+
+
+def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
+    """The first stage of the run that is not committed yet."""
+    checkpoints = [number for number, item in slots.items() if item.checkpoint]
+    if not checkpoints:
+        return _first_stage(run)
+    round = max(checkpoints)
+    here = slots.get(round, RoundProgress(round=round))
+    if round >= rounds_planned(run, round) and not here.shards:
+        holder = holder_of(run)
+        if holder is None or not holder.alive:
+            return Stage(name="complete", round=round, ended=True)
+        last = "continuing after" if here.evaluation else "evaluating after"
+        return Stage(name=f"{last} round {round - 1}", round=round)
+    if not here.rollouts:
+        shards = max(here.shards, run.config.rollouts.shards_per_round)
+        return Stage(name=f"generating round {round}", round=round, done=here.shards, total=shards)
+    name = "training on" if here.batches else "processing"
+    return Stage(name=f"{name} round {round}", round=round)
+
+
+def standstill(
+    run: Run, slots: Mapping[int, RoundProgress], rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Warnings of a run whose process is gone, or that has committed nothing for a long time."""
+    stage = stage_of(run, slots)
+    if stage.ended:
+        return []
+    holder = holder_of(run)
+    if holder is not None and not holder.alive:
+        return [f"{holder}, which held the run, is gone: the same command continues it"]
+    times = [row["timing_s/round"] for row in rows if row.get("timing_s/round") is not None]
+    usual = statistics.median(times[-ROUNDS_JUDGED:]) if times else QUIET_S_MIN
+    idle_s = _idle_s(run, stage.round, datetime.now(UTC))
+    if holder is None or idle_s is None or idle_s < max(QUIET_ROUNDS * usual, QUIET_S_MIN):
+        return []
+    return [f"nothing was committed for {idle_s:.0f} s; a round takes about {usual:.0f} s"]
+
+
+def _first_stage(run: Run) -> Stage:
+    if run.config.policy.init != "sft":
+        return Stage(name="loading the policy", round=0)
+    done = latest_sft(run)
+    steps = int(done.slot.rpartition("-")[2]) if done else 0
+    return Stage(name="warm start, steps", round=0, done=steps, total=run.config.sft.steps)
+
+
+def _idle_s(run: Run, round: int, now: datetime) -> float | None:
+    """Seconds since the newest commit of this round or of the policy it starts from."""
+    slots = (checkpoint_slot(round), rollouts_slot(round), batches_slot(round))
+    commits = [item for slot in slots if (item := read_manifest(run.store, slot))]
+    if not commits:
+        return None
+    newest = max(datetime.fromisoformat(manifest.created_at) for manifest, _ in commits)
+    return max(0.0, (now - newest).total_seconds())
+
+
+def holder_of(run: Run) -> Holder | None:
+    """Process that has the run locked, or had it and did not release it; see `Holder.alive`."""
+    path = run.store.local_path(LOCK_KEY)
+    return None if path is None else holder_in(path)

@@ -1,7 +1,7 @@
 """Warnings about a run: rules over its metric rows, a sentence each, for `run` and `status`.
 
 Owns the limits and the words. A rule looks at the latest round, or at a stretch of them; what the
-rows do not say (a process that is gone, a run that stands still) is stage.py's.
+rows do not say (a process that is gone, a run that stands still) is status.py's.
 """
 
 import statistics

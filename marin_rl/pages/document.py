@@ -17,13 +17,11 @@ import polars as pl
 import yaml
 
 from marin_rl.analysis.scan import scan_evals
-from marin_rl.analysis.stage import stage_of
-from marin_rl.analysis.status import Followed, status_of
+from marin_rl.analysis.status import Followed, stage_of, status_of
 from marin_rl.display.text import evenly
 from marin_rl.pages.charts import make_charts
 from marin_rl.pages.records import Facts, Page, RoundSlots, Slot
-from marin_rl.pages.rounds import Amount, RoundPart, read_round
-from marin_rl.pages.tokens import TokenTexts
+from marin_rl.pages.rounds import Amount, RoundPart, TokenTexts, read_round
 from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_progress import RoundProgress

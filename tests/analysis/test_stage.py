@@ -15,8 +15,7 @@ from support.run_factories import (
     shown_run,
 )
 
-from marin_rl.analysis.stage import Stage, stage_of
-from marin_rl.analysis.status import run_status
+from marin_rl.analysis.status import Stage, run_status, stage_of
 from marin_rl.analysis.warnings import NewWarnings, warnings_of
 from marin_rl.batching.build import build_round
 from marin_rl.progress import ProgressEvent
