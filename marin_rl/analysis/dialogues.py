@@ -77,18 +77,6 @@ def calls_of(turn: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return turn["tool_calls"] or ()
 
 
-def model_seconds(turn: Mapping[str, Any]) -> float | None:
-    """Seconds of the request that a turn was sampled by; None where they are not known."""
-    phases = [turn[name] for name in ("queue_s", "prefill_s", "decode_s")]
-    return None if None in phases else sum(phases)
-
-
-def environment_seconds(turns: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds of the environment's answers to all turns; None where none is known."""
-    seconds = [turn["environment_s"] for turn in turns if turn["environment_s"] is not None]
-    return sum(seconds) if seconds else None
-
-
 def sample_rollouts(
     run: Run,
     round_number: int | None,
@@ -149,6 +137,7 @@ def dialogue_of(row: Mapping[str, Any]) -> dict[str, Any]:
     first = next((place for place, turn in enumerate(turns) if is_sampled(turn)), len(turns))
     asked = [turn["content"] for turn in turns[:first] if turn["role"] == "user"]
     said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    waits = [t["environment_s"] for t in turns if t["environment_s"] is not None]
     return {
         "rollout_id": row["rollout_id"],
         "round": row["round"],
@@ -177,7 +166,7 @@ def dialogue_of(row: Mapping[str, Any]) -> dict[str, Any]:
             "queue_s": row["queue_s"],
             "prefill_s": row["prefill_s"],
             "decode_s": row["decode_s"],
-            "environment_s": environment_seconds(turns),
+            "environment_s": sum(waits) if waits else None,
             "start_s": row["start_s"],
         },
         "turns": [_turn(turn) for turn in turns],
@@ -187,6 +176,7 @@ def dialogue_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     """A turn with the facts of its sampling next to its text; None where they are not recorded."""
     facts = turn["inference_metadata"] or {}
+    phases = [turn[name] for name in ("queue_s", "prefill_s", "decode_s")]
     start, end = turn["start"], turn["end"]
     record = {name: value for name, value in turn.items() if name != "inference_metadata"}
     return record | {
@@ -194,7 +184,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         "finish_reason": facts.get("finish_reason") or None,
         "weight_version": facts.get("weight_version"),
         "request_id": facts.get("request_id") or None,
-        "model_s": model_seconds(turn),
+        "model_s": None if None in phases else sum(phases),
     }
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.run_factories import commit_round, configuration, group, group_of, rollout
+from support.run_factories import audit_round, commit_round, configuration, group, group_of, rollout
 
 from marin_rl.batching.build import build_round
 from marin_rl.batching.dispositions import overlong_penalty
@@ -24,7 +24,6 @@ from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
-from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.types import RewardComponent, RolloutGroup, SlotRef, TrainingBatch
 
 

@@ -22,7 +22,7 @@ from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
-from marin_rl.storage.upkeep.audit import TrainedRounds, audit_run, uses_offences
+from marin_rl.storage.upkeep.audit import Seen, audit_run, uses_offences
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.types import RolloutGroup, SlotRef
 from schemas.tables import DISPOSITIONS
@@ -183,9 +183,7 @@ def _row(group_id: str, *, round: int, version: int = 0, name: str | None = None
     }
 
 
-def _offences(
-    run: Run, consumed: pa.Table, round: int, seen: TrainedRounds
-) -> dict[str, tuple[str, ...]]:
+def _offences(run: Run, consumed: pa.Table, round: int, seen: Seen) -> dict[str, tuple[str, ...]]:
     """The offences that have names, as a report of an audit shows them."""
     frame = pl.DataFrame(pl.from_arrow(consumed))
     offences = uses_offences(run, frame, round, seen)
@@ -194,7 +192,7 @@ def _offences(
 
 def test_an_audit_counts_uses(tmp_path: Path) -> None:
     """Within three rounds, its own and two more; trained on there before."""
-    run, seen = Run.create_or_open(_config(tmp_path)), TrainedRounds(complete=True)
+    run, seen = Run.create_or_open(_config(tmp_path)), Seen()
     consumed = pa.Table.from_pylist([_row("a", round=0)], schema=DISPOSITIONS)
     assert [_offences(run, consumed, round, seen) for round in range(3)] == [{}, {}, {}]
     assert _offences(run, consumed, 2, seen) == {"consumed in an earlier round": ("a/0 (round 2)",)}
@@ -204,7 +202,7 @@ def test_an_audit_counts_uses(tmp_path: Path) -> None:
     late = pa.Table.from_pylist([_row("c", round=2)], schema=DISPOSITIONS)
     assert [_offences(run, late, round, seen) for round in (2, 5)] == [{}, {strange: ("c/0",)}]
     alone = Run.create_or_open(configuration(os.fspath(tmp_path / "alone")))
-    assert _offences(alone, consumed, 0, plain := TrainedRounds(complete=True)) == {}
+    assert _offences(alone, consumed, 0, plain := Seen()) == {}
     assert _offences(alone, consumed, 1, plain) == {
         "consumed in an earlier round": ("a/0 (round 0)",)
     }

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.run_factories import commit_round, configuration, group_of, rollout
+from support.run_factories import audit_round, commit_round, configuration, group_of, rollout
 
 from marin_rl.batching.build import build_round
 from marin_rl.batching.plan import Segments, cut, with_leads
 from marin_rl.errors import CorruptObject
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
-from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.types import Rollout, TrainingBatch, Turn
 
 MASK = (0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1)

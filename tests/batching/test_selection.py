@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.run_factories import (
     CHECKPOINT,
     FINGERPRINT,
+    audit_round,
     commit_round,
     configuration,
     group,
@@ -30,7 +31,6 @@ from marin_rl.errors import ConfigError
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.storage.tables.rollouts import commit_shard, seal_round
-from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.types import RolloutGroup, SlotRef
 
 FLAT, EVEN = [1.0, 1.0], [0.0, 1.0]

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
-from support.run_factories import checkpoint, train
+from support.run_factories import audit_round, checkpoint, train
 from support.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.servers import serving
 
@@ -52,7 +52,6 @@ from marin_rl.storage.tables.group_log import (
 from marin_rl.storage.tables.intakes import Settled, collect_shard, commit_intake, decide
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of, iter_shards, seal_round
 from marin_rl.storage.tables.stream import GroupStream
-from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect
 from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts

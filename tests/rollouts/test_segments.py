@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.run_factories import audit_round
 from support.scripted_policies import record, write_tokenizer
 from support.templates import QWEN
 
@@ -19,7 +20,6 @@ from marin_rl.runtime import RunRuntime
 from marin_rl.storage.runs import Run, committed, rollouts_slot
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.rollouts import iter_shards
-from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.tokenizers import load_tokenizer
 from marin_rl.training.replay import replay_round
 from marin_rl.types import Message, NamedReward, Rollout, SlotRef

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.run_factories import audit_round
 from support.streams import Streaming, made, settings
 
 from marin_rl.batching.build import build_round
@@ -25,7 +26,6 @@ from marin_rl.storage.tables.intakes import (
 )
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.tables.stream import StreamedGroup
-from marin_rl.storage.upkeep.audit import audit_round
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect
 from marin_rl.storage.upkeep.streams import waiting_rollouts

@@ -31,6 +31,7 @@ from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.storage.tables.parquet import TableReader, TableWriter
 from marin_rl.storage.tables.rollouts import commit_shard, encode_shard, seal_round
 from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter
+from marin_rl.storage.upkeep.audit import RoundAudit, audit_run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.types import (
     Example,
@@ -259,6 +260,12 @@ def commit_round(run: Run, round: int, shards: Sequence[Sequence[RolloutGroup]])
         for shard, groups in enumerate(shards)
     ]
     return seal_round(run, round, refs, [CHECKPOINT])
+
+
+def audit_round(run: Run, round: int) -> RoundAudit:
+    """The report on one round of an audit of the whole run."""
+    (report,) = (report for report in audit_run(run) if report.round == round)
+    return report
 
 
 def sampled_pair() -> PreferencePair:

@@ -326,18 +326,13 @@ def intake_metrics(run: Run, round: int) -> dict[str, float]:
     }
 
 
-def collected_fingerprint(round: int, shard: int, intake: SlotRef) -> str:
-    """Digest of what decides a shard of the groups that an intake names."""
-    content = {"round": round, "shard": shard}
-    return fingerprint("collected", content, (parent_of(intake),), CONTENT_VERSION)
-
-
 def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
     """Commit a shard of a round out of the groups that its intake names, taken or dropped.
 
     Raises CorruptObject where a group is lost or is another than was seen, and as `commit_tables`.
     """
-    decided = collected_fingerprint(round, shard, intake)
+    content = {"round": round, "shard": shard}
+    decided = fingerprint("collected", content, (parent_of(intake),), CONTENT_VERSION)
     existing = shard_ref(run, round, shard, decided)
     if existing is not None:
         return existing

@@ -27,10 +27,6 @@ def array_parts(manifest: Manifest) -> list[Part]:
     return [part for part in manifest.parts if part.name.startswith(folder)]
 
 
-def prunable_parts(manifest: Manifest) -> list[str]:
-    return [part.name for part in array_parts(manifest)]
-
-
 def commit_tombstone(
     store: ObjectStore, manifest: Manifest, rule: Mapping[str, Any]
 ) -> frozenset[str]:
@@ -44,7 +40,7 @@ def commit_tombstone(
         "version": VERSION,
         "slot": manifest.slot,
         "manifest": manifest.sha256,
-        "parts": prunable_parts(manifest),
+        "parts": [part.name for part in array_parts(manifest)],
         "rule": dict(rule),
         "created_at": datetime.now(UTC).isoformat(timespec="microseconds"),
         "attempt": attempt,

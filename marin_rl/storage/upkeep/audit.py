@@ -36,12 +36,7 @@ PLACE = ("step", "row", "segment")
 Offences = Mapping[str, Iterable[str]]  # offending names by kind of offence, also of none
 
 
-class TrainedRounds(dict[str, tuple[int, ...]]):
-    """Rounds that trained on each rollout; `complete` where all earlier rounds were audited."""
-
-    def __init__(self, *, complete: bool = False) -> None:
-        super().__init__()
-        self.complete = complete
+Seen = dict[str, tuple[int, ...]]  # rounds that trained on each rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +115,7 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
     A round that has no batches, be it sampled or not, is audited once later rounds, its checkpoint
     or its metrics say that it had: its rollouts went somewhere.
     """
-    seen = TrainedRounds(complete=True)
+    seen: Seen = {}
     kinds = ("rollouts", "batches", "checkpoints", "metrics")
     sampled, batched, trained, closed = ({*rounds_in(run.store, kind)} for kind in kinds)
     # Checkpoint n + 1, or batches of round n + 1, can only exist once round n was trained on.
@@ -132,14 +127,7 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
             yield _audited(run, round, seen)
 
 
-def audit_round(run: Run, round: int) -> RoundAudit:
-    """Audit one round. Raises ObjectMissing while its batches are not committed."""
-    if MANIFEST not in run.store.children(batches_slot(round)):
-        raise ObjectMissing(f"{run.store.url_of(batches_slot(round))} is not committed")
-    return _audited(run, round, TrainedRounds())
-
-
-def _audited(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
+def _audited(run: Run, round: int, seen: Seen) -> RoundAudit:
     """The audit of a round; `seen` grows by the rollouts that it trained on."""
     try:
         return _compare(run, round, seen)
@@ -148,7 +136,7 @@ def _audited(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
         return RoundAudit(round=round, offences={"unreadable": (str(error),)})
 
 
-def _compare(run: Run, round: int, seen: TrainedRounds) -> RoundAudit:
+def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
     committed = read_manifest(run.store, batches_slot(round))
     if committed is None:
         raise ObjectMissing(
@@ -219,7 +207,7 @@ def _names(rows: pl.DataFrame) -> list[str]:
     return rows["rollout_id"].to_list()
 
 
-def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: TrainedRounds) -> Offences:
+def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: Seen) -> Offences:
     """Rollouts that are trained on in more rounds than the run allows, or outside of their window.
 
     Without replay that is any round but the first. A rollout that is used again was sampled by an
@@ -232,11 +220,9 @@ def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: TrainedRou
         uses = seen.get(name, ())
         if len(uses) >= most:
             again.append(f"{name} (round {uses[-1]})")
-        if replay is not None and generated != round:
-            # Only an audit of the whole run has seen the round that generated it.
-            known = seen.complete and generated not in uses
-            if known or not 0 < round - generated <= window:
-                strange.append(name)
+        within = generated in uses and 0 < round - generated <= window
+        if replay is not None and generated != round and not within:
+            strange.append(name)
     # After the look-up: a repetition within this round is reported by `_identities`.
     for name in dict.fromkeys(_names(consumed)):
         seen[name] = (*seen.get(name, ()), round)

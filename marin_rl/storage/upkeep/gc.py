@@ -46,7 +46,7 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.locks import is_free
 from marin_rl.storage.tables.parquet import in_order, load
 from marin_rl.storage.tables.rollouts import identify_shard
-from marin_rl.storage.tables.tombstones import commit_tombstone, prunable_parts
+from marin_rl.storage.tables.tombstones import array_parts, commit_tombstone
 from marin_rl.storage.upkeep.forks import Reach, borrowed_from, reference_checkpoints
 from marin_rl.storage.upkeep.inventory import Inventory, Item, Role, Slot, read_slot, take_inventory
 from marin_rl.storage.upkeep.streams import collected_keys, collected_now, taken_batches
@@ -293,7 +293,8 @@ def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garb
     for slot in _checkpoints(inventory):
         if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule)):
             # What the tombstone names, where there is one: no other part may go missing.
-            names = set(slot.pruned or prunable_parts(slot.manifest)).intersection(slot.names)
+            arrays = (part.name for part in array_parts(slot.manifest))
+            names = set(slot.pruned or arrays).intersection(slot.names)
             garbage += [
                 Garbage(slot.key(name), slot.parts[name].bytes, "retention")
                 for name in sorted(names)
