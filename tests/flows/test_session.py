@@ -10,15 +10,18 @@ from prefect import flow, get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.states import Suspended
+from support.flow_runs import REPOSITORY, debug
+from support.run_factories import whole_run
 
-from flows.evaluate import round_after
+from flows.evaluate import evaluate_run, round_after
 from flows.session import open_session, pause_if_suspended, resolve_config, resume_point
 from flows.sft import steps_of
 from marin_rl.config import load_config, parse_config
-from marin_rl.errors import ConfigError
+from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.commits import commit_manifest, fingerprint, new_attempt, new_manifest
-from marin_rl.storage.runs import Run, checkpoint_slot, sft_slot
+from marin_rl.storage.runs import Run, checkpoint_slot, runs_under, sft_slot
 from marin_rl.storage.tables.metrics import write_round_metrics
+from marin_rl.storage.upkeep.forks import fork_run
 from marin_rl.types import SlotRef
 
 
@@ -154,3 +157,18 @@ def test_a_suspended_flow_ends_before_its_next_round_even_if_no_event_tells_it(a
         asyncio.run(_suspended())
     assert raised.value.state is not None
     assert raised.value.state.name == "Suspended"
+
+
+def test_a_mistyped_name_is_an_error_and_begins_no_run(tmp_path: Path) -> None:
+    Run.create_or_open(debug(tmp_path, "run_id=spell"))
+    config = str(REPOSITORY / "configs/debug.yaml")
+    overrides = [f"root={tmp_path}", "policy.init=sft"]
+    with pytest.raises(ObjectMissing, match=r"no run 'spel' under .* found there: spell"):
+        asyncio.run(evaluate_run.fn(config, run_id="spel", overrides=overrides))
+    assert runs_under(str(tmp_path)) == ["spell"]
+
+
+def test_a_shared_checkpoint_of_a_fork_is_refused_before_anything_is_served(tmp_path: Path) -> None:
+    fork = fork_run(whole_run(str(tmp_path), 2), 2, "fork")
+    with pytest.raises(ConfigError, match="marin-rl evaluate run --round 1"):
+        asyncio.run(evaluate_run.fn(fork.config.model_dump(mode="json"), round=1))
