@@ -28,12 +28,12 @@ from marin_rl.storage.commits import (
     read_manifest,
     ref_of,
 )
-from marin_rl.storage.layout import STREAM, intake_slot, numbers_in, stream_group_of
+from marin_rl.storage.layout import STREAM, intake_slot, numbers_in, stream_group_of, stream_key
 from marin_rl.storage.runs import Run, committed
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import iter_present, verified
 from marin_rl.storage.tables.rollouts import commit_tables, decode_shard, shard_ref
-from marin_rl.storage.tables.stream import StreamedGroup, object_key, rows_by_group
+from marin_rl.storage.tables.stream import StreamedGroup, rows_by_group
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Parent
 from schemas.rollouts import CONTENT_VERSION
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> str:
-        return object_key(self.number, self.pack)
+        return f"{STREAM}/{self.pack}" if self.pack else stream_key(self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

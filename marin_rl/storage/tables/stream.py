@@ -84,11 +84,6 @@ def number_of(group_id: str) -> int:
     return int(group_id.rpartition("-")[2])
 
 
-def object_key(number: int, pack: str) -> str:
-    """The object that has a group: the pack of this name, or its own."""
-    return f"{STREAM}/{pack}" if pack else stream_key(number)
-
-
 def chunk_size(config: Config) -> int:
     """Number of groups that are claimed together: those of a shard, rounded up."""
     groups, shards = config.rollouts.groups_per_round, config.rollouts.shards_per_round
