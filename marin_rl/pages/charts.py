@@ -104,7 +104,7 @@ def _chart(plan: ChartPlan, rows: Rows) -> Chart:
                 continue
             x, y = zip(*points, strict=True)
             if max(map(abs, y)) >= plan.noise:
-                lines.append(Line(name=label.format(match[1]), x=x, y=y))
+                lines.append(Line(name=label.format(match[1]), x=list(x), y=list(y)))
     return Chart(
         key=plan.key,
         title=plan.title,
