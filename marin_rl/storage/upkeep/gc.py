@@ -350,14 +350,15 @@ def _delete(
     # All neighbours are read again now that the tombstones exist: a fork made meanwhile either saw
     # a tombstone and failed, or is seen here.
     gone = _unpinned(run, inventory, garbage, known={})
-    top = run.folder.local_path(LOCK_KEY)
+    lock = run.folder.local_path(LOCK_KEY)
+    top = lock and lock.parent
     for item in gone:
         # File by file, after the tombstone: a crash anywhere here leaves garbage and no damage.
         run.folder.delete(item.key)
         path = run.folder.local_path(item.key)
         with suppress(OSError):  # the first folder that is not empty, or is removed already
             for folder in path.parents if path and top else ():
-                if folder == top.parent:
+                if folder == top:
                     break
                 folder.rmdir()
     return gone
