@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 THREADS_VARIABLE = "NPROC"
 
@@ -120,7 +121,7 @@ def running_pool_threads() -> int:
     """Threads of the pool that runs in this process: 0 before JAX starts, or not on Linux."""
     if "jax" not in sys.modules:
         return 0
-    names = map(_text_of, Path("/proc/self/task").glob("*/comm"))
+    names = map(text_of, Path("/proc/self/task").glob("*/comm"))
     return sum(name.startswith(_POOL_THREAD) for name in names)
 
 
@@ -146,9 +147,8 @@ def machine_facts() -> dict[str, str]:
         "instruction_set": instruction_set(),
         "threads": str(pool_threads()),
     }
-    device = _device()
-    if device:
-        facts["device"] = device
+    if (device := started_device()) is not None:
+        facts["device"] = str(device.device_kind)
     ignored = (_ISA_FLAG, _DEVICES_FLAG, "--xla_dump")
     flags = [
         f"{name}={value}" for name, value in xla_flags().items() if not name.startswith(ignored)
@@ -212,10 +212,10 @@ def _features() -> frozenset[str]:
 
 @cache
 def _cpu_info() -> str:
-    return _text_of(Path("/proc/cpuinfo"))
+    return text_of(Path("/proc/cpuinfo"))
 
 
-def _text_of(file: Path) -> str:
+def text_of(file: Path) -> str:
     """Text of a file of the kernel; empty where it is not there, or not any more."""
     try:
         return file.read_text()
@@ -234,14 +234,14 @@ def _number(variable: str) -> int:
     return int(value) if value.isascii() and value.isdigit() else 0
 
 
-def _device() -> str:
-    """The kind of JAX's devices; empty before it has started, which this does not do."""
+def started_device() -> Any:
+    """The first of JAX's devices; None before it has started, which this does not do."""
     # no import: the data side reads facts too, and never depends on JAX
     bridge = sys.modules.get("jax._src.xla_bridge")
     # by its backends and not by the pool, which JAX_PLATFORMS=cuda starts none of
     if bridge is None or not bridge.backends_are_initialized():
-        return ""
-    return str(sys.modules["jax"].local_devices()[0].device_kind)
+        return None
+    return sys.modules["jax"].local_devices()[0]
 
 
 # mallopt(3): parameter numbers.

@@ -6,14 +6,13 @@ how much a run needs (`planning`). Imports no JAX: commands that only plan need 
 
 import re
 import resource
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from marin_rl.errors import OutOfMemory
-from marin_rl.machine import computes_on_host
+from marin_rl.machine import computes_on_host, started_device, text_of
 
 # Code of a server's answer to a request that does not fit into its memory.
 OUT_OF_MEMORY = "out_of_memory"
@@ -54,11 +53,8 @@ def room(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Room | None:
 
 
 def _of_accelerator() -> Room | None:
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    if bridge is None or not bridge.backends_are_initialized():
-        return None
-    device = sys.modules["jax"].local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
+    device = started_device()
+    stats = None if device is None or device.platform == "cpu" else device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
     total = int(stats["bytes_limit"])
@@ -69,13 +65,13 @@ def _of_accelerator() -> Room | None:
 def _of_host(groups: Path, own: Path) -> Room:
     info = {
         name: int(number) * 1024
-        for name, number in re.findall(r"^(\w+):\s+(\d+) kB", _text(Path("/proc/meminfo")), re.M)
+        for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text_of(Path("/proc/meminfo")), re.M)
     }
     rooms = [Room(info.get("MemTotal", 2**62), info.get("MemAvailable", 2**62), "this machine")]
     rooms += _of_groups(groups, own)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        used = int((_text(Path("/proc/self/statm")).split() or ["0"])[0])
+        used = int((text_of(Path("/proc/self/statm")).split() or ["0"])[0])
         rooms.append(Room(limit, limit - used * resource.getpagesize(), "ulimit -v"))
     # The narrowest decides: a container's limit is below the machine's, and its parent's may be.
     least = min(rooms, key=lambda one: one.free)
@@ -84,7 +80,7 @@ def _of_host(groups: Path, own: Path) -> Room:
 
 def _of_groups(root: Path, own: Path) -> Iterator[Room]:
     """Limits of this process's control group and of those above it, of version 2 and of 1."""
-    for line in _text(own).splitlines():
+    for line in text_of(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
@@ -92,18 +88,11 @@ def _of_groups(root: Path, own: Path) -> Iterator[Room]:
         # Within a container the path may be the host's, and the root is its own group.
         inside = Path(path.strip("/"))
         for folder in {root / controllers / part for part in ("", inside, *inside.parents)}:
-            total, used = (_text(folder / f"memory.{name}").strip() for name in files)
+            total, used = (text_of(folder / f"memory.{name}").strip() for name in files)
             if total.isdigit() and int(total) < 2**60:
-                cache = re.search(r"^inactive_file (\d+)", _text(folder / "memory.stat"), re.M)
+                cache = re.search(r"^inactive_file (\d+)", text_of(folder / "memory.stat"), re.M)
                 kept = int(used or 0) - (int(cache[1]) if cache else 0)
                 yield Room(int(total), int(total) - kept, "its control group")
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
 
 
 def gigabytes(count: int) -> str:

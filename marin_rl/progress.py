@@ -83,12 +83,9 @@ class Phase:
     A name that is a function is asked each time: its text then has counts of its own.
     """
 
-    def __init__(self, name: str | Callable[[], str], total: int = 0) -> None:
-        self._name, self.done, self.total = name, 0, total
+    def __init__(self, name: str | Callable[[], str]) -> None:
+        self._name, self.done, self.total = name, 0, 0
         self.began = time.monotonic()
-
-    def advance(self, units: int = 1) -> None:
-        self.done += units
 
     def listen(self, event: ProgressEvent) -> None:
         """Take the counts of an event: a phase is a listener, too."""
@@ -155,13 +152,13 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def phase(name: str | Callable[[], str], total: int = 0) -> Iterator[Phase]:
+def phase(name: str | Callable[[], str]) -> Iterator[Phase]:
     """Open a phase for the block, or for each call of a function that this decorates.
 
     It is said where something of this process is listened to by `saying`, and lasts long enough.
     """
     global _opened_at
-    opened = Phase(name, total)
+    opened = Phase(name)
     with _lock:
         if not _phases:
             _opened_at = opened.began

@@ -40,12 +40,6 @@ def test_defaults_by_name_are_the_run_that_says_nothing(overrides: tuple[str, ..
     assert "asynchrony" not in fingerprint_fields(configured(*overrides))
 
 
-def test_a_run_ahead_says_what_it_said_before_there_were_other_keys() -> None:
-    config = configured("asynchrony.max_staleness=1")
-    assert config.model_dump()["asynchrony"] == {"max_staleness": 1}
-    assert fingerprint_fields(config)["asynchrony"] == {"max_staleness": 1}
-
-
 def test_a_round_has_examples_for_all_that_it_may_sample() -> None:
     config = configured(
         SIGNAL,

@@ -23,10 +23,11 @@ def test_a_silent_phase_is_said_at_the_limit_and_a_talkative_one_never(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     monkeypatch.setattr(progress, "_opened_at", 0.0)
     heartbeat = Heartbeat(lambda line: lines.append((now, line)), 4.0)
-    counted = Phase("compiling programs", total=20)
+    counted = Phase("compiling programs")
+    counted.total = 20
     for half_seconds in range(1, 25):
         now = half_seconds / 2
-        counted.advance()
+        counted.done += 1
         if now in said_at:
             heartbeat.say("something else")
         heartbeat.beat(counted, now)

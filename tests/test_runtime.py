@@ -211,15 +211,6 @@ def test_a_run_of_all_parameters_has_no_adapter_to_publish(tmp_path: Path) -> No
         runtime.serve(runtime.init_policy())
 
 
-def test_a_remote_endpoint_with_other_weights_is_refused(
-    tmp_path: Path, remote: PolicyServer
-) -> None:
-    config = debug(tmp_path, f"inference.endpoints=[{remote.base_url}]", "seed=5")
-    runtime = RunRuntime(Run.create_or_open(config))
-    with pytest.raises(StalePolicy):
-        runtime.serve(runtime.init_policy())
-
-
 def test_the_last_rounds_weights_under_this_rounds_id_stop_the_loop(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     runtime = RunRuntime(run)

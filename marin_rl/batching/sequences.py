@@ -48,18 +48,14 @@ class RenderedChat:
 
 
 def rendered_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[Message]],
-    options: Sequence[Mapping[str, Any]] = (),
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]]
 ) -> list[tuple[str, int]]:
     """Text and number of tokens of several prompts, each with the assistant's opening.
 
-    `options` are those of the template for each prompt, if there are any. Raises InputError when
-    the tokenizer has no chat template, or the template fails.
+    Raises InputError when the tokenizer has no chat template, or the template fails.
     """
     conversations = [
-        Conversation(messages=_conversation(messages), opening=True, options=own)
-        for messages, own in zip(prompts, options or [{}] * len(prompts), strict=True)
+        Conversation(messages=_conversation(messages), opening=True) for messages in prompts
     ]
     return [
         (rendering.text, len(_ids(_tokenized(tokenizer, rendering.text))))

@@ -116,13 +116,12 @@ def load_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     return _layered(plain, Path("mapping"), overrides)
 
 
-def pin_files(tree: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
+def pin_files(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plain tree with digests of its files of code, and with its relative paths placed.
 
-    Both are sought in `folder`, by default the current one. Raises ConfigError naming the key.
+    Both are sought in the current folder. Raises ConfigError naming the key.
     """
-    folder = Path() if folder is None else folder
-    return place_files(pin_code(tree, folder), lambda key: [folder])
+    return place_files(pin_code(tree, Path()), lambda key: [Path()])
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -105,9 +105,9 @@ def _shared(first: list[str], second: list[str]) -> int:
     return count
 
 
-def closest(name: str, known: Collection[str], cutoff: float = 0.7) -> str | None:
+def closest(name: str, known: Collection[str]) -> str | None:
     """Return the known name that a mistyped one may mean, if there is one."""
-    for close in difflib.get_close_matches(name, known, n=3, cutoff=cutoff):
+    for close in difflib.get_close_matches(name, known, n=3, cutoff=0.7):
         if _apart(name) == _apart(close):
             return close
     return None

@@ -306,7 +306,7 @@ def _change_adapters(service: Service, body: Body) -> None:
         if isinstance(body, NewAdapter):
             place = body.lora_path
             Places(service.limits.update_roots).check(place)
-            service.adapters.load_folder(
+            service.adapters.load(
                 body.lora_name,
                 str(Path(place.removeprefix("file://").removeprefix("local://"))),
                 in_place=isinstance(body, LoadAdapterBody) and body.load_inplace,

@@ -71,58 +71,31 @@ class ServedAdapters:
     def get(self, name: str) -> LoadedAdapter | None:
         return self._by_name.get(name)
 
-    def load_folder(
-        self,
-        name: str,
-        folder: str,
-        *,
-        in_place: bool = False,
-        version: int | None = None,
-        promised: str | None = None,
-    ) -> LoadedAdapter:
-        """Load an adapter from a PEFT folder. Raises as `load` does, and InputError for a folder
-        that is no adapter of the served base.
-        """
-        read = lambda: read_peft(folder, self._shapes)
-        return self._load(name, read, in_place=in_place, version=version, promised=promised)
-
     def load(
         self,
         name: str,
-        adapter: Adapter,
+        adapter: Adapter | str,
         *,
+        in_place: bool = False,
         version: int | None = None,
         promised: str | None = None,
         row: int = 0,
     ) -> LoadedAdapter:
-        """Load an adapter under a name; requests may use it from then on.
+        """Load an adapter, or a PEFT folder, under a name; requests may use it from then on.
 
         `version` is that of the policy, by default the one in the name, and `promised` the digest
         of base and adapter together that the caller expects, if any. `row` is the row of the
-        engine's bank that it gets if that is free. Raises NameTaken, UpdateRunning during another
-        load, StalePolicy for another adapter or base than was promised, and what the engine raises.
-        """
-        return self._load(name, lambda: adapter, version=version, promised=promised, row=row)
-
-    def _load(
-        self,
-        name: str,
-        read: Callable[[], Adapter],
-        *,
-        in_place: bool = False,
-        version: int | None,
-        promised: str | None,
-        row: int = 0,
-    ) -> LoadedAdapter:
-        """Load what `read` returns; `in_place` of the adapter that has the name.
-
-        Requests that were sent to that one before end on it.
+        engine's bank that it gets if that is free. `in_place` of the adapter that has the name:
+        requests that were sent to that one before end on it. Raises NameTaken, UpdateRunning during
+        another load, InputError for a folder that is no adapter of the served base, StalePolicy for
+        another adapter or base than was promised, and what the engine raises.
         """
         started = time.monotonic()
         try:
             with self._one_at_a_time():
                 self._check_name(name, in_place=in_place)  # before a large file is read
-                adapter = read()
+                if isinstance(adapter, str):
+                    adapter = read_peft(adapter, self._shapes)
                 digest = self._digest(adapter, promised)
                 before = self._by_name.get(name)
                 parsed = parse_served_model_id(name)

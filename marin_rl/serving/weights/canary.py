@@ -9,7 +9,7 @@ template or attention show at once, and end the round before anything is sampled
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ from marin_rl.inference.generation import GenerationRequest
 from marin_rl.lora import Adapter, merged
 from marin_rl.progress import phase
 from marin_rl.rollouts.bridge import TemplateBridge
-from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
+from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint
 from marin_rl.storage.fleet import ProvenVersion, run_sha256
 from marin_rl.storage.runs import Run
 from marin_rl.training.logprobs import rounded_up, sequence_logprobs
@@ -57,17 +57,7 @@ DIGEST_DIGITS = 16
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
-    """Parameters that an endpoint may be serving instead, under a name for people."""
-
-    name: str
-    parameters_digest: str
-    model: LmHeadModel
-
-
 Connect = Callable[..., PolicyClient]
-Suspects = Callable[[], Iterable[Suspect]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +114,7 @@ def prove(
     policy: ServedPolicy,
     model: LmHeadModel,
     config: InferenceConfig,
-    suspects: Suspects = tuple,
+    before: Callable[[], Loaded | None] = lambda: None,
     *,
     dtype: jnp.dtype | type = jnp.float32,
     temperature: float = 1.0,
@@ -136,10 +126,9 @@ def prove(
     `dtype` is what endpoints compute in, `temperature` what rollouts are sampled at, for theirs are
     to be log-probabilities at it; 0 is greedy, whose log-probabilities are those at 1. `connect`
     makes the client of an endpoint. Raises StalePolicy above `tolerance_of` the dtype, with the
-    expected digest and the served one: of the first of the `suspects` (called only then) whose
-    parameters give the endpoint's numbers, else what the endpoint says of itself. Raises
-    BadResponse for an endpoint that leaves temperature out of its numbers, and what the client
-    raises.
+    expected digest and the served one: that of the weights `before` (called only then) if they give
+    the endpoint's numbers, else what the endpoint says of itself. Raises BadResponse for an
+    endpoint that leaves temperature out of its numbers, and what the client raises.
     """
     worst, tolerance = 0.0, tolerance_of(config, dtype)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature or 1.0, max_tokens=size.tokens)
@@ -149,13 +138,10 @@ def prove(
         if not gap.within(tolerance):
             # first: right weights with numbers from before temperature are no stale policy
             _check_temperature(endpoint, model, answer, sampling.temperature, tolerance)
-            actual = _identified(answer, suspects(), sampling.temperature, tolerance)
-            rounding = "" if actual else _rounding(gap)
             raise StalePolicy(
                 f"{endpoint} does not sample from {policy.model}: expected parameters "
-                f"{policy.parameters_digest[:DIGEST_DIGITS]}, {actual or _claimed(answer)}; "
-                f"{gap.message()}, above inference.canary_tolerance ({tolerance:g}). "
-                f"{rounding}{_remedy(policy)}"
+                f"{policy.parameters_digest[:DIGEST_DIGITS]}, "
+                f"{_found(answer, gap, before(), sampling.temperature, tolerance)}{_remedy(policy)}"
             )
         worst = max(worst, gap.nats)
     # the trainer's own numbers for the tokens of an answer that is proven
@@ -205,14 +191,11 @@ def prove_version(run: Run, policy: ServedPolicy, model: LmHeadModel) -> ServedP
     return dataclasses.replace(policy, canary=canary)
 
 
-def _round_before(run: Run, version: int) -> Iterator[Suspect]:
-    """Yield what an endpoint may serve by mistake: the checkpoint of the round before."""
-    if version == 0:
-        return
+def _round_before(run: Run, version: int) -> Loaded | None:
+    """What an endpoint may serve by mistake: the checkpoint of the round before."""
     with suppress(MarinRLError):  # only a more telling message is at stake
-        loaded = read_checkpoint(run, version - 1)
-        digest = loaded.parameters_digest
-        yield Suspect(name=f"round {version - 1}", parameters_digest=digest, model=loaded.model)
+        return read_checkpoint(run, version - 1) if version else None
+    return None
 
 
 @phase("proving that the engine decodes as the model computes")
@@ -327,32 +310,22 @@ def _check_temperature(
         )
 
 
-def _identified(
-    answer: ChatAnswer, suspects: Iterable[Suspect], temperature: float, tolerance: float
-) -> str | None:
-    """The suspect that an answer was sampled from, in words; None where it is none of them."""
-    for suspect in suspects:
-        if _gap(suspect.model, answer, temperature).within(tolerance):
-            return f"found those of {suspect.name}, {suspect.parameters_digest[:DIGEST_DIGITS]}"
-    return None
-
-
-def _claimed(answer: ChatAnswer) -> str:
-    """The parameters that an endpoint says it serves, in words."""
-    claimed = answer.parameters_digest
-    if claimed:
-        return f"which it claims to serve ({claimed[:DIGEST_DIGITS]}), but found others"
-    return "found others; the endpoint does not say which"
-
-
-def _rounding(gap: Gap) -> str:
-    """A sentence for a difference that coarser products may make too, else nothing."""
-    if not gap.within(TOLERANCES["bfloat16"]):
-        return ""
-    return (
-        "TF32 or bfloat16 makes differences of this size as well: have the endpoint multiply in "
-        "float32, or set inference.canary_tolerance. "
-    )
+def _found(
+    answer: ChatAnswer, gap: Gap, before: Loaded | None, temperature: float, tolerance: float
+) -> str:
+    """What an endpoint serves instead, in words: the weights `before`, or others; and the gap."""
+    apart = f"{gap.message()}, above inference.canary_tolerance ({tolerance:g}). "
+    if before is not None and _gap(before.model, answer, temperature).within(tolerance):
+        digest = before.parameters_digest[:DIGEST_DIGITS]
+        return f"found those of round {before.round}, {digest}; {apart}"
+    if gap.within(TOLERANCES["bfloat16"]):
+        apart += (
+            "TF32 or bfloat16 makes differences of this size as well: have the endpoint multiply "
+            "in float32, or set inference.canary_tolerance. "
+        )
+    if claimed := (answer.parameters_digest or "")[:DIGEST_DIGITS]:
+        return f"which it claims to serve ({claimed}), but found others; {apart}"
+    return f"found others; the endpoint does not say which; {apart}"
 
 
 def _remedy(policy: ServedPolicy) -> str:
