@@ -53,8 +53,9 @@ def room(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Room | None:
 
 
 def _of_accelerator() -> Room | None:
-    device = started_device()
-    stats = None if device is None or device.platform == "cpu" else device.memory_stats()
+    if (device := started_device()) is None or device.platform == "cpu":
+        return None
+    stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
     total = int(stats["bytes_limit"])

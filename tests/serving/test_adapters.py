@@ -1,7 +1,5 @@
 """Adapters over HTTP: loaded and unloaded by vLLM's and SGLang's routes, and asked for by name."""
 
-import json
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from support.engine_adapters import adapter_for, merged
 from support.models import full_logprobs, tiny_model
 from support.servers import CHAT, ENGINE, chat_body, serving, talk
@@ -209,45 +206,25 @@ def test_names_that_are_refused(server, adapters, name, message):
 
 
 def broken(folder: Path, kind: str) -> None:
-    """Damage the copy of an adapter."""
+    """Damage the copy of an adapter, or change it as one may who can write below the root."""
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    data, settings = file.read_bytes(), json.loads(config.read_text())
+    data = file.read_bytes()
     if kind == "truncated":
         file.write_bytes(data[: len(data) // 2])
     elif kind == "header":
         file.write_bytes(struct.pack("<Q", 2**40) + data[8:])
     elif kind == "nan":
         file.write_bytes(data[:-4] + struct.pack("<f", float("nan")))
-    elif kind == "dora":
-        config.write_text(json.dumps(settings | {"use_dora": True}))
     elif kind == "missing":
         file.unlink()
-    else:
-        hostile(folder, kind)
-
-
-def hostile(folder: Path, kind: str) -> None:
-    """Change the copy of an adapter as somebody may who can write below the root."""
-    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    if kind == "nested":
+    elif kind == "nested":
         config.write_text("[" * 100_000)
-    elif kind in ("4000", "5000"):  # digits: beyond what Python reads as an integer, or below
-        number = f'"lora_alpha": {"9" * int(kind)}'
-        config.write_text(re.sub(r'"lora_alpha": [\d.]+', number, config.read_text()))
-    elif kind.startswith("link"):
+    else:
         secret = folder.parents[1] / f"{kind}-secret"
         secret.write_text('{"peft_type": "TOP-SECRET"}')
         linked = config if kind == "link-settings" else file
         linked.unlink()
         linked.symlink_to(secret)
-    else:
-        tensors = load_file(file)
-        name = sorted(tensors)[0]
-        if kind == "tensor":
-            del tensors[name]
-        else:
-            tensors[name][:] = 1e38
-        save_file(tensors, file)
 
 
 @pytest.mark.parametrize(
@@ -256,15 +233,10 @@ def hostile(folder: Path, kind: str) -> None:
         ("truncated", "cannot read"),
         ("header", "expected a header of at most"),
         ("nan", "not finite"),
-        ("dora", "use_dora"),
         ("missing", "no adapter at"),
         ("nested", "expected at most 200 levels"),
-        ("4000", "expected at most 1e+06 for 'lora_alpha'"),
-        ("5000", "Exceeds the limit (4300 digits)"),
         ("link-settings", "adapter_config.json is a link that leads out of"),
         ("link-weights", "adapter_model.safetensors is a link that leads out of"),
-        ("tensor", "in each of the 2 layers of the base"),
-        ("huge", "has a value of 1e+38"),
     ],
 )
 def test_damaged_folders_are_refused_and_others_go_on(server, adapters, kind, message):

@@ -112,11 +112,6 @@ def edit_config(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def other_rope(folder: Path) -> None:
-    rope = {"rope_type": "default", "rope_theta": 77.0}
-    edit_config(folder, rope_theta=77.0, rope_parameters=rope)
-
-
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -158,10 +153,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "config.json"),
     "torn configuration": (lambda f: truncate(f / "config.json"), "config.json"),
     "another width": (lambda f: edit_config(f, intermediate_size=80), "another architecture"),
-    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "another architecture"),
-    "another rotary base": (other_rope, "rotary embeddings are of another base"),
-    "another epsilon": (lambda f: edit_config(f, rms_norm_eps=0.1), "another architecture"),
-    "a shorter context": (lambda f: edit_config(f, max_position_embeddings=32), "64 positions"),
     "another family": (
         lambda f: edit_config(f, model_type="gpt2"),
         "model_type 'gpt2' is not supported",
