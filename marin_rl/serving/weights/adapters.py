@@ -85,8 +85,8 @@ class ServedAdapters:
 
         `version` is that of the policy, by default the one in the name, and `promised` the digest
         of base and adapter together that the caller expects, if any. `row` is the row of the
-        engine's bank that it gets if that is free. `in_place` of the adapter that has the name:
-        requests that were sent to that one before end on it. Raises NameTaken, UpdateRunning during
+        engine's bank that it gets if that is free. With `in_place` it replaces the one of its name:
+        requests that were sent to that before end on it. Raises NameTaken, UpdateRunning during
         another load, InputError for a folder that is no adapter of the served base, StalePolicy for
         another adapter or base than was promised, and what the engine raises.
         """

@@ -192,7 +192,7 @@ def prove_version(run: Run, policy: ServedPolicy, model: LmHeadModel) -> ServedP
 
 
 def _round_before(run: Run, version: int) -> Loaded | None:
-    """What an endpoint may serve by mistake: the checkpoint of the round before."""
+    """The checkpoint of the round before, which an endpoint may serve by mistake."""
     with suppress(MarinRLError):  # only a more telling message is at stake
         return read_checkpoint(run, version - 1) if version else None
     return None
@@ -313,7 +313,7 @@ def _check_temperature(
 def _found(
     answer: ChatAnswer, gap: Gap, before: Loaded | None, temperature: float, tolerance: float
 ) -> str:
-    """What an endpoint serves instead, in words: the weights `before`, or others; and the gap."""
+    """The parameters that an endpoint serves instead, in words, and the gap."""
     apart = f"{gap.message()}, above inference.canary_tolerance ({tolerance:g}). "
     if before is not None and _gap(before.model, answer, temperature).within(tolerance):
         digest = before.parameters_digest[:DIGEST_DIGITS]
