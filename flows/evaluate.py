@@ -7,9 +7,7 @@
 
 from prefect import flow
 
-from flows.connection import play_flow
-from flows.server import prefect_api
-from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
+from flows.session import Source, flow_run_name, open_session, resolve_config, start_flow
 from marin_rl.config import Config
 from marin_rl.doctor.stages import EVALUATE
 from marin_rl.errors import ConfigError
@@ -78,5 +76,4 @@ def round_after(checkpoint: SlotRef) -> int:
 
 def start(config: Config, round: int | None = None) -> SlotRef:
     check_own(config, round)  # before a server is started
-    with prefect_api(warm=HEAVY):
-        return play_flow(evaluate_run, config.model_dump(mode="json"), round=round)
+    return start_flow(evaluate_run, config, round=round)

@@ -7,9 +7,7 @@ Where `policy.init` is "sft", the warm start is played first, and its result is 
 
 from prefect import flow
 
-from flows.connection import play_flow
-from flows.server import prefect_api
-from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
+from flows.session import Source, flow_run_name, open_session, resolve_config, start_flow
 from flows.sft import steps_of, warm_start
 from marin_rl.config import Config
 from marin_rl.doctor.stages import REWARD_MODEL
@@ -43,5 +41,4 @@ async def learn(run: RunRef) -> SlotRef:
 
 
 def start(config: Config) -> SlotRef:
-    with prefect_api(warm=HEAVY):
-        return play_flow(reward_model, config.model_dump(mode="json"))
+    return start_flow(reward_model, config)

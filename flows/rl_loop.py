@@ -13,18 +13,16 @@ from concurrent.futures import Future
 
 from prefect import flow
 
-from flows.connection import play_flow
 from flows.evaluate import measure, round_after
 from flows.play import InOrder, run_round
-from flows.server import prefect_api
 from flows.session import (
-    HEAVY,
     Source,
     flow_run_name,
     open_session,
     pause_if_suspended,
     resolve_config,
     resume_point,
+    start_flow,
 )
 from flows.sft import warm_start
 from flows.window import Window
@@ -79,5 +77,4 @@ def start(config: Config, stop: Future[None] | None = None) -> SlotRef:
 
     Setting a result of `stop` ends it as Ctrl-C does, with KeyboardInterrupt.
     """
-    with prefect_api(warm=HEAVY):
-        return play_flow(rl_loop, config.model_dump(mode="json"), stop=stop)
+    return start_flow(rl_loop, config, stop=stop)

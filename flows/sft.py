@@ -7,9 +7,7 @@
 
 from prefect import flow
 
-from flows.connection import play_flow
-from flows.server import prefect_api
-from flows.session import HEAVY, Source, flow_run_name, open_session, resolve_config
+from flows.session import Source, flow_run_name, open_session, resolve_config, start_flow
 from marin_rl.config import Config
 from marin_rl.doctor.stages import SFT
 from marin_rl.storage.runs import RunRef, latest_sft
@@ -42,5 +40,4 @@ def steps_of(checkpoint: SlotRef | None) -> int:
 
 
 def start(config: Config) -> SlotRef:
-    with prefect_api(warm=HEAVY):
-        return play_flow(sft, config.model_dump(mode="json"))
+    return start_flow(sft, config)

@@ -21,34 +21,36 @@ from tasks.generate import evaluate, generate, sample
 from tasks.options import StageRunner, open_run
 
 _RUN, _POLICY = TypeAdapter(RunRef), TypeAdapter(ServedPolicy)
+Parameters = dict[str, Any]
+
+
+def _given(run: Parameters, policy: Parameters) -> tuple[RunRef, ServedPolicy, StageRunner]:
+    """What the trainer that gave out a stage sent, and a runner of its stages."""
+    quieten()
+    reference = _RUN.validate_python(run)
+    return reference, _POLICY.validate_python(policy), StageRunner(open_run(reference).config.flow)
 
 
 @flow(name=GENERATE_SHARDS, persist_result=False)
 async def generate_shards(
-    run: dict[str, Any], round: int, shards: list[int], policy: dict[str, Any]
+    run: Parameters, round: int, shards: list[int], policy: Parameters
 ) -> None:
     """Commit some shards of a round, as the trainer that gave them out asks."""
-    quieten()
-    reference, served = _RUN.validate_python(run), _POLICY.validate_python(policy)
-    stages = StageRunner(open_run(reference).config.flow)
+    reference, served, stages = _given(run, policy)
     await stages.each(generate, [(reference, round, shard, served) for shard in shards])
 
 
 @flow(name=SAMPLE_CHUNK, persist_result=False)
 async def sample_a_chunk(
-    run: dict[str, Any], chunk: int, policy: dict[str, Any], worker: str, floor: int
+    run: Parameters, chunk: int, policy: Parameters, worker: str, floor: int
 ) -> None:
     """Commit the groups of a chunk of the stream that are not finished."""
-    quieten()
-    reference, served = _RUN.validate_python(run), _POLICY.validate_python(policy)
-    stages = StageRunner(open_run(reference).config.flow)
+    reference, served, stages = _given(run, policy)
     await stages.run(sample, reference, chunk, served, worker, floor, Interruption())
 
 
 @flow(name=EVALUATE, persist_result=False)
-async def evaluate_checkpoint(run: dict[str, Any], round: int, policy: dict[str, Any]) -> None:
+async def evaluate_checkpoint(run: Parameters, round: int, policy: Parameters) -> None:
     """Commit the evaluation of checkpoint `round`."""
-    quieten()
-    reference, served = _RUN.validate_python(run), _POLICY.validate_python(policy)
-    stages = StageRunner(open_run(reference).config.flow)
+    reference, served, stages = _given(run, policy)
     await stages.run(evaluate, reference, round, served)

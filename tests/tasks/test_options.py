@@ -1,4 +1,4 @@
-"""Options of tasks, without a server: retried errors, opening of a run, states."""
+"""Tasks without a server: retried errors, opening of a run, states, and `publish`."""
 
 import asyncio
 import threading
@@ -8,10 +8,11 @@ import pytest
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateType
 from prefect.tasks import Task
+from support.run_factories import whole_run
 
 from marin_rl import errors
 from marin_rl.config import parse_config
-from marin_rl.storage.runs import Run
+from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
 from marin_rl.types import SlotRef
 from tasks.generate import evaluate, generate, seal
 from tasks.options import as_state, in_thread, is_transient, open_run
@@ -80,3 +81,28 @@ def test_cancelling_does_not_wait_for_blocking_work() -> None:
 
     assert asyncio.run(asyncio.wait_for(body(), 60)) == "left"
     released.set()
+
+
+def test_a_strangers_folder_does_not_end_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = whole_run(str(tmp_path), 4, retention={"checkpoints_last": 2})
+    stranger = tmp_path / "stranger/run.json"
+    stranger.parent.mkdir()
+    stranger.write_text("{}")
+    trained = latest_checkpoint(run)
+    assert trained is not None
+
+    def publish_again() -> list[str]:
+        caplog.clear()
+        asyncio.run(publish.fn(run.reference, 3, trained, {"timing_s/round": 1.0}))
+        return [record.getMessage() for record in caplog.records]
+
+    (told,) = publish_again()
+    assert str(stranger) in told
+    assert "mend it, move it out of the root, or upgrade" in told
+    assert publish_again() == []  # once is enough
+    assert not (tmp_path / "run" / checkpoint_slot(0) / "pruned.json").exists()
+    stranger.unlink()
+    assert publish_again() == []
+    assert (tmp_path / "run" / checkpoint_slot(0) / "pruned.json").exists()
