@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.fake_stores import FakeGCS, fake_gcs
-from support.fault_injection import Operations, Plan, inject_faults
+from support.fault_injection import Operations, inject_faults
 from support.run_factories import (
     FINGERPRINT,
     add_checkpoint,
@@ -53,7 +53,7 @@ class Barred(Operations):
     """Folders that may not be looked into, or not at the moment."""
 
     def __init__(self, error: StorageError) -> None:
-        super().__init__(Plan())
+        super().__init__()
         self._error = error
 
     def next(self, name: str, url: str) -> str | None:

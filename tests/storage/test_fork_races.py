@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.cases import printed_seed
-from support.fault_injection import Operations, Plan, inject_faults
+from support.fault_injection import Operations, inject_faults
 from support.run_factories import checkpoint, configuration
 
 from marin_rl.config import RetentionConfig
@@ -127,7 +127,7 @@ def play(seed: int) -> str:
     def fork(parent: Run) -> Run:
         return fork_run(parent, FORKED_FROM, "fork", overrides)
 
-    with inject_faults(Stops(Plan())):
+    with inject_faults(Stops()):
         run = Run.open(root, "run")
         found = raced(run, lambda: fork(run), choices)
     if isinstance(found, Killed):  # a second caller gets the answer, too

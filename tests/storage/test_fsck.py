@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from support.cases import others_slow, printed_seed
-from support.fault_injection import Operations, Plan, inject_faults, opened_as
+from support.fault_injection import Operations, inject_faults, opened_as
 from support.run_factories import sample, whole_run
 
 from marin_rl.errors import ObjectMissing
@@ -425,7 +425,7 @@ def test_retention_between_the_listing_and_the_hashes_is_no_fault(folder: Path) 
                 assert collect(run, rule_of(run, 2, None)).garbage
             return None
 
-    with inject_faults(Retiring(Plan())):
+    with inject_faults(Retiring()):
         assert faults(folder) == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fault_injection import Operations, Plan, inject_faults
+from support.fault_injection import Operations, inject_faults
 from support.run_factories import FILES, checkpoint, configuration, play, whole_run
 
 from marin_rl.config import RetentionConfig
@@ -250,7 +250,7 @@ class Barred(Operations):
 def test_a_folder_that_may_not_be_looked_into_counts_if_it_may_be_a_fork(run: Run) -> None:
     root = Path(run.config.root)
     (root / "lost+found").mkdir()
-    with inject_faults(Barred(Plan())):
+    with inject_faults(Barred()):
         assert collect(Run.open(run.config.root, "run"), KEEP).garbage
         (root / "barred").mkdir()
         with pytest.raises(StorageError, match="barred"):
@@ -265,7 +265,7 @@ def test_a_neighbour_that_vanishes_while_it_is_read_is_absent(run: Run) -> None:
             return None
 
     fork_run(run, 1, "gone")
-    with inject_faults(Vanishing(Plan())):
+    with inject_faults(Vanishing()):
         assert collect(Run.open(run.config.root, "run"), rule_of(run, 2, None)).garbage
     assert borrowed_from(run).by == ()
 
@@ -274,7 +274,7 @@ class Asked(Operations):
     """Counts what is asked of neighbours."""
 
     def __init__(self) -> None:
-        super().__init__(Plan())
+        super().__init__()
         self.seen: list[str] = []
 
     def next(self, name: str, url: str) -> str | None:
@@ -383,7 +383,7 @@ def test_a_dry_run_takes_no_lock(run: Run) -> None:
     assert ".lock" not in run.folder.list()
     with run.lock():
         assert collect(run, dry_run=True).live
-    with inject_faults(Starting(Plan())):
+    with inject_faults(Starting()):
         assert not collect(Run.open(run.config.root, "run"), dry_run=True).live
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.fake_stores import FakeGCS
-from support.fault_injection import Operations, Plan, inject_faults
+from support.fault_injection import Operations, inject_faults
 
 from marin_rl.config import Config, parse_config
 from marin_rl.errors import (
@@ -434,7 +434,7 @@ def test_the_latest_warm_start(local: Run) -> None:
 
 def test_the_cost_of_a_round_does_not_grow_with_the_run(tmp_path: Path) -> None:
     """Storage operations of a round: after 1,000 rounds as many as before."""
-    with inject_faults(Operations(Plan())) as counted:
+    with inject_faults(Operations()) as counted:
         local = Run.create_or_open(configured(str(tmp_path / "runs")))
 
     def ask(round: int) -> int:

@@ -53,44 +53,25 @@ class Fault:
     at: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Faults of a process. `log` is a file that gets a line per operation."""
-
-    faults: tuple[Fault, ...] = ()
-    log: Path | None = None
-
-
-def parse(text: str) -> Plan:
-    """The plan in `text`: KIND:N and log:FILE, separated by commas."""
-    faults, log = list[Fault](), None
-    for kind, _, value in (item.partition(":") for item in text.split(",")):
-        if kind == "log":
-            log = Path(value)
-        else:
-            assert kind in KINDS, (
-                f"expected KIND:N with KIND one of {', '.join(KINDS)}, or log:FILE"
-            )
-            faults.append(Fault(kind, int(value)))
-    return Plan(faults=tuple(faults), log=log)
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults in `text`: KIND:N, separated by commas."""
+    faults = [item.partition(":") for item in text.split(",")]
+    assert KINDS.keys() >= {kind for kind, _, _ in faults}, f"expected KIND:N, one of {[*KINDS]}"
+    return tuple(Fault(kind, int(number)) for kind, _, number in faults)
 
 
 class Operations:
     """Counts the operations of a process, and says what befalls the next one."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
         self.count = 0
-        self._plan, self.lock = plan, threading.Lock()
+        self._faults, self.lock = faults, threading.Lock()
 
     def next(self, name: str, url: str) -> str | None:
         """Count one more operation; the kind of its fault, or None."""
         with self.lock:
             self.count += 1
-            # Under the lock, so that lines stand in the order of their numbers.
-            if self._plan.log is not None:
-                with self._plan.log.open("a", encoding="utf-8") as file:
-                    file.write(f"{self.count} {name} {url}\n")
-            return next((f.kind for f in self._plan.faults if f.at == self.count), None)
+            return next((f.kind for f in self._faults if f.at == self.count), None)
 
 
 @contextmanager
@@ -116,7 +97,7 @@ def opened_as(wrap: Callable[[ObjectStore], ObjectStore]) -> Iterator[None]:
 
 
 def install(text: str) -> None:
-    """Inject the faults of a plan into this process, until it ends."""
+    """Inject the faults in `text` into this process, until it ends."""
     _installed.enter_context(inject_faults(Operations(parse(text))))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
-from support.fault_injection import Operations, Plan
+from support.fault_injection import Operations
 
 from marin_rl.config import Config
 from marin_rl.errors import MarinRLError
@@ -68,7 +68,7 @@ class NamedOperations(Operations):
     def __init__(
         self, root: str, faults: Mapping[str, str] | None = None, met: Path | None = None
     ) -> None:
-        super().__init__(Plan())
+        super().__init__()
         self.names = Names[str](faults)
         self._root, self._met = root, met
 
