@@ -16,7 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import orjson
 
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
-from marin_rl.isolated.pool import Pool, WorkerFault, WorkerLimits, WorkerSpec
+from marin_rl.isolated.pool import Pool
+from marin_rl.isolated.processes import WorkerFault, WorkerLimits, WorkerSpec
 from marin_rl.isolated.templates import (
     CHARACTERS_MAX,
     CHARACTERS_PER_BYTE_MAX,

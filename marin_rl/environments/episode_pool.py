@@ -24,7 +24,8 @@ from marin_rl.environments.episode import Episode, Start, StepResult, settled
 from marin_rl.environments.finished import FinishedRollout, PolicyAddress
 from marin_rl.environments.scoring import EnvironmentPool, PoolsInUse, fault_of
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
-from marin_rl.isolated.pool import LOSSES_MAX, Worker, WorkerFault
+from marin_rl.isolated.pool import LOSSES_MAX
+from marin_rl.isolated.processes import Worker, WorkerFault
 from marin_rl.isolated.scratch import sweep
 from marin_rl.isolated.worker import charged
 from marin_rl.types import Example, Turn

@@ -9,7 +9,7 @@ row's test files are written again, and FAIL_TO_PASS and PASS_TO_PASS decide. Le
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -140,6 +140,7 @@ class Repository(Problems):
         chat = options.chat_options(SAMPLE, prompt_key=options.prompt_key or COLUMNS[2])
         super().__init__(config, chat.model_copy(update={"id_key": options.id_key or COLUMNS[-1]}))
         self._tools = shipped_tools(ShellTool, config, options)
+        self.characters_max = self._tools.characters_max
         self._scratch: ScratchFolder | None = None
 
     def load_examples(self) -> None:
@@ -174,7 +175,7 @@ class Repository(Problems):
                 f"{self._options.path} is another file than that of the example: expected "
                 f"{example.environment_version}, found {self.version}"
             )
-        tools = replace(self._tools, arguments={"work": self._work})
+        tools = replace(self._tools, arguments={"repository": self})
         return TimedEpisode(tools, example, self._budget_s)
 
     def tools_offered(self) -> Sequence[Tool]:
@@ -185,19 +186,24 @@ class Repository(Problems):
         return (RewardComponent(name="resolved", value=0.0),)
 
     @cached_property
-    def _work(self) -> "_Work":
-        """Trees and sandboxes of the episodes of this process."""
+    def checkouts(self) -> Checkouts:
+        """Trees of this process, which its episodes share."""
+        prepare = None if self._repository.setup_command is None else self._set_up
+        return Checkouts(self._clones, self._scratch, prepare)
+
+    @cached_property
+    def task_of_row(self) -> Callable[[int], "Task"]:
+        return lru_cache(64)(lambda row: task_of(self._loaded.rows.row(row), self.checkouts))
+
+    @cached_property
+    def shell_box(self) -> Sandbox:
+        return self._box(self._repository.shell_timeout_s)
+
+    def passed(self, workspace: Path, names: Sequence[str], files: Mapping[str, Content]) -> bool:
+        """Run tests in a tree that has the row's `files`; True where all of them pass."""
         options = self._repository
-        prepare = None if options.setup_command is None else self._set_up
-        checkouts = Checkouts(self._clones, self._scratch, prepare)
-        return _Work(
-            checkouts=checkouts,
-            box=self._box(options.shell_timeout_s),
-            test_box=self._box(options.test_timeout_s),
-            command=options.test_command,
-            task_of=lru_cache(64)(lambda row: task_of(self._loaded.rows.row(row), checkouts)),
-            characters_max=self._tools.characters_max,
-        )
+        box = self._box(options.test_timeout_s)
+        return run_tests(box, workspace, names, options.test_command, files) >= {*names}
 
     def _set_up(self, tree: Path) -> None:
         """Run `setup_command` in a tree. Raises InputError with what it printed."""
@@ -274,30 +280,18 @@ def _files_of_runners(tree: Path) -> set[str]:
     return {str(Path(place).relative_to(tree)) for place in places}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """Trees, sandboxes and tasks of a process, which its episodes share."""
-
-    checkouts: Checkouts
-    box: Sandbox
-    test_box: Sandbox
-    command: str | None
-    task_of: Any  # (row) -> Task
-    characters_max: int
-
-
 class ShellTool:
     """The shell of an episode, in its own checkout."""
 
-    def __init__(self, work: _Work) -> None:
-        self._work = work
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
         self._workspace: Path | None = None
         self.deadline = float("inf")
 
     def reset(self, row: int) -> None:
         """Make the checkout of a row. Raises InputError."""
-        self._task: Task = self._work.task_of(row)
-        self._workspace = self._work.checkouts.workspace(self._task.repo, self._task.commit)
+        self._task = task = self._repository.task_of_row(row)
+        self._workspace = self._repository.checkouts.workspace(task.repo, task.commit)
 
     def shell(self, command: str) -> str:
         """Run a command with `sh` in the folder of the repository and return its output.
@@ -307,12 +301,12 @@ class ShellTool:
         Args:
             command: The command line.
         """
-        work = self._work
+        box = self._repository.shell_box
         text = run_tool(
-            work.box,
-            _in_shell(work.box, command),
+            box,
+            _in_shell(box, command),
             deadline=self.deadline,
-            characters_max=work.characters_max,
+            characters_max=self._repository.characters_max,
             workspace=self._place,
         )
         open_to_all(self._place)
@@ -320,15 +314,14 @@ class ShellTool:
 
     def get_reward(self) -> float:
         """Run the row's tests: 1 where all of them pass."""
-        work, task = self._work, self._task
+        task = self._task
         try:
             restore(self._place, self._restored())
             open_to_all(self._place)
         except OSError:  # a tree that cannot be read: paths that a program made too long
             return 0.0
         names = [*task.fail_to_pass, *task.pass_to_pass]
-        verdict = run_tests(work.test_box, self._place, names, work.command, task.files)
-        return float(all(name in verdict.passed for name in names))
+        return float(self._repository.passed(self._place, names, task.files))
 
     def close(self) -> None:
         if self._workspace is not None:

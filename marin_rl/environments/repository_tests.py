@@ -14,7 +14,6 @@ import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +67,6 @@ leave(0)
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Names of the tests that passed, and how the run ended for people."""
-
-    passed: frozenset[str]
-    how: str
-
-
 def names_in(value: Any) -> list[str]:
     """Return the names of tests in a column: a list, or one as JSON. Raises ValueError."""
     try:
@@ -125,8 +116,8 @@ def run_tests(
     names: Sequence[str],
     command: str | None,
     files: Mapping[str, Content],
-) -> Verdict:
-    """Run tests in a tree that has the row's `files`.
+) -> set[str]:
+    """Run tests in a tree that has the row's `files`; return the names of those that passed.
 
     With a `command` each test is a run that passes by exit status 0.
     """
@@ -145,12 +136,10 @@ def run_tests(
         workspace=workspace,
     )
     text = result.printed_after(number)
-    if text is None:
-        return Verdict(passed=frozenset(), how=f"no verdict: {result.how}")
-    return Verdict(passed=frozenset(json.loads(text)), how=result.how)
+    return set() if text is None else set(json.loads(text))
 
 
-def _by_command(box: Sandbox, workspace: Path, names: Sequence[str], command: str) -> Verdict:
+def _by_command(box: Sandbox, workspace: Path, names: Sequence[str], command: str) -> set[str]:
     """Run each test by itself, in the seconds that all of them have."""
     passed, left_s = set[str](), box.limits.wall_s
     for name in names:
@@ -161,4 +150,4 @@ def _by_command(box: Sandbox, workspace: Path, names: Sequence[str], command: st
         left_s -= result.wall_s
         if result.succeeded:
             passed.add(name)
-    return Verdict(passed=frozenset(passed), how=f"{len(passed)} of {len(names)} pass")
+    return passed

@@ -30,8 +30,8 @@ from marin_rl.environments.base import (
     checked_components,
 )
 from marin_rl.errors import Abstained, InputError, RewardFault
-from marin_rl.isolated.pool import Pool, WorkerFault, WorkerLimits, WorkerSpec
-from marin_rl.isolated.processes import clean_environment
+from marin_rl.isolated.pool import Pool
+from marin_rl.isolated.processes import WorkerFault, WorkerLimits, WorkerSpec, clean_environment
 from marin_rl.types import Example, Message, RewardComponent
 from marin_rl.user_code import packed_sources
 

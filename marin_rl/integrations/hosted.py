@@ -31,8 +31,14 @@ from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.isolated.pool import Worker, WorkerFault, WorkerLimits, WorkerSpec
-from marin_rl.isolated.processes import PrintedText, clean_environment
+from marin_rl.isolated.processes import (
+    PrintedText,
+    Worker,
+    WorkerFault,
+    WorkerLimits,
+    WorkerSpec,
+    clean_environment,
+)
 from marin_rl.types import Example, Message, Split, Turn
 
 ROWS_KEPT = 1024

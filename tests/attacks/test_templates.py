@@ -28,7 +28,8 @@ from support.templates import CHATML, DOUBLED, ESCAPES, LOOPS, ONE_CALL, TALK
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
-from marin_rl.isolated.pool import Pool, WorkerLimits, WorkerSpec
+from marin_rl.isolated.pool import Pool
+from marin_rl.isolated.processes import WorkerLimits, WorkerSpec
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.hf_folders import save_hf

@@ -19,7 +19,8 @@ from marin_rl.environments.checks import make_environment
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import Score, Scorer
 from marin_rl.errors import InputError, RewardFault
-from marin_rl.isolated.pool import Pool, WorkerLimits, WorkerSpec
+from marin_rl.isolated.pool import Pool
+from marin_rl.isolated.processes import WorkerLimits, WorkerSpec
 from marin_rl.types import Example
 
 LIMIT = "environment.reward_timeout_s sets the limit"
@@ -341,7 +342,8 @@ def test_a_call_that_ends_or_doubles_its_process_costs_itself(
 
 FORK_THAT_CLOSES = """
 import os
-from marin_rl.isolated.pool import Pool, WorkerLimits, WorkerSpec
+from marin_rl.isolated.pool import Pool
+from marin_rl.isolated.processes import WorkerLimits, WorkerSpec
 limits = WorkerLimits(wall_s=1.0, memory_bytes=2**30, answer_bytes=2**10)
 pool = Pool(WorkerSpec(module="imports_for_an_hour", limits=limits), 1)
 worker = pool.assign()

@@ -27,7 +27,7 @@ from marin_rl.integrations.hosted import (
     installed_version,
 )
 from marin_rl.integrations.verifiers import scored_together
-from marin_rl.isolated.pool import WorkerFault
+from marin_rl.isolated.processes import WorkerFault
 from marin_rl.types import Example, Message, RewardComponent, Split, Turn
 
 ADAPTER = str(Path(__file__).with_name("counting_host.py"))

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.isolated.grammars import JSON_OPTIONS, LARK, SCHEMA, matcher_of
-from marin_rl.isolated.pool import Pool, WorkerFault, WorkerLimits, WorkerSpec
+from marin_rl.isolated.pool import Pool
+from marin_rl.isolated.processes import WorkerFault, WorkerLimits, WorkerSpec
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.tool_calls import CALLS_MAX, ToolFormat
 
