@@ -451,6 +451,15 @@ def test_the_walls_hold_for_a_user_who_is_not_root():
     assert result.stdout.splitlines() == ["65534 EPERM EPERM", "True EAGAIN", "disk", "disk"]
 
 
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """A sandbox works here, and no check is remembered."""
+    sandbox()
+    check_sandbox.cache_clear()
+    yield
+    check_sandbox.cache_clear()
+
+
 def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     check_sandbox.cache_clear()
@@ -458,31 +467,27 @@ def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.M
         check_sandbox("bubblewrap")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_bubblewrap_that_cannot_make_namespaces_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    sandbox()
     unfit = tmp_path / "bwrap"
     unfit.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     unfit.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"No permissions.*--cap-add SYS_ADMIN.*rlimits_only"):
         check_sandbox("bubblewrap")
-    check_sandbox.cache_clear()
     with pytest.raises(InputError, match="no sandbox could be made"):
         Sandbox().run(["true"])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="removes a wall that root asks for by name")
+@pytest.mark.usefixtures("unchecked")
 def test_a_wall_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
-    sandbox()
     walls = [wall for wall in sandbox_command._namespaces(True) if wall != "--unshare-pid"]
     monkeypatch.setattr(sandbox_command, "_namespaces", lambda by_root: walls)
-    check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"does not hold on this machine: processes; "):
         check_sandbox("bubblewrap")
-    check_sandbox.cache_clear()
 
 
 def test_limits_that_are_refused_start_no_program():
@@ -545,15 +550,13 @@ def test_of_a_folder_with_other_things_the_parts_of_a_python_are_shown(home: Pat
     assert shown == (str(own / "bin"), str(own / "lib"))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_mount_of_the_host_fails_the_self_test(home: Path, monkeypatch: pytest.MonkeyPatch):
-    sandbox()
     bound = [*sandbox_command._reached(str(home)), "--ro-bind", str(home), str(home)]
     wrong = [*sandbox_command._system(), *bound]
     monkeypatch.setattr(sandbox_command, "_system", lambda: wrong)
-    check_sandbox.cache_clear()
     with pytest.raises(ConfigError, match="does not hold on this machine: mounts, homes; "):
         check_sandbox("bubblewrap")
-    check_sandbox.cache_clear()
 
 
 def test_without_walls_the_limits_hold():

@@ -6,28 +6,15 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from support.cases import printed_seed
+from support.cases import asked, printed_seed
 
 from marin_rl.environments.answers import last_number, number_match
 from marin_rl.environments.math_problems import Math, boxed
 from marin_rl.environments.registry import construct
 from marin_rl.errors import RewardFault
-from marin_rl.types import Example, Message
 
 BIG = str(2**53)
 PAIRS = 3000
-
-
-def asked(answer: str | None) -> Example:
-    return Example(
-        environment="chat",
-        environment_version="1",
-        example_id="e",
-        split="train",
-        seed=0,
-        messages=(Message(role="user", content="?"),),
-        answer=answer,
-    )
 
 
 @pytest.mark.parametrize(

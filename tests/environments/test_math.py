@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import asked
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import reward_of
@@ -90,16 +91,9 @@ def sample() -> Math:
     ],
 )
 def test_answers_are_compared_as_mathematics(sample: Math, answer, completion, values):
-    example = _with_answer(sample, answer)
-    components = sample.score(example, completion)
+    components = sample.score(asked(answer), completion)
     assert [part.value for part in components] == values
     assert reward_of(components) == pytest.approx(values[0] + 0.1 * values[1])
-
-
-def _with_answer(environment: Math, answer: str):
-    from dataclasses import replace
-
-    return replace(environment.example(0, 0, "train"), answer=answer)
 
 
 def test_an_answer_outside_of_a_box_counts_where_asked(tmp_path: Path):

@@ -109,6 +109,12 @@ def test_a_missing_file_is_named_with_its_folder_and_a_close_name(
         open_rows(f"{tmp_path}/nowhere/x.parquet")
 
 
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 but not really PAR1")
+    with pytest.raises(InputError, match="as Parquet"):
+        open_rows(str(tmp_path / "p.parquet"))
+
+
 def test_files_whose_columns_do_not_fit_are_refused(tmp_path: Path) -> None:
     for number, value in enumerate([["a"], "a"]):
         table = pa.Table.from_pylist([{"prompt": value}])

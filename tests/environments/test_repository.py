@@ -246,6 +246,17 @@ def clone(folder: Path) -> tuple[Path, dict[str, Any]]:
     }
 
 
+def of_row(folder: Path, clones: Path, row: dict[str, Any], interpreter: str, **options: Any):
+    """The environment over two rows of a clone, both for training."""
+    return made(
+        path=own_rows(folder, row, row | {"instance_id": "other"}),
+        repositories=str(clones),
+        interpreter=interpreter,
+        eval_fraction=0.0001,
+        **options,
+    )
+
+
 def own_rows(folder: Path, *rows: dict[str, Any]) -> str:
     path = folder / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -256,13 +267,7 @@ def own_rows(folder: Path, *rows: dict[str, Any]) -> str:
 @pytest.mark.parametrize("command", [None, "{python} -m pytest -q {tests}"])
 def test_tests_of_pytest_and_by_a_command(tmp_path: Path, interpreter: str, command: str | None):
     clones, row = clone(tmp_path)
-    environment = made(
-        path=own_rows(tmp_path, row, row | {"instance_id": "other"}),
-        repositories=str(clones),
-        interpreter=interpreter,
-        test_command=command,
-        eval_fraction=0.0001,
-    )
+    environment = of_row(tmp_path, clones, row, interpreter, test_command=command)
     instance = "someone__area-1"
     assert played(environment, instance, "sed -i 's/+/*/' area.py")[1] == 1.0
     assert played(environment, instance, "ls tests", "git log --all | grep -c later")[1] == 0.0
@@ -288,12 +293,7 @@ STEERING = {
 @pytest.mark.slow
 def test_files_that_steer_pytest_give_no_reward(tmp_path: Path, interpreter: str):
     clones, row = clone(tmp_path)
-    environment = made(
-        path=own_rows(tmp_path, row, row | {"instance_id": "other"}),
-        repositories=str(clones),
-        interpreter=interpreter,
-        eval_fraction=0.0001,
-    )
+    environment = of_row(tmp_path, clones, row, interpreter)
     earned = {
         name: played(environment, "someone__area-1", command)[1]
         for name, command in STEERING.items()
@@ -322,12 +322,7 @@ def test_settings_and_fixtures_of_a_row_hold(tmp_path: Path, interpreter: str):
     subprocess.run([*who, "commit", "-q", "-m", "settings"], cwd=place, check=True)
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=place, text=True).strip()
     row |= {"base_commit": commit}
-    environment = made(
-        path=own_rows(tmp_path, row, row | {"instance_id": "other"}),
-        repositories=str(clones),
-        interpreter=interpreter,
-        eval_fraction=0.0001,
-    )
+    environment = of_row(tmp_path, clones, row, interpreter)
     spoiled = "sed -i 's/+/*/' area.py; rm pyproject.toml; echo 'raise SystemExit' > conftest.py"
     assert played(environment, "someone__area-1", spoiled)[1] == 1.0
 
@@ -366,12 +361,7 @@ def test_rows_that_cannot_be_played_are_refused_before_work(tmp_path: Path, inte
 def test_a_test_patch_that_does_not_apply_costs_its_episodes(tmp_path: Path, interpreter: str):
     clones, row = clone(tmp_path)
     patch = row["test_patch"].replace("new file mode 100644\n", "").replace("/dev/null", "a/x.py")
-    environment = made(
-        path=own_rows(tmp_path, row | {"test_patch": patch}, row | {"instance_id": "other"}),
-        repositories=str(clones),
-        interpreter=interpreter,
-        eval_fraction=0.0001,
-    )
+    environment = of_row(tmp_path, clones, row | {"test_patch": patch}, interpreter)
     with pytest.raises(InputError, match="the test patch does not apply"):
         played(environment, "someone__area-1")
 

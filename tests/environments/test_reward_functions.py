@@ -6,28 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import asked
 
 from marin_rl.config import EnvironmentConfig, pin_code
 from marin_rl.environments.registry import construct
 from marin_rl.environments.reward_functions import Part, RewardFunction, typed_answer
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, InputError, RewardFault
-from marin_rl.types import Example, Message, RewardComponent, ToolCall
+from marin_rl.types import Message, RewardComponent, ToolCall
 
-USER = {"role": "user", "content": "2 + 2?"}
-
-
-def example(answer: str | None = "4", /, **metadata: Any) -> Example:
-    return Example(
-        environment="chat",
-        environment_version="1",
-        example_id="e",
-        split="train",
-        seed=0,
-        messages=(Message(role="user", content="2 + 2?"),),
-        answer=answer,
-        metadata=metadata,
-    )
+USER = {"role": "user", "content": "?"}
 
 
 def said(*texts: str) -> list[tuple[Message, ...]]:
@@ -90,21 +78,21 @@ def test_other_parameters_are_an_error_that_shows_the_signatures() -> None:
 
 def test_ours_gives_a_number_or_parts() -> None:
     number = wrapped(lambda example, completion: example.answer == completion)
-    assert number.of_completion(example(), "4") == [Part(name="reward", value=1.0)]
+    assert number.of_completion(asked("4"), "4") == [Part(name="reward", value=1.0)]
     parts = wrapped(lambda example, completion: {"form": 1, "length": len(completion)})
-    assert parts.of_completion(example(), "four")[1] == Part(name="length", value=4.0)
+    assert parts.of_completion(asked("4"), "four")[1] == Part(name="length", value=4.0)
 
     some = wrapped(lambda example, completion: {"form": 1, "proof": None})
-    assert some.of_completion(example(), "four") == [Part(name="form", value=1.0)]
+    assert some.of_completion(asked("4"), "four") == [Part(name="form", value=1.0)]
     for nothing in ({"form": None}, {}, None):
         none = wrapped(lambda example, completion, value=nothing: value)
-        assert none.of_completion(example(), "") == []
+        assert none.of_completion(asked("4"), "") == []
 
     async def later(example, completion):
         await asyncio.sleep(0)
         return 0.5
 
-    assert wrapped(later).of_completion(example(), "") == [Part(name="reward", value=0.5)]
+    assert wrapped(later).of_completion(asked("4"), "") == [Part(name="reward", value=0.5)]
 
 
 def test_trl_gets_columns_and_texts_or_messages() -> None:
@@ -116,14 +104,14 @@ def test_trl_gets_columns_and_texts_or_messages() -> None:
         return [1.0, None][: len(completions)]
 
     function = wrapped(reward)
-    row = example(solution=4, level="easy", completion="4")
+    row = asked("4", solution=4, level="easy", completion="4")
     assert function.of_group(row, ["a", "b"], [[1], [2, 3]], said("a", "b")) == [1.0, None]
-    assert seen["prompts"] == ["2 + 2?"] * 2
+    assert seen["prompts"] == ["?"] * 2
     assert seen["completions"] == ["a", "b"]
     assert seen["ids"] == [[1], [2, 3]]
     assert seen["solution"] == [4, 4]
     assert seen["columns"] == {"answer": ["4", "4"], "level": ["easy", "easy"]}
-    function.of_group(example(solution=4, conversational=True), ["a"], [[]], said("a"))
+    function.of_group(asked("4", solution=4, conversational=True), ["a"], [[]], said("a"))
     assert seen["prompts"] == [[USER]]
     assert seen["completions"] == [[{"role": "assistant", "content": "a"}]]
 
@@ -139,7 +127,7 @@ def test_trl_gets_whole_dialogues_with_their_tools() -> None:
         Message(role="tool", content="2", tool_call_id="c1", name="add"),
         Message(role="assistant", content="2"),
     )
-    row = example(conversational=True)
+    row = asked("4", conversational=True)
     values = wrapped(calls).of_group(row, ["2", "3"], [[], []], [dialogue, *said("3")])
     assert values == [2, 0]
     wrapped(lambda completions: seen.append(completions[0]) or [0]).of_group(
@@ -159,7 +147,7 @@ def test_a_trl_function_without_keywords_gets_what_it_takes() -> None:
     def exact(completions, answer):
         return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
-    assert wrapped(exact).of_group(example(level=1), ["4", "5"], [[], []], said("4", "5")) == [
+    assert wrapped(exact).of_group(asked("4", level=1), ["4", "5"], [[], []], said("4", "5")) == [
         1.0,
         0.0,
     ]
@@ -167,7 +155,7 @@ def test_a_trl_function_without_keywords_gets_what_it_takes() -> None:
     async def later(completions, **columns):
         return [len(text) for text in completions]
 
-    assert wrapped(later).of_group(example(), ["a", "bb"], [[], []], said("a", "bb")) == [1, 2]
+    assert wrapped(later).of_group(asked("4"), ["a", "bb"], [[], []], said("a", "bb")) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +170,7 @@ def test_a_trl_function_without_keywords_gets_what_it_takes() -> None:
 def test_unfit_returns_of_a_group(returned: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         wrapped(lambda completions, **_: returned).of_group(
-            example(), ["a", "b"], [[], []], said("a", "b")
+            asked("4"), ["a", "b"], [[], []], said("a", "b")
         )
 
 
@@ -191,9 +179,9 @@ def test_a_column_that_the_row_does_not_have() -> None:
     def verl(data_source, solution_str, ground_truth): ...
 
     with pytest.raises(ValueError, match=r"takes solutions, which the row .*level"):
-        wrapped(reward).of_group(example(level=1), ["a"], [[]], said("a"))
+        wrapped(reward).of_group(asked("4", level=1), ["a"], [[]], said("a"))
     with pytest.raises(ValueError, match=r"takes data_source, which.*it has level"):
-        wrapped(verl).of_completion(example(level=1), "a")
+        wrapped(verl).of_completion(asked("4", level=1), "a")
 
 
 def test_verl_gets_its_row_and_may_return_a_mapping() -> None:
@@ -203,21 +191,21 @@ def test_verl_gets_its_row_and_may_return_a_mapping() -> None:
 
     truth = {"target": 4}
     columns = {"data_source": "sums", "extra_info": {"index": 3}}
-    row = example(str(truth), reward_model={"style": "rule", "ground_truth": truth}, **columns)
+    row = asked(str(truth), reward_model={"style": "rule", "ground_truth": truth}, **columns)
     score, accuracy = wrapped(compute_score).of_completion(row, "4")
     assert score == Part(name="score", value=0.5)
     assert accuracy == Part(name="acc", value=1.0, weight=0.0)
     plain = wrapped(lambda solution_str, ground_truth: solution_str == ground_truth)
-    assert plain.of_completion(example(), "4") == [Part(name="score", value=1.0)]
+    assert plain.of_completion(asked("4"), "4") == [Part(name="score", value=1.0)]
     with pytest.raises(ValueError, match="a mapping with 'score'"):
-        wrapped(lambda solution_str, ground_truth: {"acc": 1}).of_completion(example(), "4")
+        wrapped(lambda solution_str, ground_truth: {"acc": 1}).of_completion(asked("4"), "4")
 
 
 def test_answers_keep_the_type_of_their_row() -> None:
-    assert typed_answer(example("4", answer=4)) == 4
-    assert typed_answer(example("4", solution="long")) == "4"
-    assert typed_answer(example("[1]", reward_model={"ground_truth": [1]})) == [1]
-    assert typed_answer(example(None)) is None
+    assert typed_answer(asked("4", answer=4)) == 4
+    assert typed_answer(asked("4", solution="long")) == "4"
+    assert typed_answer(asked("[1]", reward_model={"ground_truth": [1]})) == [1]
+    assert typed_answer(asked(None)) is None
 
 
 REWARDS = """
@@ -247,7 +235,7 @@ def several(folder: Path, *entries: Any, **options: Any) -> EnvironmentConfig:
 def scored(config: EnvironmentConfig, *completions: str) -> list[Any]:
     scorer = Scorer(construct(config), config)
     try:
-        return asyncio.run(scorer.score(example(), completions))
+        return asyncio.run(scorer.score(asked("4"), completions))
     finally:
         scorer.close()
 

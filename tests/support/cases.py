@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from marin_rl.types import Example, Message
+
 
 def printed_seed() -> int:
     """Return the seed of MARIN_RL_SEED, else a new one, and print it so that the test can be
     repeated.
     """
-    asked = os.environ.get("MARIN_RL_SEED")
-    seed = int(asked) if asked else random.SystemRandom().randrange(10**9)
+    chosen = os.environ.get("MARIN_RL_SEED")
+    seed = int(chosen) if chosen else random.SystemRandom().randrange(10**9)
     print(f"MARIN_RL_SEED={seed}")
     return seed
 
@@ -33,3 +35,17 @@ def others_slow(
         name if name in quick else pytest.param(*(name if several else (name,)), marks=slow)
         for name in names
     ]
+
+
+def asked(answer: str | None, **metadata: Any) -> Example:
+    """An example with this answer and columns, whose prompt says nothing."""
+    return Example(
+        environment="chat",
+        environment_version="1",
+        example_id="e",
+        split="train",
+        seed=0,
+        messages=(Message(role="user", content="?"),),
+        answer=answer,
+        metadata=metadata,
+    )
