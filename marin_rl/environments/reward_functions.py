@@ -10,7 +10,7 @@ import inspect
 import json
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -47,18 +47,9 @@ _NO_EXAMPLE = frozenset({"completion", "response", "output", "prediction", "gene
 _NO_COMPLETION = frozenset({"example", "answer", "label", "target", "reference", "expected"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Named part of a reward, with its weight where the configuration gives none."""
-
-    name: str
-    value: float
-    weight: float = 1.0
-
-
-def _part(name: Any, value: Any, weight: float = 1.0) -> Part:
+def _part(name: Any, value: Any, weight: float = 1.0) -> RewardComponent:
     try:
-        return Part(name=str(name), value=number(value), weight=weight)
+        return RewardComponent(name=str(name), value=number(value), weight=weight)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -109,7 +100,7 @@ class RewardFunction:
         """True where the function may read the token ids of completions."""
         return self.convention == "trl" and (self._open or "completion_ids" in self._takes)
 
-    def of_completion(self, example: Example, completion: str) -> list[Part]:
+    def of_completion(self, example: Example, completion: str) -> list[RewardComponent]:
         """Return the parts of one completion's reward; those that are None, or all, are left out.
 
         Raises ValueError, or as the function.
@@ -119,7 +110,7 @@ class RewardFunction:
             return self._by_verl(example, completion)
         value = self._result(self._function(example, completion))
         if not isinstance(value, Mapping):
-            return [] if value is None else [Part(name="reward", value=number(value))]
+            return [] if value is None else [RewardComponent(name="reward", value=number(value))]
         return [_part(name, part) for name, part in value.items() if part is not None]
 
     def of_group(
@@ -143,7 +134,7 @@ class RewardFunction:
             raise ValueError(f"expected a list of {n} numbers, found {len(values)}: {values!r:.80}")
         return values
 
-    def _by_verl(self, example: Example, completion: str) -> list[Part]:
+    def _by_verl(self, example: Example, completion: str) -> list[RewardComponent]:
         """A mapping's `score` is the reward; its other numbers count only with a weight."""
         arguments: dict[str, Any] = {
             "solution_str": completion,
@@ -156,7 +147,7 @@ class RewardFunction:
         if value is None:
             return []
         if not isinstance(value, Mapping):
-            return [Part(name="score", value=number(value))]
+            return [RewardComponent(name="score", value=number(value))]
         if value.get("score", 0) is None:
             return []
         if "score" not in value:
@@ -363,7 +354,7 @@ class FunctionScored(Environment):
         if value is None:
             return ()
         try:
-            return self._weighted(entry, [Part(name="reward", value=number(value))])
+            return self._weighted(entry, [RewardComponent(name="reward", value=number(value))])
         except ValueError as error:
             return RewardFault(str(error))
 
@@ -375,7 +366,9 @@ class FunctionScored(Environment):
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
             return fault_of(error)
 
-    def _weighted(self, entry: RewardEntry, parts: Sequence[Part]) -> tuple[RewardComponent, ...]:
+    def _weighted(
+        self, entry: RewardEntry, parts: Sequence[RewardComponent]
+    ) -> tuple[RewardComponent, ...]:
         """Components of a function's parts; of several functions, by the name of each."""
         components = []
         for part in parts:
@@ -384,7 +377,7 @@ class FunctionScored(Environment):
                 main = name in ("reward", "score")
                 name = entry.component if main else f"{entry.component}.{name}"
             weight = entry.weight * self._functions.reward_weights.get(name, part.weight)
-            components.append(RewardComponent(name=name, value=part.value, weight=weight))
+            components.append(replace(part, name=name, weight=weight))
         return tuple(components)
 
 

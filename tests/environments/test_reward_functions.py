@@ -10,7 +10,7 @@ from support.cases import asked
 
 from marin_rl.config import EnvironmentConfig, pin_code
 from marin_rl.environments.registry import construct
-from marin_rl.environments.reward_functions import Part, RewardFunction, typed_answer
+from marin_rl.environments.reward_functions import RewardFunction, typed_answer
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.types import Message, RewardComponent, ToolCall
@@ -78,12 +78,12 @@ def test_other_parameters_are_an_error_that_shows_the_signatures() -> None:
 
 def test_ours_gives_a_number_or_parts() -> None:
     number = wrapped(lambda example, completion: example.answer == completion)
-    assert number.of_completion(asked("4"), "4") == [Part(name="reward", value=1.0)]
+    assert number.of_completion(asked("4"), "4") == [RewardComponent(name="reward", value=1.0)]
     parts = wrapped(lambda example, completion: {"form": 1, "length": len(completion)})
-    assert parts.of_completion(asked("4"), "four")[1] == Part(name="length", value=4.0)
+    assert parts.of_completion(asked("4"), "four")[1] == RewardComponent(name="length", value=4.0)
 
     some = wrapped(lambda example, completion: {"form": 1, "proof": None})
-    assert some.of_completion(asked("4"), "four") == [Part(name="form", value=1.0)]
+    assert some.of_completion(asked("4"), "four") == [RewardComponent(name="form", value=1.0)]
     for nothing in ({"form": None}, {}, None):
         none = wrapped(lambda example, completion, value=nothing: value)
         assert none.of_completion(asked("4"), "") == []
@@ -92,7 +92,9 @@ def test_ours_gives_a_number_or_parts() -> None:
         await asyncio.sleep(0)
         return 0.5
 
-    assert wrapped(later).of_completion(asked("4"), "") == [Part(name="reward", value=0.5)]
+    assert wrapped(later).of_completion(asked("4"), "") == [
+        RewardComponent(name="reward", value=0.5)
+    ]
 
 
 def test_trl_gets_columns_and_texts_or_messages() -> None:
@@ -193,10 +195,10 @@ def test_verl_gets_its_row_and_may_return_a_mapping() -> None:
     columns = {"data_source": "sums", "extra_info": {"index": 3}}
     row = asked(str(truth), reward_model={"style": "rule", "ground_truth": truth}, **columns)
     score, accuracy = wrapped(compute_score).of_completion(row, "4")
-    assert score == Part(name="score", value=0.5)
-    assert accuracy == Part(name="acc", value=1.0, weight=0.0)
+    assert score == RewardComponent(name="score", value=0.5)
+    assert accuracy == RewardComponent(name="acc", value=1.0, weight=0.0)
     plain = wrapped(lambda solution_str, ground_truth: solution_str == ground_truth)
-    assert plain.of_completion(asked("4"), "4") == [Part(name="score", value=1.0)]
+    assert plain.of_completion(asked("4"), "4") == [RewardComponent(name="score", value=1.0)]
     with pytest.raises(ValueError, match="a mapping with 'score'"):
         wrapped(lambda solution_str, ground_truth: {"acc": 1}).of_completion(asked("4"), "4")
 
