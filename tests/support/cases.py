@@ -37,7 +37,7 @@ def others_slow(
     ]
 
 
-def asked(answer: str | None, **metadata: Any) -> Example:
+def asked(answer: str | None, /, **metadata: Any) -> Example:
     """An example with this answer and columns, whose prompt says nothing."""
     return Example(
         environment="chat",
