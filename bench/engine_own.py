@@ -15,31 +15,28 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from standard_work import Work
 
 from marin_rl.compilation import keep_freed_memory
-from marin_rl.config import EngineConfig
+from marin_rl.config import EngineConfig, ModelConfig, PolicyConfig
 from marin_rl.inference.engine import Engine, GenerationRequest
 from marin_rl.inference.kv_cache import block_size
+from marin_rl.models.module import LanguageModel
+from marin_rl.training.model import build_model
 from marin_rl.types import Sampling
 
 # Prompts of `shared_prompt` and `mixed`: 512 tokens of the standard work's 32.
 LONG_PROMPT = 16
 HALF_BILLION = (
-    LlamaConfig(
-        max_seq_len=4096,
-        hidden_dim=896,
-        intermediate_dim=4864,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-        tie_word_embeddings=True,
-        gradient_checkpointing=False,
+    ModelConfig(
+        hidden_size=896,
+        intermediate_size=4864,
+        layers=24,
+        heads=14,
+        kv_heads=2,
     ),
     151_936,
 )
@@ -63,23 +60,22 @@ def report(mode: str, found: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def standard(work: Work) -> tuple[LlamaConfig, int]:
-    """Architecture and vocabulary of the work's model, with room for long prompts."""
-    config = LlamaConfig(
-        max_seq_len=1024,
-        hidden_dim=work.hidden,
-        intermediate_dim=work.intermediate,
-        num_layers=work.layers,
-        num_heads=work.heads,
-        num_kv_heads=work.kv_heads,
-        gradient_checkpointing=False,
+def standard(work: Work) -> tuple[ModelConfig, int]:
+    """Architecture and vocabulary of the work's model."""
+    model = ModelConfig(
+        hidden_size=work.hidden,
+        intermediate_size=work.intermediate,
+        layers=work.layers,
+        heads=work.heads,
+        kv_heads=work.kv_heads,
+        tie_embeddings=False,
     )
-    return config, work.vocabulary
+    return model, work.vocabulary
 
 
-def model_of(config: LlamaConfig, vocabulary: int, seed: int = 0) -> LlamaLMHeadModel:
-    """Random weights."""
-    return LlamaLMHeadModel.init(hax.Axis("vocab", vocabulary), config, key=jax.random.key(seed))
+def model_of(model: ModelConfig, vocabulary: int, seed: int = 0) -> LanguageModel:
+    """Random weights, with room for long prompts."""
+    return build_model(PolicyConfig(model=model, context_length=4096), vocabulary, seed)
 
 
 def engine_of(work: Work, context: int, slots: int | None = None) -> Engine:

@@ -15,7 +15,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 from engine_own import played, request
-from levanter.models.lm_model import LmHeadModel
 from lora_report import Report
 from standard_work import Work
 
@@ -23,6 +22,7 @@ from marin_rl.config import EngineConfig, LoraConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.lora import Adapter, adapter_of, configured_modules, initial_arrays, merged
 from marin_rl.lora.quantization import quantize_base
+from marin_rl.models.module import LanguageModel
 from marin_rl.training.adapters import with_quantized
 from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
 
@@ -33,7 +33,7 @@ LOAD_TOKENS = 256  # new tokens of each sequence that decodes while an adapter i
 LOAD_MS_MAX = 5.0
 
 
-def adapter_for(model: LmHeadModel, seed: int) -> Adapter:
+def adapter_for(model: LanguageModel, seed: int) -> Adapter:
     """An adapter of all linear layers with values everywhere."""
     shapes = parameter_shapes(model)
     modules = configured_modules(LoraConfig(rank=RANK), shapes)
@@ -44,7 +44,7 @@ def adapter_for(model: LmHeadModel, seed: int) -> Adapter:
 
 
 def engine_of(
-    model: LmHeadModel, work: Work, slots: int, adapters: int, new_tokens: int = 0
+    model: LanguageModel, work: Work, slots: int, adapters: int, new_tokens: int = 0
 ) -> Engine:
     """A warm engine with this many adapters loaded."""
     room = EngineConfig(slots=slots, adapters_max=adapters, adapter_rank_max=RANK)
@@ -74,13 +74,13 @@ def cpu_seconds(engine: Engine, work: Work, slots: int, round: int, together: in
     return played(engine, requests)[1]
 
 
-def quantised(model: LmHeadModel, scheme: str) -> LmHeadModel:
+def quantised(model: LanguageModel, scheme: str) -> LanguageModel:
     """The model with its linear layers quantised."""
     arrays = quantize_base(named_parameters(model), scheme)
     return with_parameters(with_quantized(model, scheme), arrays)
 
 
-def throughput(model: LmHeadModel, work: Work, slots: int, rounds: int, report: Report) -> None:
+def throughput(model: LanguageModel, work: Work, slots: int, rounds: int, report: Report) -> None:
     """Tokens per CPU-second against the base's, by engine."""
     one = adapter_for(model, 0)
     with_one = with_parameters(model, merged(named_parameters(model), one))
@@ -111,7 +111,7 @@ def throughput(model: LmHeadModel, work: Work, slots: int, rounds: int, report: 
         report.add(name, ratio, at_least=ASKED.get(name), tokens_per_cpu_s=rate)
 
 
-def loading(model: LmHeadModel, work: Work, slots: int, loads: int, report: Report) -> None:
+def loading(model: LanguageModel, work: Work, slots: int, loads: int, report: Report) -> None:
     """Longest time in ms that decoding waited for the load of an adapter, all slots decoding."""
     engine = engine_of(model, work, slots, 4, LOAD_TOKENS)
     engine.adapters.unload(engine.adapters.loaded[0].number)

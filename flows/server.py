@@ -93,7 +93,7 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[str]:
             raise KeyboardInterrupt from None
 
 
-@phase("importing JAX and Levanter")
+@phase("importing JAX")
 def _import(modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)

@@ -11,6 +11,8 @@ Axes: N tokens of a microbatch, T positions of a row, V vocabulary.
 from dataclasses import dataclass
 from typing import Literal
 
+from marin_rl.models.spec import Spec
+
 Base = Literal["whole", "quantized"]
 
 FLOAT32 = 4  # bytes
@@ -53,6 +55,21 @@ class Architecture:
     head_size: int
     intermediate_size: int
     tie_embeddings: bool
+    gated: bool = True
+
+    @classmethod
+    def of(cls, spec: Spec) -> "Architecture":
+        return cls(
+            vocab_size=spec.vocabulary,
+            hidden_size=spec.width,
+            layers=spec.layers,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_size=spec.head_size,
+            intermediate_size=spec.mlp_width,
+            tie_embeddings=spec.tied,
+            gated=spec.gated,
+        )
 
     @property
     def parameters(self) -> int:
@@ -64,7 +81,7 @@ class Architecture:
     def layer_parameters(self) -> int:
         """Number of weights of all layers."""
         attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp = (3 if self.gated else 2) * self.hidden_size * self.intermediate_size
         return self.layers * (attention + mlp + 2 * self.hidden_size)
 
     @property
@@ -81,6 +98,8 @@ class Architecture:
             "mlp/up_proj": (self.layers, self.intermediate_size, self.hidden_size),
             "mlp/down_proj": (self.layers, self.hidden_size, self.intermediate_size),
         }
+        if not self.gated:
+            del shapes["mlp/gate_proj"]
         return {f"transformer/layers/stacked/{n}/weight": shape for n, shape in shapes.items()}
 
     def cache_bytes(self, tokens: int, bytes_per_value: int) -> int:

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from marin_rl.deferred import withhold
 from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
 from marin_rl.progress import saying
+from marin_rl.withheld import withhold
 
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {

@@ -313,7 +313,7 @@ def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> 
     tree: dict[str, Any] = content_fields(base) | {"root": base.root}
     tree["policy"] |= {"init": "hf", "hf_path": str(folder), "tokenizer": str(folder)}
     if target.config is None:
-        longest = min(hf_template(folder).config.max_seq_len, CONTEXT_TOKENS_MAX)
+        longest = min(hf_template(folder).spec.context_length, CONTEXT_TOKENS_MAX)
         tree["policy"]["context_length"] = longest
         if not _is_yaml(request.environment):
             tree["sampling"]["max_tokens"] = min(NEW_TOKENS_MAX, longest // 2)

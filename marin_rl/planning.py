@@ -9,17 +9,15 @@ Reads a Hugging Face `config.json` for the parameter count when the folder is he
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows
-from marin_rl.config import Config, ModelFamily
-from marin_rl.errors import InputError
+from marin_rl.config import Config
 from marin_rl.lora import configured_modules, linear_shapes
 from marin_rl.lora.quantization import quantized_bytes
 from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, STEP_LANES, computes_on_host
-from marin_rl.model_folders import check_family
+from marin_rl.models.families import described, described_model
 from marin_rl.plain_files import read_object
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
@@ -30,7 +28,7 @@ TABLE_BYTES = 50_000
 PARAMETER_BYTES = 4
 OPTIMIZER_BYTES = 8
 CHARACTER_VOCABULARY = 128
-# Python, JAX, Levanter and Prefect in memory, and programs while they are compiled.
+# Python, JAX and Prefect in memory, and programs while they are compiled.
 PROCESS_BYTES = 1_200_000_000
 
 # Context of a model that is served or evaluated without a configured length.
@@ -95,36 +93,15 @@ def architecture_of(config: Config) -> Architecture | None:
     Raises InputError when the folder is here but its config.json cannot be read, or describes a
     family that is not supported.
     """
-    if config.policy.hf_path is None:
-        model = config.policy.model
-        return Architecture(
-            vocab_size=model.vocab_size or CHARACTER_VOCABULARY,
-            hidden_size=model.hidden_size,
-            layers=model.layers,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_size=model.head_size or model.hidden_size // model.heads,
-            intermediate_size=model.intermediate_size,
-            tie_embeddings=model.tie_embeddings,
-        )
-    file = Path(config.policy.hf_path) / "config.json"
+    policy = config.policy
+    if policy.hf_path is None:
+        spec = described_model(policy.model, policy.context_length)
+        spec = replace(spec, vocabulary=policy.model.vocab_size or CHARACTER_VOCABULARY)
+        return Architecture.of(spec)
+    file = Path(policy.hf_path) / "config.json"
     if not file.exists():
         return None
-    try:
-        tree = read_object(file)
-        check_family(tree, get_args(ModelFamily), Path(config.policy.hf_path))
-        return Architecture(
-            vocab_size=tree["vocab_size"],
-            hidden_size=tree["hidden_size"],
-            layers=tree["num_hidden_layers"],
-            heads=tree["num_attention_heads"],
-            kv_heads=tree.get("num_key_value_heads") or tree["num_attention_heads"],
-            head_size=tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"],
-            intermediate_size=tree["intermediate_size"],
-            tie_embeddings=bool(tree.get("tie_word_embeddings", False)),
-        )
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise InputError(f"{file}: expected a decoder's config.json, found {error!r}") from error
+    return Architecture.of(described(read_object(file), file))
 
 
 def within_memory(config: Config) -> Config:

@@ -17,7 +17,7 @@ from marin_rl.storage.runs import Run, round_of
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
 from marin_rl.types import ServedPolicy, SlotRef
 
-# JAX and Levanter take seconds to import, and processes that only sample or read need neither:
+# JAX takes seconds to import, and processes that only sample or read need neither:
 # properties that need them import them.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

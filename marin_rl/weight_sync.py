@@ -41,6 +41,7 @@ from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import is_version_of, served_model_id
 from marin_rl.inference.client.publishing import Publisher, check_complete
 from marin_rl.lora import Adapter
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.adapters import read_base_of, version_of, with_adapters_room
 from marin_rl.serving.weights.checkpoint_loader import read_slot, with_update_root
@@ -50,7 +51,7 @@ from marin_rl.storage.runs import Run, round_name, round_of
 from marin_rl.training.adapters import merged_model
 from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.loop import Trainer
-from marin_rl.training.model import LmHeadModel, digest_of, named_parameters
+from marin_rl.training.model import digest_of, named_parameters
 from marin_rl.training.state import Identity, identity_of
 from marin_rl.types import SlotRef
 
@@ -71,8 +72,8 @@ class Weights:
     """
 
     version: int
-    model: LmHeadModel
-    trained: LmHeadModel
+    model: LanguageModel
+    trained: LanguageModel
     identity: Identity
     adapter: Adapter | None = None
 
@@ -179,7 +180,7 @@ class InMemory(Transport):
         return Published(endpoints=(server.base_url,), model=server.model_id, copies=1)
 
     def _start(
-        self, inference: InferenceConfig, model: LmHeadModel, version: int, digest: str
+        self, inference: InferenceConfig, model: LanguageModel, version: int, digest: str
     ) -> PolicyServer:
         policy = self._run.config.policy
         server = PolicyServer(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support.engine_adapters import adapter_for
 from support.policy_runs import commit, embedded_server, in_memory, small_run
 from support.servers import RawLogprobs, check_told, deaf_server
@@ -14,6 +13,7 @@ from support.servers import RawLogprobs, check_told, deaf_server
 from marin_rl.config import Config, load_config
 from marin_rl.errors import BadResponse, ConfigError, ObjectMissing, StalePolicy
 from marin_rl.lora import write_peft
+from marin_rl.models.module import LanguageModel
 from marin_rl.rounds import transfer_metrics
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.launch import proven_server
@@ -256,7 +256,7 @@ def remote_run(root: Path, server: PolicyServer) -> tuple[Run, RunRuntime]:
 class Forgetful(WeightUpdater):
     """Server that reads and proves new weights, then serves the old ones."""
 
-    first: LmHeadModel
+    first: LanguageModel
     renames: bool
 
     def load(

@@ -223,7 +223,7 @@ def _opened(
 
 def _of_folder(source: Path, changes: Sequence[str]) -> tuple[Loaded, Any, Config]:
     loaded = read_folder(str(source))
-    longest = min(loaded.model.config.max_seq_len, CONTEXT_TOKENS_MAX)
+    longest = min(loaded.model.spec.context_length, CONTEXT_TOKENS_MAX)
     named = {"init": "hf", "hf_path": str(source), "context_length": longest}
     tree = override({"policy": named, "sampling": {}}, changes)
     context = tree["policy"]["context_length"] if isinstance(tree["policy"], dict) else longest

@@ -104,7 +104,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     if model is not None:
         check_folder(model)
     print_error(f"starting the server of {run_name or model}", style="")
-    with phase("importing JAX and Levanter"):
+    with phase("importing JAX"):
         from marin_rl.serving.launch import serve_checkpoint, serve_folder
 
     report = print_json if as_json else None

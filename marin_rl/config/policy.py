@@ -23,7 +23,7 @@ ModelFamily = Literal["llama", "qwen2", "qwen3", "mistral", "gemma"]
 class ModelConfig(Section):
     """Architecture of a policy that is built here; ignored where `policy.hf_path` is given."""
 
-    family: ModelFamily = field("llama", "Levanter model family")
+    family: ModelFamily = field("llama", "family of models")
     hidden_size: Count = field(128, "width of the residual stream", le=65536)
     layers: Count = field(3, "number of transformer blocks", le=512)
     heads: Count = field(4, "attention heads", le=512)

@@ -12,7 +12,6 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.mixture import parts_of
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import BridgeFault, InputError, ObjectMissing
-from marin_rl.hf_settings import check_hf_folder
 from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT
 from marin_rl.lora import configured_modules
 from marin_rl.model_folders import check_model_folder, read_hf_config, weight_files
@@ -61,8 +60,6 @@ def source(config: Config) -> str:
 
 def model(config: Config) -> str:
     """Check that the model folder can be loaded exactly, or that the sizes of a built one fit."""
-    if config.policy.hf_path is not None:
-        check_hf_folder(config.policy.hf_path)
     architecture = architecture_of(config)
     if architecture is None:
         raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")

@@ -25,8 +25,9 @@ from jaxtyping import Array, Int32
 
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.layer_matrices import GatheredLowRank, LayerAdapters, LowRank
-from marin_rl.inference.weights import Decoder, DecoderSpec
+from marin_rl.inference.weights import Decoder
 from marin_rl.lora import Adapter, a_name, b_name, module_name
+from marin_rl.models.spec import Spec
 
 # Adapters times rank up to which a decode step applies all of them to every sequence. Measured on
 # one core (width 256, 64 slots): 6 to 13 % of a step for 32, 14 to 17 % for 64, where reading each
@@ -63,9 +64,7 @@ class BankSizes:
         return (self.adapters + 1) // 2
 
 
-def bank_shapes(
-    spec: DecoderSpec, sizes: BankSizes, mlp_width: int, dtype: jnp.dtype, *, masked: bool
-) -> Bank:
+def bank_shapes(spec: Spec, sizes: BankSizes, dtype: jnp.dtype, *, masked: bool) -> Bank:
     """Shapes of the arrays of a bank."""
     kind = LowRank if masked else GatheredLowRank
     shape: Any = partial(jax.ShapeDtypeStruct, dtype=dtype)
@@ -79,8 +78,8 @@ def bank_shapes(
     layer = LayerAdapters(
         qkv=low_rank(spec.width, (queries, keys, keys)),
         output=low_rank(queries, (spec.width,)),
-        gate_up=low_rank(spec.width, (mlp_width, mlp_width)),
-        down=low_rank(mlp_width, (spec.width,)),
+        gate_up=low_rank(spec.width, (spec.mlp_width,) * (2 if spec.gated else 1)),
+        down=low_rank(spec.mlp_width, (spec.width,)),
     )
     return (layer,) * spec.layers
 
@@ -172,12 +171,17 @@ def rows_of(shapes: Bank, adapter: Adapter) -> Bank:
     return tuple(
         LayerAdapters(
             *(
-                _rows(shape, [paths.get(module) for module in MODULES[name]], on_host, layer)
+                _rows(shape, [paths.get(module) for module in _parts(name, shape)], on_host, layer)
                 for name, shape in zip(shapes_L._fields, shapes_L, strict=True)
             )
         )
         for layer, shapes_L in enumerate(shapes)
     )
+
+
+def _parts(name: str, shape: LowRank) -> Sequence[str]:
+    """Modules that a matrix joins: of gate and up a plain MLP has the latter alone."""
+    return MODULES[name][-len(shape.b) :]
 
 
 def _rows(shape: LowRank, paths: Sequence[str | None], adapter: Adapter, layer: int) -> LowRank:

@@ -43,8 +43,9 @@ from marin_rl.inference.programs import (
     decode_chunk,
     extend_slots,
 )
-from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
+from marin_rl.inference.weights import Decoder, Rotary
 from marin_rl.machine import machine_facts
+from marin_rl.models.spec import Spec
 
 FORMAT = "marin-rl/batch-invariance"
 
@@ -94,7 +95,7 @@ UNPROVEN = Invariance(slots=False, prompts=False, shared=False)
 class Shapes:
     """Shapes and types that decide the compiled programs of an engine on one device."""
 
-    spec: DecoderSpec
+    spec: Spec
     slots: int  # of a lane
     context_length: int
     chunk_steps: int

@@ -17,17 +17,17 @@ on the machine at hand (`batch_invariance`).
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
-from levanter.utils.activation import ActivationFunctionEnum
 
 from marin_rl.inference.kv_cache import (
-    MASKED,
     Cache,
+    Limits,
     attend,
     attend_pieces,
     copy_in,
@@ -37,7 +37,23 @@ from marin_rl.inference.kv_cache import (
 from marin_rl.inference.layer_matrices import LayerMatrix, additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
 from marin_rl.inference.weight_fusion import split_gate_up
-from marin_rl.inference.weights import Decoder, DecoderSpec, Layer, Norm, Rotary
+from marin_rl.inference.weights import Decoder, Layer, Rotary
+from marin_rl.models.block import (
+    Activation,
+    Linears,
+    Norms,
+    Rotation,
+    after_attention,
+    after_mlp,
+    capped,
+    embedded,
+    logits_of,
+    normed,
+    queries_keys_values,
+    scaled,
+    softmax,
+)
+from marin_rl.models.spec import LayerKind, Spec
 
 # Approximate tokens in one tile of prefill, and queries in one tile of its attention.
 PREFILL_TILE_TOKENS = 256
@@ -46,7 +62,7 @@ QUERY_TILE = 256
 
 
 def decode_step(
-    spec: DecoderSpec,
+    spec: Spec,
     decoder: Decoder,
     rotary: Rotary,
     cache: Cache,
@@ -62,52 +78,55 @@ def decode_step(
     compiles to a smaller program. `adapter_S` is the row of each slot's adapter, None in an engine
     that has none.
     """
-    x_SD = constrain(_embed(spec, decoder, tokens_S), SLOTS)
-    cos_SH, sin_SH = rotary.cos[positions_S], rotary.sin[positions_S]
+    x_SD = constrain(_embed(spec, decoder, tokens_S, positions_S), SLOTS)
+    turns = _turns(spec, rotary, positions_S)
     # one bound for all slots: a block past it is skipped, and not masked
     longest = jnp.max(positions_S)
     written = []
-    for layer, blocks in zip(decoder.all_layers(spec), cache, strict=True):
-        normed = _rms_norm(spec, layer.norms.attention, x_SD)
-        query, key, value = _project(spec, layer, normed, cos_SH, sin_SH, adapter_S)
+    layers = zip(spec.kinds, decoder.all_layers(spec), cache, strict=True)
+    for kind, layer, blocks in layers:
+        linears = FusedLinears(spec, layer, adapter_S)
+        query, key, value = _queries_keys_values(spec, kind, linears, x_SD, turns)
         query = constrain(query, SLOTS, TENSOR)
         # written before it is read: a token attends to itself, too
         blocks = write(blocks, key, value, positions_S)
         written.append(blocks)
-        attended = attend(query, blocks, positions_S, longest, shared)
-        x_SD = constrain(_after_attention(spec, layer, x_SD, attended, adapter_S), SLOTS)
+        limits = Limits(kind.window, spec.cap)
+        attended = attend(query, blocks, positions_S, longest, shared, limits)
+        x_SD = constrain(_after_attention(spec, linears, x_SD, attended), SLOTS)
     return constrain(logits(spec, decoder, x_SD), SLOTS), tuple(written)
 
 
-def _embed(spec: DecoderSpec, decoder: Decoder, tokens: Int32[Array, "..."]) -> Array:
-    x = decoder.embedding[tokens]
-    if decoder.embedding_norm is not None:
-        x = _rms_norm(spec, decoder.embedding_norm, x)
-    # in x's own dtype, as Gemma does: a float32 scale would widen everything after it
-    return x if spec.embedding_scale == 1.0 else x * x.dtype.type(spec.embedding_scale)
+Turns = dict[Any, Rotation]
 
 
-def logits(spec: DecoderSpec, decoder: Decoder, x_SD: Float[Array, "S D"]) -> Float32[Array, "S V"]:
+def _turns(spec: Spec, rotary: Rotary, at: Any) -> Turns:
+    """Rows of the tables at these positions, by rotary embedding."""
+    return {
+        rope: Rotation(cos[at], sin[at])
+        for rope, (cos, sin) in zip(spec.ropes, rotary, strict=True)
+    }
+
+
+def _embed(spec: Spec, decoder: Decoder, tokens: Int32[Array, "..."], positions: Array) -> Array:
+    return embedded(spec, tokens, decoder.embedding, positions, decoder.positions)
+
+
+def _queries_keys_values(
+    spec: Spec, kind: LayerKind, linears: "FusedLinears", x: Array, turns: Turns
+) -> tuple[Array, Array, Array]:
+    turn = None if kind.rope is None else turns[kind.rope]
+    query, key, value = queries_keys_values(spec, kind, linears, x, turn)
+    return scaled(spec, query), key, value
+
+
+def _after_attention(spec: Spec, linears: "FusedLinears", x: Array, attended: Array) -> Array:
+    return after_mlp(spec, linears, after_attention(spec, linears, x, attended))
+
+
+def logits(spec: Spec, decoder: Decoder, x_SD: Float[Array, "S D"]) -> Float32[Array, "S V"]:
     """Logits of the token after each position, of whose last layer the hidden state is given."""
-    x_SD = _rms_norm(spec, decoder.final_norm, x_SD)
-    # float32 whatever the weights' dtype: logprobs are differences of sums over the vocabulary
-    return jnp.einsum("...d,vd->...v", x_SD, decoder.head, preferred_element_type=jnp.float32)
-
-
-def _rms_norm(spec: DecoderSpec, norm: Norm, x: Array) -> Array:
-    # in float32, as the models were trained: a sum of bfloat16 squares keeps 8 bits
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.norm_epsilon)
-    out = wide * inverse
-    # Gemma stores weight - 1 and multiplies before it rounds to x's dtype; Llama rounds first
-    if spec.norm_offset:
-        assert norm.weight is not None
-        assert norm.bias is None
-        return (out * (spec.norm_offset + norm.weight).astype(jnp.float32)).astype(x.dtype)
-    out = out.astype(x.dtype)
-    if norm.weight is not None:
-        out = norm.weight * out
-    return out if norm.bias is None else out + norm.bias
+    return logits_of(spec, decoder.head, normed(spec, decoder.final_norm, x_SD))
 
 
 def _times(x: Array, matrix: Array | LayerMatrix, bias: Array | None = None) -> Array:
@@ -119,92 +138,63 @@ def _times(x: Array, matrix: Array | LayerMatrix, bias: Array | None = None) -> 
     return out if bias is None else out + bias
 
 
-def _adapted(
-    layer: Layer, name: str, x: Array, outs: Sequence[Array], adapter_N: Array | None
-) -> list[Array]:
-    """Each part of a matrix's product with x, and what adapters add: the model's, an engine's."""
-    adapted = list(outs)
-    if layer.own is not None:
-        for part, own in enumerate(getattr(layer.own, name)):
-            if own is not None:
-                adapted[part] += own.change(x).reshape(adapted[part].shape)
-    if layer.adapters is not None and adapter_N is not None:
-        more = additions(getattr(layer.adapters, name), x, adapter_N)
-        adapted = [out + one.reshape(out.shape) for out, one in zip(adapted, more, strict=True)]
-    return adapted
+@dataclass(frozen=True, slots=True)
+class FusedLinears(Linears):
+    """A layer's products by its joined matrices, with what adapters add: its own, an engine's.
 
+    `adapter` is the row of each sequence's adapter.
+    """
 
-def _project(
-    spec: DecoderSpec, layer: Layer, x: Array, cos: Array, sin: Array, adapter_N: Array | None
-) -> tuple[Array, Array, Array]:
-    """Query [..., K, G, H], scaled, and key and value [..., K, H], rotated to their positions."""
-    query, key, value = _joined(spec, layer, x, adapter_N)
-    if layer.norms.query is not None:
-        query = _rms_norm(spec, layer.norms.query, query)
-    if layer.norms.key is not None:
-        key = _rms_norm(spec, layer.norms.key, key)
-    query = _rotate(query, cos[..., None, None, :], sin[..., None, None, :])
-    key = _rotate(key, cos[..., None, :], sin[..., None, :])
-    # the query is scaled and not the scores: H numbers of each head instead of one per position
-    return query * np.float32(spec.head_size**-0.5).astype(query.dtype), key, value
+    spec: Spec
+    layer: Layer
+    adapter: Array | None = None
 
+    @property
+    def norms(self) -> Norms:
+        return self.layer.norms
 
-def _joined(
-    spec: DecoderSpec, layer: Layer, x: Array, adapter_N: Array | None
-) -> tuple[Array, Array, Array]:
-    """Query [..., K, G, H], key and value [..., K, H] as projected."""
-    K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size
-    # rows of `qkv` lie by key/value head: its G queries, its key, its value
-    joined = _times(x, layer.qkv, layer.qkv_bias).reshape(*x.shape[:-1], K, G + 2, H)
-    parts = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
-    query, key, value = _adapted(layer, "qkv", x, parts, adapter_N)
-    return query, key, value
+    @property
+    def activation(self) -> Activation | None:
+        return self.layer.activation
 
+    def qkv(self, x: Array) -> tuple[Array, Array, Array]:
+        K, G, H = self.spec.kv_heads, self.spec.queries_per_kv, self.spec.head_size
+        # rows of `qkv` lie by key/value head: its G queries, its key, its value
+        joined = _times(x, self.layer.qkv, self.layer.qkv_bias)
+        joined = joined.reshape(*x.shape[:-1], K, G + 2, H)
+        parts = joined[..., :G, :], joined[..., G, :], joined[..., G + 1, :]
+        query, key, value = self._adapted("qkv", x, parts)
+        return query, key, value
 
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the two halves of the head."""
-    # the table is float32 for exact angles; the rotation itself is in the model's dtype, as in
-    # training
-    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
-    x1, x2 = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    def output(self, attended: Array) -> Array:
+        out = _times(attended, self.layer.output, self.layer.output_bias)
+        return self._adapted("output", attended, [out])[0]
 
+    def gate_and_up(self, x: Array) -> tuple[Array | None, Array]:
+        joined = _times(x, self.layer.gate_up, self.layer.gate_up_bias)
+        if not self.spec.gated:
+            return None, self._adapted("gate_up", x, [joined])[0]
+        gate, up = self._adapted("gate_up", x, split_gate_up(joined))
+        return gate, up
 
-def _after_attention(
-    spec: DecoderSpec, layer: Layer, x: Array, attended: Array, adapter_N: Array | None
-) -> Array:
-    """Output projection, MLP, and their residuals."""
-    out = _output(layer, attended, adapter_N)
-    if layer.norms.after_attention is not None:
-        out = _rms_norm(spec, layer.norms.after_attention, out)
-    x = x + out
-    normed = _rms_norm(spec, layer.norms.mlp, x)
-    gate, up = _gate_and_up(layer, normed, adapter_N)
-    activate = ActivationFunctionEnum(spec.activation).to_jax_fn()
-    out = _down(layer, activate(gate) * up, adapter_N)
-    if layer.norms.after_mlp is not None:
-        out = _rms_norm(spec, layer.norms.after_mlp, out)
-    return x + out
+    def down(self, x: Array) -> Array:
+        out = _times(x, self.layer.down, self.layer.down_bias)
+        return self._adapted("down", x, [out])[0]
 
-
-def _output(layer: Layer, attended: Array, adapter_N: Array | None) -> Array:
-    out = _times(attended, layer.output, layer.output_bias)
-    return _adapted(layer, "output", attended, [out], adapter_N)[0]
-
-
-def _gate_and_up(layer: Layer, x: Array, adapter_N: Array | None) -> tuple[Array, Array]:
-    parts = split_gate_up(_times(x, layer.gate_up, layer.gate_up_bias))
-    gate, up = _adapted(layer, "gate_up", x, parts, adapter_N)
-    return gate, up
-
-
-def _down(layer: Layer, inner: Array, adapter_N: Array | None) -> Array:
-    out = _times(inner, layer.down, layer.down_bias)
-    return _adapted(layer, "down", inner, [out], adapter_N)[0]
+    def _adapted(self, name: str, x: Array, outs: Sequence[Array]) -> list[Array]:
+        adapted, layer = list(outs), self.layer
+        if layer.own is not None:
+            for part, own in enumerate(getattr(layer.own, name)):
+                if own is not None:
+                    adapted[part] += own.change(x).reshape(adapted[part].shape)
+        if layer.adapters is not None and self.adapter is not None:
+            more = additions(getattr(layer.adapters, name), x, self.adapter)
+            adapted = [out + one.reshape(out.shape) for out, one in zip(adapted, more, strict=True)]
+        return adapted
 
 
 def prefill(
-    spec: DecoderSpec,
+    spec: Spec,
     decoder: Decoder,
     rotary: Rotary,
     cache: Cache,
@@ -261,7 +251,7 @@ class Pieces(NamedTuple):
 
 
 def extend(
-    spec: DecoderSpec,
+    spec: Spec,
     decoder: Decoder,
     rotary: Rotary,
     cache: Cache,
@@ -282,7 +272,7 @@ def extend(
 
 
 def _extend_step(
-    spec: DecoderSpec,
+    spec: Spec,
     decoder: Decoder,
     rotary: Rotary,
     cache: Cache,
@@ -294,20 +284,21 @@ def _extend_step(
     positions_M = positions_NT.reshape(-1)
     slot_M = jnp.repeat(slot_N, tokens_NT.shape[1])
     adapter_M = None if adapter_S is None else adapter_S[slot_M]
-    x_MD = _embed(spec, decoder, tokens_NT.reshape(-1))
-    cos_MH, sin_MH = rotary.cos[positions_M], rotary.sin[positions_M]
+    x_MD = _embed(spec, decoder, tokens_NT.reshape(-1), positions_M)
+    turns = _turns(spec, rotary, positions_M)
     written = []
-    layers = decoder.all_layers(spec)
-    for index, (layer, blocks) in enumerate(zip(layers, cache, strict=True)):
-        normed = _rms_norm(spec, layer.norms.attention, x_MD)
-        query, key, value = _project(spec, layer, normed, cos_MH, sin_MH, adapter_M)
+    layers = zip(spec.kinds, decoder.all_layers(spec), cache, strict=True)
+    for index, (kind, layer, blocks) in enumerate(layers):
+        linears = FusedLinears(spec, layer, adapter_M)
+        query, key, value = _queries_keys_values(spec, kind, linears, x_MD, turns)
         # all pieces before any attention: a later piece of a slot reads an earlier one of this step
         blocks = write_at(blocks, key, value, slot_M, positions_M)
         written.append(blocks)
         # the cache needs the last layer's keys and values, but not its output
         if index < spec.layers - 1:
-            attended = attend_pieces(query, blocks, slot_N, positions_M)
-            x_MD = _after_attention(spec, layer, x_MD, attended, adapter_M)
+            limits = Limits(kind.window, spec.cap)
+            attended = attend_pieces(query, blocks, slot_N, positions_M, limits)
+            x_MD = _after_attention(spec, linears, x_MD, attended)
     return tuple(written)
 
 
@@ -318,7 +309,7 @@ def prefill_tile(rows: int, bucket: int) -> int:
 
 
 def _prefill_tile(
-    spec: DecoderSpec,
+    spec: Spec,
     decoder: Decoder,
     rotary: Rotary,
     tokens_RP: Array,
@@ -330,25 +321,26 @@ def _prefill_tile(
 
     The states are after the last layer if `last_layer`, else after the one before it.
     """
-    P = tokens_RP.shape[1]
-    cos, sin = rotary.cos[:P], rotary.sin[:P]
-    x = _embed(spec, decoder, tokens_RP)
+    positions_P = jnp.arange(tokens_RP.shape[1])
+    turns = _turns(spec, rotary, slice(tokens_RP.shape[1]))
+    x = _embed(spec, decoder, tokens_RP, positions_P)
     pairs = []
-    for index, layer in enumerate(decoder.all_layers(spec)):
-        normed = _rms_norm(spec, layer.norms.attention, x)
-        query, key, value = _project(spec, layer, normed, cos, sin, adapter_R)
+    layers = zip(spec.kinds, decoder.all_layers(spec), strict=True)
+    for index, (kind, layer) in enumerate(layers):
+        linears = FusedLinears(spec, layer, adapter_R)
+        query, key, value = _queries_keys_values(spec, kind, linears, x, turns)
         # as the cache has them, so that copying into slots moves no axis
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
         pairs.append((keys, values))
         # a prefill needs the last layer's keys and values, but not its output
         if last_layer or index < spec.layers - 1:
-            attended = _attend_causally(query, keys, values)
-            x = _after_attention(spec, layer, x, attended, adapter_R)
+            attended = _attend_causally(query, keys, values, Limits(kind.window, spec.cap))
+            x = _after_attention(spec, linears, x, attended)
     return x, tuple(pairs)
 
 
 def prompt_products(
-    spec: DecoderSpec,
+    spec: Spec,
     layer: Layer,
     x_RPD: Float[Array, "R P D"],
     adapter_R: Int32[Array, " R"] | None = None,
@@ -360,15 +352,19 @@ def prompt_products(
     """
     # biases are added after the sums whose order is tried
     layer = layer._replace(qkv_bias=None, output_bias=None, gate_up_bias=None, down_bias=None)
-    query, key, value = _joined(spec, layer, x_RPD, adapter_R)
-    attended = _attend_causally(query, jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2))
-    out = _output(layer, attended, adapter_R)
-    gate, up = _gate_and_up(layer, out, adapter_R)
-    return query, key, value, attended, out, gate, up, _down(layer, gate * up, adapter_R)
+    linears = FusedLinears(spec, layer, adapter_R)
+    query, key, value = linears.qkv(x_RPD)
+    attended = _attend_causally(
+        query, jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2), Limits(None, None)
+    )
+    out = linears.output(attended)
+    gate, up = linears.gate_and_up(out)
+    inner = up if gate is None else gate * up
+    return query, key, value, attended, out, inner, linears.down(inner)
 
 
 def hidden_states(
-    spec: DecoderSpec,
+    spec: Spec,
     decoder: Decoder,
     rotary: Rotary,
     tokens_RP: Int32[Array, "R P"],
@@ -378,7 +374,9 @@ def hidden_states(
     return _prefill_tile(spec, decoder, rotary, tokens_RP, adapter_R, last_layer=True)[0]
 
 
-def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -> Array:
+def _attend_causally(
+    query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array, limits: Limits
+) -> Array:
     """Causal attention, [R, P, K*G*H], computed by tiles of queries."""
     R, P, K, G, H = query_RPKGH.shape
     # a divisor, so that all tiles have one shape
@@ -387,10 +385,10 @@ def _attend_causally(query_RPKGH: Array, keys_RKHP: Array, values_RKPH: Array) -
     def attend(start):
         query = jax.lax.dynamic_slice_in_dim(query_RPKGH, start, size, 1)
         scores = jnp.einsum("rpkgh,rkht->rkgpt", query, keys_RKHP).astype(jnp.float32)
-        visible = jnp.arange(P)[None, :] <= (start + jnp.arange(size))[:, None]
+        visible = limits.visible(jnp.arange(P)[None, :], (start + jnp.arange(size))[:, None])
         # in float32, whatever is computed in: differences of scores decide, and bfloat16 has 8 bits
         # of them
-        shares = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
+        shares = softmax(capped(scores, limits.cap), visible)
         return jnp.einsum("rkgpt,rkth->rpkgh", shares.astype(query.dtype), values_RKPH)
 
     # tiles bound the scores, which would otherwise be P x P for each head

@@ -25,7 +25,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import jax.numpy as jnp
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InferenceError, InputError
@@ -47,6 +46,7 @@ from marin_rl.inference.runner import Runner
 from marin_rl.inference.stops import Decode
 from marin_rl.inference.warm_up import programs_of, warm_up
 from marin_rl.memory import ENGINE_KEYS, memory_errors
+from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
 
 # An idle engine waits for more requests, which come close together, until none came for QUIET_S,
@@ -75,7 +75,7 @@ class Engine:
 
     def __init__(  # noqa: PLR0913 - a policy, its tokenizer, and how it is decoded
         self,
-        model: LmHeadModel,
+        model: LanguageModel,
         config: EngineConfig,
         *,
         context_length: int,
@@ -195,7 +195,7 @@ class Engine:
 
     def swap(
         self,
-        model: LmHeadModel,
+        model: LanguageModel,
         weight_version: int,
         parameters_digest: str,
         *,

@@ -27,8 +27,9 @@ from marin_rl.inference.batch_invariance import (
 )
 from marin_rl.inference.kv_cache import SHARE, block_size
 from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary, Weights, own_layout
+from marin_rl.inference.weights import Decoder, Rotary, Weights, own_layout
 from marin_rl.machine import give_back_freed_memory
+from marin_rl.models.spec import Spec
 
 # Shortest padded prompt: every bucket is a program to compile, and one of fewer tokens saves
 # little.
@@ -54,7 +55,7 @@ class ExecutionPlan:
     own adapter. `block` are the positions of a block of a cache that grows; 0: it does not.
     """
 
-    spec: DecoderSpec
+    spec: Spec
     lanes: Lanes
     can_share: bool
     context_length: int
@@ -62,7 +63,6 @@ class ExecutionPlan:
     prefill_rows: int
     prefix_cache: bool
     bank_sizes: BankSizes
-    mlp_width: int
     dtype: jnp.dtype
     own: str
     block: int = 0
@@ -112,16 +112,15 @@ class ExecutionPlan:
         return self.prefix_cache and proven
 
     def bank_shapes(self, *, masked: bool) -> Bank:
-        return bank_shapes(self.spec, self.bank_sizes, self.mlp_width, self.dtype, masked=masked)
+        return bank_shapes(self.spec, self.bank_sizes, self.dtype, masked=masked)
 
 
 def first_plan(
-    spec: DecoderSpec,
+    spec: Spec,
     weights: Weights,
     config: EngineConfig,
     *,
     context_length: int,
-    mlp_width: int,
     dtype: jnp.dtype,
     on_mesh: bool,
 ) -> ExecutionPlan:
@@ -147,7 +146,6 @@ def first_plan(
         prefill_rows=config.prefill_rows,
         prefix_cache=bool(config.prefix_cache),
         bank_sizes=BankSizes(adapters=adapters, rank=rank) if adapters else BankSizes(),
-        mlp_width=mlp_width,
         dtype=dtype,
         own=own_layout(weights.layers),
     )

@@ -20,13 +20,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
-from marin_rl.inference.weights import DecoderSpec
+from marin_rl.models.block import MASKED, capped
+from marin_rl.models.spec import Spec
 
 # Slots side by side that started from one prompt, and read its cache once for all of them.
 SHARE = 8
-
-# Added to a masked score instead of -inf, so that exp() of a difference is never NaN.
-MASKED = -1e30
 
 
 # Fewest positions of a block, and most blocks of a cache: every block is a
@@ -42,8 +40,24 @@ class Block(NamedTuple):
     values: Float[Array, "S K B H"]
 
 
+class Limits(NamedTuple):
+    """Limits of a layer's attention: how far back it looks, and how large a score may be."""
+
+    window: int | None
+    cap: float | None
+
+    def visible(self, keys: Array, queries: Array) -> Array:
+        """Mask of the keys' positions that queries at these positions see."""
+        seen = keys <= queries
+        return seen if self.window is None else seen & (keys > queries - self.window)
+
+
 def attend_pieces(
-    query_MKGH: Array, blocks: tuple[Block, ...], slot_N: Array, positions_M: Array
+    query_MKGH: Array,
+    blocks: tuple[Block, ...],
+    slot_N: Array,
+    positions_M: Array,
+    limits: Limits,
 ) -> Float[Array, "M KGH"]:
     """Softmax of M / N consecutive positions of slot `slot_N[n]` each, over that slot's cache.
 
@@ -59,10 +73,10 @@ def attend_pieces(
         start = index * size
 
         def extend(state, block=block, start=start):
-            visible = start + jnp.arange(size) <= positions_M[:, None]
+            visible = limits.visible(start + jnp.arange(size), positions_M[:, None])
             # gathered block by block: of all slots at once it would be a second cache
             own = Block(block.keys[slot_N], block.values[slot_N])
-            return _extend_softmax(state, query_MKGH, own, visible, times)
+            return _extend_softmax(state, query_MKGH, own, visible, times, limits.cap)
 
         # every piece reads the first block
         state = (
@@ -79,6 +93,7 @@ def attend(
     positions_S: Array,
     longest: Array,
     shared: Array | None,
+    limits: Limits,
 ) -> Float[Array, "S KGH"]:
     """Softmax over each slot's own positions, block by block (online softmax, arXiv:1805.02867).
 
@@ -93,10 +108,9 @@ def attend(
         start = index * size
 
         def extend(state, share=1, block=block, start=start):
-            visible = start + jnp.arange(size) <= positions_S[:, None]
-            return _extend_softmax(
-                state, query_SKGH, block, visible, partial(times_cached, share=share)
-            )
+            visible = limits.visible(start + jnp.arange(size), positions_S[:, None])
+            times = partial(times_cached, share=share)
+            return _extend_softmax(state, query_SKGH, block, visible, times, limits.cap)
 
         ways = [lambda state: state, extend]
         way = (start <= longest).astype(jnp.int32)
@@ -135,15 +149,16 @@ def _extend_softmax(
     block: Block,
     visible_SB: Array,
     times: Callable[[Array, Array], Array],
+    cap: float | None,
 ) -> tuple[Array, Array, Array]:
     highest, total, weighted = state
-    scores = times(query_SKGH, block.keys).astype(jnp.float32)
+    scores = capped(times(query_SKGH, block.keys).astype(jnp.float32), cap)
     scores = jnp.where(visible_SB[:, None, None, :], scores, MASKED)
     higher = jnp.maximum(highest, scores.max(-1))
     # the sums so far were scaled by the old maximum
     kept = jnp.exp(highest - higher)
-    # a masked score gives exp of a very large negative number, an exact 0, once anything was seen:
-    # the first block always holds the sequence's first position
+    # a masked score gives exp of a very large negative number, an exact 0, once anything was seen;
+    # what a block before a window's start added is then scaled to an exact 0
     terms = jnp.exp(scores - higher[..., None])
     product = times(terms.astype(block.values.dtype), block.values)
     return (
@@ -181,7 +196,7 @@ def block_size(context_length: int) -> int:
 
 
 def empty_cache(
-    spec: DecoderSpec, slots: int, context_length: int, dtype: jnp.dtype, size: int = 0
+    spec: Spec, slots: int, context_length: int, dtype: jnp.dtype, size: int = 0
 ) -> Cache:
     """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks.
 

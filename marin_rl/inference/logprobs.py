@@ -22,7 +22,8 @@ from jaxtyping import Array, Bool, Float32, Int32
 from marin_rl.inference import decoder
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX, PromptScores
 from marin_rl.inference.sampling import Drawn
-from marin_rl.inference.weights import Decoder, DecoderSpec, Rotary
+from marin_rl.inference.weights import Decoder, Rotary
+from marin_rl.models.spec import Spec
 
 # Entries of the largest tile of a prompt's logits: 16 MB.
 TILE_ENTRIES_MAX = 2**22
@@ -121,7 +122,7 @@ def score_tokens(
     wants_top: Bool[Array, ""],
     adapter: Int32[Array, "1"] | None = None,
     *,
-    spec: DecoderSpec,
+    spec: Spec,
 ) -> tuple[Float32[Array, " P"], Int32[Array, "P K"], Float32[Array, "P K"]]:
     """At each position, the logprob of the token after it, and the likeliest ones there.
 

@@ -21,9 +21,9 @@ from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
 from marin_rl.inference.weights import (
     Decoder,
-    DecoderSpec,
     Rotary,
 )
+from marin_rl.models.spec import Spec
 
 # Cost of going back to the host, in steps of all rows. A chunk with samples waiting ends once the
 # rows that are free for them have idled for that long together: the break-even rule of ski rental,
@@ -78,7 +78,7 @@ def decode_chunk(
     cache: Cache,
     chunk: ChunkInputs,
     *,
-    spec: DecoderSpec,
+    spec: Spec,
     steps: int,
     sharing: bool = False,
 ) -> tuple[Cache, SampledChunk]:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.compilation import set_matmul_precision
 from marin_rl.config import EngineConfig
@@ -44,6 +43,7 @@ from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.weight_fusion import fused_weights, weights_in_place
 from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
 from marin_rl.memory import ENGINE_KEYS, memory_errors
+from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
 
 Tree = TypeVar("Tree")
@@ -61,7 +61,7 @@ class Runner:
     @memory_errors("the engine", ENGINE_KEYS)
     @phase("building the engine")
     def __init__(
-        self, model: LmHeadModel, config: EngineConfig, context_length: int, dtype: jnp.dtype
+        self, model: LanguageModel, config: EngineConfig, context_length: int, dtype: jnp.dtype
     ) -> None:
         set_matmul_precision(dtype)
         self.spec, weights = read_model(model)
@@ -72,13 +72,12 @@ class Runner:
             weights,
             config,
             context_length=context_length,
-            mlp_width=model.config.intermediate_dim,
             dtype=dtype,
             on_mesh=on_mesh,
         )
         plan = self._shaped(plan)
         self.length, self.buckets = plan.length, plan.buckets
-        self.rotary = self.put(rotary_table(model, self.length))
+        self.rotary = self.put(rotary_table(self.spec, self.length))
         # the trials run the programs of one device: nothing is proven of a mesh
         self.plan = plan if on_mesh else self._proven(plan, weights)
         self.bank: AdapterBank | None = None
@@ -110,7 +109,7 @@ class Runner:
         """The same arrays, replicated on every device that the programs run on."""
         return self._placement.place(arrays)
 
-    def policy(self, model: LmHeadModel, weight_version: int, parameters_digest: str) -> Policy:
+    def policy(self, model: LanguageModel, weight_version: int, parameters_digest: str) -> Policy:
         """References to a model's arrays. Raises InputError for a model of another shape."""
         spec, weights = read_model(model)
         if spec != self.spec:

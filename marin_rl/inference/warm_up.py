@@ -7,7 +7,6 @@ from itertools import count
 import jax
 import jax.numpy as jnp
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.config import EngineConfig
 from marin_rl.cpu_streams import Lanes
@@ -30,6 +29,7 @@ from marin_rl.inference.runner import Runner
 from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
+from marin_rl.models.module import LanguageModel
 
 # No operand's dtype depends on these: as few as take every way through the programs. Layers are
 # written out one after the other there, and all of them are alike.
@@ -105,7 +105,7 @@ def warm_up(
 
 
 def trace_engine(
-    model: LmHeadModel,
+    model: LanguageModel,
     config: EngineConfig,
     context_length: int,
     dtype: jnp.dtype,
@@ -116,15 +116,14 @@ def trace_engine(
     Raises InputError for a model that the engine cannot decode, and what tracing raises.
     """
     spec, weights = read_model(model)
-    spec = replace(spec, layers=min(spec.layers, LAYERS_MAX))
+    spec = replace(spec, kinds=spec.kinds[:LAYERS_MAX])
     fused = fused_weights(spec, weights, dtype)
     cache = empty_cache(spec, SLOTS, context_length, dtype)
     length = cache_length(cache)
-    rotary = rotary_table(model, length)
+    rotary = rotary_table(spec, length)
     adapter = None
     if bank is not None:
-        width = model.config.intermediate_dim
-        shapes = bank_shapes(spec, bank, width, dtype, masked=bank.masked)
+        shapes = bank_shapes(spec, bank, dtype, masked=bank.masked)
         fused = with_bank(
             fused, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         )

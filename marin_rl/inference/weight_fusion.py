@@ -15,7 +15,6 @@ from marin_rl.inference.layer_matrices import LayerMatrix, OwnAdapters, Quantize
 from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
 from marin_rl.inference.weights import (
     Decoder,
-    DecoderSpec,
     Ends,
     Layer,
     Layers,
@@ -25,9 +24,10 @@ from marin_rl.inference.weights import (
     quantized_layers,
     without_quantized,
 )
+from marin_rl.models.spec import Spec
 
 
-def fuse_layers(spec: DecoderSpec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ...]:
+def fuse_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ...]:
     """Slice the stacked layers and join what is multiplied with the same vector.
 
     To be called inside a compiled program, whose results the others then read at full speed. On a
@@ -47,13 +47,13 @@ def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
     ends = jax.tree.map(lambda leaf: leaf.astype(dtype), own_ends(weights))
     return Ends(
         embedding=constrain(ends.embedding, TENSOR, UNDIVIDED),
-        embedding_norm=jax.tree.map(constrain, ends.embedding_norm),
+        positions=jax.tree.map(constrain, ends.positions),
         final_norm=jax.tree.map(constrain, ends.final_norm),
         head=constrain(ends.head, TENSOR, UNDIVIDED),
     )
 
 
-def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
+def _fuse_layer(spec: Spec, layer: Layers) -> Layer:
     replicated = jax.tree.map(constrain, layer)
     own = OwnAdapters(
         qkv=(layer.query.own, layer.key.own, layer.value.own),
@@ -79,14 +79,16 @@ def _fuse_layer(spec: DecoderSpec, layer: Layers) -> Layer:
         down=None if down is None else constrain(down, UNDIVIDED, TENSOR),
         down_bias=replicated.down.bias,
         norms=replicated.norms,
+        activation=replicated.activation,
         own=own if any(part is not None for parts in own for part in parts) else None,
     )
 
 
-def layer_of(spec: DecoderSpec, layer: Layers) -> Layer:
+def layer_of(spec: Spec, layer: Layers) -> Layer:
     """A layer that multiplies with the model's own arrays, one after the other; on one device."""
     weight = {name: getattr(layer, name).float_weight for name in QuantizedLayers._fields}
     qkv = (weight["query"], weight["key"], weight["value"])
+    gate_up = weight["gate"], weight["up"]
     qkv_bias = _by_head(spec, [each.bias for each in (layer.query, layer.key, layer.value)])
     return Layer(
         # by key/value head, as `_by_head` sorts the rows of a joined matrix
@@ -94,15 +96,16 @@ def layer_of(spec: DecoderSpec, layer: Layers) -> Layer:
         qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
         output=LayerMatrix((weight["output"],)),
         output_bias=layer.output.bias,
-        gate_up=LayerMatrix((weight["gate"], weight["up"])),
+        gate_up=LayerMatrix(tuple(half for half in gate_up if half is not None)),
         gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
         down=LayerMatrix((weight["down"],)),
         down_bias=layer.down.bias,
         norms=layer.norms,
+        activation=layer.activation,
     )
 
 
-def _by_head(spec: DecoderSpec, parts: list[Array | None]) -> Array | None:
+def _by_head(spec: Spec, parts: list[Array | None]) -> Array | None:
     """Weights [K, out, D] or biases [K, out] of query, key and value, joined for each head."""
     # key and value as one more query of their group each: so one product gives all three for a head
     query, *others = parts
@@ -141,7 +144,7 @@ compiled_layers = jax.jit(fuse_layers, static_argnames=("spec", "dtype"))
 _compiled_ends = jax.jit(gather_ends, static_argnames="dtype")
 
 
-def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder:
+def fused_weights(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder:
     """Weights that the programs read at every step; arrays used as they are are not copied."""
     ends = own_ends(weights)
     on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
@@ -153,7 +156,7 @@ def fused_weights(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Deco
     return Decoder(layers=layers, quantized=quantized, **ends._asdict())
 
 
-def weights_in_place(spec: DecoderSpec, weights: Weights, dtype: jnp.dtype) -> Decoder | None:
+def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder | None:
     """The model's own memory as programs read it: nothing is copied, and nothing compiled.
 
     For one CPU. None where that is not possible: the weights lie quantised, have adapters of their

@@ -1,35 +1,20 @@
-"""The arrays of a Levanter model, as the decoder wants to see them.
+"""The arrays of a model, as the decoder wants to see them.
 
-Owns the only reading of a model's insides: `read_model` takes references to its arrays (no copy,
-so new weights cost nothing) and refuses by name what the decoder would compute otherwise than the
-model does; `rotary_table` asks the model's own rotary module. Leaves out how they are cut and
-joined (`weight_fusion`) and all arithmetic (`decoder`).
+`read_model` takes references to its arrays: no copy, so new weights cost nothing. Leaves out how
+they are cut and joined (`weight_fusion`) and all arithmetic (`decoder`).
 
 Axes: L layers, D width, F width of the MLP, V vocabulary, K key/value heads, G query heads per
 key/value head, H head size, T positions.
 """
 
-import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
-import haliax as hax
+import jax
 import jax.numpy as jnp
-import numpy as np
-from equinox import filter_jit
-from haliax.nn import Linear, RmsNorm
-from haliax.nn.scan import Stacked
-from jaxtyping import Array, Float, Float32, Int32
-from levanter.layers.attention import Attention
-from levanter.layers.rotary import RotaryEmbeddings
-from levanter.models.gemma import GemmaConfig, GemmaDecoderLayer, GemmaLMHeadModel, GemmaRMSNorm
-from levanter.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaLMHeadModel
-from levanter.models.lm_model import LmHeadModel
-from levanter.models.mistral import MistralConfig, MistralLMHeadModel
-from levanter.models.qwen import Qwen3Config, QwenConfig, QwenDecoderLayer, QwenLMHeadModel
-from levanter.utils.activation import ActivationFunctionEnum
+from haliax.nn import Linear
+from jaxtyping import Array, Float, Float32
 
-from marin_rl.errors import InputError
 from marin_rl.inference.layer_matrices import (
     LayerAdapters,
     OwnAdapters,
@@ -37,30 +22,12 @@ from marin_rl.inference.layer_matrices import (
     QuantizedLayers,
 )
 from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedMatrix
+from marin_rl.models.block import Activation, Norm, Norms, angles_of
+from marin_rl.models.module import DecoderLayer, LanguageModel, activation_of, norms_of
+from marin_rl.models.spec import Spec
 
-_Model = LlamaLMHeadModel | QwenLMHeadModel | MistralLMHeadModel | GemmaLMHeadModel
-_Config = LlamaConfig | GemmaConfig
-_DecoderLayer = LlamaDecoderLayer | QwenDecoderLayer | GemmaDecoderLayer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSpec:
-    """Static facts of a model: sizes, the norm's epsilon, the activation.
-
-    `embedding_scale` multiplies what enters the first layer. A norm whose weight is `norm_offset`
-    too small (Gemma's: it scales by 1 + weight) also multiplies before it rounds to the dtype.
-    """
-
-    layers: int
-    kv_heads: int
-    queries_per_kv: int
-    head_size: int
-    width: int
-    vocabulary: int
-    norm_epsilon: float
-    activation: str
-    embedding_scale: float = 1.0
-    norm_offset: float = 0.0
+# Cosines and sines of every position up to the cache's length, of each of `Spec.ropes`.
+Rotary = tuple[tuple[Float32[Array, "T size"], Float32[Array, "T size"]], ...]
 
 
 class Affine(NamedTuple):
@@ -80,24 +47,6 @@ class Affine(NamedTuple):
         return self.weight
 
 
-class Norm(NamedTuple):
-    """An RMSNorm: weight and bias [L, D] (or [D] where there is one), each may be None."""
-
-    weight: Array | None
-    bias: Array | None
-
-
-class LayerNorms(NamedTuple):
-    """Norms before attention and MLP, of queries and keys, and those that Llama's hybrid has."""
-
-    attention: Norm
-    mlp: Norm
-    query: Norm | None
-    key: Norm | None
-    after_attention: Norm | None
-    after_mlp: Norm | None
-
-
 class Layers(NamedTuple):
     """Arrays of all layers, stacked on axis L exactly as the model holds them."""
 
@@ -105,17 +54,18 @@ class Layers(NamedTuple):
     key: Affine
     value: Affine
     output: Affine
-    gate: Affine
+    gate: Affine  # of a plain MLP, without a weight
     up: Affine
     down: Affine
-    norms: LayerNorms
+    norms: Norms
+    activation: Activation | None
 
 
 class Weights(NamedTuple):
     """References to a model's arrays: nothing is copied, so taking new ones costs nothing."""
 
     embedding: Float[Array, "V D"]
-    embedding_norm: Norm | None
+    positions: Float[Array, "T D"] | None
     layers: Layers
     final_norm: Norm
     head: Float[Array, "V D"]
@@ -138,7 +88,8 @@ class Layer(NamedTuple):
     gate_up_bias: Float[Array, " F2"] | None
     down: Any
     down_bias: Float[Array, " D"] | None
-    norms: LayerNorms
+    norms: Norms
+    activation: Activation | None
     adapters: LayerAdapters | None = None
     own: OwnAdapters | None = None
 
@@ -147,7 +98,7 @@ class Ends(NamedTuple):
     """Weights before and after the layers: embedding, final norm, head."""
 
     embedding: Float[Array, "V D"]
-    embedding_norm: Norm | None
+    positions: Float[Array, "T D"] | None
     final_norm: Norm
     head: Float[Array, "V D"]
 
@@ -159,13 +110,13 @@ class Decoder(NamedTuple):
     """
 
     embedding: Float[Array, "V D"]
-    embedding_norm: Norm | None
+    positions: Float[Array, "T D"] | None
     layers: tuple[Layer, ...]
     final_norm: Norm
     head: Float[Array, "V D"]
     quantized: QuantizedLayers | None = None
 
-    def all_layers(self, spec: DecoderSpec) -> tuple[Layer, ...]:
+    def all_layers(self, spec: Spec) -> tuple[Layer, ...]:
         """The layers with their matrices; to be called inside a program."""
         quantized = self.quantized
         if quantized is None:
@@ -176,107 +127,33 @@ class Decoder(NamedTuple):
         )
 
 
-class Rotary(NamedTuple):
-    """cos and sin of every position up to the cache's length."""
-
-    cos: Float32[Array, "T half"]
-    sin: Float32[Array, "T half"]
-
-
-def read_model(model: LmHeadModel) -> tuple[DecoderSpec, Weights]:
-    """The model's static description and references to its arrays.
-
-    Raises InputError, naming what is not supported, rather than decode something else than the
-    model computes.
-    """
-    if not isinstance(model, _Model):
-        raise InputError(
-            "the engine decodes Llama, Qwen2, Qwen3, Mistral and Gemma models; found "
-            f"{type(model).__name__}"
-        )
-    stacked = model.transformer.layers
-    if not isinstance(stacked, Stacked):
-        raise InputError("the engine reads stacked layers: set scan_layers to true")
-    # by reference: what the trainer updates by replacing arrays, and never in place, may be read
-    # while it trains
-    layer = cast(_DecoderLayer, stacked.stacked)
-    _check_supported(model.config, layer)
-    embedding = model.embeddings.token_embeddings.weight.array
-    # Tied weights: the same array, not a copy.
-    head = embedding if model.lm_head is None else _matrix(model.lm_head).float_weight
-    assert head is not None, "a head never lies quantised"
+def read_model(model: LanguageModel) -> tuple[Spec, Weights]:
+    """The model's description and references to its arrays."""
+    # By reference: what the trainer updates by replacing arrays, and never in place, may be read
+    # while it trains.
     weights = Weights(
-        embedding=embedding,
-        embedding_norm=_norm(model.embeddings.norm),
-        layers=_read_layers(layer),
-        final_norm=_norm(model.transformer.norm),
-        head=head,
+        embedding=model.embedding,
+        positions=model.positions,
+        layers=_read_layers(model.spec, model.layers.stacked),
+        final_norm=model.final_norm,
+        head=model.head,
     )
-    return _spec(model.config, layer.self_attn, embedding.shape[0]), weights
+    return model.spec, weights
 
 
-def _spec(config: _Config, attention: Attention, vocabulary: int) -> DecoderSpec:
-    gemma = isinstance(config, GemmaConfig)
-    return DecoderSpec(
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        queries_per_kv=config.num_heads // config.num_kv_heads,
-        head_size=attention.config.head_size,
-        width=config.hidden_dim,
-        vocabulary=vocabulary,
-        norm_epsilon=config.layer_norm_epsilon,
-        activation=str(ActivationFunctionEnum(config.activation_function).value),
-        # Gemma multiplies embeddings by sqrt(width), and its norms by 1 + weight.
-        embedding_scale=math.sqrt(config.hidden_dim) if gemma else 1.0,
-        norm_offset=1.0 if gemma else 0.0,
-    )
-
-
-def _check_supported(config: _Config, layer: _DecoderLayer) -> None:
-    attention = layer.self_attn
-    norm = GemmaRMSNorm if isinstance(config, GemmaConfig) else RmsNorm
-    match config:
-        case MistralConfig():
-            # Levanter hands on the null of a Hugging Face configuration without one
-            window = cast(int | None, config.sliding_window)
-            has_window = window is not None and window < config.max_seq_len
-        case QwenConfig() | Qwen3Config():
-            has_window = config.use_sliding_window
-        case _:
-            has_window = False
-    problems = {
-        f"attention of type {type(attention).__name__}": type(attention) is not Attention,
-        # Each would change the logits: an engine that ignored one would sample another policy.
-        "a sliding window": attention.config.sliding_window is not None or has_window,
-        "capped attention logits": attention.config.logits_soft_cap is not None,
-        "another attention scale": attention.config.scaling_factor is not None,
-        "no rotary embedding": attention.rot_embs is None,
-        f"the norm {type(layer.input_layernorm).__name__}": type(layer.input_layernorm) is not norm,
-    }
-    unsupported = [name for name, wrong in problems.items() if wrong]
-    if unsupported:
-        raise InputError(f"the engine cannot decode a model with {', '.join(unsupported)}")
-
-
-def _read_layers(layer: _DecoderLayer) -> Layers:
+def _read_layers(spec: Spec, layer: DecoderLayer) -> Layers:
     attention, mlp = layer.self_attn, layer.mlp
+    assert attention is not None
     return Layers(
         query=_matrix(attention.q_proj),
         key=_matrix(attention.k_proj),
         value=_matrix(attention.v_proj),
         output=_matrix(attention.o_proj),
-        gate=_matrix(mlp.gate_proj),
+        gate=Affine(None, None) if mlp.gate_proj is None else _matrix(mlp.gate_proj),
         up=_matrix(mlp.up_proj),
         down=_matrix(mlp.down_proj),
-        norms=LayerNorms(
-            attention=_norm(layer.input_layernorm),
-            mlp=_norm(layer.post_attention_layernorm),
-            query=_norm(attention.q_norm),
-            key=_norm(attention.k_norm),
-            # only Llama's hybrid norm has these two
-            after_attention=_norm(getattr(layer, "post_attn_layernorm", None)),
-            after_mlp=_norm(getattr(layer, "post_mlp_layernorm", None)),
-        ),
+        norms=norms_of(spec, layer),
+        activation=activation_of(layer),
     )
 
 
@@ -289,52 +166,18 @@ def _matrix(linear: Linear | LoraLinear | QuantizedLinear) -> Affine:
     bias = None if linear.bias is None else linear.bias.array
     if isinstance(linear, QuantizedLinear):
         return Affine(linear.matrix, bias)
-    # Another layout would decode to other logits without any error.
-    if linear.reparam.active_scale != 1 or not linear._out_first:
-        raise InputError("the engine reads plain linear layers with the output axis first")
     return Affine(linear.weight.array, bias)
 
 
-def _norm(norm: Any) -> Any:
-    if norm is None:
-        return None
-    return Norm(
-        None if norm.weight is None else norm.weight.array,
-        None if norm.bias is None else norm.bias.array,
-    )
+def rotary_table(spec: Spec, length: int) -> Rotary:
+    """Cosines and sines [length, size] of every position."""
+    return _rotary_table(jnp.arange(length, dtype=jnp.int32), spec=spec)
 
 
-def rotary_table(model: LmHeadModel, length: int) -> Rotary:
-    """cos and sin [length, H/2] of every position, by the model's own rotary module.
-
-    Rotating the vector (1…1, 0…0) gives (cos, sin) for any variant of rotary embedding.
-    """
-    layer = cast(_DecoderLayer, cast(Stacked, model.transformer.layers).stacked)  # type: ignore[attr-defined]
-    embeddings = cast(RotaryEmbeddings, layer.self_attn.rot_embs)
-    half = layer.self_attn.config.head_size // 2
-    position = hax.Axis("position", length)
-    axes = (position, layer.self_attn.config.HeadSize)
-    # A rotation turns (1, 0) into (cos, sin), so no variant has to be known here.
-    probe = np.zeros((length, 2 * half), np.float32)
-    probe[:, :half] = 1
-    return _rotated(embeddings, axes, probe, np.arange(length, dtype=np.int32))
-
-
-@filter_jit
-def _rotated(
-    embeddings: RotaryEmbeddings,
-    axes: tuple[hax.Axis, hax.Axis],
-    rows_TH: Float32[Array | np.ndarray, "T H"],
-    positions_T: Int32[Array | np.ndarray, " T"],
-) -> Rotary:
-    """Both halves of rows rotated by their positions: one program, not one for each operation.
-
-    Positions are an argument, so that the table is not computed while it compiles.
-    """
-    turned = embeddings(hax.named(rows_TH, axes), hax.named(positions_T, axes[:1]))
-    table_TH = turned.rearrange(axes).array
-    half = table_TH.shape[1] // 2
-    return Rotary(table_TH[:, :half], table_TH[:, half:])
+@partial(jax.jit, static_argnames="spec")
+def _rotary_table(positions: Array, spec: Spec) -> Rotary:
+    # Positions are an argument, so that the table is not computed while it compiles.
+    return tuple(angles_of(rope, positions) for rope in spec.ropes)
 
 
 def quantized_layers(layers: Layers) -> QuantizedLayers | None:
@@ -362,4 +205,4 @@ def own_layout(layers: Layers) -> str:
 
 
 def own_ends(weights: Weights) -> Ends:
-    return Ends(weights.embedding, weights.embedding_norm, weights.final_norm, weights.head)
+    return Ends(weights.embedding, weights.positions, weights.final_norm, weights.head)

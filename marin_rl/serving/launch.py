@@ -26,6 +26,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.lora import Adapter, read_peft
 from marin_rl.machine import give_back_freed_memory
+from marin_rl.models.module import LanguageModel
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.rollouts.pinned import end_tokens_of
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
@@ -53,7 +54,7 @@ from marin_rl.serving.weights.following import (
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
-from marin_rl.training.model import LmHeadModel, parameter_shapes
+from marin_rl.training.model import parameter_shapes
 from marin_rl.types import ServedPolicy, SlotRef
 
 # Adapters that a server which is given some has room for, and the step of their rank: rows of the
@@ -227,7 +228,7 @@ def serve_folder(
     _announce(f"loading {folder}")
     loaded = read_folder(str(folder))
     if "context_length" not in config.policy.model_fields_set:
-        longest = min(loaded.model.config.max_seq_len, CONTEXT_TOKENS_MAX)
+        longest = min(loaded.model.spec.context_length, CONTEXT_TOKENS_MAX)
         known = {"init": "hf", "hf_path": str(folder), "context_length": longest}
         policy = config.policy.model_copy(update=known)
         config = within_memory(config.model_copy(update={"policy": policy}))
@@ -310,7 +311,7 @@ def _server(
     )
 
 
-def read_adapters(model: LmHeadModel, folders: Mapping[str, Path]) -> dict[str, Adapter]:
+def read_adapters(model: LanguageModel, folders: Mapping[str, Path]) -> dict[str, Adapter]:
     """Adapters of a base by name. Raises InputError for a folder that is none of this base."""
     shapes = parameter_shapes(model)
     return {name: read_peft(folder, shapes) for name, folder in folders.items()}

@@ -31,6 +31,7 @@ from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.client.protocol import CHAT_ROUTE
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import STOP_TOKENS_MAX
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.app import Application
 from marin_rl.serving.http.access_log import AccessLog
@@ -40,7 +41,7 @@ from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.tokenizers import check_vocabulary, end_token_ids
-from marin_rl.training.model import LmHeadModel, parameter_shapes
+from marin_rl.training.model import parameter_shapes
 
 START_S = 30.0
 ALIVE_S = 1.0
@@ -60,7 +61,7 @@ class PolicyServer:
 
     def __init__(
         self,
-        model: LmHeadModel,
+        model: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
         config: InferenceConfig,
         *,
@@ -70,7 +71,7 @@ class PolicyServer:
         dtype: jnp.dtype | type = jnp.float32,
         grows: bool = False,
     ) -> None:
-        check_vocabulary(tokenizer, model.Vocab.size)
+        check_vocabulary(tokenizer, model.spec.vocabulary)
         prove(tokenizer)
         self.settings = config.server
         self._keys = Keys.from_environment(config)
@@ -81,7 +82,7 @@ class PolicyServer:
             context_length=context_length,
             weight_version=weight_version,
             parameters_digest=parameters_digest,
-            stop_token_ids=_stop_token_ids(tokenizer, model.Vocab.size),
+            stop_token_ids=_stop_token_ids(tokenizer, model.spec.vocabulary),
             decode=detokenizer.of,
             dtype=dtype,
             grows=grows,
@@ -198,7 +199,7 @@ class PolicyServer:
 
     def swap(
         self,
-        model: LmHeadModel,
+        model: LanguageModel,
         weight_version: int,
         parameters_digest: str,
         *,

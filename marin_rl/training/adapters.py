@@ -9,7 +9,7 @@ cut into layers, which would copy the base: each layer reads its part of the who
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ import numpy as np
 from haliax import NamedArray
 from haliax.nn import Linear
 from jaxtyping import Array
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.compilation import device_array
 from marin_rl.config import Config, PolicyConfig
@@ -37,6 +36,7 @@ from marin_rl.lora import (
     read_peft,
 )
 from marin_rl.lora.quantization import FIELDS, dequantized
+from marin_rl.models.module import DecoderLayer, LanguageModel, Layers
 from marin_rl.training.model import Parameters, parameter_shapes, parameter_structs, with_parameters
 
 Modules = Mapping[str, LoraModule]
@@ -46,11 +46,11 @@ M = TypeVar("M", bound=eqx.Module)
 HEAD = "head/"  # of a scalar model, which is trained whatever its trunk is
 
 
-def modules_of(policy: PolicyConfig, template: LmHeadModel) -> dict[str, LoraModule]:
+def modules_of(policy: PolicyConfig, template: LanguageModel) -> dict[str, LoraModule]:
     return configured_modules(policy.lora, parameter_shapes(template))
 
 
-def first_adapter(config: Config, modules: Modules, template: LmHeadModel) -> Parameters:
+def first_adapter(config: Config, modules: Modules, template: LanguageModel) -> Parameters:
     """A and B before any training: of the folder `init_from`, else A random by the seed, B zero.
 
     Raises InputError for a folder whose ranks are no longer those that the run began with.
@@ -68,7 +68,9 @@ def first_adapter(config: Config, modules: Modules, template: LmHeadModel) -> Pa
     return {name: jnp.asarray(array, lora.dtype) for name, array in arrays.items()}
 
 
-def with_adapter(template: LmHeadModel, modules: Modules, dtype: str = "float32") -> LmHeadModel:
+def with_adapter(
+    template: LanguageModel, modules: Modules, dtype: str = "float32"
+) -> LanguageModel:
     """The template with adapters at these weights; the template itself for none."""
     for path, module in modules.items():
         layer = path.removesuffix("/weight").split("/")
@@ -107,7 +109,7 @@ def trained_names(names: Iterable[str]) -> list[str]:
     return [name for name in listed if is_adapters(name) or name.startswith(HEAD)]
 
 
-def policy_module(template: LmHeadModel, parameters: Parameters) -> LmHeadModel:
+def policy_module(template: LanguageModel, parameters: Parameters) -> LanguageModel:
     """The model of these parameters; without an adapter's arrays it is the base."""
     if not any(map(is_adapters, parameters)):
         template = without_adapter(template)
@@ -157,7 +159,7 @@ def trained_shapes(template: eqx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def with_quantized(template: LmHeadModel, scheme: str | None) -> LmHeadModel:
+def with_quantized(template: LanguageModel, scheme: str | None) -> LanguageModel:
     """The template with its linear layers quantised, those next to adapters too; None: itself."""
     if scheme is None:
         return template
@@ -166,14 +168,9 @@ def with_quantized(template: LmHeadModel, scheme: str | None) -> LmHeadModel:
         return QuantizedLinear.like(node, scheme) if isinstance(node, Linear) else node
 
     # Only linear layers within blocks: embeddings, norms and the head stay as they are.
-    layers = template.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
+    layers = template.layers
     stacked = jax.tree.map(changed, layers.stacked, is_leaf=lambda node: isinstance(node, Linear))
     return eqx.tree_at(lambda model: model.transformer.layers.stacked, template, stacked)
-
-
-def lies_quantized(layers: Any) -> bool:
-    leaves = jax.tree.leaves(layers, is_leaf=_is_quantized)
-    return any(map(_is_quantized, leaves))
 
 
 def _is_quantized(node: Any) -> bool:
@@ -187,20 +184,20 @@ def _is_linear(node: Any) -> bool:
 class Blocks:
     """Layers one by one: of the arrays that are not quantised each has its part."""
 
-    def __init__(self, layers: Any) -> None:
-        leaves, self._structure = jax.tree.flatten(
+    def __init__(self, layers: Layers) -> None:
+        self._leaves, self._structure = jax.tree.flatten(
             layers.stacked, is_leaf=lambda node: _is_quantized(node) or isinstance(node, NamedArray)
         )
-        name = layers.Block.name
-        stacked = [isinstance(x, NamedArray) and name in {a.name for a in x.axes} for x in leaves]
-        self._leaves = list(zip(leaves, stacked, strict=True))
         # Stacked on the first axis.
-        self.arrays = [leaf.array for leaf, cut in self._leaves if cut]
+        self.arrays = [leaf.array for leaf in self._leaves if isinstance(leaf, NamedArray)]
 
-    def of(self, layer: Any, arrays: list[jax.Array]) -> Any:
+    def of(self, layer: Any, arrays: Sequence[jax.Array]) -> DecoderLayer:
         """The layer of this index, which has these parts of `arrays`."""
         own = iter(arrays)
-        leaves = [NamedArray(next(own), leaf.axes[1:]) if c else leaf for leaf, c in self._leaves]
+        leaves = [
+            NamedArray(next(own), leaf.axes[1:]) if isinstance(leaf, NamedArray) else leaf
+            for leaf in self._leaves
+        ]
         block = self._structure.unflatten(leaves)
 
         def at(node: Any) -> Any:
@@ -208,30 +205,17 @@ class Blocks:
 
         return jax.tree.map(at, block, is_leaf=_is_linear)
 
-    def __getitem__(self, layer: int) -> Any:
+    def __getitem__(self, layer: int) -> DecoderLayer:
         return self.of(np.int32(layer), [array[layer] for array in self.arrays])
 
-
-def folded(layers: Any, count: int) -> Callable[..., Any]:
-    """The first `count` layers as one block, in a scan."""
-    blocks = Blocks(layers)
-
-    def fold(states: NamedArray, mask: Any, *, pos_ids: Any) -> NamedArray:
-        def body(states: NamedArray, own: Any) -> tuple[NamedArray, None]:
-            index, arrays = own
-            return blocks.of(index, arrays)(states, mask, pos_ids=pos_ids), None
-
-        if not layers.gradient_checkpointing.disable:
-            # A scan computes nothing in its forward pass that its backward pass could share.
-            body = jax.checkpoint(body, prevent_cse=False)
-        # Codes and scales are not among what the scan cuts: a layer reads its part by its index.
-        own = jnp.arange(count), [array[:count] for array in blocks.arrays]
-        return jax.lax.scan(body, states, own)[0]
-
-    return fold
+    def first(self, count: int) -> list[DecoderLayer]:
+        """The first `count` layers."""
+        # Cut all at once: the gradients of the parts are then joined, and not added up.
+        cut = [jnp.unstack(array) for array in self.arrays]
+        return [self.of(np.int32(i), [parts[i] for parts in cut]) for i in range(count)]
 
 
-def merged_model(model: LmHeadModel) -> LmHeadModel:
+def merged_model(model: LanguageModel) -> LanguageModel:
     """The model with plain linear layers: weights dequantised, adapters merged; in float32.
 
     Itself where it has neither.

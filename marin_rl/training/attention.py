@@ -1,69 +1,90 @@
-"""Attention of our own in Levanter's layers: over the blocks in sight, and by cuDNN's kernel.
+"""Attention of the trainer: over all pairs, over the blocks in sight, and by cuDNN's kernel.
 
-Rows of several sequences are cut into blocks of positions (`RowAttention`). The blocks of keys that
+Rows of several sequences are cut into blocks of positions (`attend`). The blocks of keys that
 a block of queries sees are determined once for all layers; attention then takes one of them after
 the other, for all blocks of queries together, with a running maximum and sum (FlashAttention,
 arXiv:2205.14135, algorithm 1). Time and memory so go with what is seen, not with the square of the
 row. The backward pass computes the weights again (ibid., algorithm 4). On an NVIDIA GPU a kernel
-does the same for models that compute in 16 bits (`FusedAttention`). Visibility between tokens is
+does the same for models that compute in 16 bits (`attend_fused`). Visibility between tokens is
 defined in logprobs.py.
-
-Also rotary embedding by a table of cosines and sines that all layers of a pass share: Levanter
-computes both from the positions in every layer, for queries and keys each, and XLA again in the
-backward pass; a CPU spends 6 % of a small model's step on that. XLA rounds the rotation itself
-differently in the last bit when the table is an operand, so rows of one sequence, whose steps must
-replay to the bits of earlier runs, keep Levanter's way.
 
 Axes: B rows, T positions, N blocks of a row, C positions of one (D: those of the keys), K key
 heads, G query heads of each, Q = G times C, H head size.
 """
 
-import dataclasses
-from abc import ABC, abstractmethod
+import importlib
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
 from jaxtyping import Array, Bool, Float, Int
-from levanter.layers.attention import Attention
-from levanter.layers.rotary import RotaryEmbeddings
 
 from marin_rl.machine import xla_flags
+from marin_rl.models.block import MASKED, capped, scaled, softmax
+from marin_rl.models.spec import Spec
 
 # Larger blocks take fewer iterations, smaller ones see less that is out of sight. With prompts of
 # 32 and completions of 64 in rows of 544 a step took 11 % less CPU time by the small ones, with
 # prompts of 512 in rows of 1,024 it took 7 % more.
 POSITIONS_PER_BLOCK = 64
 SHORT_ROW_POSITIONS_MAX, POSITIONS_PER_SHORT_BLOCK = 576, 32
-# Not -inf: before a query sees its first key, the maximum and its scores would be -inf, and their
-# difference NaN.
-LOWEST = -1e30
+
+
+def attend_plainly(
+    query_BTKGH: Float[Array, "B T K G H"],
+    keys_BTKH: Float[Array, "B T K H"],
+    values_BTKH: Float[Array, "B T K H"],
+    seen_BTT: Bool[Array, "B T T"],
+    spec: Spec,
+) -> Float[Array, "B T K G H"]:
+    """Softmax attention over the pairs that are seen, with an array of all."""
+    query_BKGTH = scaled(spec, query_BTKGH.transpose(0, 2, 3, 1, 4))
+    keys_BKTH, values_BKTH = (each.swapaxes(1, 2) for each in (keys_BTKH, values_BTKH))
+    scores = jnp.einsum("bkgth,bksh->bkgts", query_BKGTH, keys_BKTH).astype(jnp.float32)
+    shares = softmax(capped(scores, spec.cap), seen_BTT[:, None, None]).astype(query_BTKGH.dtype)
+    return jnp.einsum("bkgts,bksh->bkgth", shares, values_BKTH).transpose(0, 3, 1, 2, 4)
+
+
+def pairs_in_sight(
+    segments_BT: Int[Array, "B T"], window: int | None = None
+) -> Bool[Array, "B T T"]:
+    """A position sees what precedes it in its own segment, no further back than the window."""
+    index_T = jnp.arange(segments_BT.shape[1])
+    seen_TT = index_T[None, :] <= index_T[:, None]
+    if window is not None:
+        seen_TT &= index_T[None, :] > index_T[:, None] - window
+    return (segments_BT[:, :, None] == segments_BT[:, None, :]) & seen_TT
 
 
 class Sight(NamedTuple):
-    """Visible keys of the tokens of some rows, as named arrays so that a scan over layers leaves
-    them.
+    """Visible keys of the tokens of some rows.
 
     `keys` are the blocks of keys of each block of queries, those it sees first; `counts` how many
-    it sees. `segments` and `prompts` are those of each position, in blocks.
+    it sees. `segments` and `prompts` are those of each position, in blocks, and so are
+    `positions` within a sequence, by which a window is measured.
     """
 
-    keys: NamedArray
-    counts: NamedArray
-    segments: NamedArray
-    prompts: NamedArray
+    keys: Int[Array, "B N N"]
+    counts: Int[Array, "B N"]
+    segments: Int[Array, "B N C"]
+    prompts: Int[Array, "B N C"]
+    positions: Int[Array, "B N C"]
 
 
-def sight_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"]) -> Sight:
+def sight_of(
+    segments_BT: Int[Array, "B T"],
+    prompts_BT: Int[Array, "B T"],
+    positions_BT: Int[Array, "B T"],
+) -> Sight:
     """A token sees what precedes it in its own segment and in its prompt's; segment 0 sees nothing.
 
-    `prompts` is a token's own segment where it has no prompt apart.
+    `prompts` is a token's own segment where it has no prompt apart. Blocks are those in sight
+    without a window, which narrows what is seen of them.
     """
     segments_BNC, prompts_BNC = _blocks(segments_BT), _blocks(prompts_BT)
-    B, N, C = segments_BNC.shape
+    _, N, C = segments_BNC.shape
     index_NC = jnp.arange(N * C, dtype=jnp.int32).reshape(N, C)
 
     def row_of_blocks(queries: tuple[Array, Array, Array]) -> Bool[Array, "B N"]:
@@ -79,13 +100,12 @@ def sight_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"]) -> S
     # Blocks in sight come first, and in their order: a loop of `counts` reads no others, and sums
     # in one order whatever the rest of the row holds.
     keys_BNN = jnp.argsort(~seen_BNN, axis=-1, stable=True).astype(jnp.int32)
-    batch, block = Axis("batch", B), Axis("block", N)
-    position = Axis("in_block", C)
     return Sight(
-        keys=hax.named(keys_BNN, (batch, block, block.alias("key_block"))),
-        counts=hax.named(jnp.sum(seen_BNN, axis=-1), (batch, block)),
-        segments=hax.named(segments_BNC, (batch, block, position)),
-        prompts=hax.named(prompts_BNC, (batch, block, position)),
+        keys=keys_BNN,
+        counts=jnp.sum(seen_BNN, axis=-1),
+        segments=segments_BNC,
+        prompts=prompts_BNC,
+        positions=_blocks(positions_BT),
     )
 
 
@@ -114,83 +134,30 @@ def _seen(
     return same & (keys > 0) & (key_index[..., None, :] <= index[..., None])
 
 
-A = TypeVar("A", bound="ProjectedAttention")
-
-
-class ProjectedAttention(Attention, ABC):
-    """Levanter's projections around an attention of our own, whose mask is another than its."""
-
-    # Linear layers of Haliax, or `LoraLinear` in models with adapters.
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
-    o_proj: Any
-
-    @classmethod
-    def of(cls: type[A], attention: Attention) -> A:
-        """The same projections; their arrays are not copied."""
-        assert attention.config.logits_soft_cap is None, "no supported family caps its logits"
-        fields = dataclasses.fields(attention)
-        return cls(**{field.name: getattr(attention, field.name) for field in fields})
-
-    @abstractmethod
-    def attended(
-        self,
-        query_BTKGH: Float[Array, "B T K G H"],
-        keys_BTKH: Float[Array, "B T K H"],
-        values_BTKH: Float[Array, "B T K H"],
-        mask: Any,
-        scale: float,
-    ) -> Float[Array, "B T K G H"]:
-        """Softmax attention of queries that are to be scaled, over what the mask lets them see."""
-
-    def __call__(  # type: ignore[override]  # a mask says more than Levanter's can
-        self, x: NamedArray, mask: Any, *, key: Any = None, pos_ids: Any = None
-    ) -> NamedArray:
-        """Attend over x [batch, position, embed]; `key` is unused: there is no dropout."""
-        del key
-        query, keys, values = self._compute_qkv(x, key=None, pos_ids=pos_ids)
-        batch, position = x.resolve_axis("batch"), x.resolve_axis("position")
-        heads = ("kv_head", "q_heads_per_group", "head_size")
-        query = query.rearrange((batch, position, *heads))
-        order = (batch, position, "kv_head", "head_size")
-        scale = self.config.scaling_factor or query.axis_size("head_size") ** -0.5
-        pair = keys.rearrange(order).array, values.rearrange(order).array
-        attended = self.attended(query.array, *pair, mask, scale)
-        named = hax.named(attended, query.axes).flatten_axes(heads[:2], "heads")
-        return self.o_proj(named.astype(x.dtype), key=None)
-
-
-class RowAttention(ProjectedAttention):
-    """Attention in blocks over what a `Sight` lets each query see."""
-
-    def attended(
-        self,
-        query_BTKGH: Float[Array, "B T K G H"],
-        keys_BTKH: Float[Array, "B T K H"],
-        values_BTKH: Float[Array, "B T K H"],
-        mask: Sight,
-        scale: float,
-    ) -> Float[Array, "B T K G H"]:
-        # The query is scaled once, and not the scores of each block.
-        return attend(query_BTKGH * scale, keys_BTKH, values_BTKH, mask)
-
-
 def attend(
     query_BTKGH: Float[Array, "B T K G H"],
     keys_BTKH: Float[Array, "B T K H"],
     values_BTKH: Float[Array, "B T K H"],
     sight: Sight,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T K G H"]:
     """Softmax attention of scaled queries over what they see; 0 where that is nothing."""
     B, T, K, G, H = query_BTKGH.shape
     query = _blocks(query_BTKGH).transpose(0, 1, 3, 4, 2, 5)  # [B, N, K, G, C, H]
     keys, values = (_blocks(each).swapaxes(2, 3) for each in (keys_BTKH, values_BTKH))
-    arrays = tuple(each.array for each in sight)
     N, C = query.shape[1], query.shape[4]
-    out: Any = _attended(query.reshape(B, N, K, G * C, H), keys, values, arrays)
+    limits = _Limits(window, cap)
+    out: Any = _attended(limits, query.reshape(B, N, K, G * C, H), keys, values, sight)
     out = out.reshape(B, N, K, G, C, H).transpose(0, 1, 4, 2, 3, 5)
     return out.reshape(B, N * C, K, G, H)[:, :T]
+
+
+class _Limits(NamedTuple):
+    """Limits of a layer's attention: how far back, and how large a score."""
+
+    window: int | None
+    cap: float | None
 
 
 class _KeyBlock(NamedTuple):
@@ -200,8 +167,8 @@ class _KeyBlock(NamedTuple):
     seen_BNQD: Bool[Array, "B N 1 G C D"]
 
 
-def _key_block(sight: Any, number: Array) -> _KeyBlock:
-    keys_BNN, counts_BN, segments_BNC, prompts_BNC = sight
+def _key_block(sight: Sight, number: Array, window: int | None) -> _KeyBlock:
+    keys_BNN, counts_BN, segments_BNC, prompts_BNC, positions_BNC = sight
     _, N, C = segments_BNC.shape
     at_BN = jax.lax.dynamic_index_in_dim(keys_BNN, number, axis=2, keepdims=False)
     index_NC = jnp.arange(N * C, dtype=jnp.int32).reshape(N, C)
@@ -209,6 +176,9 @@ def _key_block(sight: Any, number: Array) -> _KeyBlock:
     their_index = at_BN[..., None] * C + jnp.arange(C, dtype=jnp.int32)
     seen = _seen(segments_BNC, prompts_BNC, index_NC, theirs, their_index)
     seen &= (number < counts_BN)[..., None, None]
+    if window is not None:
+        their_positions = jnp.take_along_axis(positions_BNC, at_BN[..., None], axis=1)
+        seen &= their_positions[:, :, None, :] > positions_BNC[..., None] - window
     return _KeyBlock(at_BN, seen[:, :, None, None])
 
 
@@ -216,9 +186,9 @@ def _picked(blocks: Float[Array, "B N K D H"], at_BN: Array) -> Float[Array, "B 
     return jnp.take_along_axis(blocks, at_BN[:, :, None, None, None], axis=1)
 
 
-def _scores(query: Array, keys: Array, block: _KeyBlock) -> Float[Array, "B N K Q D"]:
+def _scores(query: Array, keys: Array, cap: float | None) -> Float[Array, "B N K Q D"]:
     scores = jnp.einsum("bnkqh,bnkdh->bnkqd", query, keys, preferred_element_type=jnp.float32)
-    return _where(block, scores, LOWEST)
+    return capped(scores, cap)
 
 
 def _where(block: _KeyBlock, values: Float[Array, "B N K Q D"], other: float) -> Array:
@@ -228,19 +198,22 @@ def _where(block: _KeyBlock, values: Float[Array, "B N K Q D"], other: float) ->
     return jnp.where(block.seen_BNQD, apart, other).reshape(values.shape)
 
 
-@jax.custom_vjp
-def _attended(query: Array, keys: Array, values: Array, sight: Any) -> Array:
-    return _forward(query, keys, values, sight)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attended(limits: _Limits, query: Array, keys: Array, values: Array, sight: Sight) -> Array:
+    return _forward(limits, query, keys, values, sight)[0]
 
 
-def _forward(query: Array, keys: Array, values: Array, sight: Any) -> tuple[Array, Any]:
+def _forward(
+    limits: _Limits, query: Array, keys: Array, values: Array, sight: Sight
+) -> tuple[Array, Any]:
     # As many as the block of queries that sees most needs; `_key_block` masks them for the others.
-    iterations = jnp.max(sight[1])
+    iterations = jnp.max(sight.counts)
 
     def body(number: Array, carry: Any) -> Any:
         highest, total, sums = carry
-        block = _key_block(sight, number)
-        scores = _scores(query, _picked(keys, block.at_BN), block)
+        block = _key_block(sight, number, limits.window)
+        scores = _scores(query, _picked(keys, block.at_BN), limits.cap)
+        scores = _where(block, scores, MASKED)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
         # A query that sees nothing yet has its scores at its maximum, where exp would give 1.
         weights = _where(block, jnp.exp(scores - higher[..., None]), 0.0)
@@ -257,7 +230,7 @@ def _forward(query: Array, keys: Array, values: Array, sight: Any) -> tuple[Arra
 
     shape = query.shape[:-1]
     start = (
-        jnp.full(shape, LOWEST, jnp.float32),
+        jnp.full(shape, MASKED, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(query.shape, jnp.float32),
     )
@@ -270,7 +243,7 @@ def _forward(query: Array, keys: Array, values: Array, sight: Any) -> tuple[Arra
     return attended, (query, keys, values, sight, attended, highest + jnp.log(total))
 
 
-def _backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
+def _backward(limits: _Limits, saved: Any, gradient: Array) -> tuple[Any, ...]:
     query, keys, values, sight, attended, normaliser = saved
     # The sum over all keys in the softmax's derivative: known before the loop, for it equals the
     # output times its gradient (D in the paper).
@@ -279,14 +252,18 @@ def _backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
 
     def body(number: Array, carry: Any) -> Any:
         by_query, by_keys, by_values = carry
-        block = _key_block(sight, number)
+        block = _key_block(sight, number, limits.window)
         block_keys, block_values = (_picked(each, block.at_BN) for each in (keys, values))
-        scores = _scores(query, block_keys, block)
-        weights = _where(block, jnp.exp(scores - normaliser[..., None]), 0.0)
+        scores = _scores(query, block_keys, limits.cap)
+        hidden = _where(block, scores, MASKED)
+        weights = _where(block, jnp.exp(hidden - normaliser[..., None]), 0.0)
         by_weights = product("bnkqh,bnkdh->bnkqd", gradient, block_values)
         # The derivative of a softmax: a weight times how far its own gradient is above the weighted
         # mean.
-        by_scores = (weights * (by_weights - inner[..., None])).astype(query.dtype)
+        by_scores = weights * (by_weights - inner[..., None])
+        if limits.cap is not None:  # the derivative of cap x tanh(score / cap)
+            by_scores *= 1.0 - jnp.square(scores / limits.cap)
+        by_scores = by_scores.astype(query.dtype)
         by_query += product("bnkqd,bnkdh->bnkqh", by_scores, block_keys)
         to_keys = product("bnkqd,bnkqh->bnkdh", by_scores, query)
         to_values = product("bnkqd,bnkqh->bnkdh", weights.astype(gradient.dtype), gradient)
@@ -294,7 +271,7 @@ def _backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
 
     # Summed over blocks in float32 and rounded once, below.
     start = tuple(jnp.zeros(each.shape, jnp.float32) for each in (query, keys, values))
-    gradients = jax.lax.fori_loop(0, jnp.max(sight[1]), body, start)
+    gradients = jax.lax.fori_loop(0, jnp.max(sight.counts), body, start)
     dtypes = (query.dtype, keys.dtype, values.dtype)
     return (*(f.astype(dtype) for f, dtype in zip(gradients, dtypes, strict=True)), None)
 
@@ -308,55 +285,46 @@ def _added(blocks: Array, block: _KeyBlock, gradient: Array) -> Array:
 _attended.defvjp(_forward, _backward)
 
 
-class Rotation(NamedTuple):
-    """Cosine and sine of every position and coordinate: [batch, position, head_size]."""
-
-    cos: NamedArray
-    sin: NamedArray
+# ---------------------------------------------------------------- Levanter's, on a TPU
 
 
-class TableRotary(RotaryEmbeddings):
-    """A rotary module that is given a `Rotation` in the place of positions."""
-
-    def __call__(self, q: NamedArray, position_ids: Rotation) -> NamedArray:  # type: ignore[override]
-        """Rotate the halves of each head of `q`, as Levanter's modules do."""
-        axis = q.resolve_axis("head_size")
-        half = axis.size // 2
-        turned = hax.concatenate(axis, (-q[axis, half:], q[axis, :half]))
-        return q * position_ids.cos + turned * position_ids.sin
+def on_tpu() -> bool:
+    return jax.default_backend() == "tpu"
 
 
-def with_rotation(
-    layers: Any, positions: NamedArray, dtype: jnp.dtype
-) -> tuple[Any, NamedArray | Rotation]:
-    """Stacked layers that take a `Rotation` as their `pos_ids`, and that of `positions`.
-
-    Both are returned as they are where the layers have no rotary module.
-    """
-    attention = layers.stacked.self_attn
-    if attention.rot_embs is None:
-        return layers, positions
-    rotation = _rotation(attention.rot_embs, positions, attention.config.HeadSize, dtype)
-    changed = dataclasses.replace(attention, rot_embs=TableRotary())
-    stacked = dataclasses.replace(layers.stacked, self_attn=changed)
-    return dataclasses.replace(layers, stacked=stacked), rotation
-
-
-def _rotation(
-    embeddings: RotaryEmbeddings, positions: NamedArray, head_size: hax.Axis, dtype: jnp.dtype
-) -> Rotation:
-    """The table: rotating the vector (1…1, 0…0) gives (cos, sin), whatever the variant is."""
-    half = head_size.size // 2
-    probe = hax.named((jnp.arange(head_size.size) < half).astype(dtype), (head_size,))
-    table = embeddings(probe.broadcast_axis(positions.axes), positions)
-    cos, sin = table[head_size, :half], table[head_size, half:]
-    # Without the barrier XLA computes both again in every layer, next to what they are used for.
-    arrays = jax.lax.optimization_barrier(
-        tuple(hax.concatenate(head_size, (each, each)).array for each in (cos, sin))
+def attend_by_levanter(
+    query_BTKGH: Float[Array, "B T K G H"],
+    keys_BTKH: Float[Array, "B T K H"],
+    values_BTKH: Float[Array, "B T K H"],
+    segments_BT: Int[Array, "B T"],
+    window: int | None,
+    cap: float | None,
+) -> Float[Array, "B T K G H"]:
+    """Causal attention of scaled queries within segments by the kernel that Levanter chooses."""
+    # Here and not above: Levanter takes seconds to import, and other devices do not need it.
+    levanter = importlib.import_module("levanter.layers.attention")
+    mask = levanter.AttentionMask.causal().with_segment_ids(hax.named(segments_BT, AXES[:2]))
+    if window is not None:
+        mask = mask.with_sliding_window(window)
+    batch, position, kv_head, group, size = AXES
+    others = (batch, "key_position", kv_head, size)
+    attended = levanter.dot_product_attention(
+        position,
+        "key_position",
+        size,
+        hax.named(query_BTKGH, AXES),
+        hax.named(keys_BTKH, others),
+        hax.named(values_BTKH, others),
+        mask,
+        attention_dtype=query_BTKGH.dtype,
+        inference=True,
+        scaling_factor=1.0,
+        logits_soft_cap=cap,
     )
-    axes = (*(axis for axis in cos.axes if axis.name != head_size.name), head_size)
-    return Rotation(*(hax.named(each, axes) for each in arrays))
+    return attended.rearrange((batch, position, kv_head, group, size)).array
 
+
+AXES = ("batch", "position", "kv_head", "q_heads_per_group", "head_size")
 
 # ---------------------------------------------------------------- cuDNN's kernel
 
@@ -370,19 +338,15 @@ CAPABILITY_MIN = 8.0
 DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_deterministic_ops")
 
 
-class Pairs(NamedTuple):
-    """Pairs of positions that see each other, causality apart; None where all of a row do."""
-
-    seen: NamedArray | None
-
-
-def takes_fused(head_size: int, dtype: jnp.dtype) -> bool:
+def takes_fused(spec: Spec, dtype: jnp.dtype) -> bool:
     """True where the kernel is there for this process's device, on its own, and takes the heads."""
+    if spec.cap is not None:
+        return False
     if jax.default_backend() != "gpu" or jax.sharding.get_abstract_mesh().shape:
         return False
     if asks_for_determinism():
         return False
-    fits = head_size % HEAD_SIZE_MULTIPLE == 0 and head_size <= HEAD_SIZE_MAX
+    fits = spec.head_size % HEAD_SIZE_MULTIPLE == 0 and spec.head_size <= HEAD_SIZE_MAX
     sixteen_bits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     capability = getattr(jax.local_devices()[0], "compute_capability", "0")
     return fits and sixteen_bits and float(capability) >= CAPABILITY_MIN
@@ -394,32 +358,15 @@ def asks_for_determinism() -> bool:
     return any(flags.get(name, "false").lower() not in ("false", "0") for name in DETERMINISTIC)
 
 
-def pairs_of(segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"] | None) -> Pairs:
+def pairs_of(
+    segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"] | None
+) -> Bool[Array, "B T T"]:
     """The pairs of rows with several sequences: of one segment, or of a prompt and its own."""
     keys_B1T = segments_BT[:, None, :]
     seen_BTT = segments_BT[:, :, None] == keys_B1T
     if prompts_BT is not None:
         seen_BTT |= prompts_BT[:, :, None] == keys_B1T
-    batch, position = (
-        Axis(name, size)
-        for name, size in zip(("batch", "position"), segments_BT.shape, strict=True)
-    )
-    return Pairs(hax.named(seen_BTT, (batch, position, position.alias("key_position"))))
-
-
-class FusedAttention(ProjectedAttention):
-    """Attention by the kernel over `Pairs`."""
-
-    def attended(
-        self,
-        query_BTKGH: Float[Array, "B T K G H"],
-        keys_BTKH: Float[Array, "B T K H"],
-        values_BTKH: Float[Array, "B T K H"],
-        mask: Pairs,
-        scale: float,
-    ) -> Float[Array, "B T K G H"]:
-        seen = None if mask.seen is None else mask.seen.array
-        return attend_fused(query_BTKGH, keys_BTKH, values_BTKH, seen, scale)
+    return seen_BTT
 
 
 def attend_fused(
@@ -427,10 +374,10 @@ def attend_fused(
     keys_BTKH: Float[Array, "B T K H"],
     values_BTKH: Float[Array, "B T K H"],
     seen_BTT: Bool[Array, "B T T"] | None,
-    scale: float,
+    window: int | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T K G H"]:
-    """Causal softmax attention over the pairs that are seen, all pairs where that is None.
+    """Causal softmax attention of scaled queries over the pairs seen, all where that is None.
 
     A query that sees nothing, such as padding, gets some finite mean. "xla" gives the same on any
     device, with an array of positions by positions.
@@ -441,8 +388,9 @@ def attend_fused(
         keys_BTKH,
         values_BTKH,
         mask=None if seen_BTT is None else seen_BTT[:, None],
-        scale=scale,
+        scale=1.0,
         is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
         implementation=implementation,
     )
     return attended.reshape(B, T, K, G, H)

@@ -13,7 +13,6 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 from jaxtyping import Float32
-from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import device_array, set_matmul_precision
@@ -24,6 +23,7 @@ from marin_rl.lora import Adapter
 from marin_rl.lora.quantization import is_quantized, quantize_base
 from marin_rl.machine import STEP_LANES
 from marin_rl.memory import memory_errors
+from marin_rl.models.module import LanguageModel
 from marin_rl.planning import memory_keys
 from marin_rl.training.adapters import (
     Modules,
@@ -143,7 +143,7 @@ class Program(ABC):
             average_decay=objective.reference_decay if objective else None,
         )
 
-    def _trained_template(self, template: LmHeadModel) -> eqx.Module:
+    def _trained_template(self, template: LanguageModel) -> eqx.Module:
         return template
 
     @abstractmethod
@@ -197,12 +197,12 @@ class CompiledStep(Program):
 
     def base_and_adapter(
         self, frozen: Parameters, trained: Parameters
-    ) -> tuple[LmHeadModel, Adapter]:
+    ) -> tuple[LanguageModel, Adapter]:
         with self.layout.active():
             base = with_parameters(self.base_template, frozen)
         return base, Adapter(modules=self.modules, arrays=trained)
 
-    def served_model(self, frozen: Parameters, trained: Parameters) -> LmHeadModel:
+    def served_model(self, frozen: Parameters, trained: Parameters) -> LanguageModel:
         """The model that engines decode; an adapter is merged into its base."""
         if not self.modules:
             return with_parameters(self.template, trained)
@@ -227,7 +227,9 @@ class CompiledStep(Program):
         return self.critic is not None and round < self.critic.config.warmup_rounds
 
 
-def with_adapter_of(policy: PolicyConfig, template: LmHeadModel, modules: Modules) -> LmHeadModel:
+def with_adapter_of(
+    policy: PolicyConfig, template: LanguageModel, modules: Modules
+) -> LanguageModel:
     """The template with a policy's adapter next to its base, which may be quantised."""
     if policy.lora is None:
         return template

@@ -23,11 +23,11 @@ import numpy as np
 import optax
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Bool, Float, Int
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.compilation import device_array
 from marin_rl.config import CriticConfig, TrainingConfig
 from marin_rl.metrics import EXPLAINED_VARIANCE_MIN
+from marin_rl.models.module import LanguageModel
 from marin_rl.training.adapters import HEAD, trained_shapes
 from marin_rl.training.logprobs import (
     TokenScores,
@@ -84,17 +84,17 @@ class ScalarModel(eqx.Module):
     Parameters are named `trunk/…` and `head/…`.
     """
 
-    trunk: LmHeadModel
+    trunk: LanguageModel
     head: ScalarHead
 
     @staticmethod
-    def of(model: LmHeadModel, key: Array | None = None, std: float = 0.0) -> "ScalarModel":
+    def of(model: LanguageModel, key: Array | None = None, std: float = 0.0) -> "ScalarModel":
         """A new head on the trunk of `model`, whose own output head is left out.
 
         For a template, shapes in place of arrays, the result is to be made by
         `equinox.filter_eval_shape(ScalarModel.of, template)`.
         """
-        return ScalarModel(trunk_of(model), ScalarHead.init(model.Embed.size, key, std))
+        return ScalarModel(trunk_of(model), ScalarHead.init(model.spec.width, key, std))
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ class ScalarModel(eqx.Module):
         return self.head(final_states(self.trunk, token_ids_BT, segment_ids_BT, positions_BT))
 
 
-def trunk_of(model: LmHeadModel) -> LmHeadModel:
+def trunk_of(model: LanguageModel) -> LanguageModel:
     """The model without its output head; a model with tied embeddings as it is."""
     # A head that nothing reads would still get moments, and a place in every checkpoint.
     policy: Any = model
@@ -124,13 +124,13 @@ class Critic:
     optimizer: optax.GradientTransformationExtraArgs
     schedule: Schedule
 
-    def first_state(self, policy: Parameters, policy_template: LmHeadModel) -> CriticState:
+    def first_state(self, policy: Parameters, policy_template: LanguageModel) -> CriticState:
         """State of the critic before its first update, for a policy with these parameters.
 
         Its head returns 0; its own trunk begins as a copy of the policy's.
         """
         # Weights of 0: random values would be noise in the advantages of the first rounds.
-        head = named_parameters(ScalarHead.init(policy_template.Embed.size))
+        head = named_parameters(ScalarHead.init(policy_template.spec.width))
         if self.config.trunk == "shared":
             parameters = head
         else:
@@ -149,7 +149,7 @@ class Critic:
     def state_like(self) -> CriticState:
         return jax.eval_shape(self._fresh, trained_shapes(self.template))
 
-    def _module(self, parameters: Parameters, policy: LmHeadModel) -> ScalarModel | ScalarHead:
+    def _module(self, parameters: Parameters, policy: LanguageModel) -> ScalarModel | ScalarHead:
         """Return the critic of these parameters; what it does not train is the policy's."""
         names = parameter_shapes(self.template)
         base = {f"{TRUNK}{name}": array for name, array in named_parameters(policy).items()}
@@ -174,7 +174,11 @@ class Critic:
         return CriticState(parameters, moments, state.step + ok)
 
     def values(
-        self, parameters: Parameters, policy: LmHeadModel, rows: StepArrays, settings: StepSettings
+        self,
+        parameters: Parameters,
+        policy: LanguageModel,
+        rows: StepArrays,
+        settings: StepSettings,
     ) -> FloatBT:
         """The value of every trained token of rows [R, T]; 0 elsewhere."""
         module = self._module(parameters, policy)
@@ -185,7 +189,11 @@ class Critic:
         return token_values(trunk, head, *rows.inputs, packing=settings.packing)
 
     def scores(
-        self, parameters: Parameters, policy: LmHeadModel, rows: StepArrays, settings: StepSettings
+        self,
+        parameters: Parameters,
+        policy: LanguageModel,
+        rows: StepArrays,
+        settings: StepSettings,
     ) -> tuple[TokenScores, FloatBT]:
         """Scores of every trained token by the policy, and its value; from one pass if shared."""
         module = self._module(parameters, policy)
@@ -197,7 +205,7 @@ class Critic:
         return scores, self.values(parameters, policy, rows, settings)
 
 
-def make_critic(training: TrainingConfig, template: LmHeadModel) -> Critic | None:
+def make_critic(training: TrainingConfig, template: LanguageModel) -> Critic | None:
     """The critic of a run whose policy looks like `template`; None where none is configured."""
     config = training.critic
     if config is None:

@@ -1,127 +1,131 @@
 """Hugging Face folders of a policy's model: loaded, checked, and saved.
 
-Which configurations are refused is in `marin_rl.hf_settings`; the modules are those of model.py.
+Which configurations are refused, and the names of tensors, are in `marin_rl.models.families`.
 """
 
 import copy
-import dataclasses
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
-from haliax._src.state_dict import flatten_modules_for_export
-from haliax.nn.scan import Stacked
-from haliax.state_dict import to_state_dict
-from levanter.models.lm_model import LmHeadModel
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.chat_templates import without_date
 from marin_rl.errors import InputError
-from marin_rl.hf_settings import checked_hf_config
-from marin_rl.model_folders import read_hf_config, weight_files
+from marin_rl.model_folders import weight_files
+from marin_rl.models.families import Tensor, config_json, described_folder, tensors_of
+from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
 from marin_rl.tokenizers import check_vocabulary, end_token_ids, export_tokenizer, load_tokenizer
-from marin_rl.training.model import (
-    FAMILIES,
-    LevanterConfig,
-    _is_named,
-    _template,
-    execution,
-    family_of,
-    with_parameters,
-)
+from marin_rl.training.model import named_parameters, parameter_shapes, template_of, with_parameters
 
 # Rotary tables that Llama 2 was saved with: the configuration says what is in them.
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Masks that GPT-2 was saved with.
+_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+_GPT2 = "transformer."
+# Constants of xIELU, which Apertus is saved with.
+_XIELU = re.compile(r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def hf_template(folder: str | Path) -> LmHeadModel:
+def hf_template(folder: str | Path) -> LanguageModel:
     """The module of `load_hf` with shapes in place of arrays; raises InputError as it does."""
-    path = Path(folder).resolve()
-    return _template(*_hf_architecture(path))
-
-
-def _hf_architecture(path: Path) -> tuple[LevanterConfig, int]:
-    hf_config: Any = checked_hf_config(read_hf_config(path), path)
-    family = FAMILIES[hf_config.model_type]
-    config = dataclasses.replace(family.levanter.from_hf_config(hf_config), **execution())
-    return config, hf_config.vocab_size
+    return template_of(described_folder(folder))
 
 
 @phase("loading the model folder")
-def load_hf(folder: str | Path) -> LmHeadModel:
-    """Load a local Hugging Face folder of one of `FAMILIES`, weights as float32.
+def load_hf(folder: str | Path) -> LanguageModel:
+    """Load a local Hugging Face folder of a known family, weights as float32.
 
     Raises InputError, before reading any weight, when the folder is incomplete, when its
     configuration describes something that is not supported, or when its tokenizer gives ids that
     the model has no row for; and when the weights do not fit the configuration, or are not finite.
     """
     path = Path(folder).resolve()
-    config, vocab_size = _hf_architecture(path)
+    template = hf_template(path)
     tokenizer = load_tokenizer(path)
-    check_vocabulary(tokenizer, vocab_size)
-    _check_tensors(_exported_shapes(config, vocab_size), path)
-    template = _template(config, vocab_size)
-    return with_parameters(template, _read_parameters(template, path))
+    check_vocabulary(tokenizer, template.spec.vocabulary)
+    prefix = _check_tensors(_tensor_shapes(template), path)
+    return with_parameters(template, _read_parameters(template, path, prefix))
 
 
-def _read_parameters(template: LmHeadModel, path: Path) -> dict[str, jax.Array]:
+def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[str, jax.Array]:
     """Parameters of a folder whose tensors were checked, as float32, each read into its place.
 
     One parameter at a time is in memory twice, and never a whole checkpoint in bfloat16.
     """
+    shapes = parameter_shapes(template)
+    arrays: dict[str, jax.Array] = {}
     with ExitStack() as stack:
-        tensors: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         for file in weight_files(path):
             opened = stack.enter_context(safe_open(str(file), framework="numpy"))
-            tensors |= dict.fromkeys(opened.keys(), opened)
+            files |= dict.fromkeys(opened.keys(), opened)
+        for name, tensor in _tensors(template).items():
+            stored = name.removeprefix(prefix)
+            outs = {part: np.empty(shapes[part], np.float32) for part in tensor.paths}
+            for layer in range(template.spec.layers) if "{layer}" in name else (None,):
+                full = stored if layer is None else stored.format(layer=layer)
+                _fill(outs, files[full].get_tensor(full), tensor, layer)
+            for part, out in outs.items():
+                if not np.isfinite(out).all():
+                    _name_not_finite(path)
+                arrays[part] = jax.device_put(out)  # without a copy where that is possible
+    return arrays
 
-        def read(name: str, array: NamedArray) -> jax.Array:
-            out = np.empty(array.array.shape, np.float32)
-            names = [name.format(layer=index) for index in range(len(out))]
-            # a name without a layer names one tensor
-            for place, each in zip(out, names, strict=True) if "{" in name else ((out, name),):
-                place[...] = tensors[each].get_tensor(each).reshape(place.shape)
-            if not np.isfinite(out).all():
-                _name_not_finite(path)
-            return jax.device_put(out)  # without a copy where that is possible
 
-        return {key: read(name, array) for key, (name, array) in _hf_names(template).items()}
+def _fill(outs: dict[str, np.ndarray], stored: np.ndarray, tensor: Tensor, at: int | None) -> None:
+    """Write one tensor of a file into the parameters that it holds, of layer `at`."""
+    rows = stored.T if tensor.transposed else stored
+    start = 0
+    for out in outs.values():
+        place = out if at is None else out[at]
+        count = place.size // math.prod(rows.shape[1:])
+        place[...] = rows[start : start + count].reshape(place.shape)
+        start += count
 
 
-def _hf_names(
-    module: eqx.Module, path: str = "", name: str = ""
-) -> dict[str, tuple[str, NamedArray]]:
-    """Hugging Face's name of every parameter, with `{layer}` where layers are stacked, and itself.
+def _tensors(template: LanguageModel) -> dict[str, Tensor]:
+    return tensors_of(template.spec, list(parameter_shapes(template)))
 
-    By the maps of names that Levanter's modules have, which its own export goes by.
-    """
-    named: dict[str, tuple[str, NamedArray]] = {}
-    names: dict[str, str | None] = getattr(module, "_state_dict_key_map", dict)()
-    for field in dataclasses.fields(module):
-        value = getattr(module, field.name)
-        inner = names.get(field.name, field.name)
-        below = ".".join(part for part in (name, inner) if part)
-        at = f"{path}/{field.name}" if path else field.name
-        if isinstance(module, Stacked) and value is module.stacked:
-            below += ".{layer}"
-        if _is_named(value):
-            named[at] = below, value
-        elif isinstance(value, eqx.Module):
-            named |= _hf_names(value, at, below)
-    return named
+
+def _tensor_shapes(template: LanguageModel) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a folder by name."""
+    shapes = parameter_shapes(template)
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, tensor in _tensors(template).items():
+        in_layers = "{layer}" in name
+        parts = [shapes[part][in_layers:] for part in tensor.paths]
+        shape = _matrix_shape(name, parts)
+        if tensor.transposed:
+            shape = shape[::-1]
+        each = range(template.spec.layers) if in_layers else (0,)
+        expected |= {name.format(layer=layer): shape for layer in each}
+    return expected
+
+
+def _matrix_shape(name: str, parts: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape of parameters [out..., in...] as one matrix, or one vector for biases and norms."""
+    sizes = [math.prod(part) for part in parts]
+    if name.endswith(".bias") or len(parts[0]) == 1:
+        return (sum(sizes),)
+    # Only the last projection of attention has inputs on two axes: heads, and their dimensions.
+    columns = math.prod(parts[0][1:]) if _is_output(name) else parts[0][-1]
+    return sum(sizes) // columns, columns
+
+
+def _is_output(name: str) -> bool:
+    return name.endswith(("o_proj.weight", "attn.c_proj.weight"))
 
 
 def _name_not_finite(path: Path) -> None:
@@ -141,18 +145,25 @@ def _name_not_finite(path: Path) -> None:
     raise InputError(f"{path}: a weight is too large for float32")
 
 
-def _exported(model: LmHeadModel) -> dict[str, Any]:
-    return to_state_dict(flatten_modules_for_export(eqx.filter(model, eqx.is_array)))
+def exported(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors of a folder by name, one at a time."""
+    arrays, shapes = named_parameters(model), _tensor_shapes(model)
+    for name, tensor in _tensors(model).items():
+        in_layers = "{layer}" in name
+        parts = [np.asarray(arrays[part]) for part in tensor.paths]
+        for layer in range(model.spec.layers) if in_layers else (None,):
+            full = name if layer is None else name.format(layer=layer)
+            shape = shapes[full][::-1] if tensor.transposed else shapes[full]
+            own = [part if layer is None else part[layer] for part in parts]
+            rows = np.concatenate([part.reshape(-1, *shape[1:]) for part in own])
+            yield full, rows.T if tensor.transposed else rows
 
 
-@lru_cache(maxsize=16)
-def _exported_shapes(config: LevanterConfig, vocab_size: int) -> Mapping[str, tuple[int, ...]]:
-    exported = eqx.filter_eval_shape(_exported, _template(config, vocab_size))
-    return {name: tuple(array.shape) for name, array in exported.items()}
+def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> str:
+    """Raise InputError unless the folder's tensors have these names and shapes.
 
-
-def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Raise InputError unless the folder's tensors have these names and shapes."""
+    Returns what its names lack in front: GPT-2's own files leave out `transformer.`.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, Path] = {}
     for file in weight_files(path):
@@ -165,13 +176,17 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
                 files |= dict.fromkeys(names, file)
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot read {file}: {error}; copy it again") from error
+    prefix = _GPT2 if any(_GPT2 + name in expected for name in shapes) else ""
+    expected = {name.removeprefix(prefix): shape for name, shape in expected.items()}
     wrong = sorted(name for name in expected if shapes.get(name) != expected[name])
     if _HEAD in shapes and _HEAD not in expected and _EMBEDDING in shapes:
         _check_tied_head(files, path)
         del shapes[_HEAD]
     # A norm or bias that the configuration does not speak of would be dropped silently.
     surplus = sorted(
-        name for name in set(shapes) - set(expected) if not _ROTARY_TABLE.fullmatch(name)
+        name
+        for name in set(shapes) - set(expected)
+        if not any(known.fullmatch(name) for known in (_ROTARY_TABLE, _MASK, _XIELU))
     )
     for name in (*wrong, *surplus):
         raise InputError(
@@ -179,6 +194,7 @@ def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
             f"{expected.get(name, 'absent')}, found {shapes.get(name, 'absent')} "
             f"({len(wrong) + len(surplus)} such tensors)"
         )
+    return prefix
 
 
 def _check_apart(names: Iterable[str], files: Mapping[str, Path], file: Path) -> None:
@@ -210,7 +226,7 @@ def _check_tied_head(files: Mapping[str, Path], path: Path) -> None:
 
 @phase("writing the Hugging Face folder")
 def save_hf(
-    model: LmHeadModel,
+    model: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
     dtype: str = "float32",
@@ -224,8 +240,8 @@ def save_hf(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: np.ascontiguousarray(np.asarray(array).astype(jnp.dtype(dtype)))
-        for name, array in _exported(model).items()
+        name: np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
+        for name, array in exported(model)
     }
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
     export_tokenizer(_dateless(tokenizer), path)
@@ -251,20 +267,8 @@ def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
-def _hf_config_of(model: LmHeadModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    config: Any = model.config
-    family = family_of(config)
-    tree = config.to_hf_config(model.Vocab.size).to_dict()
-    theta, scaling = config.rope.to_hf_config()
-    # Levanter writes its default of YaRN's mscale, which Hugging Face means otherwise.
-    scaling = {key: value for key, value in (scaling or {}).items() if key != "mscale"}
-    return tree | {
-        "architectures": [family.architecture],
-        "hidden_act": family.hf.activation,
-        "head_dim": config.attention_config().head_size,
-        "rope_theta": theta,
-        "rope_scaling": scaling or None,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta},
+def _hf_config_of(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return config_json(model.spec) | {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

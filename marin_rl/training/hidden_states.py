@@ -1,12 +1,11 @@
-"""Hidden states of rows by Levanter's own layers, as far as positions exchange anything.
+"""Hidden states of rows by the layers' own function, as far as positions exchange anything.
 
 Rows that are packed, or share prompts, run with an attention that computes only the pairs in sight
 (`attention`). Leaves out what each token does by itself at the end (`logprobs`).
 
-Axes: B sequences, T positions, E embedding.
+Axes: B sequences, T positions, E embedding, K key heads, G query heads of each, H head size.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,36 +13,48 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, Int
-from levanter.layers.attention import AttentionBackend, AttentionMask
-from levanter.models.gemma import GemmaLMHeadModel
 
-from marin_rl.training.adapters import Blocks, folded, lies_quantized
-from marin_rl.training.attention import (
-    FusedAttention,
-    Pairs,
+from marin_rl.models.block import (
     Rotation,
-    RowAttention,
-    Sight,
+    after_attention,
+    after_mlp,
+    angles_of,
+    embedded,
+    queries_keys_values,
+    scaled,
+)
+from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
+from marin_rl.models.spec import LayerKind, Rope, Spec
+from marin_rl.training.adapters import Blocks
+from marin_rl.training.attention import (
+    attend,
+    attend_by_levanter,
+    attend_fused,
+    attend_plainly,
+    on_tpu,
+    pairs_in_sight,
     pairs_of,
     sight_of,
     takes_fused,
-    with_rotation,
 )
 
-# More layers than this are scanned: see `_blocks` for what either way costs.
+# More layers than this are scanned. Against a scan, running few layers one after the other spares a
+# CPU 8 %; a scan of many spares the compiler minutes.
 UNROLLED_LAYERS_MAX = 8
 
 # Longest rows that plain attention computes on a GPU: of each head it keeps an array of positions
 # by positions.
 PLAIN_POSITIONS_MAX_GPU = 1024
 
-Mask = AttentionMask | Sight | Pairs
+AXES = ("batch", "position")
+# Attention of a layer of this kind over queries, keys and values, to [B, T, K, G, H].
+Attend = Callable[[LayerKind, Array, Array, Array], Array]
+Turn = Callable[[Rope], Rotation]
 
 
 def states_before_last_mlp(
-    model: Any,
+    model: LanguageModel,
     token_ids_BT: Int[Array, "B T"],
     segment_ids_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
@@ -51,86 +62,142 @@ def states_before_last_mlp(
     *,
     alone: bool = False,
 ) -> Float[Array, "B T E"]:
-    """Levanter's activations, up to where positions stop exchanging anything.
+    """Activations up to where positions stop exchanging anything.
 
     `alone`: every row is one sequence, followed by padding.
     """
-    batch = Axis("batch", token_ids_BT.shape[0])
-    position = Axis("position", token_ids_BT.shape[1])
-    named = partial(hax.named, axis=(batch, position))
-    layers: Any = model.transformer.layers  # pyright: ignore[reportAttributeAccessIssue]
-    # By segment as well as causal: neighbours in a packed row must not see one another.
-    mask: Mask = AttentionMask.causal().with_segment_ids(named(segment_ids_BT))
-    states = _embedded(model, named(token_ids_BT))
-    # Positions within a sequence and not within the row: a packed completion is rotated as it was
-    # when it was sampled.
-    positions: NamedArray | Rotation = named(positions_BT)
+    spec = model.spec
+    states = embedded(spec, token_ids_BT, model.embedding, positions_BT, model.positions)
+    states = hax.auto_sharded(hax.named(states, (*AXES, "embed"))).array
     if (
         prompts_BT is None
         and jax.default_backend() == "gpu"
-        and position.size > PLAIN_POSITIONS_MAX_GPU
+        and token_ids_BT.shape[1] > PLAIN_POSITIONS_MAX_GPU
     ):
         prompts_BT = segment_ids_BT
-    if takes_fused(layers.stacked.self_attn.config.HeadSize.size, states.dtype):
-        layers = _with_attention(layers, FusedAttention.of)
-        mask = Pairs(None) if alone else pairs_of(segment_ids_BT, prompts_BT)
-    elif prompts_BT is not None:
-        layers = _with_attention(layers, RowAttention.of)
-        mask = sight_of(segment_ids_BT, prompts_BT)
-        layers, positions = with_rotation(layers, positions, states.dtype)
-    *body, last = _blocks(layers, model.config.num_layers)
-    for block in body:
-        states = block(states, mask, pos_ids=positions)
+    attention = _attention(
+        spec, states.dtype, segment_ids_BT, positions_BT, prompts_BT, alone=alone
+    )
+    # Positions within a sequence and not within the row: a packed completion is rotated as it was
+    # when it was sampled.
+    turn = _turn(spec, positions_BT, shared=prompts_BT is not None)
+    states = _through_layers(model, states, attention, turn)
     # Without the last MLP, which works on each token by itself: `_Tail` runs it on the mask only.
-    seen = last.self_attn(last.input_layernorm(states), mask, pos_ids=positions)
-    return (states + seen).rearrange((batch, position, model.Embed)).array
+    last = last_layer(model)
+    return _attended(spec, spec.kinds[-1], last, states, attention, turn)
 
 
-def is_plain(model: Any) -> bool:
-    """True if Levanter's own attention would look at every pair of a row's positions."""
-    attention = model.transformer.layers.stacked.self_attn
-    return attention.config.attn_backend is AttentionBackend.VANILLA
+def last_layer(model: LanguageModel) -> DecoderLayer:
+    return Blocks(model.layers)[model.spec.layers - 1]
 
 
-def _with_attention(layers: Any, of: Callable[[Any], Any]) -> Any:
-    stacked = dataclasses.replace(layers.stacked, self_attn=of(layers.stacked.self_attn))
-    return dataclasses.replace(layers, stacked=stacked)
+def _turn(spec: Spec, positions_BT: Int[Array, "B T"], *, shared: bool) -> Turn:
+    """Angles of a rotary embedding; `shared`: computed once for all layers.
+
+    Else XLA computes them in every layer, next to what they are used for, and again in the backward
+    pass, which takes a CPU 6 % of a small model's step. But it rounds the rotation differently in
+    the last bit where the table is an operand, so rows of one sequence, whose steps must replay to
+    the bits of earlier runs, keep that way.
+    """
+    if not shared:
+        return lambda rope: Rotation(*angles_of(rope, positions_BT))
+    tables = {
+        rope: Rotation(*jax.lax.optimization_barrier(angles_of(rope, positions_BT)), shared=True)
+        for rope in spec.ropes
+    }
+    return tables.__getitem__
 
 
-def _embedded(model: Any, token_ids: NamedArray) -> NamedArray:
-    """Input of the first layer. Gemma scales by the root of the width, rounded as the states."""
-    states = model.embeddings.embed(token_ids)
-    if isinstance(model, GemmaLMHeadModel):
-        states = states * jnp.sqrt(model.config.hidden_dim).astype(states.dtype)
+def _attention(
+    spec: Spec,
+    dtype: Any,
+    segments_BT: Int[Array, "B T"],
+    positions_BT: Int[Array, "B T"],
+    prompts_BT: Int[Array, "B T"] | None,
+    *,
+    alone: bool,
+) -> Attend:
+    """The attention of these rows on this device."""
+    shares_windowed = prompts_BT is not None and any(kind.window for kind in spec.kinds)
+    if takes_fused(spec, dtype) and not shares_windowed:
+        seen_BTT = None if alone else pairs_of(segments_BT, prompts_BT)
+        return lambda kind, q, k, v: attend_fused(scaled(spec, q), k, v, seen_BTT, kind.window)
+    if prompts_BT is not None:
+        sight = sight_of(segments_BT, prompts_BT, positions_BT)
+        return lambda kind, q, k, v: attend(scaled(spec, q), k, v, sight, kind.window, spec.cap)
+    if on_tpu():
+        return lambda kind, q, k, v: attend_by_levanter(
+            scaled(spec, q), k, v, segments_BT, kind.window, spec.cap
+        )
+    # By segment as well as causal: neighbours in a packed row must not see one another.
+    return lambda kind, q, k, v: attend_plainly(
+        q, k, v, pairs_in_sight(segments_BT, kind.window), spec
+    )
+
+
+def _attended(
+    spec: Spec,
+    kind: LayerKind,
+    layer: DecoderLayer,
+    states: Array,
+    attention: Attend,
+    turn: Turn,
+) -> Array:
+    linears = TrainedLinears(spec, layer, AXES)
+    angles = None if kind.rope is None else turn(kind.rope)
+    query, key, value = queries_keys_values(spec, kind, linears, states, angles)
+    attended = attention(kind, query, key, value)
+    attended = attended.reshape(*attended.shape[:2], -1).astype(states.dtype)
+    return after_attention(spec, linears, states, attended)
+
+
+def _through_layers(model: LanguageModel, states: Array, attention: Attend, turn: Turn) -> Array:
+    """The states after all layers but the last, many of which run in a scan."""
+    spec, layers, count = model.spec, model.layers, model.spec.layers - 1
+    blocks = Blocks(layers)
+
+    def run(states: Array, layer: DecoderLayer, kind: LayerKind) -> Array:
+        states = _attended(spec, kind, layer, states, attention, turn)
+        return after_mlp(spec, TrainedLinears(spec, layer, AXES), states)
+
+    if spec.layers <= UNROLLED_LAYERS_MAX and not layers.recomputed:
+        for layer, kind in zip(blocks.first(count), spec.kinds, strict=False):
+            states = run(states, layer, kind)
+        return states
+    # Each layer by itself: of all that it computes its input alone is kept. A scan computes nothing
+    # forward that its backward pass could share.
+    kept = partial(jax.checkpoint, prevent_cse=False) if layers.recomputed else lambda step: step
+    # What is left of the last period, or of the only one, runs layer by layer.
+    scanned = count - count % spec.period
+    if scanned:
+        states = _scanned(spec, blocks, scanned, states, run, kept)
+    for index in range(scanned, count):
+        step = kept(partial(run, kind=spec.kinds[index]))
+        states = step(states, blocks[index])
     return states
 
 
-def last_layer(layers: Any, count: int) -> Any:
-    return Blocks(layers)[count - 1] if lies_quantized(layers) else layers.get_layer(count - 1)
+def _scanned(
+    spec: Spec,
+    blocks: Blocks,
+    count: int,
+    states: Array,
+    run: Callable[[Array, DecoderLayer, LayerKind], Array],
+    kept: Callable[[Any], Any],
+) -> Array:
+    """The states after `count` layers, in a scan over periods: what is compiled is one of them."""
+    period = spec.period
 
+    def body(states: Array, own: tuple[Array, list[Array]]) -> tuple[Array, None]:
+        first, arrays = own
+        for place, kind in enumerate(spec.kinds[:period]):
 
-def _blocks(layers: Any, count: int) -> list[Any]:
-    """Blocks of layers to run one after the other; all but the last may be many layers in one scan.
+            def step(states: Array, parts: list[Array], at: int = place, of: Any = kind) -> Array:
+                return run(states, blocks.of(first + at, parts), of)
 
-    Against a scan, running few layers one after the other spares a CPU 8 %; a scan of many
-    spares the compiler minutes.
-    """
-    if lies_quantized(layers):
-        few = count <= UNROLLED_LAYERS_MAX and layers.gradient_checkpointing.disable
-        blocks = Blocks(layers)
-        first = [blocks[i] for i in range(count - 1)] if few else [folded(layers, count - 1)]
-        return [*first, blocks[count - 1]]
-    if count <= UNROLLED_LAYERS_MAX and layers.gradient_checkpointing.disable:
-        return list(layers.unstacked())
-    # To wait for the last layer is what makes it possible to skip most of it.
-    last = layers.get_layer(count - 1)
-    if count == 1:
-        return [last]
-    block = layers.Block
-    stacked = hax.tree_util.tree_map(lambda leaf: leaf[block, : count - 1], layers.stacked)
-    shorter = dataclasses.replace(layers, stacked=stacked, Block=block.resize(count - 1))
-    return [partial(_fold, shorter), last]
+            states = kept(step)(states, [array[place] for array in arrays])
+        return states, None
 
-
-def _fold(layers: Any, states: Any, mask: Mask, *, pos_ids: NamedArray | Rotation) -> Any:
-    return layers.fold(states, mask=mask, key=None, pos_ids=pos_ids)
+    # Codes and scales are not among what the scan cuts: a layer reads its part by its index.
+    cut = [array[:count].reshape(-1, period, *array.shape[1:]) for array in blocks.arrays]
+    return jax.lax.scan(body, states, (jnp.arange(0, count, period), cut))[0]

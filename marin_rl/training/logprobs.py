@@ -1,6 +1,6 @@
 """Running a model over given tokens: log-probabilities, entropies, values; all in chunks.
 
-The activations are those of Levanter's own layers (`hidden_states`). What each token does by itself
+The activations before are in `hidden_states`. What each token does by itself
 at the end, the last MLP, the final norm and the logits, is computed only where the mask is, a chunk
 of tokens at a time and again in the backward pass: prompts cost less, and an array of tokens by
 vocabulary never exists. On a mesh each device does so for the rows that it has.
@@ -8,12 +8,13 @@ vocabulary never exists. On a mesh each device does so for the rows that it has.
 Axes: B sequences, T positions, N flattened tokens, C tokens of a chunk, E embedding, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import haliax as hax
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +23,12 @@ from haliax.partitioning import physical_axis_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
-from levanter.models.lm_model import LmHeadModel
 
-from marin_rl.training.hidden_states import is_plain, last_layer, states_before_last_mlp
+from marin_rl.models.block import Norm, after_mlp, logits_of, normed
+from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
+from marin_rl.models.spec import Spec
+from marin_rl.training.attention import on_tpu
+from marin_rl.training.hidden_states import last_layer, states_before_last_mlp
 from marin_rl.training.losses import scores_of_logits
 
 # A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
@@ -63,7 +67,7 @@ def packing_of(layout: str) -> Packing:
 
 
 def token_logprobs(
-    model: LmHeadModel,
+    model: LanguageModel,
     token_ids_BT: Int[Array, "B T"],
     segment_ids_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
@@ -85,7 +89,7 @@ def token_logprobs(
 
 
 def token_values(
-    model: LmHeadModel, head: Head, *rows: Array, packing: Packing = ALONE
+    model: LanguageModel, head: Head, *rows: Array, packing: Packing = ALONE
 ) -> Float[Array, "B T"]:
     """Values by `head` of the states that masked tokens are predicted from; 0 off the mask.
 
@@ -96,7 +100,7 @@ def token_values(
 
 
 def token_logprobs_and_values(
-    model: LmHeadModel,
+    model: LanguageModel,
     head: Head,
     *rows: Array,
     temperature: float = 1.0,
@@ -110,7 +114,7 @@ def token_logprobs_and_values(
 
 
 def _scored(
-    model: LmHeadModel,
+    model: LanguageModel,
     rows: tuple[Array, ...],
     head: Head | None = None,
     *,
@@ -124,9 +128,9 @@ def _scored(
     """
     token_ids_BT, segment_ids_BT, positions_BT, mask_BT = rows
     sources_BT, prompts_BT = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
-    if packing.packed_rows and prompts_BT is None and is_plain(model):
-        # Levanter's plain attention computes all T x T pairs of a packed row; attention by blocks
-        # computes only those in sight.
+    if packing.packed_rows and prompts_BT is None and not on_tpu():
+        # Plain attention computes all T x T pairs of a packed row; attention by blocks computes
+        # only those in sight.
         prompts_BT = segment_ids_BT
     states_BTE = states_before_last_mlp(
         model,
@@ -154,7 +158,7 @@ def _scored(
 
 
 def final_states(
-    model: LmHeadModel,
+    model: LanguageModel,
     token_ids_BT: Int[Array, "B T"],
     segment_ids_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
@@ -165,9 +169,7 @@ def final_states(
     """
     states_BTE = states_before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
     # Of all positions, unlike `_scores_where`: a reward model reads a token that no mask has.
-    tail = _Tail.of(model)
-    states = hax.named(states_BTE, ("batch", "position", "embed"))
-    return tail.final_norm(states + tail.mlp(tail.norm(states))).array
+    return _Tail.of(model).final_states(states_BTE, ("batch", "position"))
 
 
 def _predecessors(
@@ -198,15 +200,15 @@ def _predecessors(
     return rows_B1 + sources_BT, prompts_BT
 
 
-class _Tail(NamedTuple):
+class _Tail(eqx.Module):
     """Computation of each token by itself: the last MLP, the final norm, and the heads.
 
     `words` are the output head's weights, `scalar` a head that gives a number; either may be None.
     """
 
-    norm: Any
-    mlp: Any
-    final_norm: Any
+    spec: Spec = eqx.field(static=True)
+    layer: DecoderLayer
+    final_norm: Norm
     words: Float[Array, "V E"] | None
     scalar: Head | None = None
 
@@ -215,11 +217,16 @@ class _Tail(NamedTuple):
         return 2 * (self.words is not None) + (self.scalar is not None)
 
     @classmethod
-    def of(cls, model: Any, scalar: Head | None = None, *, words: bool = True) -> "_Tail":
-        layers: Any = model.transformer.layers
-        last = last_layer(layers, model.config.num_layers)
-        final_norm, weights = model.transformer.norm, model.get_lm_head().array if words else None
-        return cls(last.post_attention_layernorm, last.mlp, final_norm, weights, scalar)
+    def of(cls, model: LanguageModel, scalar: Head | None = None, *, words: bool = True) -> "_Tail":
+        # Without attention, whose gradients would be carried along as zeros.
+        layer = dataclasses.replace(last_layer(model), self_attn=None, input_layernorm=None)
+        if model.spec.post:
+            layer = dataclasses.replace(layer, post_attention_layernorm=None)
+        return cls(model.spec, layer, model.final_norm, model.head if words else None, scalar)
+
+    def final_states(self, states: Float[Array, "*N E"], axes: tuple[str, ...]) -> Array:
+        states = after_mlp(self.spec, TrainedLinears(self.spec, self.layer, axes), states)
+        return normed(self.spec, self.final_norm, states)
 
 
 def _tail_scores(
@@ -230,16 +237,11 @@ def _tail_scores(
     Returns log-probability and entropy if there are `words`, then the scalar head's output if there
     is one.
     """
-    states = hax.named(states_CE, ("token", "embed"))
-    states = tail.final_norm(states + tail.mlp(tail.norm(states)))
-    numbers = () if tail.scalar is None else (tail.scalar(states.array),)
+    states_CE = tail.final_states(states_CE, ("token",))
+    numbers = () if tail.scalar is None else (tail.scalar(states_CE),)
     if tail.words is None:
         return numbers
-    # Summed in float32 for any dtype of the weights: the 8 bits of a bfloat16 logit are too few for
-    # a log-probability.
-    logits_CV = jnp.einsum(
-        "ce,ve->cv", states.array, tail.words, preferred_element_type=jnp.float32
-    )
+    logits_CV = logits_of(tail.spec, tail.words, states_CE)
     return *scores_of_logits(logits_CV, targets_C, temperature), *numbers
 
 
@@ -423,7 +425,7 @@ LENGTH_STEP = 64
 
 
 def sequence_logprobs(
-    model: LmHeadModel,
+    model: LanguageModel,
     prompt: Int32[np.ndarray, " P"],
     samples: Sequence[Int32[np.ndarray, " _"]],
     temperature: float,
@@ -450,7 +452,7 @@ def rounded_up(length: int) -> int:
 
 @filter_jit
 def sequence_scores(
-    model: LmHeadModel,
+    model: LanguageModel,
     token_ids_BT: Int[Array | np.ndarray, "B T"],
     segment_ids_BT: Int[Array | np.ndarray, "B T"],
     mask_BT: Int[Array | np.ndarray, "B T"],

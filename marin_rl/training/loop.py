@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
-from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.lora import Adapter
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.metrics import over_steps
+from marin_rl.models.module import LanguageModel
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.run_progress import as_continued
@@ -87,18 +87,18 @@ class Trainer(Phase):
         return self._committed.checkpoint
 
     @property
-    def model(self) -> LmHeadModel:
+    def model(self) -> LanguageModel:
         """The model of the loaded checkpoint: the trainer's own arrays, never written to."""
         parameters = combine(self._loaded.parameters, self._base.parameters)
         return with_parameters(self._program.template, parameters)
 
     @property
-    def served_model(self) -> LmHeadModel:
+    def served_model(self) -> LanguageModel:
         """The same for an engine: an adapter is merged into its base."""
         return self._program.served_model(self._base.parameters, self._loaded.parameters)
 
     @property
-    def served_apart(self) -> tuple[LmHeadModel, Adapter]:
+    def served_apart(self) -> tuple[LanguageModel, Adapter]:
         return self._program.base_and_adapter(self._base.parameters, self._loaded.parameters)
 
     @property

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import device_array
@@ -18,6 +17,7 @@ from marin_rl.config import fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing
 from marin_rl.lora import Adapter
 from marin_rl.lora.quantization import dequantize_base, quantize_base
+from marin_rl.models.module import LanguageModel
 from marin_rl.storage.checkpoints import (
     checkpoint_fingerprint,
     commit_checkpoint,
@@ -98,7 +98,7 @@ class CommittedPolicy:
             base = dequantize_base(quantize_base(base, scheme), shapes)
         return merged_parameters({name: device_array(a) for name, a in base.items()}, adapter)
 
-    def served(self, template: LmHeadModel, dtype: str) -> LmHeadModel:
+    def served(self, template: LanguageModel, dtype: str) -> LanguageModel:
         """The model that engines decode: an adapter merged, or next to a base that is quantised.
 
         `template` is the model's, without an adapter.
@@ -111,7 +111,7 @@ class CommittedPolicy:
         return with_parameters(whole, {**quantize_base(self.base, scheme), **self.trained})
 
 
-def served_template(identity: Identity, template: LmHeadModel, dtype: str) -> LmHeadModel:
+def served_template(identity: Identity, template: LanguageModel, dtype: str) -> LanguageModel:
     """The template of `CommittedPolicy.served`; `dtype` is the adapter's."""
     adapter = identity.adapter
     if adapter is None or adapter.quantize_base is None:
@@ -119,7 +119,7 @@ def served_template(identity: Identity, template: LmHeadModel, dtype: str) -> Lm
     return with_quantized(with_adapter(template, adapter.modules, dtype), adapter.quantize_base)
 
 
-def read_policy(run: Run, ref: SlotRef, template: LmHeadModel) -> CommittedPolicy:
+def read_policy(run: Run, ref: SlotRef, template: LanguageModel) -> CommittedPolicy:
     """Read a committed checkpoint of a run; `template` is the model's, without an adapter.
 
     Optimizer, average and critic are dropped. Raises CorruptObject, ObjectMissing, InputError for a
@@ -138,7 +138,7 @@ def dtype_of(run: Run) -> str:
     return "float32" if lora is None else lora.dtype
 
 
-def read_trained(run: Run, ref: SlotRef, template: LmHeadModel) -> Mapping[str, np.ndarray]:
+def read_trained(run: Run, ref: SlotRef, template: LanguageModel) -> Mapping[str, np.ndarray]:
     """Trained parameters of a checkpoint on the host; of an adapter run, the adapter's arrays.
 
     Raises as `read_policy` does, but that it reads no base.
@@ -160,7 +160,7 @@ def policy_parameters(
     run: Run,
     names: TokenizerIdentity,
     tokenizer: PreTrainedTokenizerBase,
-    template: LmHeadModel,
+    template: LanguageModel,
     *,
     warm_start: bool = True,
 ) -> Parameters:
@@ -186,7 +186,7 @@ def policy_parameters(
 
 
 def commit_base(
-    run: Run, names: TokenizerIdentity, tokenizer: PreTrainedTokenizerBase, template: LmHeadModel
+    run: Run, names: TokenizerIdentity, tokenizer: PreTrainedTokenizerBase, template: LanguageModel
 ) -> SlotRef:
     """Commit the base of a run's adapter, or return the existing one.
 
@@ -232,7 +232,7 @@ def base_of(run: Run) -> tuple[SlotRef, str]:
     return ref, str(manifest_of(run.store, ref).extra["parameters_digest"])
 
 
-def read_base(run: Run, digest: str, template: LmHeadModel) -> dict[str, Any]:
+def read_base(run: Run, digest: str, template: LanguageModel) -> dict[str, Any]:
     """Parameters of the base with this digest, on the host, in float32.
 
     Raises ObjectMissing, CorruptObject, and InputError where a model folder has other weights.
@@ -259,7 +259,7 @@ def read_base(run: Run, digest: str, template: LmHeadModel) -> dict[str, Any]:
 
 
 def adapter_before_training(
-    run: Run, names: TokenizerIdentity, modules: Modules, template: LmHeadModel
+    run: Run, names: TokenizerIdentity, modules: Modules, template: LanguageModel
 ) -> Parameters:
     """A and B that the phase after the warm start begins with: the warm start's, or the first.
 

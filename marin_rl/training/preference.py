@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Float64, Int32
-from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import PairBatch, padded
@@ -29,6 +28,7 @@ from marin_rl.compilation import compiled_apart, device_array, set_matmul_precis
 from marin_rl.config import BatchingConfig, Config, PolicyConfig
 from marin_rl.errors import CorruptObject
 from marin_rl.lora.quantization import is_quantized
+from marin_rl.models.module import LanguageModel
 from marin_rl.rollouts.rewards import RewardIdentity, RewardModelSlot
 from marin_rl.storage.checkpoints import restore_checkpoint
 from marin_rl.training.adapters import HEAD, Modules, trained_shapes
@@ -140,7 +140,7 @@ class PreferenceProgram(Program):
         dtype = config.policy.compute_dtype
         self._passes = make_preference_passes(self.template, dtype, self.layout)
 
-    def _trained_template(self, template: LmHeadModel) -> ScalarModel:
+    def _trained_template(self, template: LanguageModel) -> ScalarModel:
         return eqx.filter_eval_shape(ScalarModel.of, template)
 
     def forward_backward(self, settings: StepSettings) -> Passes:
@@ -151,7 +151,7 @@ class PreferenceProgram(Program):
         return self.layout.place_parameters(frozen, self.template)
 
 
-def scalar_template(policy: PolicyConfig, trunk: LmHeadModel, modules: Modules) -> ScalarModel:
+def scalar_template(policy: PolicyConfig, trunk: LanguageModel, modules: Modules) -> ScalarModel:
     return eqx.filter_eval_shape(ScalarModel.of, with_adapter_of(policy, trunk, modules))
 
 

@@ -101,7 +101,7 @@ class RewardModelTraining(SegmentedPhase):
             return existing
         tokenizer = PairTokenizer(
             tokenizer=self._tokenizer,
-            vocab_size=self._program.base_template.Vocab.size,
+            vocab_size=self._program.base_template.spec.vocabulary,
             context_length=run.config.policy.context_length,
             ends=trained_ends(run.config.policy, self._tokenizer),
             **asdict(self._names),
@@ -167,7 +167,7 @@ class RewardModelTraining(SegmentedPhase):
             return named_parameters(ScalarModel.of(with_parameters(trunk, policy)))
         adapter = adapter_before_training(run, self._names, program.modules, trunk)
         arrays = {f"{TRUNK}{name}": array for name, array in adapter.items()}
-        head = named_parameters(ScalarHead.init(trunk.Embed.size))
+        head = named_parameters(ScalarHead.init(trunk.spec.width))
         return arrays | {f"{HEAD}{name}": array for name, array in head.items()}
 
     def _named(self, metrics: Mapping[str, float], prefix: str = "") -> dict[str, float]:

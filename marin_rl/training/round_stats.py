@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Int
-from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.models.module import LanguageModel
 from marin_rl.storage.tables.scores import ScoredStep
 from marin_rl.training.model import parameter_shapes
 from marin_rl.training.precompute import RowExtras
@@ -102,7 +102,7 @@ class RoundAccount:
         self.eos_token_id = end if isinstance(end, int) else None
         self._steps, self._ends, self._flops = 0, 0, 0.0
 
-    def add(self, batch: TrainingBatch, model: LmHeadModel) -> None:
+    def add(self, batch: TrainingBatch, model: LanguageModel) -> None:
         """Count the tokens and FLOPs of one optimizer step's batch."""
         self._steps += 1
         self._ends += int((batch.token_ids[trained_mask(batch)] == self.eos_token_id).sum())
@@ -137,7 +137,7 @@ def peak_of_devices(count: int) -> float | None:
 
 
 def training_flops(
-    model: LmHeadModel, lengths_S: Int[np.ndarray, " S"], starts_S: Int[np.ndarray, " S"]
+    model: LanguageModel, lengths_S: Int[np.ndarray, " S"], starts_S: Int[np.ndarray, " S"]
 ) -> float:
     """FLOPs of one forward and backward pass over sequences of these lengths, in tokens.
 
@@ -147,17 +147,16 @@ def training_flops(
     prompt at position s attends to the prompt, too: (s + n)^2 - s^2 in place of n^2. What is
     computed again, the reference policy and padding count nothing.
     """
-    config = model.config
+    spec = model.spec
     lengths, starts = lengths_S.astype(np.float64), starts_S.astype(np.float64)
     # Twice the pairs of query and key that causal attention has.
     pairs = np.square(starts + lengths) - np.square(starts)
-    attention = config.num_layers * config.num_heads * config.actual_head_size
-    tied = bool(config.tie_word_embeddings)
+    attention = spec.layers * spec.heads * spec.head_size
     # Looking up an embedding multiplies nothing; a tied one is the head's matrix as well.
     counted = (
         shape
         for name, shape in parameter_shapes(model).items()
-        if tied or not name.startswith(EMBEDDING)
+        if spec.tied or not name.startswith(EMBEDDING)
     )
     weights = float(sum(np.prod(shape, dtype=np.float64) for shape in counted))
     products = 6.0 * weights * lengths.sum()  # 2 FLOPs forward and 4 backward

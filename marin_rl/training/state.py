@@ -14,7 +14,6 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
-from levanter.models.lm_model import LmHeadModel
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import device_array
@@ -23,6 +22,7 @@ from marin_rl.errors import ConfigError, InputError
 from marin_rl.lora import LoraModule, policy_digest
 from marin_rl.lora.quantization import quantized_digest
 from marin_rl.machine import give_back_freed_memory
+from marin_rl.models.module import LanguageModel
 from marin_rl.storage.checkpoints import (
     ExtraParts,
     checkpoint_fingerprint,
@@ -52,7 +52,7 @@ def vocabulary_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> i
     return size
 
 
-def template_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> LmHeadModel:
+def template_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
     """The architecture of a run's model, with shapes in place of arrays; no weight is read.
 
     Raises InputError when the model folder is unfit, or ends before the context does.
@@ -60,8 +60,8 @@ def template_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> LmH
     if policy.hf_path is None:
         return model_template(policy, vocabulary_of(policy, tokenizer))
     template = hf_template(policy.hf_path)
-    check_vocabulary(tokenizer, template.Vocab.size)
-    longest = template.config.max_seq_len
+    check_vocabulary(tokenizer, template.spec.vocabulary)
+    longest = template.spec.context_length
     if longest < policy.context_length:
         raise InputError(
             f"{policy.hf_path} was made for {longest} positions, but policy.context_length is "

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Int32
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.compilation import compiled_apart
 from marin_rl.cpu_streams import side_by_side
 from marin_rl.lora.quantization import is_quantized
+from marin_rl.models.module import LanguageModel
 from marin_rl.training.adapters import policy_module
 from marin_rl.training.critic import Critic
 from marin_rl.training.logprobs import TokenScores, token_logprobs
@@ -94,7 +94,7 @@ def computing(parameters: Tree, dtype: str) -> Tree:
 
 
 def scorer_of(
-    template: LmHeadModel, settings: StepSettings, critic: Critic | None = None
+    template: LanguageModel, settings: StepSettings, critic: Critic | None = None
 ) -> Scorer:
     """Return the function that scores rows by all of a policy's parameters.
 
@@ -196,7 +196,7 @@ class ForwardBackward:
 
     def __init__(
         self,
-        template: LmHeadModel,
+        template: LanguageModel,
         settings: StepSettings,
         layout: Layout = SINGLE_DEVICE,
         critic: Critic | None = None,
@@ -391,13 +391,13 @@ def rows_pass(
     return jax.jit(run)
 
 
-def make_score(template: LmHeadModel, settings: StepSettings) -> RowsPass:
+def make_score(template: LanguageModel, settings: StepSettings) -> RowsPass:
     """Return the pass of log-probabilities of the trained tokens, in nats."""
     score = scorer_of(template, settings)
     return rows_pass(settings, lambda policy, _, rows: score(policy, None, rows)[0].logprobs)
 
 
-def make_score_norms(template: LmHeadModel, settings: StepSettings) -> RowsPass:
+def make_score_norms(template: LanguageModel, settings: StepSettings) -> RowsPass:
     """Return the pass of the optimal token baseline: `squared_score_norms` of all rows."""
     return rows_pass(
         settings,
@@ -407,7 +407,7 @@ def make_score_norms(template: LmHeadModel, settings: StepSettings) -> RowsPass:
     )
 
 
-def make_values(template: LmHeadModel, settings: StepSettings, critic: Critic) -> RowsPass:
+def make_values(template: LanguageModel, settings: StepSettings, critic: Critic) -> RowsPass:
     """Return the pass of a critic's values."""
 
     def values(policy: Parameters, critic_params: Parameters | None, rows: StepArrays) -> Array:

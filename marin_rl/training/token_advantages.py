@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Float64, Int, Int64
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl.batching.packing import counted
 from marin_rl.batching.round_advantages import whitened as whitened_tokens
 from marin_rl.config import ObjectiveConfig
+from marin_rl.models.block import logits_of
+from marin_rl.models.module import LanguageModel
+from marin_rl.models.spec import Spec
 from marin_rl.training.logprobs import token_logprobs_and_values
 from marin_rl.training.reference_policy import group_numbers
 from marin_rl.training.segments import FloatBT, is_cut, rollouts_of_tokens
@@ -133,19 +135,20 @@ class SquaredProbabilities(eqx.Module):
     """
 
     words: Float[Array, "V E"]
+    spec: Spec = eqx.field(static=True)
     temperature: float = eqx.field(static=True)
 
     @staticmethod
-    def of(model: LmHeadModel, temperature: float) -> "SquaredProbabilities":
-        return SquaredProbabilities(model.get_lm_head().array, temperature)
+    def of(model: LanguageModel, temperature: float) -> "SquaredProbabilities":
+        return SquaredProbabilities(model.head, model.spec, temperature)
 
     def __call__(self, states: Float[Array, "*N E"]) -> Float[Array, "*N"]:
-        logits = jnp.einsum("...e,ve->...v", states, self.words, preferred_element_type=jnp.float32)
+        logits = logits_of(self.spec, self.words, states)
         return jnp.sum(jnp.square(jax.nn.softmax(logits / self.temperature, axis=-1)), axis=-1)
 
 
 def squared_score_norms(
-    policy: LmHeadModel, rows: StepArrays, settings: StepSettings
+    policy: LanguageModel, rows: StepArrays, settings: StepSettings
 ) -> Float[Array, "R T"]:
     """`|e_y - p|^2 = 1 - 2 p(y) + sum_v p(v)^2` of every trained token y of rows; 0 elsewhere.
 

@@ -3,28 +3,28 @@
 from collections.abc import Iterator
 
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support.engine_adapters import unload_all
 from support.engines import engine_of
 from support.models import tiny_model
 
 from marin_rl.inference.engine import Engine
+from marin_rl.models.module import LanguageModel
 
 
 @pytest.fixture(scope="module")
-def model() -> LmHeadModel:
+def model() -> LanguageModel:
     return tiny_model()
 
 
 @pytest.fixture(scope="module")
-def engine(model: LmHeadModel) -> Iterator[Engine]:
+def engine(model: LanguageModel) -> Iterator[Engine]:
     engine = engine_of(model)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def roomy_engine(model: LmHeadModel) -> Iterator[Engine]:
+def roomy_engine(model: LanguageModel) -> Iterator[Engine]:
     """An engine with room for three adapters of rank 8."""
     engine = engine_of(model, adapters_max=3, adapter_rank_max=8)
     yield engine

@@ -32,13 +32,13 @@ from marin_rl.inference.batch_invariance import (
 )
 from marin_rl.inference.kv_cache import BLOCK_MIN, SHARE, times_cached
 from marin_rl.inference.runner import Runner
-from marin_rl.inference.weights import DecoderSpec
+from marin_rl.models.spec import Spec
 
 pytestmark = pytest.mark.bits
 
 ALL = Invariance(slots=True, prompts=True, shared=True)
 SHAPES = Shapes(
-    spec=DecoderSpec(
+    spec=Spec(
         layers=1,
         kv_heads=1,
         queries_per_kv=2,
@@ -75,7 +75,7 @@ def record_in(folder: Path) -> Path:
     return file
 
 
-def products_alike(spec: DecoderSpec, slots: int) -> bool:
+def products_alike(spec: Spec, slots: int) -> bool:
     """The two products of attention, with a common cache read once and for each slot."""
     rng = np.random.default_rng(0)
     K, G, H = spec.kv_heads, spec.queries_per_kv, spec.head_size

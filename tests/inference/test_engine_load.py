@@ -55,7 +55,7 @@ def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
 @pytest.mark.parametrize("chunk_steps", [4, 16, 64])
 def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
     config = EngineConfig(slots=16, chunk_steps=chunk_steps, prefill_rows=4)
-    with closing(Engine(tiny_model(max_seq_len=1024), config, context_length=1024)) as engine:
+    with closing(Engine(tiny_model(context_length=1024), config, context_length=1024)) as engine:
         arrivals = Arrivals(engine, mixed_requests(seed=11, count=60), waiting=6)
         engine.pause()
         arrivals()

@@ -8,14 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.models.gemma import Gemma2Config, Gemma2LMHeadModel
-from levanter.models.lm_model import LmHeadModel
 from support.cases import others_slow
 from support.hf_models import (
     CONTEXT,
@@ -25,13 +21,12 @@ from support.hf_models import (
     tensors_of,
     write_checkpoint,
 )
-from support.models import FAMILIES, full_logits, tiny_model
+from support.models import full_logits, tiny_model
 
 from marin_rl.config import EngineConfig
-from marin_rl.errors import InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest, Sample
-from marin_rl.inference.weights import read_model
+from marin_rl.models.module import LanguageModel
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.hf_folders import load_hf
 from marin_rl.training.logprobs import token_logprobs
@@ -43,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 GOLDEN = Path(__file__).parents[1] / "golden/hf-greedy.json"
 
 
-def engine_of(model: LmHeadModel, dtype: Any = jnp.float32) -> Engine:
+def engine_of(model: LanguageModel, dtype: Any = jnp.float32) -> Engine:
     config = EngineConfig(slots=8, chunk_steps=16, prefill_rows=4)
     return Engine(model, config, context_length=CONTEXT, dtype=dtype)
 
@@ -56,7 +51,7 @@ def completed(engine: Engine, prompts: list[np.ndarray], count: int, **sampling:
     return [future.result(timeout=280).samples[0] for future in futures]
 
 
-def scored(model: LmHeadModel, token_ids: np.ndarray, dtype: Any = jnp.float32) -> np.ndarray:
+def scored(model: LanguageModel, token_ids: np.ndarray, dtype: Any = jnp.float32) -> np.ndarray:
     """The trainer's log-probability of each token after the first, computed in `dtype`."""
     padded = np.zeros((1, CONTEXT), np.int32)
     padded[0, : len(token_ids)] = token_ids
@@ -69,7 +64,7 @@ def scored(model: LmHeadModel, token_ids: np.ndarray, dtype: Any = jnp.float32) 
 
 
 @jax.jit
-def _trainer(model: LmHeadModel, *arrays: jax.Array) -> jax.Array:
+def _trainer(model: LanguageModel, *arrays: jax.Array) -> jax.Array:
     return token_logprobs(model, *arrays).logprobs
 
 
@@ -84,7 +79,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint of the golden file: what transformers said, and the model as we load it."""
 
     golden: dict[str, Any]
-    model: LmHeadModel
+    model: LanguageModel
 
 
 @pytest.fixture(scope="module", params=others_slow(PARTICULARS, "llama-gqa"))
@@ -137,7 +132,7 @@ COUNT = 50
 class Bfloat16(NamedTuple):
     """A model in float32, and what an engine in bfloat16 samples from it."""
 
-    model: LmHeadModel
+    model: LanguageModel
     prompts: list[np.ndarray]
     sampled: list[Sample]
     greedy: list[Sample]
@@ -187,53 +182,3 @@ def test_bfloat16_greedy_tokens_are_the_argmax_or_next_to_it(bfloat16):
     print(f"agreement {np.mean(gaps == 0)}, largest gap {gaps.max()}")
     assert np.mean(gaps == 0) >= GREEDY_AGREEMENT_MIN
     assert gaps.max() < GREEDY_GAP_MAX
-
-
-# ---------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "named"),
-    [
-        ("mistral", {"sliding_window": 64}, "a sliding window"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "a sliding window"),
-        ("qwen3", {"use_sliding_window": True}, "a sliding window"),
-        ("llama", {"scan_layers": False}, "stacked layers"),
-    ],
-)
-def test_models_that_cannot_be_decoded_faithfully_are_refused_by_name(family, options, named):
-    with pytest.raises(InputError, match=named):
-        read_model(tiny_model(family, **options))
-
-
-@pytest.mark.slow
-def test_other_gemmas_are_refused_by_name():
-    config = Gemma2Config(
-        max_seq_len=64, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4,
-        num_kv_heads=1, head_dim=8, gradient_checkpointing=False,
-    )  # fmt: skip
-    model = Gemma2LMHeadModel.init(hax.Axis("vocab", 103), config, key=jax.random.key(0))
-    with pytest.raises(InputError, match="Mistral and Gemma models; found Gemma2LMHeadModel"):
-        read_model(model)
-
-
-def test_a_norm_of_another_family_is_refused():
-    model = tiny_model("gemma")
-    llama = tiny_model("llama-gqa")
-    mixed = eqx.tree_at(
-        lambda m: m.transformer.layers.stacked.input_layernorm,
-        model,
-        llama.transformer.layers.stacked.input_layernorm,
-    )
-    with pytest.raises(InputError, match="the norm RmsNorm"):
-        read_model(mixed)
-
-
-def test_gemmas_particulars_are_in_its_description():
-    spec, _ = read_model(tiny_model("gemma"))
-    assert spec.embedding_scale == pytest.approx(32**0.5)
-    assert (spec.norm_offset, spec.activation) == (1.0, "gelu_new")
-    others = [read_model(tiny_model(family))[0] for family in FAMILIES if family != "gemma"]
-    assert {(s.embedding_scale, s.norm_offset, s.activation) for s in others} == {
-        (1.0, 0.0, "silu")
-    }

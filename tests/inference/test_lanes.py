@@ -8,7 +8,6 @@ from contextlib import closing
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support.cases import printed_seed
 from support.engines import (
     PROGRAMS,
@@ -35,10 +34,11 @@ from marin_rl.inference.generation import Delta
 from marin_rl.inference.weight_fusion import compiled_layers, fused_weights
 from marin_rl.inference.weights import read_model
 from marin_rl.machine import pool_threads
+from marin_rl.models.module import LanguageModel
 
 
 @pytest.fixture(scope="module")
-def laned(model: LmHeadModel) -> Iterator[Engine]:
+def laned(model: LanguageModel) -> Iterator[Engine]:
     """Two lanes of four slots."""
     engine = engine_of(model, lanes=2)
     yield engine

@@ -11,11 +11,8 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from levanter.layers.attention import AttentionBackend
-from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
-from levanter.models.lm_model import LmHeadModel
 from support.engines import PROGRAMS
-from support.models import uneven_model
+from support.models import tiny_model
 from support.quick_programs import QUICK_FLAG
 
 from marin_rl.config import EngineConfig, MeshConfig
@@ -24,6 +21,7 @@ from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.programs import ChunkInputs, Limits, decode_chunk
 from marin_rl.inference.weight_fusion import compiled_layers, fused_weights
 from marin_rl.inference.weights import read_model
+from marin_rl.models.module import LanguageModel
 from marin_rl.training.mesh import layout_of
 from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.types import Sampling
@@ -34,27 +32,17 @@ CONTEXT = 96
 VOCABULARY = 104  # every axis divides by 2
 
 
-def model_of(seed: int) -> LmHeadModel:
-    config = LlamaConfig(
-        max_seq_len=CONTEXT,
-        hidden_dim=32,
-        intermediate_dim=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        gradient_checkpointing=False,
-        attn_backend=AttentionBackend.VANILLA,
-    )
-    return uneven_model(LlamaLMHeadModel, config, VOCABULARY, seed)
+def model_of(seed: int) -> LanguageModel:
+    return tiny_model(seed=seed, context_length=CONTEXT, vocabulary=VOCABULARY)
 
 
-def on_mesh(model: LmHeadModel, **sizes: int) -> LmHeadModel:
+def on_mesh(model: LanguageModel, **sizes: int) -> LanguageModel:
     """The model with its arrays where the trainer would place them."""
     placed = layout_of(MeshConfig(**sizes)).place_parameters(named_parameters(model), model)
     return with_parameters(model, placed)
 
 
-def engine_of(model: LmHeadModel) -> Engine:
+def engine_of(model: LanguageModel) -> Engine:
     config = EngineConfig(slots=8, chunk_steps=4, prefill_rows=4)
     return Engine(model, config, context_length=CONTEXT)
 

@@ -10,7 +10,6 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support.engine_adapters import loaded_of
 from support.engines import bits, engine_of, prompt_of, result_of, together
 from support.models import tiny_model
@@ -19,12 +18,13 @@ from marin_rl.inference.engine import Engine
 from marin_rl.inference.engine_step import EngineStats
 from marin_rl.inference.generation import GenerationRequest, GenerationResult, Job
 from marin_rl.inference.pieces import CALL_STEPS, Extension, packed
+from marin_rl.models.module import LanguageModel
 from marin_rl.types import Sampling
 
 SLOTS = 4
 
 
-def keeping_engine(model: LmHeadModel, **options: int) -> Engine:
+def keeping_engine(model: LanguageModel, **options: int) -> Engine:
     engine = engine_of(model, **{"slots": SLOTS} | options, prefix_cache=True)
     if not engine.plan.keeps_prefixes:
         engine.close()
@@ -33,7 +33,7 @@ def keeping_engine(model: LmHeadModel, **options: int) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def keeping(model: LmHeadModel) -> Iterator[Engine]:
+def keeping(model: LanguageModel) -> Iterator[Engine]:
     engine = keeping_engine(model)
     yield engine
     engine.close()

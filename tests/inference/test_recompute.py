@@ -6,23 +6,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support.engines import amid, bits, engine_of, prompt_of, request_of, result_of
 from support.models import full_logprobs, tiny_model
 
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest, GenerationResult, Sample
+from marin_rl.models.module import LanguageModel
 
 OLD, NEW = 1, 2
 
 
 @pytest.fixture(scope="module")
-def other() -> LmHeadModel:
+def other() -> LanguageModel:
     return tiny_model(seed=9)
 
 
 @pytest.fixture(params=[False, True], ids=["prefilled", "in pieces"])
-def recomputing(request: pytest.FixtureRequest, model: LmHeadModel) -> Iterator[Engine]:
+def recomputing(request: pytest.FixtureRequest, model: LanguageModel) -> Iterator[Engine]:
     engine = engine_of(model, prefix_cache=request.param)
     yield engine
     engine.close()
@@ -31,7 +31,7 @@ def recomputing(request: pytest.FixtureRequest, model: LmHeadModel) -> Iterator[
 def swapped_amid(
     engine: Engine,
     request: GenerationRequest,
-    other: LmHeadModel,
+    other: LanguageModel,
     delta: int = 2,
     *,
     recompute_kv_cache: bool = True,

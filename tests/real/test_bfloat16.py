@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
 
 from marin_rl import Config, run
 from marin_rl.config import load_config
 from marin_rl.errors import StalePolicy
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.canary import TOLERANCES, prove
 from marin_rl.tokenizers import load_tokenizer
@@ -59,12 +59,12 @@ def test_an_adapter_in_bfloat16_trains_a_round(real_model: Path, tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def model(real_model: Path) -> LmHeadModel:
+def model(real_model: Path) -> LanguageModel:
     return load_hf(real_model)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def served(request, real_model: Path, model: LmHeadModel) -> Iterator[tuple[str, ServedPolicy]]:
+def served(request, real_model: Path, model: LanguageModel) -> Iterator[tuple[str, ServedPolicy]]:
     """The model at a server that computes in a dtype."""
     digest, dtype = parameters_digest(model), request.param
     config = load_config(DEBUG, [f"inference={json.dumps(SMALL['inference'])}"]).inference
@@ -94,7 +94,7 @@ def served(request, real_model: Path, model: LmHeadModel) -> Iterator[tuple[str,
 
 
 @pytest.fixture(scope="module")
-def gradient(real_model: Path, model: LmHeadModel) -> dict[str, jax.Array]:
+def gradient(real_model: Path, model: LanguageModel) -> dict[str, jax.Array]:
     """Gradient of the log-likelihood of another dialogue than the canary's, all of its tokens."""
     text = "<|im_start|>user\nWhat is 26 + 17?<|im_end|>\n<|im_start|>assistant\n26 + 17 = 43."
     ids = np.asarray(load_tokenizer(real_model)(text)["input_ids"], np.int32)[None]
@@ -109,8 +109,8 @@ def gradient(real_model: Path, model: LmHeadModel) -> dict[str, jax.Array]:
 
 
 def updated(
-    model: LmHeadModel, gradient: dict[str, jax.Array], learning_rate: float
-) -> LmHeadModel:
+    model: LanguageModel, gradient: dict[str, jax.Array], learning_rate: float
+) -> LanguageModel:
     """The model after the first update of Adam, whose size is the learning rate for each weight."""
     steps = {name: learning_rate * g / (jnp.abs(g) + 1e-8) for name, g in gradient.items()}
     before = named_parameters(model)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support import servers
 from support.policy_runs import commit, parts, small_run, weights
 
@@ -19,6 +18,7 @@ from marin_rl.errors import RequestRejected, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.generation import Delta, GenerationRequest
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
@@ -179,7 +179,7 @@ def test_a_folder_that_is_unfit_is_refused(
     assert words in message
 
 
-def spoiled(run: Run, value: float) -> LmHeadModel:
+def spoiled(run: Run, value: float) -> LanguageModel:
     """Weights with a single number that is none."""
     model = weights(run, 2)
     parameters = {name: np.array(array) for name, array in named_parameters(model).items()}
@@ -397,7 +397,7 @@ def test_sglangs_route_is_the_same_and_takes_the_admin_key_of_our_client(
     assert server.model_id == f"policy@00008-{digest[:8]}"
 
 
-def held(model: LmHeadModel, begun: threading.Event, release: threading.Event) -> Source:
+def held(model: LanguageModel, begun: threading.Event, release: threading.Event) -> Source:
     """Weights that take as long to read as the test wants."""
 
     def read(served: Served) -> Loaded:

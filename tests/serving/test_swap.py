@@ -18,7 +18,6 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from levanter.models.lm_model import LmHeadModel
 from support.cases import printed_seed
 from support.engines import together, wait_until
 from support.models import VOCABULARY, full_logprobs, tiny_model
@@ -28,6 +27,7 @@ from marin_rl.inference.client.answers import ChatAnswer, decode_answer
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.api.completions import prepare_completions
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
@@ -51,7 +51,7 @@ class Plain:
     head: np.ndarray
 
     @classmethod
-    def of(cls, model: LmHeadModel) -> "Plain":
+    def of(cls, model: LanguageModel) -> "Plain":
         arrays = {k: np.asarray(v, np.float64) for k, v in named_parameters(model).items()}
         stacked = "transformer/layers/stacked/"
         names = {k.removeprefix(stacked): v for k, v in arrays.items() if k.startswith(stacked)}
@@ -120,12 +120,12 @@ def truth(
 
 
 @pytest.fixture(scope="module")
-def models() -> tuple[LmHeadModel, LmHeadModel]:
+def models() -> tuple[LanguageModel, LanguageModel]:
     return tiny_model(seed=0), tiny_model(seed=4)
 
 
 @pytest.fixture(scope="module")
-def plain(models: tuple[LmHeadModel, LmHeadModel]) -> tuple[Plain, Plain]:
+def plain(models: tuple[LanguageModel, LanguageModel]) -> tuple[Plain, Plain]:
     return Plain.of(models[0]), Plain.of(models[1])
 
 

@@ -1,7 +1,6 @@
 """Adapters in engines over tiny models, and the models merged with them."""
 
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
 from support.adapters import random_adapter
 from support.models import full_logprobs
 
@@ -11,13 +10,14 @@ from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationResult
 from marin_rl.lora import Adapter
 from marin_rl.lora import merged as merged_parameters
+from marin_rl.models.module import LanguageModel
 from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
 
 NATS = 2e-4
 
 
 def adapter_for(
-    model: LmHeadModel,
+    model: LanguageModel,
     seed: int = 0,
     *,
     rank: int = 4,
@@ -30,7 +30,7 @@ def adapter_for(
     return random_adapter(settings, seed, shapes)
 
 
-def merged(model: LmHeadModel, adapter: Adapter) -> LmHeadModel:
+def merged(model: LanguageModel, adapter: Adapter) -> LanguageModel:
     """The model with the adapter in its matrices."""
     return with_parameters(model, merged_parameters(named_parameters(model), adapter))
 
@@ -57,7 +57,7 @@ def unload_all(engine: Engine) -> None:
         engine.adapters.unload(adapter.number)
 
 
-def check_logprobs(result: GenerationResult, model: LmHeadModel, prompt: np.ndarray) -> None:
+def check_logprobs(result: GenerationResult, model: LanguageModel, prompt: np.ndarray) -> None:
     """Tokens were drawn with the logprobs that this model's own forward pass gives them."""
     for sample in result.samples:
         expected = full_logprobs(model, prompt, sample.token_ids)

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
 from support.models import VOCABULARY
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.inference.programs import copy_slots, decode_chunk, prefill_slots
+from marin_rl.models.module import LanguageModel
 from marin_rl.types import Sampling
 
 PROGRAMS = (decode_chunk, prefill_slots, copy_slots)
@@ -28,7 +28,7 @@ def text_of(ids: Sequence[int]) -> str:
     return "".join(chr(32 + i) for i in ids)
 
 
-def engine_of(model: LmHeadModel, stop_token_ids: Sequence[int] = (), **config: int) -> Engine:
+def engine_of(model: LanguageModel, stop_token_ids: Sequence[int] = (), **config: int) -> Engine:
     """Engine with eight slots and chunks of four steps, by default."""
     return Engine(
         model,

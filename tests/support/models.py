@@ -1,83 +1,74 @@
-"""Two-layer Levanter models with sharp, uneven weights, and their full forward as the truth."""
+"""Two-layer models with sharp, uneven weights, and a full forward by definition as the truth."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from levanter.layers.attention import AttentionBackend, AttentionMask
-from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
-from levanter.models.gemma import GemmaConfig, GemmaLMHeadModel
-from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
-from levanter.models.lm_model import LmHeadModel
-from levanter.models.mistral import MistralConfig, MistralLMHeadModel
-from levanter.models.qwen import Qwen3Config, Qwen3LMHeadModel, QwenConfig, QwenLMHeadModel
 
 from marin_rl.compilation import device_array
-from marin_rl.training.model import is_matrix
+from marin_rl.models.module import LanguageModel, model_of
+from marin_rl.models.spec import LayerKind, Rope, Spec
+from marin_rl.training.model import is_matrix, named_parameters
 
 VOCABULARY = 103
 LENGTH = 128
 
-
-@dataclass(frozen=True)
-class Family:
-    """A model class and what is particular about its configuration."""
-
-    model: type
-    config: type
-    options: dict[str, Any]
-
-
-FAMILIES = {
-    "llama": Family(LlamaLMHeadModel, LlamaConfig, {"num_kv_heads": 4}),
-    "llama-tied": Family(
-        LlamaLMHeadModel, LlamaConfig, {"num_kv_heads": 4, "tie_word_embeddings": True}
-    ),
-    "llama-gqa": Family(LlamaLMHeadModel, LlamaConfig, {"num_kv_heads": 2}),
-    "llama3-rope": Family(
-        LlamaLMHeadModel,
-        LlamaConfig,
-        {
-            "num_kv_heads": 1,
-            "rope": Llama3RotaryEmbeddingsConfig(original_max_position_embeddings=32),
-        },
-    ),
-    "qwen2": Family(QwenLMHeadModel, QwenConfig, {"num_kv_heads": 2}),
-    "qwen3": Family(Qwen3LMHeadModel, Qwen3Config, {"num_kv_heads": 2, "head_dim": 24}),
-    "mistral": Family(
-        MistralLMHeadModel, MistralConfig, {"num_kv_heads": 2, "sliding_window": None}
-    ),
-    "gemma": Family(GemmaLMHeadModel, GemmaConfig, {"num_kv_heads": 1, "head_dim": 8}),
+_LLAMA3 = (
+    ("rope_type", "llama3"),
+    ("factor", 8.0),
+    ("low_freq_factor", 1.0),
+    ("high_freq_factor", 4.0),
+    ("original_max_position_embeddings", 32),
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"kv_heads": 4},
+    "llama-tied": {"kv_heads": 4, "tied": True},
+    "llama-gqa": {"kv_heads": 2},
+    "llama3-rope": {"kv_heads": 1, "rope": Rope(theta=5e5, size=8, scaling=_LLAMA3)},
+    "qwen2": {"kv_heads": 2, "qkv_bias": True},
+    "qwen3": {"kv_heads": 2, "head_size": 24, "qk_norm": "head"},
+    "mistral": {"kv_heads": 2},
+    "gemma": {
+        "kv_heads": 1,
+        "norm": "gemma",
+        "tied": True,
+        "activation": "gelu_pytorch_tanh",
+        "embedding_scale": math.sqrt(32),
+    },
 }
 
 
-def tiny_model(family: str = "llama-gqa", seed: int = 0, **options: Any) -> LmHeadModel:
+def tiny_spec(family: str = "llama-gqa", **options: Any) -> Spec:
+    """Two layers of width 32."""
+    chosen: dict[str, Any] = {"head_size": 8, "layers": 2, **FAMILIES[family], **options}
+    layers, rope = chosen.pop("layers"), chosen.pop("rope", None)
+    rope = rope or Rope(theta=10_000.0, size=chosen["head_size"])
+    sizes: dict[str, Any] = {
+        "family": family.partition("-")[0],
+        "hf": "{}",
+        "vocabulary": VOCABULARY,
+        "context_length": 256,
+        "width": 32,
+        "mlp_width": 48,
+        "kinds": (LayerKind(rope=rope),) * layers,
+        "heads": 4,
+        "norm_epsilon": 1e-5,
+    }
+    return Spec(**{**sizes, **chosen})
+
+
+def tiny_model(family: str = "llama-gqa", seed: int = 0, **options: Any) -> LanguageModel:
     """A model of two layers and width 32 whose distributions are far from uniform."""
-    kind = FAMILIES[family]
-    config = kind.config(
-        **{
-            "max_seq_len": 256,
-            "hidden_dim": 32,
-            "intermediate_dim": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-            "gradient_checkpointing": False,
-            "attn_backend": AttentionBackend.VANILLA,
-            **kind.options,
-            **options,
-        }
-    )
-    return uneven_model(kind.model, config, VOCABULARY, seed)
+    return uneven_model(tiny_spec(family, **options), seed)
 
 
-def uneven_model(kind: Any, config: Any, vocabulary: int, seed: int) -> LmHeadModel:
+def uneven_model(spec: Spec, seed: int) -> LanguageModel:
     """Weights half as large again as those that keep a variance, and norms that are not all ones.
 
     NumPy's, because JAX compiles a program for each shape of each operation.
@@ -92,49 +83,35 @@ def uneven_model(kind: Any, config: Any, vocabulary: int, seed: int) -> LmHeadMo
         if is_matrix(name, leaf):
             weights = values * np.float32(1.5 * _deviation(name, leaf.axes))
         else:
-            ones = not name.endswith("/bias") and not isinstance(config, GemmaConfig)
+            ones = not name.endswith("/bias") and spec.norm != "gemma"
             weights = np.float32(ones) + np.float32(0.2) * values
         return hax.named(device_array(weights), leaf.axes)
 
-    template = _template(kind, config, vocabulary)
     is_named = lambda node: isinstance(node, hax.NamedArray)
-    return jax.tree_util.tree_map_with_path(fill, template, is_leaf=is_named)
-
-
-@cache
-def _template(kind: Any, config: Any, vocabulary: int) -> LmHeadModel:
-    """The module with shapes in place of arrays."""
-    vocab = hax.Axis("vocab", vocabulary)
-    return eqx.filter_eval_shape(kind.init, vocab, config, key=jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(fill, model_of(spec), is_leaf=is_named)
 
 
 def _deviation(path: str, axes: Sequence[hax.Axis]) -> float:
-    """The deviation of a matrix by the number of its inputs, as Levanter begins."""
+    """The deviation of a matrix by the number of its inputs."""
     names = [axis.name for axis in axes]
     inputs = axes[names.index("embed") + 1 :] or axes[-1:]
     size = math.prod(axis.size for axis in inputs)
     return 1 / size if path.startswith("embeddings/") else size**-0.5
 
 
-def full_logits(model: LmHeadModel, token_ids: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one sequence by the model's own forward pass.
+def full_logits(model: LanguageModel, token_ids: np.ndarray) -> np.ndarray:
+    """Logits [T, V] of one sequence by definition: every pair of positions, layer by layer.
 
     Padded to one length, so that it compiles once; what follows changes nothing before it.
     """
-    padded = np.zeros((1, LENGTH), np.int32)
-    padded[0, : len(token_ids)] = token_ids
-    return np.asarray(_forward(model, jnp.asarray(padded)))[: len(token_ids)]
-
-
-@eqx.filter_jit
-def _forward(model: LmHeadModel, token_ids: jax.Array) -> jax.Array:
-    named = hax.named(token_ids, ("batch", "position"))
-    logits = model(named, attn_mask=AttentionMask.causal())
-    return logits.rearrange(("batch", "position", "vocab")).array[0]
+    padded = np.zeros(LENGTH, np.int32)
+    padded[: len(token_ids)] = token_ids
+    run = _forward(replace(model.spec, hf=""))
+    return np.asarray(run(named_parameters(model), jnp.asarray(padded)))[: len(token_ids)]
 
 
 def full_logprobs(
-    model: LmHeadModel, prompt: np.ndarray, completion: np.ndarray, temperature: float = 1.0
+    model: LanguageModel, prompt: np.ndarray, completion: np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
     """Logprob of each completion token by the model's own forward pass."""
     logits = full_logits(model, np.concatenate([prompt, completion]))
@@ -142,3 +119,84 @@ def full_logprobs(
     scaled -= scaled.max(axis=-1, keepdims=True)
     every = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
     return every[np.arange(len(completion)), completion]
+
+
+_PROGRAMS: dict[Spec, Any] = {}
+
+
+def _forward(spec: Spec) -> Any:
+    return _PROGRAMS.setdefault(spec, jax.jit(partial(reference_logits, spec)))
+
+
+def reference_logits(spec: Spec, weights: dict[str, Any], ids_T: Any, *rows_T: Any) -> jax.Array:
+    """Logits [T, V] of the five families that have rms norms before each half of a layer.
+
+    `rows_T` are segments and positions; without them all is one sequence.
+    """
+    states_TE = reference_states(spec, weights, ids_T, *rows_T)
+    return states_TE @ weights.get("lm_head/weight", weights[_EMBEDDING]).T
+
+
+_EMBEDDING = "embeddings/token_embeddings/weight"
+
+
+def reference_states(
+    spec: Spec,
+    weights: dict[str, Any],
+    ids_T: Any,
+    segments_T: Any = None,
+    positions_T: Any = None,
+) -> jax.Array:
+    """States [T, E] after the final norm."""
+    assert spec.pre
+    assert not spec.post
+    assert spec.gated
+    index = jnp.arange(len(ids_T))
+    segments_T = jnp.ones_like(index) if segments_T is None else segments_T
+    positions_T = index if positions_T is None else positions_T
+    seen = (index[None] <= index[:, None]) & (segments_T[None] == segments_T[:, None])
+    x_TE = weights[_EMBEDDING][ids_T] * spec.embedding_scale
+    for layer, kind in enumerate(spec.kinds):
+        start = "transformer/layers/stacked/"
+        own = {k.removeprefix(start): v[layer] for k, v in weights.items() if k.startswith(start)}
+        normed_TE = _reference_norm(spec, x_TE, own["input_layernorm/weight"])
+        x_TE = x_TE + _reference_attention(spec, kind, own, normed_TE, positions_T, seen)
+        normed_TE = _reference_norm(spec, x_TE, own["post_attention_layernorm/weight"])
+        gate, up = (normed_TE @ own[f"mlp/{n}_proj/weight"].T for n in ("gate", "up"))
+        act = jax.nn.silu if spec.activation == "silu" else jax.nn.gelu
+        x_TE = x_TE + (act(gate) * up) @ own["mlp/down_proj/weight"].T
+    return _reference_norm(spec, x_TE, weights["transformer/norm/weight"])
+
+
+def _reference_norm(spec: Spec, x: Any, weight: Any) -> Any:
+    size = jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + spec.norm_epsilon)
+    return x / size * (weight + (spec.norm == "gemma"))
+
+
+def _reference_attention(
+    spec: Spec, kind: LayerKind, own: dict[str, Any], x_TE: Any, positions_T: Any, seen: Any
+) -> Any:
+    heads = {}
+    for name in "qkv":
+        weight = own[f"self_attn/{name}_proj/weight"]
+        out = jnp.einsum("te,...e->t...", x_TE, weight)
+        out = out + own.get(f"self_attn/{name}_proj/bias", 0.0)
+        heads[name] = out.reshape(len(x_TE), -1, spec.head_size)
+    for name in "qk":
+        if spec.qk_norm:
+            weight = own[f"self_attn/{name}_norm/weight"]
+            heads[name] = _reference_norm(spec, heads[name], weight)
+        heads[name] = _reference_rotation(kind.rope, heads[name], positions_T)
+    keys, values = (jnp.repeat(heads[n], spec.queries_per_kv, axis=1) for n in "kv")
+    scores = jnp.einsum("tnh,snh->nts", heads["q"], keys) / math.sqrt(spec.head_size)
+    shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    attended = jnp.einsum("nts,snh->tnh", shares, values)
+    return jnp.einsum("tnh,enh->te", attended, own["self_attn/o_proj/weight"])
+
+
+def _reference_rotation(rope: Any, x_TNH: Any, positions_T: Any) -> Any:
+    """Pairs of dimensions as complex numbers, turned by their angle."""
+    half = rope.size // 2
+    turn = jnp.exp(1j * positions_T[:, None, None] * rope.frequencies)
+    turned = (x_TNH[..., :half] + 1j * x_TNH[..., half:]) * turn
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
 from support.models import tiny_model
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
+from marin_rl.models.module import LanguageModel
 from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.rounds import Stopwatch, close_round, transfer_metrics
@@ -39,7 +39,7 @@ def small_run(root: Path | str, *overrides: str) -> Run:
     return Run.create_or_open(small_config(root, *overrides))
 
 
-def weights(run: Run, seed: int) -> LmHeadModel:
+def weights(run: Run, seed: int) -> LanguageModel:
     """The model of a run with weights of its own, large enough to make every token count."""
     model = build_model(run.config.policy, len(character_tokenizer()), seed)
     scaled = {name: np.asarray(array) * 8 for name, array in named_parameters(model).items()}
@@ -72,7 +72,7 @@ def embedded_server(runtime: RunRuntime) -> PolicyServer:
 def commit(
     run: Run,
     round: int,
-    model: LmHeadModel | None = None,
+    model: LanguageModel | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> SlotRef:
     """Commit a model (default: that of seed `round`) as the checkpoint of a round."""

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import jax
 import jax.numpy as jnp
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
 from support.fakes import FakePolicyServer
 from support.models import tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig, ServerConfig
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.storage.runs import Run
@@ -103,9 +103,9 @@ def status_of(answer: bytes) -> int:
 class Deaf(PolicyServer):
     """A server that acknowledges new weights and goes on with the old ones."""
 
-    first: LmHeadModel
+    first: LanguageModel
 
-    def swap(self, model: LmHeadModel, *args: Any, **options: Any) -> str:
+    def swap(self, model: LanguageModel, *args: Any, **options: Any) -> str:
         """The new id for the old arrays."""
         return super().swap(self.first, *args, **options)
 
@@ -137,7 +137,7 @@ def check_told(message: str, run: Run, *, expected: int, found: int) -> None:
 class RawLogprobs(FakePolicyServer):
     """One that tells what the logits say of a token before temperature, as vLLM does by default."""
 
-    def __init__(self, model_id: str, model: LmHeadModel) -> None:
+    def __init__(self, model_id: str, model: LanguageModel) -> None:
         super().__init__(model_id)
         prompt, sampled = np.arange(10, 15), np.arange(20, 24)
         ids = np.concatenate([prompt, sampled])[None].astype(np.int32)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import optax
-from levanter.models.lm_model import LmHeadModel
 
+from marin_rl.models.module import LanguageModel
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import CompiledStep
 from marin_rl.training.critic import Critic
@@ -30,7 +30,7 @@ class StepOutput(NamedTuple):
 
 
 def make_step(
-    template: LmHeadModel,
+    template: LanguageModel,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     settings: StepSettings,

@@ -31,48 +31,66 @@ def rows_of(rng, length):
     return segments, prompts
 
 
-def dense(query, keys, values, segments, prompts):
+def positions_of(segments, prompts):
+    """Positions within a sequence: completions continue the prompt of their row."""
+    positions = np.zeros_like(segments)
+    for row, (own, of_prompt) in enumerate(zip(segments, prompts, strict=True)):
+        for number in np.unique(own[own > 0]):
+            at = np.flatnonzero(own == number)
+            before = np.sum((own == of_prompt[at[0]]) & (own != number))
+            positions[row, at] = before + np.arange(len(at))
+    return positions
+
+
+def dense(query, keys, values, segments, prompts, window=None, cap=None):
     """The same by the definition, over every pair of positions."""
-    index = np.arange(segments.shape[1])
+    index, positions = np.arange(segments.shape[1]), positions_of(segments, prompts)
     others = segments[:, None, :]
     seen = (segments[..., None] == others) | (prompts[..., None] == others)
     seen &= (others > 0) & (index[:, None] >= index)
+    if window is not None:
+        seen &= positions[:, None, :] > positions[..., None] - window
     scores = jnp.einsum("btkgh,bskh->bkgts", query, keys)
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     weights = jnp.where(seen[:, None, None], jnp.exp(scores), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
     return jnp.einsum("bkgts,bskh->btkgh", weights, values)
 
 
-def ours(query, keys, values, weights, segments, prompts):
-    found = attend(query, keys, values, sight_of(segments, prompts))
-    return jnp.sum(found * weights), found
+def gradients(attended):
+    """Gradients of a random combination of what is attended to, and all of that."""
 
+    def combined(query, keys, values, weights):
+        found = attended(query, keys, values)
+        return jnp.sum(found * weights), found
 
-def theirs(query, keys, values, weights, segments, prompts):
-    found = dense(query, keys, values, segments, prompts)
-    return jnp.sum(found * weights), found
-
-
-# Gradients of a random combination of what is attended to, and all of that.
-OURS, THEIRS = (jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True)) for f in (ours, theirs))
+    return jax.jit(jax.grad(combined, argnums=(0, 1, 2), has_aux=True))
 
 
 @pytest.mark.parametrize(
     ("length", "block"), others_slow([(23, 4), (10, 64), (70, 64)], (23, 4), several=True)
 )
+@pytest.mark.parametrize("limits", [(None, None), (5, 0.7)], ids=["plain", "window and cap"])
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**31))
-def test_values_and_gradients_are_those_of_the_whole_softmax(length, block, seed):
+def test_values_and_gradients_are_those_of_the_whole_softmax(length, block, limits, seed):
     rng = np.random.default_rng(seed)
     segments, prompts = rows_of(rng, length)
     query, weights = rng.standard_normal((2, 2, length, HEADS, GROUP, SIZE)).astype(np.float32)
     keys, values = rng.standard_normal((2, 2, length, HEADS, SIZE)).astype(np.float32)
-    arguments = (query, keys, values, weights, segments, prompts)
+    rows = [jnp.asarray(each) for each in (segments, prompts, positions_of(segments, prompts))]
+
+    def ours(*arrays):
+        return attend(*arrays, sight_of(*rows), *limits)
+
+    def theirs(*arrays):
+        return dense(*arrays, segments, prompts, *limits)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "POSITIONS_PER_BLOCK", block)  # read while it is traced
-        by_ours, found = OURS(*arguments)
-    by_theirs, expected = THEIRS(*arguments)
+        by_ours, found = gradients(ours)(query, keys, values, weights)
+    by_theirs, expected = gradients(theirs)(query, keys, values, weights)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     for mine, other in zip(by_ours, by_theirs, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
@@ -82,9 +100,9 @@ def test_blocks_that_are_seen_by_hand(monkeypatch):
     monkeypatch.setattr(attention, "POSITIONS_PER_BLOCK", 2)
     segments = jnp.array([[3, 3, 1, 1, 2, 2, 0]])  # a prompt and two completions of two tokens
     prompts = jnp.array([[3, 3, 3, 3, 3, 3, 0]])
-    sight = sight_of(segments, prompts)
-    np.testing.assert_array_equal(sight.counts.array, [[1, 2, 2, 0]])
-    keys = sight.keys.array[0].tolist()
+    sight = sight_of(segments, prompts, jnp.array([[0, 1, 2, 3, 2, 3, 0]]))
+    np.testing.assert_array_equal(sight.counts, [[1, 2, 2, 0]])
+    keys = sight.keys[0].tolist()
     assert [keys[0][:1], keys[1][:2], keys[2][:2]] == [[0], [0, 1], [0, 2]]
 
 
@@ -93,7 +111,7 @@ def test_a_square_of_the_row_never_exists():
     segments = jnp.asarray(np.arange(length)[None] // 50 + 1, jnp.int32)
 
     def loss(query, keys):
-        sight = sight_of(segments, segments)
+        sight = sight_of(segments, segments, segments)
         return jnp.sum(attend(query, keys, keys, sight) ** 2)
 
     shapes = jax.ShapeDtypeStruct((1, length, 1, 1, 4), jnp.float32)
@@ -111,9 +129,8 @@ def test_attention_of_a_gpu_sees_the_same_pairs():
     query = rng.normal(size=shape).astype(np.float32)
     keys, values = rng.normal(size=(2, 2, length, HEADS, SIZE)).astype(np.float32)
     pairs = attention.pairs_of(jnp.asarray(segments), jnp.asarray(prompts))
-    assert pairs.seen is not None
     found = attention.attend_fused(
-        jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), pairs.seen.array, 1.0, "xla"
+        jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), pairs, None, "xla"
     )
     expected = dense(query, keys, values, segments, prompts)
     inside = segments > 0  # padding gets some finite mean

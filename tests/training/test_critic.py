@@ -170,7 +170,7 @@ def test_kl_in_the_reward_reaches_a_critics_advantages_at_every_scale(scale: str
 
 def test_a_value_is_the_heads_word_on_the_state_before_the_token() -> None:
     model, batch = build_model(tiny_policy(layers=1), VOCAB, 0), random_batch(3)
-    head = ScalarHead.init(model.Embed.size, jax.random.PRNGKey(2), std=1.0)
+    head = ScalarHead.init(model.spec.width, jax.random.PRNGKey(2), std=1.0)
     names = ("token_ids", "segment_ids", "positions")
     rows = tuple(jnp.asarray(getattr(batch, name)) for name in names)
     mask = jnp.asarray(batch.loss_mask != 0)
@@ -208,7 +208,7 @@ class Stage:
     def fresh(self):
         first = self.critic.first_state(named_parameters(self.model), self.model)
         (head,) = (name for name in first.parameters if name in ("weight", "head/weight"))
-        words = np.random.default_rng(4).standard_normal(self.model.Embed.size, np.float32)
+        words = np.random.default_rng(4).standard_normal(self.model.spec.width, np.float32)
         parameters = first.parameters | {head: jnp.asarray(words)}
         return fresh_state(
             named_parameters(self.model),

@@ -1,13 +1,15 @@
 """Scalar heads: what they are given, what they say of it, and how their parameters are named."""
 
+from functools import partial
+
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.layers.attention import AttentionMask
 from support.batches import VOCAB, random_batch, tiny_policy
+from support.models import reference_states
 
 from marin_rl.config import MeshConfig
 from marin_rl.training.critic import ScalarHead, ScalarModel
@@ -50,18 +52,14 @@ def test_it_is_given_what_the_output_head_is_given(options):
     arrays = tuple(
         jnp.asarray(getattr(batch, n)) for n in ("token_ids", "segment_ids", "positions")
     )
-    ids, segments, positions = (hax.named(array, ("batch", "position")) for array in arrays)
-    mask = AttentionMask.causal().with_segment_ids(segments)
-    truth = model.activations(ids, mask, pos_ids=positions)
-    truth = truth[0] if isinstance(truth, tuple) else truth
-    truth = truth.rearrange(("batch", "position", "embed")).array
+    truth = jax.vmap(partial(reference_states, model.spec, named_parameters(model)))(*arrays)
     np.testing.assert_allclose(jax.jit(final_states)(model, *arrays), truth, rtol=2e-5, atol=2e-5)
     scalar = eqx.tree_at(lambda m: m.head, ScalarModel.of(model), head := _random_head(model))
     np.testing.assert_allclose(eqx.filter_jit(scalar)(*arrays), head(truth), rtol=1e-4, atol=1e-5)
 
 
 def _random_head(model) -> ScalarHead:
-    return ScalarHead.init(model.Embed.size, jax.random.PRNGKey(1), std=1.0)
+    return ScalarHead.init(model.spec.width, jax.random.PRNGKey(1), std=1.0)
 
 
 def test_its_model_is_named_saved_and_shaped_as_every_other():

@@ -3,14 +3,13 @@
 import dataclasses
 from functools import partial
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.layers.attention import AttentionMask
 from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
+from support.models import reference_logits
 
 from marin_rl.training import attention, hidden_states
 from marin_rl.training import logprobs as trainer_logprobs
@@ -56,12 +55,9 @@ def arrays_of(batch):
 
 
 def whole(model, batch, temperature=1.0):
-    """Logprobs and entropies by Levanter's own logits of everything, without any chunking."""
-    ids = hax.named(jnp.asarray(batch.token_ids), ("batch", "position"))
-    segments = hax.named(jnp.asarray(batch.segment_ids), ("batch", "position"))
-    positions = hax.named(jnp.asarray(batch.positions), ("batch", "position"))
-    mask = AttentionMask.causal().with_segment_ids(segments)
-    logits = model(ids, mask, pos_ids=positions).rearrange(("batch", "position", "vocab")).array
+    """Logprobs and entropies by logits of everything, without any chunking."""
+    run = partial(reference_logits, model.spec, named_parameters(model))
+    logits = jax.vmap(run)(batch.token_ids, batch.segment_ids, batch.positions)
     logp = jax.nn.log_softmax(logits / temperature)
     chosen = jnp.take_along_axis(logp[:, :-1], batch.token_ids[:, 1:, None], axis=2)[..., 0]
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)[:, :-1]
@@ -272,7 +268,7 @@ def test_rows_score_by_the_attention_of_a_gpu_as_by_that_of_a_cpu(name, monkeypa
     kernel = partial(attention.attend_fused, implementation="xla")
     monkeypatch.setattr(hidden_states, "takes_fused", lambda *_: True)
     monkeypatch.setattr(
-        attention, "attend_fused", lambda *given: taken.append(given[3]) or kernel(*given)
+        hidden_states, "attend_fused", lambda *given: taken.append(given[3]) or kernel(*given)
     )
     found = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)
     assert [mask is None for mask in taken] == [name == "alone"]

@@ -184,7 +184,7 @@ def graded(model, head, layout, rows):
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_each_device_scores_its_own_rows_and_no_others(axis):
     model, rows = build_model(tiny_policy(layers=1), VOCAB, 0), shared_rows(8)
-    head = ScalarHead.init(model.Embed.size, jax.random.PRNGKey(2), std=1.0)
+    head = ScalarHead.init(model.spec.width, jax.random.PRNGKey(2), std=1.0)
     expected, program = graded(model, head, SINGLE_DEVICE, rows)
     assert f"f32[{8 * LENGTH},{VOCAB}]" in program
     found, program = graded(model, head, layout_of(MeshConfig(**{axis: 2})), rows)

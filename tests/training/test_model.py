@@ -13,7 +13,6 @@ from support.batches import VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
 
 from marin_rl.errors import InputError
-from marin_rl.hf_settings import check_hf_folder
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer
 from marin_rl.training.hf_folders import hf_template, load_hf, save_hf
 from marin_rl.training.logprobs import token_logprobs
@@ -154,7 +153,7 @@ def test_saved_and_loaded_models_are_equal(family, folders):
     np.testing.assert_array_equal(scores(loaded), scores(model))
     tree = json.loads((folder / "config.json").read_text())
     assert tree["rope_theta"] == tree["rope_parameters"]["rope_theta"] == 10_000.0
-    assert hf_template(folder).config == loaded.config
+    assert hf_template(folder).spec == loaded.spec
 
 
 @pytest.mark.parametrize(
@@ -191,47 +190,28 @@ def test_a_rotary_base_is_read_in_either_form(changed):
     new = changed(
         "llama", rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": theta}
     )
-    assert hf_template(new).config.rope.theta == theta
+    assert hf_template(new).spec.ropes[0].theta == theta
 
 
 @pytest.mark.parametrize(
     ("family", "keys", "named"),
     [
-        ("llama", {"attention_bias": True}, "attention_bias true"),
-        ("llama", {"mlp_bias": True}, "mlp_bias true"),
-        ("llama", {"head_dim": 6}, "head_dim 6"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+        ("llama", {"hidden_act": "mish"}, "hidden_act mish"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks ['factor']"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "lacks"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1]}}, "'longrope'"),
+        ("llama", {"rope_scaling": YARN | {"other": 1}}, "'other'"),
         ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "differ"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized"),
-        ("llama", {"model_type": "gemma2"}, "'gemma2'"),
-        ("llama", {"model_type": "gemma3_text"}, "'gemma3_text'"),
-        ("llama", {"model_type": "qwen3_moe"}, "'qwen3_moe'"),
-        ("mistral", {"sliding_window": 63}, "sliding window"),
-        ("mistral", {"head_dim": 12}, "head_dim 12"),
-        ("mistral", {"tie_word_embeddings": True}, "tie_word_embeddings true"),
-        ("mistral", {"rope_scaling": YARN}, "rope_scaling"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 32}, "sliding window"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer types"),
-        ("qwen2", {"head_dim": 12}, "head_dim 12"),
-        ("gemma", {"head_dim": None}, "head_dim 256"),
-        ("gemma", {"attention_bias": True}, "attention_bias true"),
-        ("gemma", {"hidden_activation": "gelu"}, "hidden_act gelu"),
-        ("gemma", {"hidden_activation": None, "hidden_act": "gelu"}, "hidden_act gelu"),
-        ("gemma", {"rope_scaling": YARN}, "rope_scaling"),
-        (
-            "qwen3",
-            {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
-            "sliding window",
-        ),
-        ("qwen3", {"attention_bias": True}, "attention_bias true"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer types"),
+        ("llama", {"model_type": "qwen2_vl"}, "'qwen2_vl'"),
+        ("llama", {"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidir"),
     ],
 )
 def test_settings_that_would_load_wrong_are_refused_by_name(changed, family, keys, named):
     with pytest.raises(InputError) as caught:
-        check_hf_folder(changed(family, **keys))
+        hf_template(changed(family, **keys))
     assert named in str(caught.value)
     assert "expected" in str(caught.value) or "add" in str(caught.value)
 

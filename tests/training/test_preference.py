@@ -39,7 +39,7 @@ POLICY = tiny_policy(layers=1)
 def scalar_model(std: float = 1.0) -> ScalarModel:
     """The same model every time, but for the weights of its head."""
     model = build_model(POLICY, VOCAB, 0)
-    head = ScalarHead.init(model.Embed.size, jax.random.PRNGKey(1), std=std)
+    head = ScalarHead.init(model.spec.width, jax.random.PRNGKey(1), std=std)
     return eqx.tree_at(lambda m: m.head, ScalarModel.of(model), head)
 
 

@@ -101,7 +101,7 @@ def test_norms_are_those_of_the_gradient_by_the_logits(temperature: float) -> No
     found = np.asarray(norms).reshape(6, LENGTH)
     rows = (jnp.asarray(getattr(batch, n)) for n in ("token_ids", "segment_ids", "positions"))
     states = np.asarray(jax.jit(final_states)(model, *rows), np.float64)
-    logits = states @ np.asarray(model.get_lm_head().array, np.float64).T / temperature
+    logits = states @ np.asarray(model.head, np.float64).T / temperature
     expected = np.zeros((6, LENGTH))
     for row, position in np.argwhere(batch.loss_mask):
         exponentials = np.exp(logits[row, position - 1] - logits[row, position - 1].max())

@@ -27,13 +27,14 @@ from marin_rl.inference.client.protocol import (
 )
 from marin_rl.inference.engine import Engine
 from marin_rl.lora import Adapter, Shapes, check_adapter_name, policy_digest, read_peft
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import Loaded
 from marin_rl.serving.weights.weight_updates import Update, UpdateRunning
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.training.model import LmHeadModel, digest_of, with_parameters
+from marin_rl.training.model import digest_of, with_parameters
 from marin_rl.training.policy_source import read_base, read_trained
 from marin_rl.training.state import identity_of, template_of
 from marin_rl.types import SlotRef
@@ -265,7 +266,7 @@ def read_base_of(run: Run, version: AdapterVersion) -> Loaded:
 def adapter_checkpoints(
     adapters: ServedAdapters,
     run: Run,
-    base: LmHeadModel,
+    base: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     inference: InferenceConfig,
 ) -> Callable[[int, str | None], Update]:

@@ -36,13 +36,14 @@ from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.lora import Adapter, merged
+from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint
 from marin_rl.storage.fleet import ProvenVersion, run_sha256
 from marin_rl.storage.runs import Run
 from marin_rl.training.logprobs import rounded_up, sequence_logprobs
-from marin_rl.training.model import LmHeadModel, named_parameters, with_parameters
+from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.types import Canary, Sampling, ServedPolicy
 
 PROMPT = CANARY_PROMPT
@@ -112,7 +113,7 @@ class Proof:
 @phase("proving that the engine decodes as trained")
 def prove(
     policy: ServedPolicy,
-    model: LmHeadModel,
+    model: LanguageModel,
     config: InferenceConfig,
     before: Callable[[], Loaded | None] = lambda: None,
     *,
@@ -158,7 +159,7 @@ def prove(
     return Proof(worst, canary)
 
 
-def prove_version(run: Run, policy: ServedPolicy, model: LmHeadModel) -> ServedPolicy:
+def prove_version(run: Run, policy: ServedPolicy, model: LanguageModel) -> ServedPolicy:
     """Prove that a run's endpoints sample with `model`, its policy as it is trained.
 
     The result has the canary by which clients prove endpoints of a fleet that come later. Raises as
@@ -200,7 +201,7 @@ def _round_before(run: Run, version: int) -> Loaded | None:
 
 @phase("proving that the engine decodes as the model computes")
 def rehearse(
-    model: LmHeadModel,
+    model: LanguageModel,
     prompt_ids: Int32[np.ndarray, " P"],
     config: InferenceConfig,
     dtype: jnp.dtype | type,
@@ -251,7 +252,7 @@ def rehearse(
 
 
 def _private(
-    model: LmHeadModel, prompt: int, dtype: jnp.dtype | type, adapter: Adapter | None
+    model: LanguageModel, prompt: int, dtype: jnp.dtype | type, adapter: Adapter | None
 ) -> Engine:
     room: dict[str, Any] = {}
     if adapter is not None:
@@ -299,7 +300,7 @@ def _sampled(
 
 
 def _check_temperature(
-    endpoint: str, model: LmHeadModel, answer: ChatAnswer, temperature: float, tolerance: float
+    endpoint: str, model: LanguageModel, answer: ChatAnswer, temperature: float, tolerance: float
 ) -> None:
     """Raise BadResponse where the weights are right, but temperature is not in the numbers."""
     if temperature != 1.0 and _gap(model, answer, 1.0).within(tolerance):
@@ -335,7 +336,7 @@ def _remedy(policy: ServedPolicy) -> str:
     )
 
 
-def _gap(model: LmHeadModel, answer: ChatAnswer, temperature: float) -> Gap:
+def _gap(model: LanguageModel, answer: ChatAnswer, temperature: float) -> Gap:
     samples = [completion.token_ids for completion in answer.completions]
     if not all(map(len, samples)):
         raise BadResponse("expected tokens in answer to the canary, found none: nothing is proven")

@@ -9,7 +9,6 @@ place is taken only below a root that the server was started with. Leaves out th
 """
 
 import dataclasses
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +20,12 @@ import numpy as np
 
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing, StalePolicy
-from marin_rl.inference.weights import DecoderSpec, read_model, rotary_table
+from marin_rl.models.module import LanguageModel
+from marin_rl.models.spec import Spec
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
 from marin_rl.training.hf_folders import hf_template, load_hf
-from marin_rl.training.model import LmHeadModel, digest_of, named_parameters, parameter_shapes
+from marin_rl.training.model import digest_of, named_parameters, parameter_shapes
 from marin_rl.training.policy_source import dtype_of, read_policy, served_template
 from marin_rl.training.state import identity_of, template_of
 from marin_rl.types import SlotRef
@@ -39,30 +39,25 @@ _LOCAL_SCHEMES = ("file", "local")
 class Architecture:
     """Architecture of a model: everything that decides its outputs except the weights.
 
-    Models that are equal here run the same compiled programs with the same rotary table, so their
-    weights may take each other's place. `rotary` is the SHA-256 of the table of the first
-    `positions` positions.
+    Models that are equal here run the same compiled programs, so their weights may take each
+    other's place. Both are made for `positions` at least.
     """
 
-    spec: DecoderSpec
+    spec: Spec
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    rotary: str
     positions: int
 
     @classmethod
-    def of(cls, model: LmHeadModel, positions: int) -> "Architecture":
+    def of(cls, model: LanguageModel, positions: int) -> "Architecture":
         """Return the architecture of a model, or of a template without weights.
 
-        Raises InputError for a model that the engine cannot decode, or one made for less positions.
+        Raises InputError for a model that is made for less positions.
         """
         check_positions(model, positions)
-        spec, _ = read_model(model)
-        table = rotary_table(model, positions)
-        digest = hashlib.sha256(b"".join(np.asarray(part).tobytes() for part in table))
         shapes = tuple(sorted(parameter_shapes(model).items()))
-        return cls(spec=spec, shapes=shapes, rotary=digest.hexdigest(), positions=positions)
+        return cls(spec=model.spec, shapes=shapes, positions=positions)
 
-    def check(self, model: LmHeadModel) -> None:
+    def check(self, model: LanguageModel) -> None:
         """Raise InputError, saying what differs, unless `model` is of this architecture."""
         other = Architecture.of(model, self.positions)
         if other == self:
@@ -76,14 +71,12 @@ class Architecture:
                 f"{expected_shapes.get(name, 'absent')}, found {found_shapes.get(name, 'absent')} "
                 f"({len(differing)} such parameters)"
             )
-        if other.spec != self.spec:
-            raise InputError(f"another architecture: expected {self.spec}, found {other.spec}")
-        raise InputError("another architecture: the rotary embeddings are of another base or kind")
+        raise InputError(f"another architecture: expected {self.spec}, found {other.spec}")
 
 
-def check_positions(model: LmHeadModel, positions: int) -> None:
+def check_positions(model: LanguageModel, positions: int) -> None:
     """Raise InputError for a model that was made for a shorter context."""
-    longest = int(model.config.max_seq_len)
+    longest = int(model.spec.context_length)
     if longest < positions:
         raise InputError(
             f"expected a model made for at least {positions} positions, the context that is "
@@ -117,7 +110,7 @@ def _check_tokenizer(expected: TokenizerIdentity, other: TokenizerIdentity) -> N
 class Loaded:
     """A model in memory, and its identity. `round` is None for weights of no run."""
 
-    model: LmHeadModel
+    model: LanguageModel
     parameters_digest: str
     bytes: int
     round: int | None = None

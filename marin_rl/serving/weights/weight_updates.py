@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
     Architecture,
@@ -39,7 +40,6 @@ from marin_rl.serving.weights.checkpoint_loader import (
     check_positions,
 )
 from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.model import LmHeadModel
 
 Switched = tuple[int, str, int]  # version, digest, bytes that were read
 
@@ -87,7 +87,7 @@ class WeightUpdater:
     def __init__(
         self,
         engine: Engine,
-        model: LmHeadModel,
+        model: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
         config: InferenceConfig,
         dtype: jnp.dtype | type,
@@ -99,7 +99,7 @@ class WeightUpdater:
         # all that is asked of the tokenizer is asked now: two threads must not use one
         self._tokenizer = TokenizerIdentity.of(tokenizer)
         # only shapes: a reference to the first weights would keep them in memory
-        self._template: LmHeadModel = eqx.filter_eval_shape(lambda model: model, model)
+        self._template: LanguageModel = eqx.filter_eval_shape(lambda model: model, model)
         self._canary_ids = canary_ids(tokenizer)
         self._update_lock = threading.Lock()
         # another lock: a swap in memory may end while an update from disk does
@@ -112,7 +112,7 @@ class WeightUpdater:
 
     def swap(
         self,
-        model: LmHeadModel,
+        model: LanguageModel,
         weight_version: int,
         parameters_digest: str,
         *,

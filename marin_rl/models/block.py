@@ -1,0 +1,242 @@
+"""What a layer computes, for trainer and engine alike.
+
+Between the functions stands attention, which each side does its own way: the engine over its
+cache, the trainer over the rows of a batch. A layer gives its products (`Linears`): fused and with
+an engine's adapters there, by name and with adapters that are trained here.
+
+Axes: K key/value heads, G query heads of each, H head size, D width, F width of the MLP, V
+vocabulary; leading axes are free.
+"""
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from marin_rl.models.spec import LayerKind, Rope, Spec
+
+# In the place of -inf for scores out of sight, so that exp() of a difference is never NaN.
+MASKED = -1e30
+
+
+class Norm(NamedTuple):
+    """Weight and bias of a norm."""
+
+    weight: Any
+    bias: Any = None
+
+
+class Norms(NamedTuple):
+    """Norms of a layer; None where a family has none."""
+
+    attention: Norm | None
+    mlp: Norm | None
+    query: Norm | None = None
+    key: Norm | None = None
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
+
+
+class Activation(NamedTuple):
+    """Trained parameters of xIELU, a number each (arXiv:2411.13010)."""
+
+    alpha_p: Any
+    alpha_n: Any
+
+
+class Linears(ABC):
+    """A layer's arrays, and its products with what comes to them."""
+
+    @property
+    @abstractmethod
+    def norms(self) -> Norms:
+        """Norms of the layer."""
+
+    @property
+    @abstractmethod
+    def activation(self) -> Activation | None:
+        """Parameters of its activation."""
+
+    @abstractmethod
+    def qkv(self, x: Array) -> tuple[Array, Array, Array]:
+        """Query [..., K, G, H], key and value [..., K, H]."""
+
+    @abstractmethod
+    def output(self, attended: Array) -> Array:
+        """Of all heads [..., KGH] to the width."""
+
+    @abstractmethod
+    def gate_and_up(self, x: Array) -> tuple[Array | None, Array]:
+        """Gate, where the MLP has one, and the other half, [..., F]."""
+
+    @abstractmethod
+    def down(self, x: Array) -> Array:
+        """Back to the width."""
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of some positions, [..., size], for both halves of what is rotated.
+
+    `shared`: of a table that all layers read.
+    """
+
+    cos: Array
+    sin: Array
+    shared: bool = False
+
+
+def angles_of(rope: Rope, positions: Int[Array, "..."]) -> tuple[Array, Array]:
+    """Cosines and sines, in float32 whatever is computed in: bfloat16 has no position 257."""
+    angles = positions[..., None].astype(jnp.float32) * rope.frequencies
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.factor != 1.0:
+        cos, sin = cos * np.float32(rope.factor), sin * np.float32(rope.factor)
+    return cos, sin
+
+
+def embedded(
+    spec: Spec, tokens: Array, embedding: Array, positions: Array, table: Array | None
+) -> Float[Array, "... D"]:
+    """Input of the first layer; `table` is that of learned positions."""
+    x = jnp.take(embedding, tokens, axis=0)
+    if table is not None:
+        x = x + table[jnp.maximum(positions, 0)]
+    # In x's own dtype, as Gemma does: a float32 scale would widen everything after it.
+    return x if spec.embedding_scale == 1.0 else x * x.dtype.type(spec.embedding_scale)
+
+
+def normed(spec: Spec, norm: Norm | None, x: Array) -> Array:
+    """The family's norm over the last axis; x itself where there is none."""
+    if norm is None:
+        return x
+    # In float32, as the models were trained: a sum of bfloat16 squares keeps 8 bits.
+    wide = x.astype(jnp.float32)
+    if spec.norm == "layer":
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + spec.norm_epsilon)
+    out = wide * inverse
+    # Gemma stores weight - 1 and multiplies before it rounds to x's dtype; Llama rounds first.
+    if spec.norm == "gemma":
+        return (out * (1.0 + norm.weight).astype(jnp.float32)).astype(x.dtype)
+    out = norm.weight.astype(x.dtype) * out.astype(x.dtype)
+    return out if norm.bias is None else out + norm.bias.astype(x.dtype)
+
+
+def queries_keys_values(
+    spec: Spec, kind: LayerKind, layer: Linears, x: Float[Array, "... D"], turn: Rotation | None
+) -> tuple[Array, Array, Array]:
+    """Query [..., K, G, H], not scaled yet, and key and value [..., K, H], at their positions."""
+    query, key, value = layer.qkv(normed(spec, layer.norms.attention, x))
+    query = _normed_heads(spec, layer.norms.query, query, 3)
+    key = _normed_heads(spec, layer.norms.key, key, 2)
+    if kind.rope is not None:
+        assert turn is not None
+        query, key = _rotated(query, turn, heads=2), _rotated(key, turn, heads=1)
+    return query, key, value
+
+
+def scaled(spec: Spec, query: Array) -> Array:
+    """Queries are scaled and not scores: H numbers of each head instead of one per position."""
+    return query * np.float32(spec.attention_scale).astype(query.dtype)
+
+
+def _normed_heads(spec: Spec, norm: Norm | None, x: Array, axes: int) -> Array:
+    """Queries or keys normed by head, or over all of their last `axes` axes."""
+    if norm is None or spec.qk_norm == "head":
+        return normed(spec, norm, x)
+    return normed(spec, norm, x.reshape(*x.shape[:-axes], -1)).reshape(x.shape)
+
+
+def _rotated(x: Array, turn: Rotation, heads: int) -> Array:
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), on the halves of what is rotated of a head.
+
+    `heads` is the number of its axes before the last.
+    """
+    size = turn.cos.shape[-1]
+    if size < x.shape[-1]:
+        rotated = _rotated(x[..., :size], turn, heads)
+        return jnp.concatenate([rotated, x[..., size:]], axis=-1)
+    # The angles are exact; the rotation itself is in the model's dtype.
+    at = (..., *(None,) * heads, slice(None))
+    cos, sin = turn.cos.astype(x.dtype)[at], turn.sin.astype(x.dtype)[at]
+    if turn.shared:
+        # The order of these lines is that of terms of the gradient, whose last bits earlier runs
+        # had so with a table.
+        turned = jnp.concatenate([-x[..., size // 2 :], x[..., : size // 2]], axis=-1)
+        return x * cos + turned * sin
+    kept = x * cos
+    x1, x2 = x[..., : size // 2], x[..., size // 2 :]
+    return kept + jnp.concatenate([-x2, x1], axis=-1) * sin
+
+
+def capped(scores: Float32[Array, "..."], cap: float | None) -> Float32[Array, "..."]:
+    """Scores bounded by +- cap."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def softmax(scores: Float32[Array, "... T"], seen: Bool[Array, "..."]) -> Float32[Array, "... T"]:
+    """Shares of what is seen."""
+    return jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
+
+
+def after_attention(
+    spec: Spec, layer: Linears, x: Float[Array, "... D"], attended: Float[Array, "... KGH"]
+) -> Float[Array, "... D"]:
+    """The residual stream with what attention adds."""
+    out = normed(spec, layer.norms.after_attention, layer.output(attended))
+    return x + _scaled(spec, out)
+
+
+def after_mlp(spec: Spec, layer: Linears, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """The residual stream with what the MLP adds."""
+    gate, up = layer.gate_and_up(normed(spec, layer.norms.mlp, x))
+    out = layer.down(activated(spec, layer, gate, up))
+    return x + _scaled(spec, normed(spec, layer.norms.after_mlp, out))
+
+
+def _scaled(spec: Spec, out: Array) -> Array:
+    return out if spec.residual_scale == 1.0 else out * out.dtype.type(spec.residual_scale)
+
+
+def activated(spec: Spec, layer: Linears, gate: Array | None, up: Array) -> Array:
+    """Input of the MLP's last product."""
+    if gate is not None:
+        return ACTIVATIONS[spec.activation](gate) * up
+    if spec.activation == "xielu":
+        assert layer.activation is not None
+        return _xielu(layer.activation, up)
+    return ACTIVATIONS[spec.activation](up)
+
+
+def _xielu(by: Activation, x: Array) -> Array:
+    """x (alpha_p x + 1/2) above 0, below it alpha_n (exp(x) - 1 - x) + x/2."""
+    alpha_p = jax.nn.softplus(by.alpha_p)
+    alpha_n = 0.5 + jax.nn.softplus(by.alpha_n)
+    below = (jnp.expm1(jnp.minimum(x, -1e-6)) - x) * alpha_n + 0.5 * x
+    return jnp.where(x > 0, alpha_p * x * x + 0.5 * x, below).astype(x.dtype)
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "xielu": None,
+}
+
+
+def logits_of(
+    spec: Spec, head: Float[Array, "V D"], states: Float[Array, "... D"]
+) -> Float32[Array, "... V"]:
+    """Logits of the token after each position, of states after the final norm."""
+    # Float32 whatever the weights' dtype: logprobs are differences of sums over the vocabulary.
+    out = jnp.einsum("...d,vd->...v", states, head, preferred_element_type=jnp.float32)
+    if spec.logits_scale != 1.0:
+        out = out * np.float32(spec.logits_scale)
+    return capped(out, spec.final_cap)

@@ -1,0 +1,381 @@
+"""Families of models: their description from a config.json, and the names of their tensors.
+
+A family is one case of `described`, and where its files differ from Llama's, one of `_tensors_of`.
+Defaults of settings are those of transformers' own configuration classes. Imports neither JAX nor
+weights, so that a run of a folder that cannot be computed exactly ends before it starts anything.
+"""
+
+import importlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from marin_rl.config import ModelConfig
+from marin_rl.errors import InputError
+from marin_rl.model_folders import check_family, read_hf_config
+from marin_rl.models.spec import LayerKind, Rope, Spec
+
+ARCHITECTURES = {
+    "apertus": "ApertusForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+# Keys of `rope_scaling` that change what is computed, by its kind.
+ROPE_KEYS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+_ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
+_ROPE_OPTIONAL |= {"truncate"}
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "xielu")
+# Settings whose other values compute what no family here does.
+_PLAIN = {
+    "clip_qkv": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "use_bidirectional_attention": False,
+    "add_cross_attention": False,
+}
+
+
+def described_folder(folder: str | Path) -> Spec:
+    """The model of a Hugging Face folder by its config.json alone; reads no weight.
+
+    Raises InputError naming what would be computed otherwise than it says.
+    """
+    path = Path(folder).resolve()
+    return described(read_hf_config(path), path)
+
+
+def described_model(model: ModelConfig, context_length: int) -> Spec:
+    """An architecture that a configuration describes, as its config.json would."""
+    tree: dict[str, Any] = {
+        "model_type": model.family,
+        "vocab_size": model.vocab_size or 1,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size or model.hidden_size // model.heads,
+        "max_position_embeddings": context_length,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rope_theta,
+        "initializer_range": model.initializer_range,
+        "tie_word_embeddings": model.tie_embeddings,
+        "hidden_act": "gelu_pytorch_tanh" if model.family == "gemma" else "silu",
+        "sliding_window": None,
+    }
+    layers = ["full_attention"] * model.layers
+    hf = SimpleNamespace(**tree, layer_types=layers, hidden_activation=None)
+    return replace(_of_llama_kind(hf, ()), family=model.family, hf=json.dumps(tree, sort_keys=True))
+
+
+def described(tree: Mapping[str, Any], path: Path) -> Spec:
+    """The model of a config.json. Raises InputError, naming `path`, as `described_folder` does."""
+    family = check_family(dict(tree), ARCHITECTURES, path)
+    if "quantization_config" in tree:
+        raise _unsupported(path, family, "quantized weights", "plain ones")
+    theta, scaling = _rope_of(tree, path)
+    # Its configuration classes take a second to import, which a model of our own does not need.
+    transformers = importlib.import_module("transformers")
+    hf: Any = transformers.CONFIG_MAPPING[family](
+        **{**tree, **({} if theta is None else {"rope_theta": theta})}
+    )
+    for key, plain in _PLAIN.items():
+        if getattr(hf, key, plain) not in (plain, None):
+            raise _unsupported(path, family, f"{key} {getattr(hf, key)}", f"{key} {plain}")
+    spec = _gpt2(hf) if family == "gpt2" else _of_llama_kind(hf, scaling)
+    if spec.activation not in ACTIVATIONS:
+        expected = f"one of {', '.join(ACTIVATIONS)}"
+        raise _unsupported(path, family, f"hidden_act {spec.activation}", expected)
+    if spec.heads % spec.kv_heads:
+        wrong = f"num_key_value_heads {spec.kv_heads}"
+        raise _unsupported(path, family, wrong, f"a divisor of num_attention_heads {spec.heads}")
+    return replace(spec, family=family, hf=json.dumps(tree, sort_keys=True))
+
+
+def _unsupported(path: Path, family: str, found: str, expected: str) -> InputError:
+    return InputError(
+        f"{path}: a {family} model with {found} is not supported, expected {expected}: it would "
+        "load and silently compute something else; choose another model"
+    )
+
+
+def _gpt2(hf: Any) -> Spec:
+    return Spec(
+        family="gpt2",
+        hf="",
+        vocabulary=hf.vocab_size,
+        context_length=hf.n_positions,
+        width=hf.n_embd,
+        mlp_width=hf.n_inner or 4 * hf.n_embd,
+        kinds=(LayerKind(),) * hf.n_layer,
+        heads=hf.n_head,
+        kv_heads=hf.n_head,
+        head_size=hf.n_embd // hf.n_head,
+        norm_epsilon=hf.layer_norm_epsilon,
+        initializer_range=hf.initializer_range,
+        tied=hf.tie_word_embeddings,
+        activation=hf.activation_function,
+        gated=False,
+        norm="layer",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        learned_positions=True,
+    )
+
+
+def _of_llama_kind(  # noqa: C901 - one case a family
+    hf: Any, scaling: tuple[tuple[str, Any], ...]
+) -> Spec:
+    """Pre-norm Llama, and what each family changes of it."""
+    width, heads = hf.hidden_size, hf.num_attention_heads
+    size = getattr(hf, "head_dim", None) or width // heads
+    rotated = int(size * (getattr(hf, "partial_rotary_factor", None) or 1.0))
+    rope = Rope(theta=float(hf.rope_theta), size=rotated, scaling=scaling)
+    window, layers = getattr(hf, "sliding_window", None), hf.num_hidden_layers
+    bias = bool(getattr(hf, "attention_bias", False))
+    spec = Spec(
+        family="llama",
+        hf="",
+        vocabulary=hf.vocab_size,
+        context_length=hf.max_position_embeddings,
+        width=width,
+        mlp_width=hf.intermediate_size,
+        kinds=(LayerKind(rope=rope),) * layers,
+        heads=heads,
+        kv_heads=hf.num_key_value_heads or heads,
+        head_size=size,
+        norm_epsilon=hf.rms_norm_eps,
+        initializer_range=hf.initializer_range,
+        tied=hf.tie_word_embeddings,
+        activation=getattr(hf, "hidden_act", None) or hf.hidden_activation,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+    )
+
+    def by_type(local: Rope | None = None) -> tuple[LayerKind, ...]:
+        near = LayerKind(window=window, rope=local or rope)
+        far = LayerKind(rope=rope)
+        return tuple(near if kind == "sliding_attention" else far for kind in hf.layer_types)
+
+    gemma = {"norm": "gemma", "embedding_scale": math.sqrt(width)}
+    match hf.model_type:
+        case "qwen2":
+            return replace(spec, qkv_bias=True, output_bias=False, kinds=by_type())
+        case "qwen3":
+            return replace(spec, qk_norm="head", kinds=by_type())
+        case "mistral" | "phi3":
+            return replace(spec, kinds=(LayerKind(window=window, rope=rope),) * layers)
+        case "olmo2":
+            return replace(spec, qk_norm="all", pre=False, post=True)
+        case "olmo3":
+            # Its scaling is for the layers that see all.
+            kinds = by_type(replace(rope, scaling=()))
+            return replace(spec, qk_norm="all", pre=False, post=True, kinds=kinds)
+        case "smollm3":
+            kinds = tuple(
+                replace(kind, rope=kind.rope if rotates else None)
+                for kind, rotates in zip(by_type(), hf.no_rope_layers, strict=True)
+            )
+            return replace(spec, kinds=kinds)
+        case "apertus":
+            return replace(spec, qk_norm="head", gated=False)
+        case "granite":
+            return replace(
+                spec,
+                scale=hf.attention_multiplier,
+                embedding_scale=hf.embedding_multiplier,
+                residual_scale=hf.residual_multiplier,
+                logits_scale=1.0 / hf.logits_scaling,
+            )
+        case "gemma":
+            return replace(spec, **gemma, activation=hf.hidden_activation or hf.hidden_act)
+        case "gemma2" | "gemma3_text":
+            local = None
+            if hf.model_type == "gemma3_text":
+                local = Rope(theta=float(hf.rope_local_base_freq), size=size)
+            return replace(
+                spec,
+                **gemma,
+                post=True,
+                qk_norm="head" if local is not None else None,
+                activation=hf.hidden_activation,
+                scale=hf.query_pre_attn_scalar**-0.5,
+                cap=hf.attn_logit_softcapping,
+                final_cap=hf.final_logit_softcapping,
+                kinds=by_type(local),
+            )
+        case _:
+            return spec
+
+
+def _rope_of(
+    tree: Mapping[str, Any], path: Path
+) -> tuple[float | None, tuple[tuple[str, Any], ...]]:
+    """Rotary base and scaling, from `rope_theta`/`rope_scaling` or from `rope_parameters`.
+
+    transformers 5 writes the latter, by layer type where these differ.
+    """
+    parameters = tree.get("rope_parameters") or {}
+    parameters = dict(parameters.get("full_attention") or parameters)
+    parameters.pop("partial_rotary_factor", None)
+    bases = {float(b) for b in (tree.get("rope_theta"), parameters.pop("rope_theta", None)) if b}
+    if len(bases) > 1:
+        raise InputError(
+            f"{path}: rope_theta and rope_parameters.rope_theta differ ({sorted(bases)}); expected "
+            "one rotary base; remove the wrong one from config.json"
+        )
+    scaling = dict(tree.get("rope_scaling") or parameters)
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    for key in ("type", "rope_theta", "partial_rotary_factor"):
+        scaling.pop(key, None)
+    base = next(iter(bases), None)
+    if kind == "default" and not scaling:
+        return base, ()
+    if kind not in ROPE_KEYS or set(scaling) - ROPE_KEYS[kind]:
+        raise InputError(
+            f"{path}: rotary scaling {kind!r} with {sorted(scaling)} is not supported; expected "
+            f"one of { {name: sorted(keys) for name, keys in ROPE_KEYS.items()} }"
+        )
+    if missing := ROPE_KEYS[kind] - _ROPE_OPTIONAL - set(scaling):
+        raise InputError(f"{path}: rotary scaling {kind!r} lacks {sorted(missing)}; add them")
+    known = {key: value for key, value in scaling.items() if value is not None}
+    return base, (("rope_type", kind), *sorted(known.items()))
+
+
+# ---------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor of a folder: parameters of ours, joined along the rows; GPT-2 stores columns."""
+
+    paths: tuple[str, ...]
+    transposed: bool = False
+
+
+_STACKED = "transformer/layers/stacked/"
+_ENDS = {
+    "embeddings/token_embeddings/weight": "model.embed_tokens.weight",
+    "transformer/norm/weight": "model.norm.weight",
+    "lm_head/weight": "lm_head.weight",
+}
+
+
+def tensors_of(spec: Spec, paths: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors of a folder by name, `{layer}` in it, that hold the parameters of these paths."""
+    if spec.family == "gpt2":
+        return _of_gpt2(paths)
+    renamed: dict[str, str] = {}
+    joined: dict[str, tuple[str, ...]] = {}
+    if spec.family == "apertus":
+        renamed = {
+            "input_layernorm": "attention_layernorm",
+            "post_attention_layernorm": "feedforward_layernorm",
+        }
+    if spec.family == "phi3":
+        joined = {
+            "self_attn/qkv_proj": ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj"),
+            "mlp/gate_up_proj": ("mlp/gate_proj", "mlp/up_proj"),
+        }
+    inside = {part: whole for whole, parts in joined.items() for part in parts}
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        if path in _ENDS:
+            tensors[_ENDS[path]] = Tensor(paths=(path,))
+            continue
+        module, _, last = path.removeprefix(_STACKED).rpartition("/")
+        whole = inside.get(module, renamed.get(module, module))
+        parts = joined.get(whole, (module,))
+        name = f"model.layers.{{layer}}.{whole}/{last}".replace("/", ".")
+        tensors[name] = Tensor(paths=tuple(f"{_STACKED}{part}/{last}" for part in parts))
+    return tensors
+
+
+def _of_gpt2(paths: Sequence[str]) -> dict[str, Tensor]:
+    modules = {
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "self_attn/o_proj": "attn.c_proj",
+        "mlp/up_proj": "mlp.c_fc",
+        "mlp/down_proj": "mlp.c_proj",
+    }
+    ends = {
+        "embeddings/token_embeddings/weight": "transformer.wte.weight",
+        "embeddings/position_embeddings/weight": "transformer.wpe.weight",
+        "transformer/norm/weight": "transformer.ln_f.weight",
+        "transformer/norm/bias": "transformer.ln_f.bias",
+        "lm_head/weight": "lm_head.weight",
+    }
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        module, _, last = path.removeprefix(_STACKED).rpartition("/")
+        matrix = last == "weight" and module.endswith("_proj")
+        if path in ends:
+            tensors[ends[path]] = Tensor(paths=(path,))
+        elif module in modules:
+            name = f"transformer.h.{{layer}}.{modules[module]}.{last}"
+            tensors[name] = Tensor(paths=(path,), transposed=matrix)
+        else:
+            parts = tuple(f"{_STACKED}self_attn/{part}_proj/{last}" for part in "qkv")
+            name = f"transformer.h.{{layer}}.attn.c_attn.{last}"
+            tensors[name] = Tensor(paths=parts, transposed=matrix)
+    return tensors
+
+
+def config_json(spec: Spec) -> dict[str, Any]:
+    """The config.json of a model, for transformers 4 and 5, and servers built on either.
+
+    Where all layers have one rotary embedding, its base and scaling are given in both words.
+    """
+    tree: dict[str, Any] = json.loads(spec.hf)
+    tree |= {"architectures": [ARCHITECTURES[spec.family]], "vocab_size": spec.vocabulary}
+    if spec.family == "gpt2":
+        return tree
+    tree |= {"head_dim": spec.head_size, "hidden_act": tree.get("hidden_act", spec.activation)}
+    if spec.family.startswith("gemma"):
+        tree["hidden_activation"] = spec.activation
+    if len(spec.ropes) == 1:
+        (rope,) = spec.ropes
+        scaling = dict(rope.scaling)
+        tree |= {
+            "rope_theta": rope.theta,
+            "rope_scaling": scaling or None,
+            "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta},
+        }
+    return tree

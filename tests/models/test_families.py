@@ -1,0 +1,118 @@
+"""Families of models, against what transformers computes for shrunk configurations of real ones."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.cases import others_slow
+from support.family_folders import KEPT, golden, probe_of, tensors_of, tokens, write_folder
+from support.run_factories import character_tokenizer
+
+from marin_rl.inference import decoder
+from marin_rl.inference.kv_cache import empty_cache
+from marin_rl.inference.weight_fusion import fused_weights
+from marin_rl.inference.weights import read_model, rotary_table
+from marin_rl.models.families import described, described_folder
+from marin_rl.models.module import LanguageModel
+from marin_rl.training.hf_folders import exported, load_hf, save_hf
+from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
+from marin_rl.training.model import named_parameters, with_parameters
+
+GOLDEN = golden()
+TOLERANCE = 2e-4
+LENGTH = 64
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(scope="module", params=others_slow(GOLDEN, "gemma-3-1b", "phi-3-mini-4k"))
+def case(request: pytest.FixtureRequest) -> Mapping[str, Any]:
+    return GOLDEN[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(case: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_folder(path, case["config"], case["shapes"])
+    character_tokenizer().save_pretrained(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LanguageModel:
+    return load_hf(folder)
+
+
+def rows() -> tuple[jax.Array, ...]:
+    ids = jnp.asarray(tokens())
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    return ids, jnp.ones_like(ids), positions, positions > 0
+
+
+def test_the_trainers_logprobs_and_gradients_are_those_of_transformers(
+    case: Mapping[str, Any], model: LanguageModel
+) -> None:
+    def mean(parameters: Any, packing: Packing) -> tuple[jax.Array, jax.Array]:
+        scores = token_logprobs(with_parameters(model, parameters), *rows(), packing=packing)
+        return jnp.sum(scores.logprobs) / jnp.sum(rows()[3]), scores.logprobs
+
+    graded = jax.jit(jax.grad(mean, has_aux=True), static_argnums=1)
+    kept = np.asarray(KEPT[:-1])
+    logprobs = jax.nn.log_softmax(np.asarray(case["logits"])[:, :-1])
+    expected = np.take_along_axis(logprobs, tokens()[:, kept + 1, None], -1)[..., 0]
+    for packing in (ALONE, Packing(packed_rows=True)):
+        gradients, found = graded(named_parameters(model), packing)
+        np.testing.assert_allclose(found[:, kept + 1], expected, atol=TOLERANCE)
+        for name, gradient in exported(with_parameters(model, gradients)):
+            if name in case["gradients"]:
+                ours = np.sum(gradient * probe_of(name, gradient.shape))
+                assert ours == pytest.approx(case["gradients"][name], rel=2e-3, abs=2e-4), name
+
+
+def test_the_engines_logits_are_those_of_transformers(
+    case: Mapping[str, Any], model: LanguageModel
+) -> None:
+    spec, weights = read_model(model)
+    dtype, ids = jnp.dtype(jnp.float32), jnp.asarray(tokens())
+    fused, rotary = fused_weights(spec, weights, dtype), rotary_table(spec, LENGTH)
+    kept = np.asarray(KEPT)
+    expected = np.asarray(case["logits"])
+    states = jax.jit(partial(decoder.hidden_states, spec))(fused, rotary, ids)
+    logits = decoder.logits(spec, fused, states[:, kept].reshape(-1, spec.width))
+    np.testing.assert_allclose(logits.reshape(expected.shape), expected, atol=TOLERANCE)
+    cache, step = empty_cache(spec, 2, LENGTH, dtype), jax.jit(partial(decoder.decode_step, spec))
+    for at in range(ids.shape[1]):
+        each, cache = step(fused, rotary, cache, ids[:, at], jnp.full(2, at, jnp.int32))
+        if at in KEPT:
+            np.testing.assert_allclose(each, expected[:, KEPT.index(at)], atol=TOLERANCE)
+
+
+def test_an_exported_folder_has_the_same_tensors_and_describes_the_same_model(
+    case: Mapping[str, Any], model: LanguageModel, tmp_path: Path
+) -> None:
+    save_hf(model, character_tokenizer(), tmp_path)
+    saved = load_file(str(tmp_path / "model.safetensors"))
+    expected = tensors_of(case["config"], case["shapes"])
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(saved[name], tensor)
+    again = described_folder(tmp_path)
+    assert again == model.spec
+    assert again.context_length == model.spec.context_length
+    written = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    unchanged = case["config"].keys() - {"bos_token_id", "eos_token_id", "pad_token_id"}
+    assert {key: written[key] for key in unchanged} == {k: case["config"][k] for k in unchanged}
+
+
+@pytest.mark.parametrize(
+    ("layers", "period"), [("gemma-2-2b", 2), ("olmo-3-7b", 4), ("smollm3-3b", 4), ("gpt2", 1)]
+)
+def test_layers_are_scanned_by_their_period(layers: str, period: int) -> None:
+    assert described(GOLDEN[layers]["config"], Path(layers)).period == period
