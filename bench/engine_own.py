@@ -212,7 +212,7 @@ def bandwidth(work: Work, options: argparse.Namespace, batch: int) -> dict[str, 
     seen = statistics.mean(-(-position // size) * size for position in range(prompt, prompt + new))
     cache = bytes_of(engine._runner.memory.caches) * seen / (prompt + new)
     read = bytes_of(engine.policy.weights) + cache
-    if config.tie_word_embeddings:
+    if config.tie_embeddings:
         read -= engine.policy.weights.embedding.nbytes  # listed twice, read once
     engine.close()
     found = {

@@ -283,7 +283,7 @@ LLAMA = {
     [
         ({}, {}, "holds no safetensors"),
         ({"model_type": "mamba2"}, {"model.safetensors": ""}, "'mamba2' is not supported"),
-        ({"mlp_bias": True}, {"model.safetensors": ""}, "mlp_bias true is not supported"),
+        ({"hidden_act": "mish"}, {"model.safetensors": ""}, "hidden_act mish is not supported"),
         (
             {},
             {"model.safetensors.index.json": '{"weight_map": {"a": "one.safetensors"}}'},

@@ -113,7 +113,8 @@ class Runner:
         """References to a model's arrays. Raises InputError for a model of another shape."""
         spec, weights = read_model(model)
         if spec != self.spec:
-            raise InputError(f"expected a model like the one loaded, {self.spec}, found {spec}")
+            difference = self.spec.difference(spec)
+            raise InputError(f"expected a model like the one loaded: {difference}")
         # references where the arrays lie as the first ones did: a swap copies nothing
         placed = self._placement.place_weights(weights)
         return Policy(placed, weight_version, parameters_digest, WeightsKey())

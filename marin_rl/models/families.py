@@ -59,6 +59,9 @@ ROPE_KEYS = {
 _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 _ROPE_OPTIONAL |= {"truncate"}
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "xielu")
+# Sizes, for which transformers' defaults would stand in for what a folder leaves out.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_SIZES_GPT2 = ("vocab_size", "n_embd", "n_layer", "n_head")
 # Settings whose other values compute what no family here does.
 _PLAIN = {
     "clip_qkv": None,
@@ -105,25 +108,43 @@ def described_model(model: ModelConfig, context_length: int) -> Spec:
 def described(tree: Mapping[str, Any], path: Path) -> Spec:
     """The model of a config.json. Raises InputError, naming `path`, as `described_folder` does."""
     family = check_family(dict(tree), ARCHITECTURES, path)
+    sizes = _SIZES_GPT2 if family == "gpt2" else _SIZES
+    if wrong := [key for key in sizes if type(tree.get(key)) is not int]:
+        raise InputError(f"{path}: expected a decoder's config.json, found no number {wrong[0]!r}")
     if "quantization_config" in tree:
         raise _unsupported(path, family, "quantized weights", "plain ones")
     theta, scaling = _rope_of(tree, path)
+    _check_local_rope(tree, path)
+    own = {} if theta is None else {"rope_theta": theta}
+    own |= _particular_ropes(tree.get("rope_parameters") or {})
+    partial = own.get("partial_rotary_factor", tree.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0) and family != "phi3":
+        raise _unsupported(path, family, f"partial_rotary_factor {partial}", "none")
     # Its configuration classes take a second to import, which a model of our own does not need.
     transformers = importlib.import_module("transformers")
-    hf: Any = transformers.CONFIG_MAPPING[family](
-        **{**tree, **({} if theta is None else {"rope_theta": theta})}
-    )
+    try:
+        hf: Any = transformers.CONFIG_MAPPING[family](**{**tree, **own})
+        spec = _gpt2(hf) if family == "gpt2" else _of_llama_kind(hf, scaling)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InputError(f"{path}: expected a {family} model's config.json: {error!r}") from error
+    _check(spec, hf, path)
+    return replace(spec, family=family, hf=json.dumps(tree, sort_keys=True))
+
+
+def _check(spec: Spec, hf: Any, path: Path) -> None:
+    """Raise InputError for settings that would be computed otherwise than they say."""
+    family = hf.model_type
     for key, plain in _PLAIN.items():
         if getattr(hf, key, plain) not in (plain, None):
             raise _unsupported(path, family, f"{key} {getattr(hf, key)}", f"{key} {plain}")
-    spec = _gpt2(hf) if family == "gpt2" else _of_llama_kind(hf, scaling)
+    if len(spec.kinds) != hf.num_hidden_layers:
+        raise _unsupported(path, family, f"{len(spec.kinds)} layer_types", "one for each layer")
     if spec.activation not in ACTIVATIONS:
         expected = f"one of {', '.join(ACTIVATIONS)}"
         raise _unsupported(path, family, f"hidden_act {spec.activation}", expected)
     if spec.heads % spec.kv_heads:
         wrong = f"num_key_value_heads {spec.kv_heads}"
         raise _unsupported(path, family, wrong, f"a divisor of num_attention_heads {spec.heads}")
-    return replace(spec, family=family, hf=json.dumps(tree, sort_keys=True))
 
 
 def _unsupported(path: Path, family: str, found: str, expected: str) -> InputError:
@@ -164,7 +185,8 @@ def _of_llama_kind(  # noqa: C901 - one case a family
     """Pre-norm Llama, and what each family changes of it."""
     width, heads = hf.hidden_size, hf.num_attention_heads
     size = getattr(hf, "head_dim", None) or width // heads
-    rotated = int(size * (getattr(hf, "partial_rotary_factor", None) or 1.0))
+    partial = getattr(hf, "partial_rotary_factor", None) if hf.model_type == "phi3" else None
+    rotated = int(size * (partial or 1.0))
     rope = Rope(theta=float(hf.rope_theta), size=rotated, scaling=scaling)
     window, layers = getattr(hf, "sliding_window", None), hf.num_hidden_layers
     bias = bool(getattr(hf, "attention_bias", False))
@@ -242,6 +264,30 @@ def _of_llama_kind(  # noqa: C901 - one case a family
             )
         case _:
             return spec
+
+
+def _particular_ropes(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers 5 writes into `rope_parameters`, in the words of 4."""
+    full, local = (nested.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    own: dict[str, Any] = {}
+    partial = (full or nested).get("partial_rotary_factor")
+    if partial is not None:
+        own["partial_rotary_factor"] = partial
+    if "rope_theta" in local:
+        own["rope_local_base_freq"] = local["rope_theta"]
+    return own
+
+
+def _check_local_rope(tree: Mapping[str, Any], path: Path) -> None:
+    """Raise InputError where layers with a window have a scaling of their own: no family has it."""
+    local = (tree.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if set(local) - {"rope_theta", "rope_type", "partial_rotary_factor"} or (
+        local.get("rope_type", "default") != "default"
+    ):
+        raise InputError(
+            f"{path}: rope_parameters.sliding_attention {dict(local)} is not supported; expected "
+            "rope_type default and a rope_theta"
+        )
 
 
 def _rope_of(
@@ -370,7 +416,13 @@ def config_json(spec: Spec) -> dict[str, Any]:
     tree |= {"head_dim": spec.head_size, "hidden_act": tree.get("hidden_act", spec.activation)}
     if spec.family.startswith("gemma"):
         tree["hidden_activation"] = spec.activation
-    if len(spec.ropes) == 1:
+    if spec.family == "gemma3_text":
+        of_window = {kind.window is not None: kind.rope for kind in spec.kinds}
+        if far := of_window.get(False):
+            tree |= {"rope_theta": far.theta, "rope_scaling": dict(far.scaling) or None}
+        if near := of_window.get(True):
+            tree |= {"rope_local_base_freq": near.theta}
+    elif len(spec.ropes) == 1:
         (rope,) = spec.ropes
         scaling = dict(rope.scaling)
         tree |= {

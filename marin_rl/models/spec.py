@@ -7,7 +7,7 @@ Axes: K key/value heads, G query heads of each, H head size, D width, F width of
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -183,3 +183,17 @@ class Spec:
             for size in range(1, self.layers + 1)
             if all(kind == self.kinds[i % size] for i, kind in enumerate(self.kinds))
         )
+
+    def difference(self, other: "Spec") -> str:
+        """The first thing that another model computes otherwise, for an error's text."""
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in _compared()]
+        name, expected, found = next(pair for pair in pairs if pair[1] != pair[2])
+        if name == "kinds" and len(expected) == len(found):
+            layers = enumerate(zip(expected, found, strict=True))
+            layer, (expected, found) = next(each for each in layers if each[1][0] != each[1][1])
+            name = f"layer {layer}"
+        return f"{name} expected {expected}, found {found}"
+
+
+def _compared() -> list[Field[Any]]:
+    return [each for each in fields(Spec) if each.compare]

@@ -253,7 +253,7 @@ def test_damaged_folders_are_refused_and_others_go_on(server, adapters, kind, me
 
 def test_adapters_of_another_base_or_rank_are_refused(server, adapters):
     root = adapters["first"][0].parent
-    other = tiny_model("llama-tied", num_heads=8, hidden_dim=64)
+    other = tiny_model("llama-tied", heads=8, width=64)
     write_peft(root / "other", adapter_for(other))
     write_peft(root / "large", adapter_for(tiny_model(), rank=9))
     status, answer = load(server, "other", root / "other")

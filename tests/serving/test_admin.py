@@ -154,8 +154,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn configuration": (lambda f: truncate(f / "config.json"), "config.json"),
     "another width": (lambda f: edit_config(f, intermediate_size=80), "another architecture"),
     "another family": (
-        lambda f: edit_config(f, model_type="gpt2"),
-        "model_type 'gpt2' is not supported",
+        lambda f: edit_config(f, model_type="bert"),
+        "model_type 'bert' is not supported",
     ),
     "words for numbers": (lambda f: edit_config(f, hidden_size="many"), ""),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),

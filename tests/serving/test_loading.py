@@ -12,6 +12,7 @@ from support.policy_runs import commit, small_run, weights
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePolicy
 from marin_rl.inference.engine import Engine
+from marin_rl.models.spec import Rope
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
@@ -35,16 +36,15 @@ def test_an_architecture_is_all_but_the_weights() -> None:
     served = Architecture.of(tiny_model(), 64)
     served.check(tiny_model(seed=9))
     with pytest.raises(InputError, match=r"parameter lm_head/weight expected .* found absent"):
-        served.check(tiny_model(tie_word_embeddings=True))
-    with pytest.raises(InputError, match=r"expected .* found .*norm_epsilon=0.1"):
-        served.check(tiny_model(layer_norm_epsilon=0.1))
+        served.check(tiny_model(tied=True))
+    with pytest.raises(InputError, match="norm_epsilon expected 1e-05, found"):
+        served.check(tiny_model(norm_epsilon=0.1))
     with pytest.raises(InputError, match=r"k_proj/weight expected \(2, 2, .* found \(2, 1, "):
         served.check(tiny_model("llama3-rope"))
-    rope = dataclasses.replace(tiny_model().config.rope, theta=5e5)
-    with pytest.raises(InputError, match="rotary embeddings are of another base"):
-        served.check(tiny_model(rope=rope))
+    with pytest.raises(InputError, match=r"layer 0 expected .*10000.0.*, found .*500000.0"):
+        served.check(tiny_model(rope=Rope(theta=5e5, size=8)))
     with pytest.raises(InputError, match=r"at least 64 positions, .* found one for 32"):
-        served.check(tiny_model(max_seq_len=32))
+        served.check(tiny_model(context_length=32))
 
 
 def test_a_folder_and_a_checkpoint_of_the_same_weights_are_the_same(tmp_path: Path) -> None:

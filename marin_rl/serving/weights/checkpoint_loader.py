@@ -71,7 +71,7 @@ class Architecture:
                 f"{expected_shapes.get(name, 'absent')}, found {found_shapes.get(name, 'absent')} "
                 f"({len(differing)} such parameters)"
             )
-        raise InputError(f"another architecture: expected {self.spec}, found {other.spec}")
+        raise InputError(f"another architecture: {self.spec.difference(other.spec)}")
 
 
 def check_positions(model: LanguageModel, positions: int) -> None:
