@@ -75,7 +75,9 @@ def test_levanter_trains_a_model_of_ours(folder: Path) -> None:
     model = config.build(hax.Axis("vocab", 112), key=jax.random.key(0))
     assert isinstance(model, LevanterModel)
     example = LmExample.causal(hax.named(ids_of_batch().array[0], "position"))
-    grads = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: m.compute_next_token_loss(example)))
+    grads = eqx.filter_jit(
+        eqx.filter_value_and_grad(lambda m: m.compute_next_token_loss(example).scalar())
+    )
     optimizer = optax.adam(1e-2)
     state = optimizer.init(eqx.filter(model, eqx.is_array))
     losses = []
