@@ -172,6 +172,7 @@ class TrainedLinears(Linears):
 
     def qkv(self, x: Array) -> tuple[Array, Array, Array]:
         named, attention = hax.named(x, (*self.axes, "embed")), self.layer.self_attn
+        assert attention is not None
         grouped = (*self.axes, "kv_head", "q_heads_per_group", "head_size")
         alone = (*self.axes, "kv_head", "head_size")
         return (
@@ -182,8 +183,12 @@ class TrainedLinears(Linears):
 
     def output(self, attended: Array) -> Array:
         by_head = attended.reshape(*attended.shape[:-1], self.spec.heads, self.spec.head_size)
-        named = hax.named(by_head, (*self.axes, "heads", "head_size"))
-        return self._product(self.layer.self_attn.o_proj, named, "embed")
+        named, attention = (
+            hax.named(by_head, (*self.axes, "heads", "head_size")),
+            self.layer.self_attn,
+        )
+        assert attention is not None
+        return self._product(attention.o_proj, named, "embed")
 
     def gate_and_up(self, x: Array) -> tuple[Array | None, Array]:
         named, mlp = hax.named(x, (*self.axes, "embed")), self.layer.mlp

@@ -170,12 +170,6 @@ class Spec:
         return tuple(dict.fromkeys(kind.rope for kind in self.kinds if kind.rope is not None))
 
     @property
-    def longest_window(self) -> int | None:
-        """Positions that the layer which sees most looks back over; None: all."""
-        windows = [kind.window for kind in self.kinds]
-        return None if None in windows else max(windows)
-
-    @property
     def period(self) -> int:
         """The fewest layers that, again and again, give all kinds (the last time in part)."""
         return next(

@@ -18,7 +18,7 @@ from support.engines import (
     result_of,
     results_under_load,
 )
-from support.models import tiny_model
+from support.models import tiny_model, tiny_spec
 
 from marin_rl.compilation import CACHE_VARIABLE
 from marin_rl.inference import batch_invariance
@@ -32,22 +32,12 @@ from marin_rl.inference.batch_invariance import (
 )
 from marin_rl.inference.kv_cache import BLOCK_MIN, SHARE, times_cached
 from marin_rl.inference.runner import Runner
-from marin_rl.models.spec import Spec
 
 pytestmark = pytest.mark.bits
 
 ALL = Invariance(slots=True, prompts=True, shared=True)
 SHAPES = Shapes(
-    spec=Spec(
-        layers=1,
-        kv_heads=1,
-        queries_per_kv=2,
-        head_size=8,
-        width=16,
-        vocabulary=7,
-        norm_epsilon=1e-5,
-        activation="silu",
-    ),
+    spec=tiny_spec(layers=1, heads=2, kv_heads=1, width=16, vocabulary=7),
     slots=8,
     context_length=64,
     chunk_steps=4,
