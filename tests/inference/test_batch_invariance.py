@@ -32,6 +32,7 @@ from marin_rl.inference.batch_invariance import (
 )
 from marin_rl.inference.kv_cache import BLOCK_MIN, SHARE, times_cached
 from marin_rl.inference.runner import Runner
+from marin_rl.models.spec import Spec
 
 pytestmark = pytest.mark.bits
 
