@@ -56,6 +56,7 @@ class Architecture:
     intermediate_size: int
     tie_embeddings: bool
     gated: bool = True
+    adapted_mlp: bool = True
 
     @classmethod
     def of(cls, spec: Spec) -> "Architecture":
@@ -66,9 +67,10 @@ class Architecture:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_size=spec.head_size,
-            intermediate_size=spec.mlp_width,
+            intermediate_size=spec.mlp_width * max(1, spec.experts),
             tie_embeddings=spec.tied,
             gated=spec.gated,
+            adapted_mlp=not spec.experts,
         )
 
     @property
@@ -100,6 +102,8 @@ class Architecture:
         }
         if not self.gated:
             del shapes["mlp/gate_proj"]
+        if not self.adapted_mlp:
+            shapes = {name: shape for name, shape in shapes.items() if "mlp" not in name}
         return {f"transformer/layers/stacked/{n}/weight": shape for n, shape in shapes.items()}
 
     def cache_bytes(self, tokens: int, bytes_per_value: int) -> int:

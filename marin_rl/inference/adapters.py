@@ -75,11 +75,13 @@ def bank_shapes(spec: Spec, sizes: BankSizes, dtype: jnp.dtype, *, masked: bool)
 
     keys = spec.kv_heads * spec.head_size
     queries = keys * spec.queries_per_kv
+    halves = (spec.mlp_width,) * (2 if spec.gated else 1)
     layer = LayerAdapters(
         qkv=low_rank(spec.width, (queries, keys, keys)),
         output=low_rank(queries, (spec.width,)),
-        gate_up=low_rank(spec.width, (spec.mlp_width,) * (2 if spec.gated else 1)),
-        down=low_rank(spec.mlp_width, (spec.width,)),
+        # experts have no adapters
+        gate_up=None if spec.experts else low_rank(spec.width, halves),
+        down=None if spec.experts else low_rank(spec.mlp_width, (spec.width,)),
     )
     return (layer,) * spec.layers
 
@@ -179,13 +181,19 @@ def rows_of(shapes: Bank, adapter: Adapter) -> Bank:
     )
 
 
-def _parts(name: str, shape: LowRank) -> Sequence[str]:
+def _parts(name: str, shape: LowRank | None) -> Sequence[str]:
     """Modules that a matrix joins: of gate and up a plain MLP has the latter alone."""
+    if shape is None:
+        return ()
     return MODULES[name][-len(shape.b) :]
 
 
-def _rows(shape: LowRank, paths: Sequence[str | None], adapter: Adapter, layer: int) -> LowRank:
+def _rows(
+    shape: LowRank | None, paths: Sequence[str | None], adapter: Adapter, layer: int
+) -> LowRank | None:
     """Rows of one matrix, whose parts are at these paths; None: not adapted."""
+    if shape is None:
+        return None
     parts, _, rank, size = shape.a.shape
     a = np.zeros((parts, 1, rank, size), np.float32)
     b = [np.zeros((1, *part.shape[1:]), np.float32) for part in shape.b]

@@ -91,7 +91,7 @@ def decode_step(
         # written before it is read: a token attends to itself, too
         blocks = write(blocks, key, value, positions_S)
         written.append(blocks)
-        limits = Limits(kind.window, spec.cap)
+        limits = Limits(kind.window, spec.cap, layer.sinks)
         attended = attend(query, blocks, positions_S, longest, shared, limits)
         x_SD = constrain(_after_attention(spec, linears, x_SD, attended), SLOTS)
     return constrain(logits(spec, decoder, x_SD), SLOTS), tuple(written)
@@ -181,14 +181,30 @@ class FusedLinears(Linears):
         out = _times(x, self.layer.down, self.layer.down_bias)
         return self._adapted("down", x, [out])[0]
 
+    def router(self, x: Array) -> Array:
+        router = self.layer.router
+        assert router is not None
+        weight, bias = router.float_weight.astype(jnp.float32), router.bias
+        scores = _times(x.astype(jnp.float32), weight)
+        return scores if bias is None else scores + bias.astype(jnp.float32)
+
+    @property
+    def expert_bias(self) -> Array | None:
+        return self.layer.expert_bias
+
+    @property
+    def sinks(self) -> Array | None:
+        return self.layer.sinks
+
     def _adapted(self, name: str, x: Array, outs: Sequence[Array]) -> list[Array]:
         adapted, layer = list(outs), self.layer
         if layer.own is not None:
             for part, own in enumerate(getattr(layer.own, name)):
                 if own is not None:
                     adapted[part] += own.change(x).reshape(adapted[part].shape)
-        if layer.adapters is not None and self.adapter is not None:
-            more = additions(getattr(layer.adapters, name), x, self.adapter)
+        bank = None if layer.adapters is None else getattr(layer.adapters, name)
+        if bank is not None and self.adapter is not None:
+            more = additions(bank, x, self.adapter)
             adapted = [out + one.reshape(out.shape) for out, one in zip(adapted, more, strict=True)]
         return adapted
 
@@ -296,7 +312,7 @@ def _extend_step(
         written.append(blocks)
         # the cache needs the last layer's keys and values, but not its output
         if index < spec.layers - 1:
-            limits = Limits(kind.window, spec.cap)
+            limits = Limits(kind.window, spec.cap, layer.sinks)
             attended = attend_pieces(query, blocks, slot_N, positions_M, limits)
             x_MD = _after_attention(spec, linears, x_MD, attended)
     return tuple(written)
@@ -334,7 +350,9 @@ def _prefill_tile(
         pairs.append((keys, values))
         # a prefill needs the last layer's keys and values, but not its output
         if last_layer or index < spec.layers - 1:
-            attended = _attend_causally(query, keys, values, Limits(kind.window, spec.cap))
+            attended = _attend_causally(
+                query, keys, values, Limits(kind.window, spec.cap, layer.sinks)
+            )
             x = _after_attention(spec, linears, x, attended)
     return x, tuple(pairs)
 
@@ -355,7 +373,7 @@ def prompt_products(
     linears = FusedLinears(spec, layer, adapter_R)
     query, key, value = linears.qkv(x_RPD)
     attended = _attend_causally(
-        query, jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2), Limits(None, None)
+        query, jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2), Limits(None, None, layer.sinks)
     )
     out = linears.output(attended)
     gate, up = linears.gate_and_up(out)
@@ -388,7 +406,8 @@ def _attend_causally(
         visible = limits.visible(jnp.arange(P)[None, :], (start + jnp.arange(size))[:, None])
         # in float32, whatever is computed in: differences of scores decide, and bfloat16 has 8 bits
         # of them
-        shares = softmax(capped(scores, limits.cap), visible)
+        sinks = None if limits.sinks is None else limits.sinks[..., None, None]
+        shares = softmax(capped(scores, limits.cap), visible, sinks)
         return jnp.einsum("rkgpt,rkth->rpkgh", shares.astype(query.dtype), values_RKPH)
 
     # tiles bound the scores, which would otherwise be P x P for each head

@@ -41,10 +41,14 @@ class Block(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits of a layer's attention: how far back it looks, and how large a score may be."""
+    """Limits of a layer's attention: how far back it looks, how large a score may be, and sinks.
+
+    A sink [K, G] is a score of each head that has no value.
+    """
 
     window: int | None
     cap: float | None
+    sinks: Array | None
 
     def visible(self, keys: Array, queries: Array) -> Array:
         """Mask of the keys' positions that queries at these positions see."""
@@ -68,7 +72,7 @@ def attend_pieces(
     times = (
         partial(_times_common, share=together) if together > 1 else partial(times_cached, share=1)
     )
-    state = _empty_softmax(query_MKGH)
+    state = _empty_softmax(query_MKGH, limits.sinks)
     for index, block in enumerate(blocks):
         start = index * size
 
@@ -103,7 +107,7 @@ def attend(
     instruction set and the shapes. The engine shares where it has proven that order to be the same.
     """
     size = blocks[0].keys.shape[-1]
-    state = _empty_softmax(query_SKGH)
+    state = _empty_softmax(query_SKGH, limits.sinks)
     for index, block in enumerate(blocks):
         start = index * size
 
@@ -125,13 +129,16 @@ def attend(
     return _average(state, query_SKGH)
 
 
-def _empty_softmax(query_SKGH: Array) -> tuple[Array, Array, Array]:
-    """Maximum, sum and weighted values before the first block."""
+def _empty_softmax(query_SKGH: Array, sinks_KG: Array | None) -> tuple[Array, Array, Array]:
+    """Maximum, sum and weighted values before the first block: those of a sink, or of nothing."""
     S, K, G, H = query_SKGH.shape
+    highest = jnp.full((S, K, G), MASKED, jnp.float32)
+    if sinks_KG is not None:
+        highest = jnp.broadcast_to(sinks_KG.astype(jnp.float32), (S, K, G))
     return (
         # float32 whatever the cache's dtype: these are sums over the whole context
-        jnp.full((S, K, G), MASKED, jnp.float32),
-        jnp.zeros((S, K, G), jnp.float32),
+        highest,
+        jnp.full((S, K, G), 0.0 if sinks_KG is None else 1.0, jnp.float32),
         jnp.zeros((S, K, G, H), jnp.float32),
     )
 

@@ -39,12 +39,15 @@ class GatheredLowRank(LowRank):
 
 
 class LayerAdapters(NamedTuple):
-    """Additions to a layer's four matrices; parts are query, key, value, and gate, up."""
+    """Additions to a layer's four matrices; parts are query, key, value, and gate, up.
+
+    Those of an MLP are None where it is one of experts.
+    """
 
     qkv: LowRank
     output: LowRank
-    gate_up: LowRank
-    down: LowRank
+    gate_up: LowRank | None
+    down: LowRank | None
 
 
 def additions(

@@ -65,7 +65,7 @@ def _fuse_layer(spec: Spec, layer: Layers) -> Layer:
     attention = (layer.query, layer.key, layer.value)
     qkv = _by_head(spec, [affine.float_weight for affine in attention])
     qkv_bias = _by_head(spec, [affine.bias for affine in attention])
-    gate_up = _by_piece([layer.gate.float_weight, layer.up.float_weight])
+    gate_up = _by_piece([_rows(layer.gate.float_weight), _rows(layer.up.float_weight)])
     output, down = layer.output.float_weight, layer.down.float_weight
     return Layer(
         qkv=None if qkv is None else qkv.reshape(-1, spec.width),
@@ -75,13 +75,25 @@ def _fuse_layer(spec: Spec, layer: Layers) -> Layer:
         ),
         output_bias=replicated.output.bias,
         gate_up=gate_up,
-        gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
-        down=None if down is None else constrain(down, UNDIVIDED, TENSOR),
-        down_bias=replicated.down.bias,
+        gate_up_bias=_by_piece([_flat(layer.gate.bias), _flat(layer.up.bias)]),
+        down=(None if down is None else constrain(down.reshape(spec.width, -1), UNDIVIDED, TENSOR)),
+        down_bias=None if spec.experts else replicated.down.bias,
         norms=replicated.norms,
         activation=replicated.activation,
+        router=replicated.router,
+        expert_bias=replicated.down.bias if spec.experts else None,
+        sinks=replicated.sinks,
         own=own if any(part is not None for parts in own for part in parts) else None,
     )
+
+
+def _rows(weight: Array | None) -> Array | None:
+    """A matrix [F, D], of experts [X, F, D] side by side."""
+    return None if weight is None else weight.reshape(-1, weight.shape[-1])
+
+
+def _flat(bias: Array | None) -> Array | None:
+    return None if bias is None else bias.reshape(-1)
 
 
 def layer_of(spec: Spec, layer: Layers) -> Layer:
@@ -97,11 +109,14 @@ def layer_of(spec: Spec, layer: Layers) -> Layer:
         output=LayerMatrix((weight["output"],)),
         output_bias=layer.output.bias,
         gate_up=LayerMatrix(tuple(half for half in gate_up if half is not None)),
-        gate_up_bias=_by_piece([layer.gate.bias, layer.up.bias]),
+        gate_up_bias=_by_piece([_flat(layer.gate.bias), _flat(layer.up.bias)]),
         down=LayerMatrix((weight["down"],)),
-        down_bias=layer.down.bias,
+        down_bias=None if spec.experts else layer.down.bias,
         norms=layer.norms,
         activation=layer.activation,
+        router=layer.router,
+        expert_bias=layer.down.bias if spec.experts else None,
+        sinks=layer.sinks,
     )
 
 
@@ -168,7 +183,10 @@ def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder 
     # a device on the CPU takes a view of memory that is aligned as it is; else it copies
     host = jax.tree.map(np.asarray, weights.layers)
     output = host.output.float_weight.reshape(spec.layers, spec.width, -1)
-    host = host._replace(output=host.output._replace(weight=output))
+    down = host.down.float_weight.reshape(spec.layers, spec.width, -1)
+    host = host._replace(
+        output=host.output._replace(weight=output), down=host.down._replace(weight=down)
+    )
     layers = tuple(
         layer_of(spec, jax.tree.map(lambda leaf, i=index: jax.device_put(leaf[i]), host))
         for index in range(spec.layers)

@@ -23,7 +23,7 @@ from marin_rl.inference.layer_matrices import (
 )
 from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedMatrix
 from marin_rl.models.block import Activation, Norm, Norms, angles_of
-from marin_rl.models.module import DecoderLayer, LanguageModel, activation_of, norms_of
+from marin_rl.models.module import DecoderLayer, LanguageModel, Matrix, activation_of, norms_of
 from marin_rl.models.spec import Spec
 
 # Cosines and sines of every position up to the cache's length, of each of `Spec.ropes`.
@@ -59,6 +59,8 @@ class Layers(NamedTuple):
     down: Affine
     norms: Norms
     activation: Activation | None
+    router: Affine | None = None
+    sinks: Array | None = None
 
 
 class Weights(NamedTuple):
@@ -90,6 +92,9 @@ class Layer(NamedTuple):
     down_bias: Float[Array, " D"] | None
     norms: Norms
     activation: Activation | None
+    router: Affine | None = None
+    expert_bias: Float[Array, "X D"] | None = None
+    sinks: Float[Array, "K G"] | None = None
     adapters: LayerAdapters | None = None
     own: OwnAdapters | None = None
 
@@ -144,20 +149,24 @@ def read_model(model: LanguageModel) -> tuple[Spec, Weights]:
 def _read_layers(spec: Spec, layer: DecoderLayer) -> Layers:
     attention, mlp = layer.self_attn, layer.mlp
     assert attention is not None
+    # Experts lie side by side: [L, X, F, D] and [L, D, X, F].
+    matrices = mlp if mlp.experts is None else mlp.experts
     return Layers(
         query=_matrix(attention.q_proj),
         key=_matrix(attention.k_proj),
         value=_matrix(attention.v_proj),
         output=_matrix(attention.o_proj),
-        gate=Affine(None, None) if mlp.gate_proj is None else _matrix(mlp.gate_proj),
-        up=_matrix(mlp.up_proj),
-        down=_matrix(mlp.down_proj),
+        gate=Affine(None, None) if matrices.gate_proj is None else _matrix(matrices.gate_proj),
+        up=_matrix(matrices.up_proj),
+        down=_matrix(matrices.down_proj),
         norms=norms_of(spec, layer),
         activation=activation_of(layer),
+        router=None if mlp.router is None else _matrix(mlp.router),
+        sinks=None if attention.sinks is None else attention.sinks.array,
     )
 
 
-def _matrix(linear: Linear | LoraLinear | QuantizedLinear) -> Affine:
+def _matrix(linear: Linear | LoraLinear | QuantizedLinear | Matrix) -> Affine:
     if isinstance(linear, LoraLinear):
         a, b = linear.lora_A.array, linear.lora_B.array
         # one scale for each layer, so that slicing the stack by layer slices it too

@@ -5,7 +5,7 @@ cache, the trainer over the rows of a batch. A layer gives its products (`Linear
 an engine's adapters there, by name and with adapters that are trained here.
 
 Axes: K key/value heads, G query heads of each, H head size, D width, F width of the MLP, V
-vocabulary; leading axes are free.
+vocabulary, X experts; leading axes are free.
 """
 
 from abc import ABC, abstractmethod
@@ -75,7 +75,21 @@ class Linears(ABC):
 
     @abstractmethod
     def down(self, x: Array) -> Array:
-        """Back to the width."""
+        """Back to the width; of experts the sum."""
+
+    @abstractmethod
+    def router(self, x: Array) -> Array:
+        """Scores of experts [..., X], in float32."""
+
+    @property
+    @abstractmethod
+    def expert_bias(self) -> Array | None:
+        """What each expert adds to its output, [X, D]."""
+
+    @property
+    @abstractmethod
+    def sinks(self) -> Array | None:
+        """Scores that have no value, [K, G]."""
 
 
 class Rotation(NamedTuple):
@@ -179,9 +193,15 @@ def capped(scores: Float32[Array, "..."], cap: float | None) -> Float32[Array, "
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def softmax(scores: Float32[Array, "... T"], seen: Bool[Array, "..."]) -> Float32[Array, "... T"]:
-    """Shares of what is seen."""
-    return jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
+def softmax(
+    scores: Float32[Array, "... T"], seen: Bool[Array, "..."], sinks: Array | None
+) -> Float32[Array, "... T"]:
+    """Shares of what is seen; `sinks` are further scores, [..., 1], whose shares are dropped."""
+    scores = jnp.where(seen, scores, MASKED)
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float32), (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
 
 
 def after_attention(
@@ -193,10 +213,37 @@ def after_attention(
 
 
 def after_mlp(spec: Spec, layer: Linears, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """The residual stream with what the MLP adds."""
-    gate, up = layer.gate_and_up(normed(spec, layer.norms.mlp, x))
-    out = layer.down(activated(spec, layer, gate, up))
+    """The residual stream with what the MLP adds, or the experts that a token takes.
+
+    Experts are computed densely, side by side as one MLP whose inner values are weighed by the
+    token's shares: nothing is dropped, and a row does not depend on others. That is as many
+    products as experts, not as chosen ones.
+    """
+    inputs = normed(spec, layer.norms.mlp, x)
+    gate, up = layer.gate_and_up(inputs)
+    inner = activated(spec, layer, gate, up)
+    if not spec.experts:
+        out = layer.down(inner)
+    else:
+        shares = expert_shares(spec, layer.router(inputs))
+        weighed = inner * jnp.repeat(shares, spec.mlp_width, axis=-1).astype(inner.dtype)
+        out = layer.down(weighed)
+        if layer.expert_bias is not None:
+            out = out + shares.astype(out.dtype) @ layer.expert_bias.astype(out.dtype)
     return x + _scaled(spec, normed(spec, layer.norms.after_mlp, out))
+
+
+def expert_shares(spec: Spec, scores: Float32[Array, "... X"]) -> Float32[Array, "... X"]:
+    """How much of each expert's output a token takes; 0 of those that it does not choose."""
+    if spec.choose_first:
+        best, at = jax.lax.top_k(scores, spec.experts_chosen)
+        taken = jax.nn.softmax(best, axis=-1)
+    else:
+        taken, at = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), spec.experts_chosen)
+        if spec.renormalise:
+            taken = taken / jnp.sum(taken, axis=-1, keepdims=True)
+    chosen = jax.nn.one_hot(at, spec.experts, dtype=jnp.float32)
+    return jnp.sum(taken[..., None] * chosen, axis=-2)
 
 
 def _scaled(spec: Spec, out: Array) -> Array:
@@ -205,6 +252,10 @@ def _scaled(spec: Spec, out: Array) -> Array:
 
 def activated(spec: Spec, layer: Linears, gate: Array | None, up: Array) -> Array:
     """Input of the MLP's last product."""
+    if spec.clip is not None:  # of GPT-OSS
+        assert gate is not None
+        gate, up = jnp.minimum(gate, spec.clip), jnp.clip(up, -spec.clip, spec.clip)
+        return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
     if gate is not None:
         return ACTIVATIONS[spec.activation](gate) * up
     if spec.activation == "xielu":

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from marin_rl.config import ModelConfig
 from marin_rl.errors import InputError
@@ -25,14 +25,18 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 # Keys of `rope_scaling` that change what is computed, by its kind.
@@ -69,6 +73,8 @@ _PLAIN = {
     "scale_attn_weights": True,
     "use_bidirectional_attention": False,
     "add_cross_attention": False,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
 }
 
 
@@ -237,6 +243,31 @@ def _of_llama_kind(  # noqa: C901 - one case a family
             return replace(spec, kinds=kinds)
         case "apertus":
             return replace(spec, qk_norm="head", gated=False)
+        case "mixtral":
+            kinds = (LayerKind(window=window, rope=rope),) * layers
+            experts = {"experts": hf.num_local_experts, "experts_chosen": hf.num_experts_per_tok}
+            return replace(spec, kinds=kinds, **experts)
+        case "qwen3_moe" | "olmoe":
+            qwen = hf.model_type == "qwen3_moe"
+            return replace(
+                spec,
+                qk_norm="head" if qwen else "all",
+                mlp_width=hf.moe_intermediate_size if qwen else hf.intermediate_size,
+                experts=hf.num_experts,
+                experts_chosen=hf.num_experts_per_tok,
+                renormalise=hf.norm_topk_prob,
+            )
+        case "gpt_oss":
+            return replace(
+                spec,
+                kinds=by_type(),
+                mlp_bias=True,
+                sinks=True,
+                experts=hf.num_local_experts,
+                experts_chosen=hf.num_experts_per_tok,
+                choose_first=True,
+                clip=getattr(hf, "swiglu_limit", 7.0),
+            )
         case "granite":
             return replace(
                 spec,
@@ -329,10 +360,14 @@ def _rope_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor of a folder: parameters of ours, joined along the rows; GPT-2 stores columns."""
+    """A tensor of a folder: parameters of ours, and how they lie in it.
+
+    `rows`: joined along the rows; `columns`: likewise, and turned, as GPT-2 stores them. Of
+    experts: `inputs` [X, D, 2 F], gate and up by turns; `outputs` [X, F, D]; `biases` [X, 2 F].
+    """
 
     paths: tuple[str, ...]
-    transposed: bool = False
+    layout: Literal["rows", "columns", "inputs", "outputs", "biases"] = "rows"
 
 
 _STACKED = "transformer/layers/stacked/"
@@ -347,6 +382,9 @@ def tensors_of(spec: Spec, paths: Sequence[str]) -> dict[str, Tensor]:
     """Tensors of a folder by name, `{layer}` in it, that hold the parameters of these paths."""
     if spec.family == "gpt2":
         return _of_gpt2(paths)
+    if spec.experts:
+        own = [path for path in paths if "/mlp/" not in path]
+        return tensors_of(replace(spec, experts=0), own) | _of_experts(spec)
     renamed: dict[str, str] = {}
     joined: dict[str, tuple[str, ...]] = {}
     if spec.family == "apertus":
@@ -366,11 +404,44 @@ def tensors_of(spec: Spec, paths: Sequence[str]) -> dict[str, Tensor]:
             tensors[_ENDS[path]] = Tensor(paths=(path,))
             continue
         module, _, last = path.removeprefix(_STACKED).rpartition("/")
+        if last == "sinks":
+            tensors["model.layers.{layer}.self_attn.sinks"] = Tensor(paths=(path,))
+            continue
         whole = inside.get(module, renamed.get(module, module))
         parts = joined.get(whole, (module,))
         name = f"model.layers.{{layer}}.{whole}/{last}".replace("/", ".")
         tensors[name] = Tensor(paths=tuple(f"{_STACKED}{part}/{last}" for part in parts))
     return tensors
+
+
+def _of_experts(spec: Spec) -> dict[str, Tensor]:
+    mlp = f"{_STACKED}mlp/"
+    gate, up, down = (f"{mlp}experts/{name}_proj/" for name in ("gate", "up", "down"))
+    at = "model.layers.{layer}."
+    if spec.family == "gpt_oss":
+        router = {f"{at}mlp.router.{p}": Tensor(paths=(f"{mlp}router/{p}",)) for p in _PARTS}
+        inside = f"{at}mlp.experts."
+        return router | {
+            f"{inside}gate_up_proj": Tensor(
+                paths=(f"{gate}weight", f"{up}weight"), layout="inputs"
+            ),
+            f"{inside}gate_up_proj_bias": Tensor(
+                paths=(f"{gate}bias", f"{up}bias"), layout="biases"
+            ),
+            f"{inside}down_proj": Tensor(paths=(f"{down}weight",), layout="outputs"),
+            f"{inside}down_proj_bias": Tensor(paths=(f"{down}bias",)),
+        }
+    inside, names = f"{at}mlp.", ("gate_proj", "up_proj", "down_proj")
+    if spec.family == "mixtral":
+        inside, names = f"{at}block_sparse_moe.", ("w1", "w3", "w2")
+    each = {
+        f"{inside}experts.{{expert}}.{name}.weight": Tensor(paths=(f"{ours}weight",))
+        for name, ours in zip(names, (gate, up, down), strict=True)
+    }
+    return {f"{inside}gate.weight": Tensor(paths=(f"{mlp}router/weight",)), **each}
+
+
+_PARTS = ("weight", "bias")
 
 
 def _of_gpt2(paths: Sequence[str]) -> dict[str, Tensor]:
@@ -396,11 +467,11 @@ def _of_gpt2(paths: Sequence[str]) -> dict[str, Tensor]:
             tensors[ends[path]] = Tensor(paths=(path,))
         elif module in modules:
             name = f"transformer.h.{{layer}}.{modules[module]}.{last}"
-            tensors[name] = Tensor(paths=(path,), transposed=matrix)
+            tensors[name] = Tensor(paths=(path,), layout="columns" if matrix else "rows")
         else:
             parts = tuple(f"{_STACKED}self_attn/{part}_proj/{last}" for part in "qkv")
             name = f"transformer.h.{{layer}}.attn.c_attn.{last}"
-            tensors[name] = Tensor(paths=parts, transposed=matrix)
+            tensors[name] = Tensor(paths=parts, layout="columns" if matrix else "rows")
     return tensors
 
 

@@ -41,6 +41,7 @@ class Attention(eqx.Module):
     o_proj: Any
     q_norm: Scale | None = None
     k_norm: Scale | None = None
+    sinks: NamedArray | None = None
 
 
 class Xielu(eqx.Module):
@@ -50,13 +51,30 @@ class Xielu(eqx.Module):
     alpha_n: NamedArray
 
 
+class Matrix(eqx.Module):
+    """Weight and bias that no adapter changes: of a router, or of all experts."""
+
+    weight: NamedArray
+    bias: NamedArray | None = None
+
+
+class Experts(eqx.Module):
+    """Matrices of experts, whose axis follows the outputs in none but the last."""
+
+    gate_proj: Matrix
+    up_proj: Matrix
+    down_proj: Matrix
+
+
 class Mlp(eqx.Module):
-    """Matrices of an MLP."""
+    """Matrices of an MLP, or of experts and what chooses among them."""
 
     gate_proj: Any
     up_proj: Any
     down_proj: Any
     act_fn: Xielu | None = None
+    router: Matrix | None = None
+    experts: Experts | None = None
 
 
 class DecoderLayer(eqx.Module):
@@ -192,14 +210,51 @@ class TrainedLinears(Linears):
 
     def gate_and_up(self, x: Array) -> tuple[Array | None, Array]:
         named, mlp = hax.named(x, (*self.axes, "embed")), self.layer.mlp
+        if mlp.experts is not None:
+            parts = mlp.experts.gate_proj, mlp.experts.up_proj
+            out = (*self.axes, "experts", "mlp")
+            gate, up = (_product(part, named, ("embed",), out) for part in parts)
+            return gate.reshape(*x.shape[:-1], -1), up.reshape(*x.shape[:-1], -1)
         gate = None if mlp.gate_proj is None else self._product(mlp.gate_proj, named, "mlp")
         return gate, self._product(mlp.up_proj, named, "mlp")
 
     def down(self, x: Array) -> Array:
-        return self._product(self.layer.mlp.down_proj, hax.named(x, (*self.axes, "mlp")), "embed")
+        mlp = self.layer.mlp
+        if mlp.experts is not None:
+            apart = x.reshape(*x.shape[:-1], self.spec.experts, self.spec.mlp_width)
+            named = hax.named(apart, (*self.axes, "experts", "mlp"))
+            weight = Matrix(mlp.experts.down_proj.weight)
+            return _product(weight, named, ("experts", "mlp"), (*self.axes, "embed"))
+        return self._product(mlp.down_proj, hax.named(x, (*self.axes, "mlp")), "embed")
+
+    def router(self, x: Array) -> Array:
+        router = self.layer.mlp.router
+        assert router is not None
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), router)
+        named = hax.named(x.astype(jnp.float32), (*self.axes, "embed"))
+        return _product(wide, named, ("embed",), (*self.axes, "experts"))
+
+    @property
+    def expert_bias(self) -> Array | None:
+        experts = self.layer.mlp.experts
+        bias = None if experts is None else experts.down_proj.bias
+        return None if bias is None else bias.array
+
+    @property
+    def sinks(self) -> Array | None:
+        attention = self.layer.self_attn
+        sinks = None if attention is None else attention.sinks
+        return None if sinks is None else sinks.array
 
     def _product(self, linear: Any, named: NamedArray, out: str) -> Array:
         return linear(named).rearrange((*self.axes, out)).array
+
+
+def _product(
+    matrix: Matrix, named: NamedArray, over: tuple[str, ...], out: tuple[str, ...]
+) -> Array:
+    product = hax.auto_sharded(hax.dot(named, matrix.weight, axis=over))
+    return (product if matrix.bias is None else product + matrix.bias).rearrange(out).array
 
 
 # ---------------------------------------------------------------- templates
@@ -213,6 +268,7 @@ class _Axes:
     embed: Axis
     mlp: Axis
     vocab: Axis
+    experts: Axis
     kv_head: Axis
     group: Axis
     heads: Axis
@@ -225,6 +281,7 @@ class _Axes:
             embed=Axis("embed", spec.width),
             mlp=Axis("mlp", spec.mlp_width),
             vocab=Axis("vocab", spec.vocabulary),
+            experts=Axis("experts", spec.experts),
             kv_head=Axis("kv_head", spec.kv_heads),
             group=Axis("q_heads_per_group", spec.queries_per_kv),
             heads=Axis("heads", spec.heads),
@@ -275,10 +332,13 @@ def _attention_of(spec: Spec, axes: _Axes, of_layer: Callable[..., Scale]) -> At
         o_proj=_linear(axes, (axes.heads, axes.head_size), axes.embed, bias=spec.output_bias),
         q_norm=query,
         k_norm=key,
+        sinks=_shape(axes.layer, axes.kv_head, axes.group) if spec.sinks else None,
     )
 
 
 def _mlp_of(spec: Spec, axes: _Axes) -> Mlp:
+    if spec.experts:
+        return _experts_of(spec, axes)
     number = _shape(axes.layer, Axis("one", 1))
     return Mlp(
         gate_proj=_linear(axes, axes.embed, axes.mlp, bias=spec.mlp_bias) if spec.gated else None,
@@ -286,6 +346,17 @@ def _mlp_of(spec: Spec, axes: _Axes) -> Mlp:
         down_proj=_linear(axes, axes.mlp, axes.embed, bias=spec.mlp_bias),
         act_fn=Xielu(number, number) if spec.activation == "xielu" else None,
     )
+
+
+def _experts_of(spec: Spec, axes: _Axes) -> Mlp:
+    def matrix(axes_of_weight: tuple[Axis, ...], axes_of_bias: tuple[Axis, ...]) -> Matrix:
+        bias = _shape(axes.layer, *axes_of_bias) if spec.mlp_bias else None
+        return Matrix(_shape(axes.layer, *axes_of_weight), bias)
+
+    into = matrix((axes.experts, axes.mlp, axes.embed), (axes.experts, axes.mlp))
+    out = matrix((axes.embed, axes.experts, axes.mlp), (axes.experts, axes.embed))
+    router = matrix((axes.experts, axes.embed), (axes.experts,))
+    return Mlp(None, None, None, router=router, experts=Experts(into, into, out))
 
 
 def _shape(*axes: Axis) -> NamedArray:

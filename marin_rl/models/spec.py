@@ -117,8 +117,11 @@ class Spec:
     `norm`: rms; gemma, which scales by 1 + weight; or layer, with a mean and a bias. Of norms
     around each half of a layer `pre` is on its input and `post` on its output. `qk_norm` is over
     each head or over all together. `final_cap` and `cap` bound logits and attention scores by
-    cap x tanh(score / cap). `hf` is the config.json as text, which exports begin from. Specs are
-    equal where they compute the same.
+    cap x tanh(score / cap). `sinks`: each head has a score that takes part in its
+    softmax and has no value. Of `experts` MLPs of `mlp_width` a token takes `experts_chosen`, by
+    the softmax of all scores, whose shares may be renormalised, or of the chosen ones
+    (`choose_first`); `clip` bounds what they multiply. `hf` is the config.json as text, which
+    exports begin from. Specs are equal where they compute the same.
     """
 
     family: str = field(compare=False)
@@ -150,6 +153,12 @@ class Spec:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     learned_positions: bool = False
+    sinks: bool = False
+    experts: int = 0
+    experts_chosen: int = 0
+    choose_first: bool = False
+    renormalise: bool = True
+    clip: float | None = None
 
     @property
     def layers(self) -> int:

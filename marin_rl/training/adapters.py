@@ -163,6 +163,11 @@ def with_quantized(template: LanguageModel, scheme: str | None) -> LanguageModel
     """The template with its linear layers quantised, those next to adapters too; None: itself."""
     if scheme is None:
         return template
+    if template.spec.experts:
+        raise InputError(
+            "policy.quantize_base: expected a model without experts, which are not quantised; "
+            "leave it null"
+        )
 
     def changed(node: Any) -> Any:
         return QuantizedLinear.like(node, scheme) if isinstance(node, Linear) else node

@@ -38,12 +38,15 @@ def attend_plainly(
     values_BTKH: Float[Array, "B T K H"],
     seen_BTT: Bool[Array, "B T T"],
     spec: Spec,
+    sinks_KG: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "B T K G H"]:
     """Softmax attention over the pairs that are seen, with an array of all."""
     query_BKGTH = scaled(spec, query_BTKGH.transpose(0, 2, 3, 1, 4))
     keys_BKTH, values_BKTH = (each.swapaxes(1, 2) for each in (keys_BTKH, values_BTKH))
     scores = jnp.einsum("bkgth,bksh->bkgts", query_BKGTH, keys_BKTH).astype(jnp.float32)
-    shares = softmax(capped(scores, spec.cap), seen_BTT[:, None, None]).astype(query_BTKGH.dtype)
+    sinks = None if sinks_KG is None else sinks_KG[:, :, None, None]
+    shares = softmax(capped(scores, spec.cap), seen_BTT[:, None, None], sinks)
+    shares = shares.astype(query_BTKGH.dtype)
     return jnp.einsum("bkgts,bksh->bkgth", shares, values_BKTH).transpose(0, 3, 1, 2, 4)
 
 
@@ -141,6 +144,7 @@ def attend(
     sight: Sight,
     window: int | None = None,
     cap: float | None = None,
+    sinks_KG: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "B T K G H"]:
     """Softmax attention of scaled queries over what they see; 0 where that is nothing."""
     B, T, K, G, H = query_BTKGH.shape
@@ -148,7 +152,11 @@ def attend(
     keys, values = (_blocks(each).swapaxes(2, 3) for each in (keys_BTKH, values_BTKH))
     N, C = query.shape[1], query.shape[4]
     limits = _Limits(window, cap)
-    out: Any = _attended(limits, query.reshape(B, N, K, G * C, H), keys, values, sight)
+    sinks_KQ = None
+    if sinks_KG is not None:
+        sinks_KQ = jnp.repeat(sinks_KG.astype(jnp.float32), C, axis=1)
+    rows = query.reshape(B, N, K, G * C, H), keys, values
+    out: Any = _attended(limits, *rows, sinks_KQ, sight)
     out = out.reshape(B, N, K, G, C, H).transpose(0, 1, 4, 2, 3, 5)
     return out.reshape(B, N * C, K, G, H)[:, :T]
 
@@ -199,12 +207,14 @@ def _where(block: _KeyBlock, values: Float[Array, "B N K Q D"], other: float) ->
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attended(limits: _Limits, query: Array, keys: Array, values: Array, sight: Sight) -> Array:
-    return _forward(limits, query, keys, values, sight)[0]
+def _attended(
+    limits: _Limits, query: Array, keys: Array, values: Array, sinks: Array | None, sight: Sight
+) -> Array:
+    return _forward(limits, query, keys, values, sinks, sight)[0]
 
 
 def _forward(
-    limits: _Limits, query: Array, keys: Array, values: Array, sight: Sight
+    limits: _Limits, query: Array, keys: Array, values: Array, sinks: Array | None, sight: Sight
 ) -> tuple[Array, Any]:
     # As many as the block of queries that sees most needs; `_key_block` masks them for the others.
     iterations = jnp.max(sight.counts)
@@ -229,9 +239,10 @@ def _forward(
         return higher, total, sums * kept[..., None] + weighted
 
     shape = query.shape[:-1]
+    # A sink is a score that was seen before all others, with the value 0.
     start = (
-        jnp.full(shape, MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
+        jnp.full(shape, MASKED, jnp.float32) if sinks is None else jnp.broadcast_to(sinks, shape),
+        jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32),
         jnp.zeros(query.shape, jnp.float32),
     )
     highest, total, sums = jax.lax.fori_loop(0, iterations, body, start)
@@ -240,11 +251,11 @@ def _forward(
     # The backward pass gets each weight back from the logarithm of the sum, and keeps no [T, T]
     # array.
     attended = (sums / total[..., None]).astype(query.dtype)
-    return attended, (query, keys, values, sight, attended, highest + jnp.log(total))
+    return attended, (query, keys, values, sinks, sight, attended, highest + jnp.log(total))
 
 
 def _backward(limits: _Limits, saved: Any, gradient: Array) -> tuple[Any, ...]:
-    query, keys, values, sight, attended, normaliser = saved
+    query, keys, values, sinks, sight, attended, normaliser = saved
     # The sum over all keys in the softmax's derivative: known before the loop, for it equals the
     # output times its gradient (D in the paper).
     inner = jnp.sum(gradient.astype(jnp.float32) * attended.astype(jnp.float32), axis=-1)
@@ -273,7 +284,11 @@ def _backward(limits: _Limits, saved: Any, gradient: Array) -> tuple[Any, ...]:
     start = tuple(jnp.zeros(each.shape, jnp.float32) for each in (query, keys, values))
     gradients = jax.lax.fori_loop(0, jnp.max(sight.counts), body, start)
     dtypes = (query.dtype, keys.dtype, values.dtype)
-    return (*(f.astype(dtype) for f, dtype in zip(gradients, dtypes, strict=True)), None)
+    by_inputs = (f.astype(dtype) for f, dtype in zip(gradients, dtypes, strict=True))
+    by_sinks = None
+    if sinks is not None:  # its share of every query, and a value of 0
+        by_sinks = -jnp.sum(jnp.exp(sinks - normaliser) * inner, axis=(0, 1))
+    return (*by_inputs, by_sinks, None)
 
 
 def _added(blocks: Array, block: _KeyBlock, gradient: Array) -> Array:
@@ -340,7 +355,7 @@ DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_determinis
 
 def takes_fused(spec: Spec, dtype: jnp.dtype) -> bool:
     """True where the kernel is there for this process's device, on its own, and takes the heads."""
-    if spec.cap is not None:
+    if spec.cap is not None or spec.sinks:
         return False
     if jax.default_backend() != "gpu" or jax.sharding.get_abstract_mesh().shape:
         return False

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,16 @@ from marin_rl.errors import InputError
 from marin_rl.model_folders import weight_files
 from marin_rl.models.families import Tensor, config_json, described_folder, tensors_of
 from marin_rl.models.module import LanguageModel
+from marin_rl.models.spec import Spec
 from marin_rl.progress import phase
 from marin_rl.tokenizers import check_vocabulary, end_token_ids, export_tokenizer, load_tokenizer
-from marin_rl.training.model import named_parameters, parameter_shapes, template_of, with_parameters
+from marin_rl.training.model import (
+    named_parameters,
+    parameter_shapes,
+    parameter_structs,
+    template_of,
+    with_parameters,
+)
 
 # Rotary tables that Llama 2 was saved with: the configuration says what is in them.
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -65,6 +73,7 @@ def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[s
     One parameter at a time is in memory twice, and never a whole checkpoint in bfloat16.
     """
     shapes = parameter_shapes(template)
+    arrays_of = lambda part: np.empty(shapes[part], np.float32)
     arrays: dict[str, jax.Array] = {}
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -72,11 +81,10 @@ def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[s
             opened = stack.enter_context(safe_open(str(file), framework="numpy"))
             files |= dict.fromkeys(opened.keys(), opened)
         for name, tensor in _tensors(template).items():
-            stored = name.removeprefix(prefix)
-            outs = {part: np.empty(shapes[part], np.float32) for part in tensor.paths}
-            for layer in range(template.spec.layers) if "{layer}" in name else (None,):
-                full = stored if layer is None else stored.format(layer=layer)
-                _fill(outs, files[full].get_tensor(full), tensor, layer)
+            outs = {part: arrays_of(part) for part in tensor.paths}
+            for full, layer, expert in _copies(template.spec, name.removeprefix(prefix)):
+                places = [_own(out, part, layer, expert) for part, out in outs.items()]
+                _fill(places, files[full].get_tensor(full), tensor.layout)
             for part, out in outs.items():
                 if not np.isfinite(out).all():
                     _name_not_finite(path)
@@ -84,15 +92,61 @@ def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[s
     return arrays
 
 
-def _fill(outs: dict[str, np.ndarray], stored: np.ndarray, tensor: Tensor, at: int | None) -> None:
-    """Write one tensor of a file into the parameters that it holds, of layer `at`."""
-    rows = stored.T if tensor.transposed else stored
-    start = 0
-    for out in outs.values():
-        place = out if at is None else out[at]
-        count = place.size // math.prod(rows.shape[1:])
-        place[...] = rows[start : start + count].reshape(place.shape)
-        start += count
+def _copies(spec: Spec, name: str) -> Iterator[tuple[str, int | None, int | None]]:
+    """Names of a tensor, its layer and its expert, of all layers and experts that have it."""
+    layers = range(spec.layers) if "{layer}" in name else (None,)
+    experts = range(spec.experts) if "{expert}" in name else (None,)
+    for layer in layers:
+        for expert in experts:
+            yield name.format(layer=layer, expert=expert), layer, expert
+
+
+def _own(array: Any, path: str, layer: int | None, expert: int | None) -> Any:
+    """The part of a parameter that is of a layer, and of an expert; a view."""
+    own = array if layer is None else array[layer]
+    if expert is None:
+        return own
+    return own[:, expert] if "/down_proj/" in path else own[expert]
+
+
+def _fill(places: list[np.ndarray], stored: np.ndarray, layout: str) -> None:
+    """Write one tensor of a file into the parameters that it holds; the inverse of `_joined`."""
+    match layout:
+        case "inputs":
+            parts = np.moveaxis(stored.swapaxes(1, 2).reshape(*places[0].shape[:2], 2, -1), 2, 0)
+        case "biases":
+            parts = np.moveaxis(stored.reshape(*places[0].shape, 2), 2, 0)
+        case "outputs":
+            parts = [stored.transpose(2, 0, 1)]
+        case _:
+            rows = stored.T if layout == "columns" else stored
+            sizes = [place.size // math.prod(rows.shape[1:]) for place in places]
+            parts = np.split(rows, np.cumsum(sizes)[:-1])
+    for place, part in zip(places, parts, strict=True):
+        place[...] = part.reshape(place.shape)
+
+
+def _joined(name: str, parts: list[Any], layout: str, np: Any) -> Any:
+    """A tensor of a file by the parameters that it holds; `np` is that module, or JAX's."""
+    match layout:
+        case "inputs":
+            both = np.stack(parts, axis=2)
+            return both.reshape(len(both), -1, both.shape[-1]).swapaxes(1, 2)
+        case "biases":
+            both = np.stack(parts, axis=2)
+            return both.reshape(len(both), -1)
+        case "outputs":
+            return parts[0].transpose(1, 2, 0)
+        case _ if name.endswith((".bias", ".sinks")):
+            return np.concatenate([part.reshape(-1) for part in parts])
+        case _ if parts[0].ndim == 1 or name.endswith("_bias"):
+            return np.concatenate(parts)
+        case _:
+            # The last projection of attention has inputs on two axes: heads, and their dimensions.
+            output = name.endswith(("o_proj.weight", "attn.c_proj.weight"))
+            columns = math.prod(parts[0].shape[1:]) if output else parts[0].shape[-1]
+            rows = np.concatenate([part.reshape(-1, columns) for part in parts])
+            return rows.T if layout == "columns" else rows
 
 
 def _tensors(template: LanguageModel) -> dict[str, Tensor]:
@@ -101,31 +155,18 @@ def _tensors(template: LanguageModel) -> dict[str, Tensor]:
 
 def _tensor_shapes(template: LanguageModel) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a folder by name."""
-    shapes = parameter_shapes(template)
+    structs = parameter_structs(template)
     expected: dict[str, tuple[int, ...]] = {}
     for name, tensor in _tensors(template).items():
-        in_layers = "{layer}" in name
-        parts = [shapes[part][in_layers:] for part in tensor.paths]
-        shape = _matrix_shape(name, parts)
-        if tensor.transposed:
-            shape = shape[::-1]
-        each = range(template.spec.layers) if in_layers else (0,)
-        expected |= {name.format(layer=layer): shape for layer in each}
+        first, layer, expert = next(_copies(template.spec, name))
+        # Of one number, which takes no memory whatever the shape is.
+        whole = {path: np.broadcast_to(np.float32(0), structs[path].shape) for path in tensor.paths}
+        parts = [_own(array, path, layer, expert) for path, array in whole.items()]
+        join = partial(_joined, first, layout=tensor.layout, np=jnp)
+        shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in parts]
+        shape = jax.eval_shape(join, shapes).shape
+        expected |= {full: shape for full, *_ in _copies(template.spec, name)}
     return expected
-
-
-def _matrix_shape(name: str, parts: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of parameters [out..., in...] as one matrix, or one vector for biases and norms."""
-    sizes = [math.prod(part) for part in parts]
-    if name.endswith(".bias") or len(parts[0]) == 1:
-        return (sum(sizes),)
-    # Only the last projection of attention has inputs on two axes: heads, and their dimensions.
-    columns = math.prod(parts[0][1:]) if _is_output(name) else parts[0][-1]
-    return sum(sizes) // columns, columns
-
-
-def _is_output(name: str) -> bool:
-    return name.endswith(("o_proj.weight", "attn.c_proj.weight"))
 
 
 def _name_not_finite(path: Path) -> None:
@@ -147,16 +188,12 @@ def _name_not_finite(path: Path) -> None:
 
 def exported(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
     """Tensors of a folder by name, one at a time."""
-    arrays, shapes = named_parameters(model), _tensor_shapes(model)
+    arrays = named_parameters(model)
     for name, tensor in _tensors(model).items():
-        in_layers = "{layer}" in name
-        parts = [np.asarray(arrays[part]) for part in tensor.paths]
-        for layer in range(model.spec.layers) if in_layers else (None,):
-            full = name if layer is None else name.format(layer=layer)
-            shape = shapes[full][::-1] if tensor.transposed else shapes[full]
-            own = [part if layer is None else part[layer] for part in parts]
-            rows = np.concatenate([part.reshape(-1, *shape[1:]) for part in own])
-            yield full, rows.T if tensor.transposed else rows
+        whole = {path: np.asarray(arrays[path]) for path in tensor.paths}
+        for full, layer, expert in _copies(model.spec, name):
+            parts = [_own(array, path, layer, expert) for path, array in whole.items()]
+            yield full, _joined(full, parts, tensor.layout, np)
 
 
 def _check_tensors(expected: Mapping[str, tuple[int, ...]], path: Path) -> str:

@@ -48,8 +48,8 @@ UNROLLED_LAYERS_MAX = 8
 PLAIN_POSITIONS_MAX_GPU = 1024
 
 AXES = ("batch", "position")
-# Attention of a layer of this kind over queries, keys and values, to [B, T, K, G, H].
-Attend = Callable[[LayerKind, Array, Array, Array], Array]
+# Attention of a layer of this kind over queries, keys, values and sinks, to [B, T, K, G, H].
+Attend = Callable[[LayerKind, Array, Array, Array, Array | None], Array]
 Turn = Callable[[Rope], Rotation]
 
 
@@ -121,18 +121,30 @@ def _attention(
     shares_windowed = prompts_BT is not None and any(kind.window for kind in spec.kinds)
     if takes_fused(spec, dtype) and not shares_windowed:
         seen_BTT = None if alone else pairs_of(segments_BT, prompts_BT)
-        return lambda kind, q, k, v: attend_fused(scaled(spec, q), k, v, seen_BTT, kind.window)
+
+        def fused(kind: LayerKind, q: Array, k: Array, v: Array, _: Array | None) -> Array:
+            return attend_fused(scaled(spec, q), k, v, seen_BTT, kind.window)
+
+        return fused
     if prompts_BT is not None:
         sight = sight_of(segments_BT, prompts_BT, positions_BT)
-        return lambda kind, q, k, v: attend(scaled(spec, q), k, v, sight, kind.window, spec.cap)
-    if on_tpu():
-        return lambda kind, q, k, v: attend_by_levanter(
-            scaled(spec, q), k, v, segments_BT, kind.window, spec.cap
-        )
+
+        def in_blocks(kind: LayerKind, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+            return attend(scaled(spec, q), k, v, sight, kind.window, spec.cap, sinks)
+
+        return in_blocks
+    if on_tpu() and not spec.sinks:
+
+        def by_levanter(kind: LayerKind, q: Array, k: Array, v: Array, _: Array | None) -> Array:
+            return attend_by_levanter(scaled(spec, q), k, v, segments_BT, kind.window, spec.cap)
+
+        return by_levanter
+
     # By segment as well as causal: neighbours in a packed row must not see one another.
-    return lambda kind, q, k, v: attend_plainly(
-        q, k, v, pairs_in_sight(segments_BT, kind.window), spec
-    )
+    def plainly(kind: LayerKind, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+        return attend_plainly(q, k, v, pairs_in_sight(segments_BT, kind.window), spec, sinks)
+
+    return plainly
 
 
 def _attended(
@@ -146,7 +158,7 @@ def _attended(
     linears = TrainedLinears(spec, layer, AXES)
     angles = None if kind.rope is None else turn(kind.rope)
     query, key, value = queries_keys_values(spec, kind, linears, states, angles)
-    attended = attention(kind, query, key, value)
+    attended = attention(kind, query, key, value, linears.sinks)
     attended = attended.reshape(*attended.shape[:2], -1).astype(states.dtype)
     return after_attention(spec, linears, states, attended)
 

@@ -59,9 +59,13 @@ def _initial(path: str, template: NamedArray, spec: Spec, rng: np.random.Generat
 def is_matrix(path: str, array: NamedArray) -> bool:
     """True if a parameter is a matrix (embeddings included), not a norm's scale or a bias.
 
-    A bias of attention has as many axes as a matrix, so the name decides.
+    A bias of attention has as many axes as a matrix, and so have its sinks: the name decides.
     """
-    return not _is_bias(path) and sum(axis.name != LAYER_AXIS for axis in array.axes) >= 2
+    return (
+        not _is_bias(path)
+        and not path.endswith("/sinks")
+        and sum(axis.name != LAYER_AXIS for axis in array.axes) >= 2
+    )
 
 
 def _is_bias(path: str) -> bool:

@@ -13,6 +13,7 @@ from support.family_folders import golden, tokens, write_folder
 from support.run_factories import character_tokenizer
 
 from marin_rl.config import LoraConfig, MeshConfig
+from marin_rl.errors import InputError
 from marin_rl.inference import decoder
 from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table
@@ -31,8 +32,17 @@ from marin_rl.training.model import (
 )
 
 GOLDEN = golden()
-# One with each particular: windows by layer, norms around, a fused file, a plain MLP with biases.
-NAMES = ("gemma-3-1b", "olmo-2-7b", "phi-3-mini-4k", "gpt2", "gemma-2-2b", "apertus-8b")
+# One with each particular: windows by layer, norms around, a fused file, a plain MLP with biases,
+# caps, an activation with parameters, experts and sinks.
+NAMES = (
+    "gemma-3-1b",
+    "olmo-2-7b",
+    "phi-3-mini-4k",
+    "gpt2",
+    "gemma-2-2b",
+    "apertus-8b",
+    "gpt-oss-20b",
+)
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -79,6 +89,10 @@ def adapted(model: LanguageModel, scheme: str | None) -> LanguageModel:
 def test_adapters_and_quantised_bases_compute_what_merged_weights_do(
     model: LanguageModel, scheme: str | None
 ) -> None:
+    if model.spec.experts and scheme is not None:
+        with pytest.raises(InputError, match="without experts"):
+            adapted(model, scheme)
+        return
     policy = adapted(model, scheme)
     merged = merged_model(policy)
     expected = scores(merged)
