@@ -74,7 +74,7 @@ def test_the_trainers_logprobs_and_gradients_are_those_of_transformers(
             if name in case["gradients"]:
                 ours = np.sum(gradient * probe_of(name, gradient.shape))
                 # The norm is the deviation of such a sum.
-                near = 5e-3 * np.linalg.norm(gradient) + 1e-6
+                near = float(5e-3 * np.linalg.norm(gradient) + 1e-6)
                 assert ours == pytest.approx(case["gradients"][name], abs=near), name
 
 
