@@ -25,7 +25,7 @@ Parameters = dict[str, Any]
 
 
 def _given(run: Parameters, policy: Parameters) -> tuple[RunRef, ServedPolicy, StageRunner]:
-    """What the trainer that gave out a stage sent, and a runner of its stages."""
+    """Configuration that a trainer gave out with a stage, and a runner of its stages."""
     quieten()
     reference = _RUN.validate_python(run)
     return reference, _POLICY.validate_python(policy), StageRunner(open_run(reference).config.flow)

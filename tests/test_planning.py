@@ -87,7 +87,7 @@ def test_a_broken_model_folder_is_refused_by_name(tmp_path):
     with pytest.raises(InputError, match=r"config\.json.*vocab_size"):
         architecture_of(config)
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(InputError, match=r"'mamba'.*llama, mistral, olmo2"):
+    with pytest.raises(InputError, match=r"'mamba'.*llama, mistral, mixtral"):
         architecture_of(config)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match=r"config\.json.*expected"):

@@ -144,7 +144,7 @@ def recorded_proofs() -> list[tuple[Mapping[str, Any], Invariance]]:
 
 def _facts(shapes: Shapes) -> dict[str, Any]:
     """Facts that an outcome depends on, as JSON types."""
-    shape_facts = asdict(shapes)
+    shape_facts = asdict(shapes) | {"spec": shapes.spec.facts()}
     if not shapes.adapters:  # as records of engines without adapters always were
         del shape_facts["adapters"], shape_facts["adapter_rank"]
     if not shapes.own:

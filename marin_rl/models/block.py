@@ -1,4 +1,4 @@
-"""What a layer computes, for trainer and engine alike.
+"""Arithmetic of a layer, for trainer and engine alike.
 
 Between the functions stands attention, which each side does its own way: the engine over its
 cache, the trainer over the rows of a batch. A layer gives its products (`Linears`): fused and with
@@ -84,7 +84,7 @@ class Linears(ABC):
     @property
     @abstractmethod
     def expert_bias(self) -> Array | None:
-        """What each expert adds to its output, [X, D]."""
+        """Bias of each expert's output, [X, D]."""
 
     @property
     @abstractmethod
@@ -234,7 +234,7 @@ def after_mlp(spec: Spec, layer: Linears, x: Float[Array, "... D"]) -> Float[Arr
 
 
 def expert_shares(spec: Spec, scores: Float32[Array, "... X"]) -> Float32[Array, "... X"]:
-    """How much of each expert's output a token takes; 0 of those that it does not choose."""
+    """Shares of the experts' outputs that a token takes; 0 of those that it does not choose."""
     if spec.choose_first:
         best, at = jax.lax.top_k(scores, spec.experts_chosen)
         taken = jax.nn.softmax(best, axis=-1)

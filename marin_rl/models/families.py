@@ -298,7 +298,7 @@ def _of_llama_kind(  # noqa: C901 - one case a family
 
 
 def _particular_ropes(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers 5 writes into `rope_parameters`, in the words of 4."""
+    """Settings that transformers 5 writes into `rope_parameters`, in the words of 4."""
     full, local = (nested.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
     own: dict[str, Any] = {}
     partial = (full or nested).get("partial_rotary_factor")

@@ -6,8 +6,9 @@ from a config.json in families.py. Numbers only: no arrays, and nothing that tak
 Axes: K key/value heads, G query heads of each, H head size, D width, F width of the MLP.
 """
 
+import json
 import math
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -53,7 +54,7 @@ class Rope:
 
     @property
     def factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         return self._scaled[1]
 
 
@@ -100,7 +101,7 @@ def _yarn_attention(factor: float, options: dict) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What may differ from layer to layer.
+    """Settings that may differ from layer to layer.
 
     `window`: a position sees itself and this many minus one before it; None: all before it.
     `rope` is None in a layer without positions.
@@ -170,7 +171,7 @@ class Spec:
 
     @property
     def attention_scale(self) -> float:
-        """What queries are multiplied by."""
+        """Factor of queries."""
         return self.head_size**-0.5 if self.scale is None else self.scale
 
     @property
@@ -187,6 +188,11 @@ class Spec:
             if all(kind == self.kinds[i % size] for i, kind in enumerate(self.kinds))
         )
 
+    def facts(self) -> dict[str, Any]:
+        """Everything that decides what is computed, as JSON types, for records."""
+        whole = asdict(self)
+        return json.loads(json.dumps({each.name: whole[each.name] for each in _compared()}))
+
     def difference(self, other: "Spec") -> str:
         """The first thing that another model computes otherwise, for an error's text."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in _compared()]
@@ -199,4 +205,5 @@ class Spec:
 
 
 def _compared() -> list[Field[Any]]:
+    """Fields that decide what is computed."""
     return [each for each in fields(Spec) if each.compare]

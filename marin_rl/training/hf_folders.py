@@ -24,7 +24,7 @@ from marin_rl.chat_templates import without_date
 from marin_rl.errors import InputError
 from marin_rl.model_folders import weight_files
 from marin_rl.models.families import Tensor, config_json, described_folder, tensors_of
-from marin_rl.models.module import LanguageModel
+from marin_rl.models.module import LanguageModel, model_of
 from marin_rl.models.spec import Spec
 from marin_rl.progress import phase
 from marin_rl.tokenizers import check_vocabulary, end_token_ids, export_tokenizer, load_tokenizer
@@ -32,7 +32,6 @@ from marin_rl.training.model import (
     named_parameters,
     parameter_shapes,
     parameter_structs,
-    template_of,
     with_parameters,
 )
 
@@ -48,7 +47,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def hf_template(folder: str | Path) -> LanguageModel:
     """The module of `load_hf` with shapes in place of arrays; raises InputError as it does."""
-    return template_of(described_folder(folder))
+    return model_of(described_folder(folder))
 
 
 @phase("loading the model folder")

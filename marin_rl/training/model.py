@@ -7,7 +7,6 @@ logprobs.py.
 
 import dataclasses
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -74,13 +73,7 @@ def _is_bias(path: str) -> bool:
 
 def model_template(config: PolicyConfig, vocab_size: int) -> LanguageModel:
     spec = described_model(config.model, config.context_length)
-    return template_of(dataclasses.replace(spec, vocabulary=vocab_size))
-
-
-@lru_cache(maxsize=16)
-def template_of(spec: Spec) -> LanguageModel:
-    """The module with shapes in place of arrays."""
-    return model_of(spec)
+    return model_of(dataclasses.replace(spec, vocabulary=vocab_size))
 
 
 # ---------------------------------------------------------------- parameters by name
