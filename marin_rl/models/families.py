@@ -414,6 +414,16 @@ def tensors_of(spec: Spec, paths: Sequence[str]) -> dict[str, Tensor]:
     return tensors
 
 
+def check_peft_names(spec: Spec) -> None:
+    """Raise InputError for a family whose modules PEFT would not find under our names."""
+    if spec.family in ("phi3", "gpt2"):
+        raise InputError(
+            f"an adapter of a {spec.family} model cannot be a PEFT folder: Hugging Face's modules "
+            "join projections that are adapted apart here; expected another family, or "
+            "`marin-rl export RUN --hf FOLDER`, which merges the adapter"
+        )
+
+
 def _of_experts(spec: Spec) -> dict[str, Tensor]:
     mlp = f"{_STACKED}mlp/"
     gate, up, down = (f"{mlp}experts/{name}_proj/" for name in ("gate", "up", "down"))

@@ -15,11 +15,12 @@ from support.cases import others_slow
 from support.family_folders import KEPT, golden, probe_of, tensors_of, tokens, write_folder
 from support.run_factories import character_tokenizer
 
+from marin_rl.errors import InputError
 from marin_rl.inference import decoder
 from marin_rl.inference.kv_cache import empty_cache
 from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table
-from marin_rl.models.families import described, described_folder
+from marin_rl.models.families import check_peft_names, described, described_folder
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.hf_folders import exported, load_hf, save_hf
 from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
@@ -119,3 +120,10 @@ def test_an_exported_folder_has_the_same_tensors_and_describes_the_same_model(
 )
 def test_layers_are_scanned_by_their_period(layers: str, period: int) -> None:
     assert described(GOLDEN[layers]["config"], Path(layers)).period == period
+
+
+@pytest.mark.parametrize("name", ["phi-4-14b", "gpt2"])
+def test_adapters_of_joined_projections_are_no_peft_folders(name: str) -> None:
+    check_peft_names(described(GOLDEN["gemma-3-1b"]["config"], Path("gemma")))
+    with pytest.raises(InputError, match=r"export RUN --hf FOLDER"):
+        check_peft_names(described(GOLDEN[name]["config"], Path(name)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from marin_rl.errors import ConfigError, InputError, StalePolicy, StoreUnavailable
 from marin_rl.lora import Adapter, merged, read_peft, write_peft
+from marin_rl.models.families import check_peft_names
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint, read_folder
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.storage.stores.local import check_way
@@ -107,8 +108,8 @@ class ExportedAdapter:
 def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
     """Write the adapter of a checkpoint (None: the latest) as a PEFT folder, and read it back.
 
-    Raises ObjectMissing where it is not committed, InputError for a run without an adapter or a
-    folder that exists, StalePolicy where it reads back as another adapter.
+    Raises ObjectMissing where it is not committed, InputError for a run without an adapter, a
+    family that PEFT names otherwise or a folder that exists, StalePolicy where it reads back as another adapter.
     """
     ref = checkpoint_at(run, round)
     identity = identity_of(run, ref)
@@ -118,6 +119,7 @@ def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
             "`marin-rl export RUN --hf FOLDER` writes its model"
         )
     template = template_of(run.config.policy, tokenizer_for(run.config.policy))
+    check_peft_names(template.spec)
     arrays = read_trained(run, ref, template)
     base = run.config.policy.hf_path
     # PEFT looks for a relative path in the folder of whoever loads the adapter.
