@@ -109,7 +109,8 @@ def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
     """Write the adapter of a checkpoint (None: the latest) as a PEFT folder, and read it back.
 
     Raises ObjectMissing where it is not committed, InputError for a run without an adapter, a
-    family that PEFT names otherwise or a folder that exists, StalePolicy where it reads back as another adapter.
+    family that PEFT names otherwise or a folder that exists, StalePolicy where it reads back as
+    another adapter.
     """
     ref = checkpoint_at(run, round)
     identity = identity_of(run, ref)
