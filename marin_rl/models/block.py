@@ -188,19 +188,19 @@ def _rotated(x: Array, turn: Rotation, heads: int) -> Array:
     return kept + jnp.concatenate([-x2, x1], axis=-1) * sin
 
 
-def capped(scores: Float32[Array, "..."], cap: float | None) -> Float32[Array, "..."]:
+def capped(scores: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
     """Scores bounded by +- cap."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def softmax(
-    scores: Float32[Array, "... T"], seen: Bool[Array, "..."], sinks: Array | None
-) -> Float32[Array, "... T"]:
+    scores: Float[Array, "... T"], seen: Bool[Array, "..."], sinks: Array | None
+) -> Float[Array, "... T"]:
     """Shares of what is seen; `sinks` are further scores, [..., 1], whose shares are dropped."""
     scores = jnp.where(seen, scores, MASKED)
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
-    sinks = jnp.broadcast_to(sinks.astype(jnp.float32), (*scores.shape[:-1], 1))
+    sinks = jnp.broadcast_to(sinks.astype(scores.dtype), (*scores.shape[:-1], 1))
     return jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
 
 

@@ -74,7 +74,7 @@ def _yarn(plain: np.ndarray, options: dict, rope: Rope) -> tuple[np.ndarray, flo
     """YaRN (arXiv:2309.00071): a ramp over dimensions by how often they turn in the old length."""
     factor, length = options["factor"], options["original_max_position_embeddings"]
 
-    def dimension(turns: float) -> float:
+    def dimension(turns: float | int) -> float:
         return rope.size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(options.get("beta_fast", 32)), dimension(options.get("beta_slow", 1))
@@ -90,8 +90,8 @@ def _yarn(plain: np.ndarray, options: dict, rope: Rope) -> tuple[np.ndarray, flo
     return slowed.astype(np.float32), float(attention)
 
 
-def _yarn_attention(factor: float, options: dict) -> float:
-    def scale(of: float) -> float:
+def _yarn_attention(factor: float | int, options: dict) -> float:
+    def scale(of: float | int) -> float:
         return 0.1 * of * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if options.get("mscale") and options.get("mscale_all_dim"):

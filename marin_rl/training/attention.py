@@ -43,7 +43,8 @@ def attend_plainly(
     """Softmax attention over the pairs that are seen, with an array of all."""
     query_BKGTH = scaled(spec, query_BTKGH.transpose(0, 2, 3, 1, 4))
     keys_BKTH, values_BKTH = (each.swapaxes(1, 2) for each in (keys_BTKH, values_BTKH))
-    scores = jnp.einsum("bkgth,bksh->bkgts", query_BKGTH, keys_BKTH).astype(jnp.float32)
+    # In the dtype of the states: in 16 bits the table, and its softmax, take half as much memory.
+    scores = jnp.einsum("bkgth,bksh->bkgts", query_BKGTH, keys_BKTH)
     sinks = None if sinks_KG is None else sinks_KG[:, :, None, None]
     shares = softmax(capped(scores, spec.cap), seen_BTT[:, None, None], sinks)
     shares = shares.astype(query_BTKGH.dtype)

@@ -180,7 +180,7 @@ def engine_peak(layers, scheme):
         model = with_parameters(template, parameters)
         spec, weights = read_model(model)
         cache = empty_cache(spec, 2, 16, jnp.dtype("float32"))
-        rotary = rotary_table(base, 64)
+        rotary = rotary_table(spec, 64)
         fused = fused_weights(spec, weights, jnp.dtype("float32"))
 
         def body(_, carry):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.models import full_logits
 from support.policy_runs import play_round, play_two_rounds, small_config
 from support.quick_programs import drop_quick_programs, quick_programs
 from typer.testing import CliRunner
@@ -204,18 +205,12 @@ def test_settings_that_samples_depend_on_are_refused(run: Run) -> None:
 
 
 def test_a_checkpoint_becomes_a_folder_that_gives_the_same_logits(run: Run, tmp_path: Path) -> None:
-    import haliax as hax
-    import jax.numpy as jnp
-
     exported = export_hf(run, 1, tmp_path / "hf")
     assert exported.round == 1
     names = {path.name for path in (tmp_path / "hf").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"} <= names
-    logits = []
-    for model in (read_checkpoint(run, 1).model, load_hf(tmp_path / "hf")):
-        Pos = hax.Axis("position", 12)
-        ids = hax.named(jnp.arange(7, 19, dtype=jnp.int32), Pos)
-        logits.append(np.asarray(model(ids).array))
+    models = read_checkpoint(run, 1).model, load_hf(tmp_path / "hf")
+    logits = [full_logits(model, np.arange(7, 19, dtype=np.int32)) for model in models]
     assert np.abs(logits[0] - logits[1]).max() < 1e-4
     with pytest.raises(InputError, match="is not empty"):
         export_hf(run, 1, tmp_path / "hf")

@@ -138,4 +138,4 @@ def test_the_plan_of_a_step_is_what_xla_says(
     architecture = architecture_of(config)
     assert architecture is not None
     planned = StepMemory.of(config, architecture).peak
-    assert planned == pytest.approx(actual, rel=0.1), planned / actual
+    assert planned == pytest.approx(actual, rel=0.15), planned / actual
