@@ -2,8 +2,8 @@
 
 Formulas follow the programs that XLA makes of a step: what it keeps between the forward and the
 backward pass, gradients, copies of weights. Factors are fitted to XLA's own memory analysis on CPUs
-(tests/training/test_step_memory.py), within a tenth of a step, in bfloat16 a seventh. Leaves out which settings a run has
-(`planning`).
+(tests/training/test_step_memory.py), within a tenth of a step, in bfloat16 a seventh. Leaves out
+which settings a run has (`planning`).
 
 Axes: N tokens of a microbatch, T positions of a row, V vocabulary.
 """
