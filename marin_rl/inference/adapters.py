@@ -188,10 +188,8 @@ def _parts(name: str, shape: LowRank | None) -> Sequence[str]:
     return MODULES[name][-len(shape.b) :]
 
 
-def _rows(
-    shape: LowRank | None, paths: Sequence[str | None], adapter: Adapter, layer: int
-) -> LowRank | None:
-    """Rows of one matrix, whose parts are at these paths; None: not adapted."""
+def _rows(shape: LowRank | None, paths: Sequence[str | None], adapter: Adapter, layer: int) -> Any:
+    """Rows of one matrix, whose parts are at these paths, as its `shape`; None: not adapted."""
     if shape is None:
         return None
     parts, _, rank, size = shape.a.shape
