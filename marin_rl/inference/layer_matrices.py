@@ -140,17 +140,18 @@ class QuantizedLayers(NamedTuple):
     key: QuantizedMatrix
     value: QuantizedMatrix
     output: QuantizedMatrix
-    gate: QuantizedMatrix
+    gate: QuantizedMatrix | None  # None of a plain MLP
     up: QuantizedMatrix
     down: QuantizedMatrix
 
     def of_layer(self, index: int, kv_heads: int) -> dict[str, LayerMatrix]:
         """The four matrices of a layer by name; no array is cut."""
+        halves = self.gate, self.up
         return {
             # by key/value head, as the rows of `Layer.qkv` are sorted
             "qkv": LayerMatrix((self.query, self.key, self.value), index, kv_heads),
             "output": LayerMatrix((self.output,), index),
             # in one piece: no tensor axis cuts what lies quantised
-            "gate_up": LayerMatrix((self.gate, self.up), index),
+            "gate_up": LayerMatrix(tuple(half for half in halves if half is not None), index),
             "down": LayerMatrix((self.down,), index),
         }

@@ -58,7 +58,7 @@ def _fuse_layer(spec: Spec, layer: Layers) -> Layer:
     own = OwnAdapters(
         qkv=(layer.query.own, layer.key.own, layer.value.own),
         output=(layer.output.own,),
-        gate_up=(layer.gate.own, layer.up.own),
+        gate_up=(layer.gate.own, layer.up.own) if spec.gated else (layer.up.own,),
         down=(layer.down.own,),
     )
     # one product each for query, key and value and for gate and up: fewer and longer operations
