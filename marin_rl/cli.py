@@ -7,8 +7,10 @@ and usage, else 1.
 
 import gc
 import importlib
+import importlib.abc
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -17,7 +19,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
 from marin_rl.progress import saying
-from marin_rl.withheld import withhold
 
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
@@ -231,6 +232,33 @@ def _import_help() -> None:
             del sys.modules[name]
 
 
+class _Withheld(importlib.abc.Loader):
+    """Finder and loader of packages that cannot be imported, though they seem to be installed."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in self.names else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__)
+
+
+_withheld = _Withheld()
+
+
+def _withhold(package: str) -> None:
+    """Let imports of a package fail, for libraries that import it only if it is installed.
+
+    A package that is loaded stays. For a process without code of users, which may import it. None
+    in `sys.modules` would not do: Arrow takes it for the package.
+    """
+    _withheld.names.add(package)
+    if _withheld not in sys.meta_path:
+        sys.meta_path.insert(0, _withheld)
+
+
 def _use_utf8() -> None:
     """Begin again in UTF-8 mode where the locale has another encoding: paths are texts of YAML."""
     if sys.getfilesystemencoding() != "utf-8":
@@ -246,7 +274,7 @@ def main() -> None:
     gc.set_threshold(IMPORTED_OBJECTS, *gc.get_threshold()[1:])
     if READERS.intersection(sys.argv[1:2]):
         # Arrow imports pandas, which takes a second, to learn that a value is not of pandas.
-        withhold("pandas")
+        _withhold("pandas")
     try:
         with saying():
             app()

@@ -17,7 +17,7 @@ import orjson
 
 from marin_rl.environments.episode import Episode, OneShot, Tool
 from marin_rl.environments.finished import FinishedRollout, PolicyAddress
-from marin_rl.errors import InputError, RewardFault
+from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.finite import BOUNDS, fit_rewards, number, reward_number, shown
 from marin_rl.types import Example, Message, RewardComponent, Split
 
@@ -163,7 +163,7 @@ class Environment(ABC):
         For environments that sample from the policy by themselves. May raise anything;
         EndpointUnavailable says that its own server cannot be reached.
         """
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} does not sample by itself: see returns_rollouts")
 
     @property
     def returns_rollouts(self) -> bool:
@@ -209,13 +209,20 @@ class RewardedElsewhere(Environment):
 def completed(environment: Any) -> Environment:
     """Give an environment that is no subclass of `Environment` the defaults of its optional parts.
 
-    Raises TypeError where its class cannot have another base.
+    Raises ConfigError where its class cannot have another base, such as one with `__slots__`.
     """
     kind = type(environment)
     if not isinstance(environment, Environment):
         own = {"__module__": kind.__module__}
         own |= {"name": kind.name} if hasattr(kind, "name") else {}
-        environment.__class__ = type(kind.__name__, (kind, Environment), own)
+        try:
+            environment.__class__ = type(kind.__name__, (kind, Environment), own)
+        except TypeError as error:
+            raise ConfigError(
+                f"the environment {kind.__module__}.{kind.__qualname__} cannot get the defaults of "
+                f"what it does not define ({error}): expected a subclass of BaseEnvironment, or a "
+                "class without __slots__"
+            ) from error
     return environment
 
 

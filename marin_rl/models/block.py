@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from marin_rl.models.spec import LayerKind, Rope, Spec
+from marin_rl.models.spec import ACTIVATIONS, LayerKind, Rope, Spec
 
 # In the place of -inf for scores out of sight, so that exp() of a difference is never NaN.
 MASKED = -1e30
@@ -257,11 +257,11 @@ def activated(spec: Spec, layer: Linears, gate: Array | None, up: Array) -> Arra
         gate, up = jnp.minimum(gate, spec.clip), jnp.clip(up, -spec.clip, spec.clip)
         return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
     if gate is not None:
-        return ACTIVATIONS[spec.activation](gate) * up
+        return _FUNCTIONS[spec.activation](gate) * up
     if spec.activation == "xielu":
         assert layer.activation is not None
         return _xielu(layer.activation, up)
-    return ACTIVATIONS[spec.activation](up)
+    return _FUNCTIONS[spec.activation](up)
 
 
 def _xielu(by: Activation, x: Array) -> Array:
@@ -272,14 +272,14 @@ def _xielu(by: Activation, x: Array) -> Array:
     return jnp.where(x > 0, alpha_p * x * x + 0.5 * x, below).astype(x.dtype)
 
 
-ACTIVATIONS: dict[str, Any] = {
+_FUNCTIONS: dict[str, Any] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    "xielu": None,
 }
+assert {*_FUNCTIONS, "xielu"} == {*ACTIVATIONS}
 
 
 def logits_of(

@@ -1,6 +1,6 @@
 """Families of models: their description from a config.json, and the names of their tensors.
 
-A family is one case of `described`, and where its files differ from Llama's, one of `_tensors_of`.
+A family is one case of `_particulars`, and where its files differ from Llama's, of `tensors_of`.
 Defaults of settings are those of transformers' own configuration classes. Imports neither JAX nor
 weights, so that a run of a folder that cannot be computed exactly ends before it starts anything.
 """
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from marin_rl.config import ModelConfig
 from marin_rl.errors import InputError
 from marin_rl.model_folders import check_family, read_hf_config
-from marin_rl.models.spec import LayerKind, Rope, Spec
+from marin_rl.models.spec import ACTIVATIONS, LayerKind, Rope, Spec
 
 ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
@@ -62,7 +62,6 @@ ROPE_KEYS = {
 }
 _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 _ROPE_OPTIONAL |= {"truncate"}
-ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "xielu")
 # Sizes, for which transformers' defaults would stand in for what a folder leaves out.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _SIZES_GPT2 = ("vocab_size", "n_embd", "n_layer", "n_head")
@@ -121,6 +120,7 @@ def described(tree: Mapping[str, Any], path: Path) -> Spec:
         raise _unsupported(path, family, "quantized weights", "plain ones")
     theta, scaling = _rope_of(tree, path)
     _check_local_rope(tree, path)
+    text = json.dumps(tree, sort_keys=True)  # transformers writes into what it is given
     own = {} if theta is None else {"rope_theta": theta}
     own |= _particular_ropes(tree.get("rope_parameters") or {})
     partial = own.get("partial_rotary_factor", tree.get("partial_rotary_factor"))
@@ -129,12 +129,12 @@ def described(tree: Mapping[str, Any], path: Path) -> Spec:
     # Its configuration classes take a second to import, which a model of our own does not need.
     transformers = importlib.import_module("transformers")
     try:
-        hf: Any = transformers.CONFIG_MAPPING[family](**{**tree, **own})
+        hf: Any = transformers.CONFIG_MAPPING[family](**json.loads(text) | own)
         spec = _gpt2(hf) if family == "gpt2" else _of_llama_kind(hf, scaling)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InputError(f"{path}: expected a {family} model's config.json: {error!r}") from error
     _check(spec, hf, path)
-    return replace(spec, family=family, hf=json.dumps(tree, sort_keys=True))
+    return replace(spec, family=family, hf=text)
 
 
 def _check(spec: Spec, hf: Any, path: Path) -> None:
@@ -185,16 +185,12 @@ def _gpt2(hf: Any) -> Spec:
     )
 
 
-def _of_llama_kind(  # noqa: C901 - one case a family
-    hf: Any, scaling: tuple[tuple[str, Any], ...]
-) -> Spec:
-    """Pre-norm Llama, and what each family changes of it."""
+def _of_llama_kind(hf: Any, scaling: tuple[tuple[str, Any], ...]) -> Spec:
+    """Pre-norm Llama, as far as it goes, and then what its family changes."""
     width, heads = hf.hidden_size, hf.num_attention_heads
     size = getattr(hf, "head_dim", None) or width // heads
     partial = getattr(hf, "partial_rotary_factor", None) if hf.model_type == "phi3" else None
-    rotated = int(size * (partial or 1.0))
-    rope = Rope(theta=float(hf.rope_theta), size=rotated, scaling=scaling)
-    window, layers = getattr(hf, "sliding_window", None), hf.num_hidden_layers
+    rope = Rope(theta=float(hf.rope_theta), size=int(size * (partial or 1.0)), scaling=scaling)
     bias = bool(getattr(hf, "attention_bias", False))
     spec = Spec(
         family="llama",
@@ -203,7 +199,7 @@ def _of_llama_kind(  # noqa: C901 - one case a family
         context_length=hf.max_position_embeddings,
         width=width,
         mlp_width=hf.intermediate_size,
-        kinds=(LayerKind(rope=rope),) * layers,
+        kinds=(LayerKind(rope=rope),) * hf.num_hidden_layers,
         heads=heads,
         kv_heads=hf.num_key_value_heads or heads,
         head_size=size,
@@ -215,86 +211,85 @@ def _of_llama_kind(  # noqa: C901 - one case a family
         output_bias=bias,
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
     )
+    return replace(spec, **_particulars(hf, rope))
 
-    def by_type(local: Rope | None = None) -> tuple[LayerKind, ...]:
-        near = LayerKind(window=window, rope=local or rope)
-        far = LayerKind(rope=rope)
-        return tuple(near if kind == "sliding_attention" else far for kind in hf.layer_types)
 
-    gemma = {"norm": "gemma", "embedding_scale": math.sqrt(width)}
+def _particulars(hf: Any, rope: Rope) -> dict[str, Any]:  # noqa: C901 - one case a family
+    """Fields of a `Spec` that are a family's own."""
+    window = getattr(hf, "sliding_window", None)
+    windowed = (LayerKind(window=window, rope=rope),) * hf.num_hidden_layers
+    after = {"qk_norm": "all", "pre": False, "post": True}
     match hf.model_type:
         case "qwen2":
-            return replace(spec, qkv_bias=True, output_bias=False, kinds=by_type())
+            return {"qkv_bias": True, "output_bias": False, "kinds": _by_type(hf, rope)}
         case "qwen3":
-            return replace(spec, qk_norm="head", kinds=by_type())
+            return {"qk_norm": "head", "kinds": _by_type(hf, rope)}
         case "mistral" | "phi3":
-            return replace(spec, kinds=(LayerKind(window=window, rope=rope),) * layers)
+            return {"kinds": windowed}
         case "olmo2":
-            return replace(spec, qk_norm="all", pre=False, post=True)
+            return after
         case "olmo3":
             # Its scaling is for the layers that see all.
-            kinds = by_type(replace(rope, scaling=()))
-            return replace(spec, qk_norm="all", pre=False, post=True, kinds=kinds)
+            return after | {"kinds": _by_type(hf, rope, replace(rope, scaling=()))}
         case "smollm3":
-            kinds = tuple(
-                replace(kind, rope=kind.rope if rotates else None)
-                for kind, rotates in zip(by_type(), hf.no_rope_layers, strict=True)
-            )
-            return replace(spec, kinds=kinds)
+            pairs = zip(_by_type(hf, rope), hf.no_rope_layers, strict=True)
+            return {"kinds": tuple(k if rotates else replace(k, rope=None) for k, rotates in pairs)}
         case "apertus":
-            return replace(spec, qk_norm="head", gated=False)
-        case "mixtral":
-            kinds = (LayerKind(window=window, rope=rope),) * layers
-            experts = {"experts": hf.num_local_experts, "experts_chosen": hf.num_experts_per_tok}
-            return replace(spec, kinds=kinds, **experts)
-        case "qwen3_moe" | "olmoe":
-            qwen = hf.model_type == "qwen3_moe"
-            return replace(
-                spec,
-                qk_norm="head" if qwen else "all",
-                mlp_width=hf.moe_intermediate_size if qwen else hf.intermediate_size,
-                experts=hf.num_experts,
-                experts_chosen=hf.num_experts_per_tok,
-                renormalise=hf.norm_topk_prob,
-            )
-        case "gpt_oss":
-            return replace(
-                spec,
-                kinds=by_type(),
-                mlp_bias=True,
-                sinks=True,
-                experts=hf.num_local_experts,
-                experts_chosen=hf.num_experts_per_tok,
-                choose_first=True,
-                clip=getattr(hf, "swiglu_limit", 7.0),
-            )
+            return {"qk_norm": "head", "gated": False}
         case "granite":
-            return replace(
-                spec,
-                scale=hf.attention_multiplier,
-                embedding_scale=hf.embedding_multiplier,
-                residual_scale=hf.residual_multiplier,
-                logits_scale=1.0 / hf.logits_scaling,
-            )
-        case "gemma":
-            return replace(spec, **gemma, activation=hf.hidden_activation or hf.hidden_act)
-        case "gemma2" | "gemma3_text":
-            local = None
-            if hf.model_type == "gemma3_text":
-                local = Rope(theta=float(hf.rope_local_base_freq), size=size)
-            return replace(
-                spec,
-                **gemma,
-                post=True,
-                qk_norm="head" if local is not None else None,
-                activation=hf.hidden_activation,
-                scale=hf.query_pre_attn_scalar**-0.5,
-                cap=hf.attn_logit_softcapping,
-                final_cap=hf.final_logit_softcapping,
-                kinds=by_type(local),
-            )
+            return {
+                "scale": hf.attention_multiplier,
+                "embedding_scale": hf.embedding_multiplier,
+                "residual_scale": hf.residual_multiplier,
+                "logits_scale": 1.0 / hf.logits_scaling,
+            }
+        case "mixtral":
+            return {"kinds": windowed, **_experts(hf, hf.num_local_experts)}
+        case "qwen3_moe":
+            experts = _experts(hf, hf.num_experts) | {"mlp_width": hf.moe_intermediate_size}
+            return {"qk_norm": "head", "renormalise": hf.norm_topk_prob, **experts}
+        case "olmoe":
+            experts = _experts(hf, hf.num_experts)
+            return {"qk_norm": "all", "renormalise": hf.norm_topk_prob, **experts}
+        case "gpt_oss":
+            own = {"mlp_bias": True, "sinks": True, "clip": getattr(hf, "swiglu_limit", 7.0)}
+            experts = _experts(hf, hf.num_local_experts) | {"choose_first": True}
+            return {"kinds": _by_type(hf, rope), **own, **experts}
+        case "gemma" | "gemma2" | "gemma3_text":
+            return _of_gemma(hf, rope)
         case _:
-            return spec
+            return {}
+
+
+def _by_type(hf: Any, rope: Rope, local: Rope | None = None) -> tuple[LayerKind, ...]:
+    """Layers with a window, rotated by `local` where that is given, and those that see all."""
+    near = LayerKind(window=getattr(hf, "sliding_window", None), rope=local or rope)
+    far = LayerKind(rope=rope)
+    return tuple(near if kind == "sliding_attention" else far for kind in hf.layer_types)
+
+
+def _experts(hf: Any, count: int) -> dict[str, Any]:
+    return {"experts": count, "experts_chosen": hf.num_experts_per_tok}
+
+
+def _of_gemma(hf: Any, rope: Rope) -> dict[str, Any]:
+    common = {
+        "norm": "gemma",
+        "embedding_scale": math.sqrt(hf.hidden_size),
+        "activation": hf.hidden_activation or hf.hidden_act,
+    }
+    if hf.model_type == "gemma":
+        return common
+    third = hf.model_type == "gemma3_text"
+    local = Rope(theta=float(hf.rope_local_base_freq), size=rope.size) if third else None
+    return common | {
+        "post": True,
+        "qk_norm": "head" if third else None,
+        "scale": hf.query_pre_attn_scalar**-0.5,
+        "cap": hf.attn_logit_softcapping,
+        "final_cap": hf.final_logit_softcapping,
+        "kinds": _by_type(hf, rope, local),
+    }
 
 
 def _particular_ropes(nested: Mapping[str, Any]) -> dict[str, Any]:

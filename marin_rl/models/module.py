@@ -59,7 +59,7 @@ class Matrix(eqx.Module):
 
 
 class Experts(eqx.Module):
-    """Matrices of experts, whose axis follows the outputs in none but the last."""
+    """Matrices of all experts: X, F, D of gate and up, and D, X, F of down."""
 
     gate_proj: Matrix
     up_proj: Matrix

@@ -16,6 +16,9 @@ import numpy as np
 
 from marin_rl.errors import InputError
 
+# Names of activations, as in a config.json; `block` has their functions.
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "xielu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -118,8 +121,8 @@ class Spec:
     `norm`: rms; gemma, which scales by 1 + weight; or layer, with a mean and a bias. Of norms
     around each half of a layer `pre` is on its input and `post` on its output. `qk_norm` is over
     each head or over all together. `final_cap` and `cap` bound logits and attention scores by
-    cap x tanh(score / cap). `sinks`: each head has a score that takes part in its
-    softmax and has no value. Of `experts` MLPs of `mlp_width` a token takes `experts_chosen`, by
+    cap x tanh(score / cap). `sinks`: each head has a score that takes part in its softmax and has
+    no value. Of `experts` MLPs of `mlp_width` a token takes `experts_chosen`, by
     the softmax of all scores, whose shares may be renormalised, or of the chosen ones
     (`choose_first`); `clip` bounds what they multiply. `hf` is the config.json as text, which
     exports begin from. Specs are equal where they compute the same.

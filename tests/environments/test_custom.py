@@ -56,6 +56,11 @@ class Whole:
     def demonstration(self, example): return "by hand"
     def score(self, example, completion): ...
 
+class Slotted(Whole):
+    __slots__ = ("name", "version", "size", "workers")
+    def __init__(self):
+        self.name, self.version, self.size, self.workers = "slotted", "1", 7, 0
+
 class Dialogue(Counting):
     def env_response(self, messages, state): ...
 
@@ -123,6 +128,7 @@ def test_options_reach_a_class_in_its_own_form(tmp_path: Path, name: str) -> Non
             "is no environment, it lacks score; a subclass of .*needs example",
         ),
         ("name=envs.py:Plain", "it lacks name, version, size, workers, load_examples, dem"),
+        ("name=envs.py:Slotted", "a subclass of BaseEnvironment, or a class without __slots__"),
         ("name=envs.py:Dialogue", "'envs.py:Dialogue' has env_response, never called here"),
         ("name=envs.py:WrongSize", "envs.py:WrongSize has size 'many' .expected a number or None"),
         ("name=envs.py:function", "expected a class, found envs.py:function"),

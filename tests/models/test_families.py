@@ -1,6 +1,7 @@
 """Families of models, against what transformers computes for shrunk configurations of real ones."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from marin_rl.inference import decoder
 from marin_rl.inference.kv_cache import empty_cache
 from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table
-from marin_rl.models.families import check_peft_names, described, described_folder
+from marin_rl.models.families import ARCHITECTURES, check_peft_names, described, described_folder
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.hf_folders import exported, load_hf, save_hf
 from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
@@ -127,3 +128,17 @@ def test_adapters_of_joined_projections_are_no_peft_folders(name: str) -> None:
     check_peft_names(described(GOLDEN["gemma-3-1b"]["config"], Path("gemma")))
     with pytest.raises(InputError, match=r"export RUN --hf FOLDER"):
         check_peft_names(described(GOLDEN[name]["config"], Path(name)))
+
+
+def test_every_family_is_held_and_in_the_docs() -> None:
+    assert {case["config"]["model_type"] for case in GOLDEN.values()} == {*ARCHITECTURES}
+    page = Path(__file__).parents[2] / "docs/hugging-face-models.md"
+    rows = re.findall(r"^\| (`[a-z0-9_`, ]+) \|", page.read_text("utf-8"), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named >= {*ARCHITECTURES}
+
+
+def test_a_description_leaves_a_config_as_it_is() -> None:
+    config = json.loads(json.dumps(GOLDEN["qwen2.5-7b-yarn"]["config"]))
+    described(config, Path("qwen"))
+    assert config == GOLDEN["qwen2.5-7b-yarn"]["config"]
