@@ -72,7 +72,6 @@ def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[s
     One parameter at a time is in memory twice, and never a whole checkpoint in bfloat16.
     """
     shapes = parameter_shapes(template)
-    arrays_of = lambda part: np.empty(shapes[part], np.float32)
     arrays: dict[str, jax.Array] = {}
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -80,7 +79,7 @@ def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[s
             opened = stack.enter_context(safe_open(str(file), framework="numpy"))
             files |= dict.fromkeys(opened.keys(), opened)
         for name, tensor in _tensors(template).items():
-            outs = {part: arrays_of(part) for part in tensor.paths}
+            outs = {part: np.empty(shapes[part], np.float32) for part in tensor.paths}
             for full, layer, expert in _copies(template.spec, name.removeprefix(prefix)):
                 places = [_own(out, part, layer, expert) for part, out in outs.items()]
                 _fill(places, files[full].get_tensor(full), tensor.layout)
