@@ -45,10 +45,18 @@ LOGGED_ROUNDS = 3
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 MAIN = "from marin_rl.cli import main; main()"
 # The same command, which writes a line to a file for each operation on the store.
-LOGGED = (
-    f"import sys; sys.path.insert(0, {str(TESTS)!r}); "
-    f"from support.fault_injection import install; install('log:{{log}}'); {MAIN}"
-)
+LOGGED = f"""
+import sys; sys.path.insert(0, {str(TESTS)!r})
+from support.fault_injection import Operations, inject_faults
+
+class Logged(Operations):
+    def next(self, name, url):
+        with open({{log!r}}, "a", encoding="utf-8") as file:
+            file.write(f"{{{{name}}}} {{{{url}}}}\\n")
+
+with inject_faults(Logged()):
+    {MAIN}
+"""
 COMMITS = ("*/*/manifest.json", "rollouts/*/shard-*.parquet", "metrics/*.parquet")
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -144,9 +152,9 @@ def bytes_per_1000_rollouts(run: Run) -> dict[str, float]:
 def operations_per_round(log: Path) -> dict[str, float]:
     """Operations on the store in the rounds that a start played whole, by kind, per round."""
     lines = [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
-    ends = [i for i, (_, name, url) in enumerate(lines) if name == "create" and "/metrics/" in url]
+    ends = [i for i, (name, url) in enumerate(lines) if name == "create" and "/metrics/" in url]
     assert len(ends) > 1, f"expected a start that plays two rounds, found {len(ends)}"
-    counted = Counter(name for _, name, _ in lines[ends[0] + 1 : ends[-1] + 1])
+    counted = Counter(name for name, _ in lines[ends[0] + 1 : ends[-1] + 1])
     return {name: count / (len(ends) - 1) for name, count in sorted(counted.items())}
 
 
@@ -156,7 +164,7 @@ def measured(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     lives.live()  # compiles what the others find in the cache
     crashes = [lives.live() for _ in range(options.kills)]
     log = root / "operations.log"
-    lives.live(LOGGED_ROUNDS, LOGGED.format(log=log))
+    lives.live(LOGGED_ROUNDS, LOGGED.format(log=str(log)))
     run = Run.open(str(root), options.run_id)
     lost = [tokens(run, crash.sampling) for crash in crashes]
     rows = [asdict(crash) | {"lost_tokens_max": n} for crash, n in zip(crashes, lost, strict=True)]

@@ -145,7 +145,7 @@ def test_verifiers_compares_the_members_of_a_group(tmp_path: Path, python: Path)
 # Importing verifiers takes seconds of CPU, so what needs no run is checked in one process.
 CHECKS = """
 import asyncio, json, sys
-sys.path.insert(0, FOLDER)
+sys.path.append(FOLDER)  # after the packages, whose names modules here have
 import verifiers_host
 
 def library(**options):
