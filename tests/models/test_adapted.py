@@ -118,8 +118,8 @@ def gradients(model: LanguageModel, layout: Layout = SINGLE_DEVICE) -> dict[str,
 
 
 def assert_near(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    # A key's bias moves all scores of a query alike where nothing is rotated (GPT-2): its gradient is
-    # zero but for rounding, so each is measured by the largest of all too.
+    # Where nothing is rotated (GPT-2) a key's bias moves all scores of a query alike: its gradient
+    # is zero but for rounding, so each is measured by the largest of all too.
     floor = 1e-3 * max(np.abs(gradient).max() for gradient in expected.values())
     for name, gradient in expected.items():
         size = np.abs(gradient).max() + floor
