@@ -200,7 +200,7 @@ def repository(folder: Path) -> Tree:
     rows = [
         {
             "instance_id": f"{value}{letter}",
-            "repo": "toy",
+            "repo": "bench/toy",
             "base_commit": commit,
             "problem_statement": f"{value}{letter}",
             "test_patch": test_patch(value),
