@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from marin_rl.chat_templates import (
     ChatTemplate,
     Conversation,
     check_options,
+    prove,
+    reads_clock,
     start_worker,
     with_options,
     without_date,
@@ -76,8 +79,8 @@ def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
         )
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "checked when it was read"
-    named = named_end_ids(policy.end_tokens or (), tokenizer.get_vocab().get)
-    _ends[tokenizer] = tuple(dict.fromkeys((*listed_end_ids(folder or "", end), *named)))
+    _ends[tokenizer] = listed_end_ids(folder or "", end)
+    add_ends(tokenizer, policy.end_tokens or ())
     return tokenizer
 
 
@@ -417,3 +420,41 @@ def template_end(tokenizer: PreTrainedTokenizerBase, listed: Sequence[str]) -> s
             "policy.end_tokens to the list of those that end a completion"
         )
     return end or next(iter(closing), None)
+
+
+def end_tokens_of(policy: PolicyConfig) -> tuple[str, ...] | None:
+    """The token that ends an answer by the policy's chat template; None where none does.
+
+    Raises InputError as `template_ends` does.
+    """
+    if tokenizer_folder(policy) is None:
+        return None  # its one end token ends everything
+    return template_ends(tokenizer_for(policy)) or None
+
+
+def template_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The token that ends an answer by the chat template, or none.
+
+    Raises InputError as `prove` and `template_end` do.
+    """
+    if ChatTemplate.of(tokenizer).is_built_in:
+        return ()
+    prove(tokenizer)
+    listed = [str(tokenizer.decode([end])) for end in end_token_ids(tokenizer)]
+    end = template_end(tokenizer, listed)
+    return () if end is None else (end,)
+
+
+def add_ends(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
+    """Have `end_token_ids` list these tokens too."""
+    named = named_end_ids(texts, tokenizer.get_vocab().get)
+    _ends[tokenizer] = tuple(dict.fromkeys((*end_token_ids(tokenizer), *named)))
+
+
+def template_options_of(policy: PolicyConfig) -> dict[str, Any] | None:
+    """The day on which the run begins, where the chat template asks for it. Raises InputError."""
+    if tokenizer_folder(policy) is None:
+        return None
+    # The local day, as templates have it from transformers.
+    today = datetime.now(UTC).astimezone().date().isoformat()
+    return {"date": today} if reads_clock(tokenizer_for(policy)) else None

@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from marin_rl.inference.kv_cache import (
+    Block,
     Cache,
     Limits,
     attend,
@@ -37,7 +38,7 @@ from marin_rl.inference.kv_cache import (
 from marin_rl.inference.layer_matrices import LayerMatrix, additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
 from marin_rl.inference.weight_fusion import split_gate_up
-from marin_rl.inference.weights import Decoder, Layer, Rotary
+from marin_rl.inference.weights import Decoder, Ends, Layer, Rotary
 from marin_rl.models.block import (
     Activation,
     Linears,
@@ -78,44 +79,74 @@ def decode_step(
     compiles to a smaller program. `adapter_S` is the row of each slot's adapter, None in an engine
     that has none.
     """
-    x_SD = constrain(_embed(spec, decoder, tokens_S, positions_S), SLOTS)
-    turns = _turns(spec, rotary, positions_S)
-    # one bound for all slots: a block past it is skipped, and not masked
-    longest = jnp.max(positions_S)
+    step = Step(positions_S, jnp.max(positions_S), shared, adapter_S)
+    x_SD, turns = step_inputs(spec, decoder.ends, rotary, tokens_S, positions_S)
     written = []
     layers = zip(spec.kinds, decoder.all_layers(spec), cache, strict=True)
     for kind, layer, blocks in layers:
-        linears = FusedLinears(spec, layer, adapter_S)
-        query, key, value = _queries_keys_values(spec, kind, linears, x_SD, turns)
-        query = constrain(query, SLOTS, TENSOR)
-        # written before it is read: a token attends to itself, too
-        blocks = write(blocks, key, value, positions_S)
+        x_SD, blocks = step_layer(spec, kind, layer, blocks, x_SD, turns, step)
         written.append(blocks)
-        limits = Limits(kind.window, spec.cap, layer.sinks)
-        attended = attend(query, blocks, positions_S, longest, shared, limits)
-        x_SD = constrain(_after_attention(spec, linears, x_SD, attended), SLOTS)
-    return constrain(logits(spec, decoder, x_SD), SLOTS), tuple(written)
+    return constrain(logits(spec, decoder.ends, x_SD), SLOTS), tuple(written)
 
 
-Turns = dict[Any, Rotation]
+class Step(NamedTuple):
+    """What all layers of a decode step take: see `decode_step`.
+
+    `longest` is the largest position, a bound for all slots: a block past it is skipped, and not
+    masked.
+    """
+
+    positions_S: Int32[Array, " S"]
+    longest: Int32[Array, ""]
+    shared: Int32[Array, ""] | None = None
+    adapter_S: Int32[Array, " S"] | None = None
 
 
-def _turns(spec: Spec, rotary: Rotary, at: Any) -> Turns:
-    """Rows of the tables at these positions, by rotary embedding."""
-    return {
-        rope: Rotation(cos[at], sin[at])
-        for rope, (cos, sin) in zip(spec.ropes, rotary, strict=True)
-    }
+# Cosines and sines at some positions, of each of `Spec.ropes`.
+Turns = tuple[tuple[Array, Array], ...]
 
 
-def _embed(spec: Spec, decoder: Decoder, tokens: Int32[Array, "..."], positions: Array) -> Array:
-    return embedded(spec, tokens, decoder.embedding, positions, decoder.positions)
+def step_inputs(
+    spec: Spec, ends: Ends, rotary: Rotary, tokens_S: Array, positions_S: Array
+) -> tuple[Array, Turns]:
+    """Input of a step's first layer, and the rotations of all."""
+    x_SD = constrain(_embed(spec, ends, tokens_S, positions_S), SLOTS)
+    return x_SD, _turns(rotary, positions_S)
+
+
+def step_layer(
+    spec: Spec,
+    kind: LayerKind,
+    layer: Layer,
+    blocks: tuple[Block, ...],
+    x_SD: Array,
+    turns: Turns,
+    step: Step,
+) -> tuple[Array, tuple[Block, ...]]:
+    """A layer of a decode step: its output, and its cache with the step's keys and values."""
+    linears = FusedLinears(spec, layer, step.adapter_S)
+    query, key, value = _queries_keys_values(spec, kind, linears, x_SD, turns)
+    query = constrain(query, SLOTS, TENSOR)
+    # written before it is read: a token attends to itself, too
+    blocks = write(blocks, key, value, step.positions_S)
+    limits = Limits(kind.window, spec.cap, layer.sinks)
+    attended = attend(query, blocks, step.positions_S, step.longest, step.shared, limits)
+    return constrain(_after_attention(spec, linears, x_SD, attended), SLOTS), blocks
+
+
+def _turns(rotary: Rotary, at: Any) -> Turns:
+    """Rows of the tables at these positions."""
+    return tuple((cos[at], sin[at]) for cos, sin in rotary)
+
+
+def _embed(spec: Spec, ends: Ends, tokens: Int32[Array, "..."], positions: Array) -> Array:
+    return embedded(spec, tokens, ends.embedding, positions, ends.positions)
 
 
 def _queries_keys_values(
     spec: Spec, kind: LayerKind, linears: "FusedLinears", x: Array, turns: Turns
 ) -> tuple[Array, Array, Array]:
-    turn = None if kind.rope is None else turns[kind.rope]
+    turn = None if kind.rope is None else Rotation(*turns[spec.ropes.index(kind.rope)])
     query, key, value = queries_keys_values(spec, kind, linears, x, turn)
     return scaled(spec, query), key, value
 
@@ -124,9 +155,9 @@ def _after_attention(spec: Spec, linears: "FusedLinears", x: Array, attended: Ar
     return after_mlp(spec, linears, after_attention(spec, linears, x, attended))
 
 
-def logits(spec: Spec, decoder: Decoder, x_SD: Float[Array, "S D"]) -> Float32[Array, "S V"]:
+def logits(spec: Spec, ends: Ends, x_SD: Float[Array, "S D"]) -> Float32[Array, "S V"]:
     """Logits of the token after each position, of whose last layer the hidden state is given."""
-    return logits_of(spec, decoder.head, normed(spec, decoder.final_norm, x_SD))
+    return logits_of(spec, ends.head, normed(spec, ends.final_norm, x_SD))
 
 
 def _times(x: Array, matrix: Array | LayerMatrix, bias: Array | None = None) -> Array:
@@ -300,8 +331,8 @@ def _extend_step(
     positions_M = positions_NT.reshape(-1)
     slot_M = jnp.repeat(slot_N, tokens_NT.shape[1])
     adapter_M = None if adapter_S is None else adapter_S[slot_M]
-    x_MD = _embed(spec, decoder, tokens_NT.reshape(-1), positions_M)
-    turns = _turns(spec, rotary, positions_M)
+    x_MD = _embed(spec, decoder.ends, tokens_NT.reshape(-1), positions_M)
+    turns = _turns(rotary, positions_M)
     written = []
     layers = zip(spec.kinds, decoder.all_layers(spec), cache, strict=True)
     for index, (kind, layer, blocks) in enumerate(layers):
@@ -337,24 +368,42 @@ def _prefill_tile(
 
     The states are after the last layer if `last_layer`, else after the one before it.
     """
-    positions_P = jnp.arange(tokens_RP.shape[1])
-    turns = _turns(spec, rotary, slice(tokens_RP.shape[1]))
-    x = _embed(spec, decoder, tokens_RP, positions_P)
+    x, turns = prompt_inputs(spec, decoder.ends, rotary, tokens_RP)
     pairs = []
     layers = zip(spec.kinds, decoder.all_layers(spec), strict=True)
     for index, (kind, layer) in enumerate(layers):
-        linears = FusedLinears(spec, layer, adapter_R)
-        query, key, value = _queries_keys_values(spec, kind, linears, x, turns)
-        # as the cache has them, so that copying into slots moves no axis
-        keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
-        pairs.append((keys, values))
         # a prefill needs the last layer's keys and values, but not its output
-        if last_layer or index < spec.layers - 1:
-            attended = _attend_causally(
-                query, keys, values, Limits(kind.window, spec.cap, layer.sinks)
-            )
-            x = _after_attention(spec, linears, x, attended)
+        with_output = last_layer or index < spec.layers - 1
+        x, pair = prompt_layer(spec, kind, layer, x, turns, adapter_R, with_output=with_output)
+        pairs.append(pair)
     return x, tuple(pairs)
+
+
+def prompt_inputs(spec: Spec, ends: Ends, rotary: Rotary, tokens_RP: Array) -> tuple[Array, Turns]:
+    """Input of the first layer for whole prompts, and the rotations of all layers."""
+    length = tokens_RP.shape[1]
+    return _embed(spec, ends, tokens_RP, jnp.arange(length)), _turns(rotary, slice(length))
+
+
+def prompt_layer(
+    spec: Spec,
+    kind: LayerKind,
+    layer: Layer,
+    x: Array,
+    turns: Turns,
+    adapter_R: Array | None = None,
+    *,
+    with_output: bool = True,
+) -> tuple[Array, tuple[Array, Array]]:
+    """A layer over whole prompts: its output, or its input, and keys and values for the cache."""
+    linears = FusedLinears(spec, layer, adapter_R)
+    query, key, value = _queries_keys_values(spec, kind, linears, x, turns)
+    # as the cache has them, so that copying into slots moves no axis
+    keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
+    if with_output:
+        limits = Limits(kind.window, spec.cap, layer.sinks)
+        x = _after_attention(spec, linears, x, _attend_causally(query, keys, values, limits))
+    return x, (keys, values)
 
 
 def prompt_products(

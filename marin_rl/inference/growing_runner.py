@@ -30,17 +30,10 @@ from marin_rl.inference.generation import Policy
 from marin_rl.inference.kv_cache import BLOCK_MIN, Cache, block_size, empty_cache
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import Report
-from marin_rl.inference.programs import (
-    ChunkInputs,
-    Limits,
-    SampledChunk,
-    decode_chunk,
-    prefill_slots,
-)
+from marin_rl.inference.programs import ChunkInputs, LayerPrograms, Limits, SampledChunk
 from marin_rl.inference.runner import Runner, SlotAdapters
 from marin_rl.inference.scheduler import Prompts
 from marin_rl.inference.weights import Weights
-from marin_rl.machine import give_back_freed_memory
 
 # Rows of one cache are this many times those of the one before: each is programs to compile.
 GROWTH = 4
@@ -72,6 +65,7 @@ class GrowingRunner(Runner):
         # one prompt at a time: its numbers do not depend on the others, and nor do its programs
         whole = replace(plan, lanes=lanes, can_share=False, prefill_rows=1, block=block)
         self._whole, self._compiled = whole, set[str]()
+        self._layers = LayerPrograms(self.spec, plan.chunk_steps, self.put)
         self._slot_R = np.full(1, EMPTY, np.int32)
         self._chunks_too_large = 0
         self.announce = _silent
@@ -168,7 +162,7 @@ class GrowingRunner(Runner):
         self.memory.wake()
         fused, alone = self._decoder(policy), self.rows == 1
         # one program for caches of any number of rows: a prompt is computed in a separate cache
-        cache = self.memory.caches[0] if alone else self._empty(1, self.blocks)
+        layers = list(self.memory.caches[0] if alone else self._empty(1, self.blocks))
         for (bucket, _), own in sorted(prompts.items(), key=lambda item: item[0]):
             for tokens, slots in own:
                 # an array for each: the program before may still read its own
@@ -176,21 +170,12 @@ class GrowingRunner(Runner):
                 tokens_RP[0, : len(tokens)] = tokens
                 where = f"in a cache of {self.plan.length} positions"
                 with self._compiling(f"prefill of {bucket} tokens {where}"):
-                    cache = prefill_slots(
-                        self.spec,
-                        fused,
-                        self.rotary,
-                        cache,
-                        tokens_RP,
-                        np.int32(1),
-                        np.zeros(1, np.int32),
-                        None,
-                    )
+                    self._layers.prefill(fused, self.rotary, layers, tokens_RP)
                 if not alone:
                     for seq_slot in slots:
-                        self._put_row(cache, self._row_of(seq_slot))
+                        self._put_row(tuple(layers), self._row_of(seq_slot))
         if alone:
-            self.memory.caches[0] = cache
+            self.memory.caches[0] = tuple(layers)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         for source, target in pairs:
@@ -216,14 +201,10 @@ class GrowingRunner(Runner):
         chunk = ChunkInputs(rows, extras.of_slots(slot_R), limits)
         where = f"in a cache of {self.plan.length} positions"
         with self._compiling(f"decoding of {self.rows} at a time {where}"):
-            self.memory.caches[0], sampled = decode_chunk(
-                self._decoder(policy),
-                self.rotary,
-                self.memory.caches[0],
-                chunk,
-                **self._chunk_sizes,
-            )
+            layers = list(self.memory.caches[0])
+            sampled = self._layers.decode(self._decoder(policy), self.rotary, layers, chunk)
             jax.block_until_ready(sampled)
+            self.memory.caches[0] = tuple(layers)
         return self._chunk(policy, sampled, reported=extras.reported)
 
     def _chunk(self, policy: Policy, sampled: SampledChunk, *, reported: bool) -> Chunk:
@@ -259,9 +240,7 @@ class GrowingRunner(Runner):
             return
         number, began = len(self._compiled) + 1, time.monotonic()
         self.announce(f"compiling program {number}: {program}")
-        give_back_freed_memory()  # compiling takes some hundred megabytes for a while
         yield
-        give_back_freed_memory()
         self._compiled.add(program)
         self.announce(f"program {number} is ready after {time.monotonic() - began:.1f} s")
 

@@ -13,7 +13,7 @@ N groups of I slots that share, R rows of a group for one key/value head.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -271,7 +271,6 @@ def copy_in(
 
     All at once would first gather the rows: as much memory as the cache itself.
     """
-    size, length = cache[0][0].keys.shape[-1], buffer[0][0].shape[-1]
     taken_S = source_S < rows
     # slots that take a prompt come first: the loop is over them only
     first_S = jnp.argsort(~taken_S)
@@ -280,21 +279,29 @@ def copy_in(
         seq_slot = first_S[index]
         source = source_S[seq_slot]
         return tuple(
-            tuple(
-                _copy_block(block, keys, values, number * size, source, seq_slot)
-                if number * size < length
-                else block
-                for number, block in enumerate(blocks)
-            )
-            for blocks, (keys, values) in zip(cache, buffer, strict=True)
+            copy_prompt(blocks, *pair, source, seq_slot)
+            for blocks, pair in zip(cache, buffer, strict=True)
         )
 
     cache = jax.lax.fori_loop(0, jnp.sum(taken_S), body, cache)
     return tuple(tuple(_spread(block) for block in blocks) for blocks in cache)
 
 
+def copy_prompt(
+    blocks: tuple[Block, ...], keys: Array, values: Array, source: Any, seq_slot: Any
+) -> tuple[Block, ...]:
+    """A layer's cache in which the slot has prompt `source` of `keys` [R, K, H, P] and `values`."""
+    size, length = blocks[0].keys.shape[-1] if blocks else 0, keys.shape[-1]
+    return tuple(
+        _copy_block(block, keys, values, number * size, source, seq_slot)
+        if number * size < length
+        else block
+        for number, block in enumerate(blocks)
+    )
+
+
 def _copy_block(
-    block: Block, keys: Array, values: Array, start: int, source: Array, seq_slot: Array
+    block: Block, keys: Array, values: Array, start: int, source: Any, seq_slot: Any
 ) -> Block:
     """A block in which the slot has the prompt's positions from `start` on; others untouched."""
     # the last block of a short prompt is filled in part: what lies behind is masked until a token

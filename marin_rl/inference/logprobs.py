@@ -137,7 +137,7 @@ def score_tokens(
     def score(tile):
         hidden_TD, next_T = tile
         # without temperature, bias or penalties: a prompt's scores are those of the model itself
-        logprobs = log_softmax(decoder.logits(spec, fused, hidden_TD))
+        logprobs = log_softmax(decoder.logits(spec, fused.ends, hidden_TD))
         chosen_T = jnp.take_along_axis(logprobs, next_T[:, None], axis=-1)[:, 0]
         top_TK, ids_TK = jax.lax.cond(
             wants_top,

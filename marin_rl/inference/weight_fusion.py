@@ -19,7 +19,6 @@ from marin_rl.inference.weights import (
     Layer,
     Layers,
     Weights,
-    own_ends,
     own_layout,
     quantized_layers,
     without_quantized,
@@ -44,7 +43,7 @@ def fuse_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ..
 
 def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
     """The same for what has no layers: to be called inside a compiled program, on a mesh."""
-    ends = jax.tree.map(lambda leaf: leaf.astype(dtype), own_ends(weights))
+    ends = jax.tree.map(lambda leaf: leaf.astype(dtype), weights.ends)
     return Ends(
         embedding=constrain(ends.embedding, TENSOR, UNDIVIDED),
         positions=jax.tree.map(constrain, ends.positions),
@@ -161,7 +160,7 @@ _compiled_ends = jax.jit(gather_ends, static_argnames="dtype")
 
 def fused_weights(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder:
     """Weights that the programs read at every step; arrays used as they are are not copied."""
-    ends = own_ends(weights)
+    ends = weights.ends
     on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
     if on_mesh or any(leaf.dtype != dtype for leaf in jax.tree.leaves(ends)):
         ends = _compiled_ends(weights, dtype=dtype)
@@ -191,4 +190,4 @@ def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder 
         layer_of(spec, jax.tree.map(lambda leaf, i=index: jax.device_put(leaf[i]), host))
         for index in range(spec.layers)
     )
-    return Decoder(layers=layers, **own_ends(weights)._asdict())
+    return Decoder(layers=layers, **weights.ends._asdict())

@@ -72,6 +72,10 @@ class Weights(NamedTuple):
     final_norm: Norm
     head: Float[Array, "V D"]
 
+    @property
+    def ends(self) -> "Ends":
+        return Ends(self.embedding, self.positions, self.final_norm, self.head)
+
 
 class Layer(NamedTuple):
     """Layer, ready to multiply with: query, key and value in one matrix, gate and up in one.
@@ -120,6 +124,10 @@ class Decoder(NamedTuple):
     final_norm: Norm
     head: Float[Array, "V D"]
     quantized: QuantizedLayers | None = None
+
+    @property
+    def ends(self) -> Ends:
+        return Ends(self.embedding, self.positions, self.final_norm, self.head)
 
     def all_layers(self, spec: Spec) -> tuple[Layer, ...]:
         """The layers with their matrices; to be called inside a program."""
@@ -211,7 +219,3 @@ def own_layout(layers: Layers) -> str:
     ranks = [f"{name} {own.a.shape[1]}" for name, own in named if own is not None]
     codes = [] if quantized is None else [str(quantized.query.codes.dtype)]
     return ", ".join([*codes, *ranks])
-
-
-def own_ends(weights: Weights) -> Ends:
-    return Ends(weights.embedding, weights.positions, weights.final_norm, weights.head)

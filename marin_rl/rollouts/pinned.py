@@ -8,11 +8,9 @@ configuration names by digest (`config.files`).
 """
 
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from marin_rl.chat_templates import ChatTemplate, prove, reads_clock
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choices
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, ObjectMissing
@@ -20,8 +18,7 @@ from marin_rl.rollouts.data_warnings import GENERATORS, rows_left_out, training_
 from marin_rl.storage.commits import commit_object, new_attempt, record_errors
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
-from marin_rl.tokenizer_files import tokenizer_folder
-from marin_rl.tokenizers import end_token_ids, template_end, tokenizer_for
+from marin_rl.tokenizers import end_tokens_of, template_options_of
 from schemas.manifests import open_record, sealed_json
 from schemas.records import RowsRecord
 
@@ -82,31 +79,6 @@ def serve_merged_of(config: Config) -> bool | None:
     if policy.lora is None or policy.quantize_base is not None or not config.inference.pulled:
         return None
     return config.in_flight_updates
-
-
-def end_tokens_of(policy: PolicyConfig) -> tuple[str, ...] | None:
-    """The token that ends an answer by the policy's chat template; None where none does.
-
-    Raises InputError as `prove` and `template_end` do.
-    """
-    if tokenizer_folder(policy) is None:
-        return None  # its one end token ends everything
-    tokenizer = tokenizer_for(policy)
-    if ChatTemplate.of(tokenizer).is_built_in:
-        return None
-    prove(tokenizer)
-    listed = [str(tokenizer.decode([end])) for end in end_token_ids(tokenizer)]
-    end = template_end(tokenizer, listed)
-    return None if end is None else (end,)
-
-
-def template_options_of(policy: PolicyConfig) -> dict[str, Any] | None:
-    """The day on which the run begins, where the chat template asks for it. Raises InputError."""
-    if tokenizer_folder(policy) is None:
-        return None
-    # The local day, as templates have it from transformers.
-    today = datetime.now(UTC).astimezone().date().isoformat()
-    return {"date": today} if reads_clock(tokenizer_for(policy)) else None
 
 
 POLICY_CHOICES: Mapping[str, Callable[[PolicyConfig], Any]] = {

@@ -28,7 +28,6 @@ from marin_rl.lora import Adapter, read_peft
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.module import LanguageModel
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
-from marin_rl.rollouts.pinned import end_tokens_of
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.serving.weights.adapters import (
     adapter_checkpoints,
@@ -53,7 +52,7 @@ from marin_rl.serving.weights.following import (
 )
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, latest_checkpoint
-from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
+from marin_rl.tokenizers import TokenizerIdentity, add_ends, template_ends, tokenizer_for
 from marin_rl.training.model import parameter_shapes
 from marin_rl.types import ServedPolicy, SlotRef
 
@@ -350,9 +349,11 @@ def folder_tokenizer(folder: Path, policy: PolicyConfig | None = None) -> PreTra
     Where that names no end tokens, the one that the chat template writes. Raises InputError.
     """
     named = (policy or PolicyConfig()).model_copy(update={"tokenizer": str(folder)})
-    ends = named.end_tokens or end_tokens_of(named)
     # No run has begun, so the template's date is the day of the request.
-    return tokenizer_for(named.model_copy(update={"end_tokens": ends}))
+    tokenizer = tokenizer_for(named)
+    if not named.end_tokens:
+        add_ends(tokenizer, template_ends(tokenizer))
+    return tokenizer
 
 
 @contextmanager

@@ -2,34 +2,46 @@
 
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.engines import CONTEXT, amid, prompt_of, request_of, together, wait_until
+from support.family_folders import golden, write_folder
 from support.models import tiny_model
+from support.run_factories import character_tokenizer
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest, GenerationResult
 from marin_rl.inference.growing_runner import CHUNKS_BEFORE_SHRINKING, GrowingRunner
+from marin_rl.inference.programs import runs_of
+from marin_rl.models.module import LanguageModel
+from marin_rl.models.spec import LayerKind
+from marin_rl.training.hf_folders import load_hf
 
 SLOW = pytest.mark.slow
 SLOTS = 6
 LONG = 600
 
 
-def growing_engine(context: int = CONTEXT) -> tuple[Engine, GrowingRunner]:
+def growing_engine(
+    context: int = CONTEXT, model: LanguageModel | None = None
+) -> tuple[Engine, GrowingRunner]:
     """An engine that grows to six slots, with chunks of four steps, and its runner."""
     config = EngineConfig(slots=SLOTS, chunk_steps=4, prefill_rows=4)
-    engine = Engine(tiny_model(), config, context_length=context, grows=True)
+    engine = Engine(model or tiny_model(), config, context_length=context, grows=True)
     assert engine.growing is not None
     return engine, engine.growing
 
 
-def of_fixed(requests: list[GenerationRequest], context: int = CONTEXT) -> list[GenerationResult]:
+def of_fixed(
+    requests: list[GenerationRequest], context: int = CONTEXT, model: LanguageModel | None = None
+) -> list[GenerationResult]:
     """Results of an engine of six slots whose cache is fixed."""
     config = EngineConfig(slots=SLOTS, chunk_steps=4, prefill_rows=4, lanes=1)
-    with closing(Engine(tiny_model(), config, context_length=context)) as engine:
+    with closing(Engine(model or tiny_model(), config, context_length=context)) as engine:
         return [engine.submit(request).result(timeout=120) for request in requests]
 
 
@@ -133,3 +145,30 @@ def test_caches_that_were_given_back_come_again() -> None:
     finally:
         engine.close()
     assert_alike(first, again)
+
+
+@pytest.mark.parametrize("name", ["gemma-3-1b", pytest.param("gpt-oss-20b", marks=SLOW)])
+def test_layers_of_several_kinds_and_stop_tokens_decode_alike(name: str, tmp_path: Path) -> None:
+    case = golden()[name]
+    write_folder(tmp_path, case["config"], case["shapes"])
+    character_tokenizer().save_pretrained(str(tmp_path))
+    model = load_hf(tmp_path)
+    request = request_of(10, max_tokens=20, seed=3)
+    first = of_fixed([request], model=model)[0].samples[0].token_ids
+    # One that ends in the middle of a chunk, of which the host hears a step late.
+    ending = replace(request, stop_token_ids=(int(first[5]),))
+    engine, _ = growing_engine(model=model)
+    with closing(engine):
+        results = [engine.submit(each).result(timeout=120) for each in (ending, request)]
+    for ours, theirs in zip(results, of_fixed([ending, request], model=model), strict=True):
+        assert_alike(ours, theirs)
+    assert results[0].samples[0].finish_reason == "stop"
+
+
+def test_runs_of_layers_leave_few_to_compile() -> None:
+    alike, window = LayerKind(rope=None), LayerKind(rope=None, window=8)
+    assert [len(range(30)[run]) for run in runs_of((alike,) * 30)] == [5] * 6
+    assert [len(range(32)[run]) for run in runs_of((alike,) * 32)] == [4] * 8
+    by_period = runs_of((*[window] * 5, alike) * 4 + (window,) * 2)
+    assert [len(range(26)[run]) for run in by_period] == [6, 6, 6, 6, 2]
+    assert [len(range(2)[run]) for run in runs_of((alike, window))] == [2]

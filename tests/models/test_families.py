@@ -89,7 +89,7 @@ def test_the_engines_logits_are_those_of_transformers(
     kept = np.asarray(KEPT)
     expected = np.asarray(case["logits"])
     states = jax.jit(partial(decoder.hidden_states, spec))(fused, rotary, ids)
-    logits = decoder.logits(spec, fused, states[:, kept].reshape(-1, spec.width))
+    logits = decoder.logits(spec, fused.ends, states[:, kept].reshape(-1, spec.width))
     np.testing.assert_allclose(logits.reshape(expected.shape), expected, atol=TOLERANCE)
     cache, step = empty_cache(spec, 2, LENGTH, dtype), jax.jit(partial(decoder.decode_step, spec))
     for at in range(ids.shape[1]):
