@@ -135,7 +135,8 @@ def ask(url: str, streams: int, new_tokens: int) -> Any:
 def row_of(side: str, streams: int, load: Any, pid: int, before: float) -> dict[str, Any]:
     """Numbers of one measurement."""
     used, seen = usage(pid), load.summary()
-    cpu = used["cpu_s"] - before
+    # The kernel counts ticks, of which a tiny load may take none.
+    cpu = max(used["cpu_s"] - before, 1 / os.sysconf("SC_CLK_TCK"))
     return {
         "side": side,
         "streams": streams,
