@@ -5,6 +5,7 @@ bodies of all requests may hold together: each body is bounded, but 2,048 at onc
 Leaves out the shape of a body (`errors`) and reading it (`guard`).
 """
 
+import gc
 import math
 import threading
 import time
@@ -127,12 +128,18 @@ def request_timeout() -> ApiError:
     return ApiError(504, message, code="request_timeout")
 
 
+def give_back_bodies() -> None:
+    """Free what requests left, and hand it back to the kernel."""
+    # The error of a request refers to frames that have its body, and they to the error: such cycles
+    # would wait for a collection that a server at rest never comes to.
+    gc.collect()
+    give_back_freed_memory()
+
+
 class BodyBudget:
     """Bytes that the bodies of all requests may hold together. Safe from any thread."""
 
-    def __init__(
-        self, bytes_max: int, *, give_back: Callable[[], None] = give_back_freed_memory
-    ) -> None:
+    def __init__(self, bytes_max: int, *, give_back: Callable[[], None] = give_back_bodies) -> None:
         self._bytes_max = bytes_max
         self._give_back = give_back
         self.lock = threading.Lock()
