@@ -321,15 +321,27 @@ def _paused(deadline: "asyncio.Timeout | None") -> Iterator[None]:
         deadline.reschedule(clock() + left_s)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that says when it is told to stop."""
+
+    def __init__(self, stopped: Callable[[], None]) -> None:
+        super().__init__()
+        self._stopped = stopped
+
+    def stop(self) -> None:
+        self._stopped()
+        super().stop()
+
+
 class _Interleaved:
     """Calls as tasks of one event loop, each with a time limit."""
 
     def __init__(self, worker: _Worker, handler: Handler) -> None:
         self._worker, self._handler, self._limit_s = worker, handler, worker.limit_s
-        self._loop = asyncio.SelectorEventLoop()
+        self._loop = _Loop(self._stopped)
         self._busy_s = 0.0
         self._calls: set[_Call] = set()
-        self._last = 0
+        self._last, self._stopped_by = 0, 0
 
     def serve(self, lines: _Lines) -> None:
         """Begin a call for each line, until there are no more."""
@@ -341,7 +353,11 @@ class _Interleaved:
         try:
             self._loop.run_forever()
         finally:
-            self._worker.note(self._last)  # whose code stopped the loop, or broke it
+            self._worker.note(self._stopped_by or self._last)  # or whose code broke the loop
+
+    def _stopped(self) -> None:
+        # Slices of others may still come before the loop ends.
+        self._stopped_by = self._stopped_by or self._last
 
     def _take(self, lines: _Lines) -> None:
         if not lines.read():
