@@ -20,7 +20,7 @@ from marin_rl.inference.kv_cache import Block, Cache, copy_prompt
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
-from marin_rl.inference.weights import Decoder, Ends, Rotary
+from marin_rl.inference.weights import Decoder, Ends, Layer, Rotary
 from marin_rl.models.spec import LayerKind, Spec
 
 # Cost of going back to the host, in steps of all rows. A chunk with samples waiting ends once the
@@ -205,8 +205,8 @@ class LayerPrograms:
         self._prompt_inputs = jax.jit(partial(decoder.prompt_inputs, spec))
         kinds = dict.fromkeys(spec.kinds[run] for run in self._runs)
         compiled = partial(jax.jit, donate_argnums=1)
-        self._steps = {run: compiled(partial(_step, spec, run)) for run in kinds}
-        self._prompts = {run: compiled(partial(_prompt, spec, run)) for run in kinds}
+        self._steps = {run: compiled(partial(_run, decoder.step_layer, spec, run)) for run in kinds}
+        self._prompts = {run: compiled(partial(_run, _prompt_layer, spec, run)) for run in kinds}
 
     def decode(
         self, fused: Decoder, rotary: Rotary, cache: list[Blocks], chunk: ChunkInputs
@@ -220,12 +220,12 @@ class LayerPrograms:
         for _ in range(steps):
             x_SD, turns, step = self._inputs(ends, rotary, state)
             x_SD = self._through(self._steps, fused, cache, x_SD, turns, step)
-            following, goes_on = self._sampled(ends, x_SD, state, uniform_CS, chunk)
+            following, after = self._sampled(ends, x_SD, state, uniform_CS, chunk)
             # Read a step late, so that the device never waits for the host: where sequences ended,
             # this step wrote nothing that another will not write again.
             if not more:
                 break
-            state, more = following, goes_on
+            state, more = following, after
         return state.sampled
 
     def prefill(
@@ -272,24 +272,21 @@ def _inputs(
     return x_SD, turns, decoder.Step(positions_S, jnp.max(positions_S))
 
 
-def _step(
-    spec: Spec, kinds: Any, layers: Any, cache: Any, x: Array, *inputs: Any
+def _run(
+    layer: Any, spec: Spec, kinds: Any, layers: Any, cache: Any, x: Array, *inputs: Any
 ) -> tuple[Array, tuple[Blocks, ...]]:
     written = []
-    for kind, layer, blocks in zip(kinds, layers, cache, strict=True):
-        x, after = decoder.step_layer(spec, kind, layer, blocks, x, *inputs)
+    for kind, own, blocks in zip(kinds, layers, cache, strict=True):
+        x, after = layer(spec, kind, own, blocks, x, *inputs)
         written.append(after)
     return x, tuple(written)
 
 
-def _prompt(
-    spec: Spec, kinds: Any, layers: Any, cache: Any, x: Array, turns: decoder.Turns
-) -> tuple[Array, tuple[Blocks, ...]]:
-    written = []
-    for kind, layer, blocks in zip(kinds, layers, cache, strict=True):
-        x, pair = decoder.prompt_layer(spec, kind, layer, x, turns)
-        written.append(copy_prompt(blocks, *pair, 0, 0))
-    return x, tuple(written)
+def _prompt_layer(
+    spec: Spec, kind: LayerKind, layer: Layer, blocks: Blocks, x: Array, turns: decoder.Turns
+) -> tuple[Array, Blocks]:
+    x, pair = decoder.prompt_layer(spec, kind, layer, x, turns)
+    return x, copy_prompt(blocks, *pair, 0, 0)
 
 
 def _sampled(
