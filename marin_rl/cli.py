@@ -58,6 +58,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Move": {
         "fork": ("storage:fork", "Make a run that shares its first rounds with another."),
         "export": ("export:export", "Write a run as one file, or what others read of it."),
+        "import": ("export:import_", "Write the Hugging Face folder of a GGUF file."),
         "merge": ("export:merge", "Write the model that an adapter makes of its base."),
         "pairs": ("export:pairs", "Write preference pairs from the groups of a run."),
         "gc": ("storage:gc", "Delete unreferenced files and old checkpoints."),

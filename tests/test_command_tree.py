@@ -23,7 +23,8 @@ TREE = dict(leaves())
 RUN_METAVARS = {"RUN", "CONFIG|RUN", "NAME|CONFIG|RUN", "TARGET"}
 # Their argument is a template, a recipe or a file; they read no run.
 WITHOUT_RUN = {
-    "init", "recipes", "config reference", "config metrics", "env list", "verify", "merge",
+    "init", "recipes", "config reference", "config metrics", "env list", "verify", "import",
+    "merge",
 }  # fmt: skip
 # They begin runs: --run-id is the name of the new one.
 NAMED = {"env try", "env check", "serve-trajectories", "poll-trajectories"}  # by a configuration

@@ -1,4 +1,4 @@
-"""Commands that write files for others: `export`, `pairs`, `merge`."""
+"""Commands that write files for others, or of theirs: `export`, `pairs`, `merge`, `import`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from marin_rl.storage.upkeep.archive import Archived
 
 DTYPES = ("float32", "bfloat16", "float16")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 PAIRS_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -41,6 +42,12 @@ def export(  # noqa: PLR0913 - each is an option of the command
     peft: Annotated[
         Path | None, typer.Option("--peft", help="instead: an adapter as a PEFT folder")
     ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option("--gguf", help="instead: a checkpoint as a file of llama.cpp")
+    ] = None,
+    gguf_type: Annotated[
+        str, typer.Option("--gguf-type", help="of its weights: f32, f16, bf16 or q8_0")
+    ] = "f16",
     rollouts: Annotated[
         str | None,
         typer.Option("--format", help="instead: rollouts as trl, verl, atropos or traces has them"),
@@ -52,7 +59,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     rounds: Annotated[
         str | None,
         typer.Option(
-            "--round", help="with --hf, --peft one, the latest; with --format like 0-9, all"
+            "--round", help="with --hf, --peft, --gguf one, the latest; with --format like 0-9, all"
         ),
     ] = None,
     overrides: Overrides = None,
@@ -63,9 +70,9 @@ def export(  # noqa: PLR0913 - each is an option of the command
     """Write a run as one file, or what others read of it.
 
     `marin-rl verify` checks such a file by its root hash. With --hf, one checkpoint is written as
-    a Hugging Face folder instead, with --peft its adapter as a PEFT folder; with --format, rollouts
-    are written as another library has them; with --verl, what runs the environment of a
-    configuration under verl's trainer.
+    a Hugging Face folder instead, with --gguf as a file of llama.cpp, with --peft its adapter as a
+    PEFT folder; with --format, rollouts are written as another library has them; with --verl, what
+    runs the environment of a configuration under verl's trainer.
     """
     if verl is not None:
         _export_verl(run_name, verl, overrides, root, trust=trust, as_json=as_json)
@@ -76,18 +83,21 @@ def export(  # noqa: PLR0913 - each is an option of the command
     from marin_rl.storage.runs import Run
 
     run = Run.open(root, run_name)
-    folder = hf or peft
-    if hf is not None and peft is not None:
-        raise ConfigError("--hf and --peft write different folders: expected one of them")
-    if folder is not None:
-        _export_weights(run, folder, chosen, peft=hf is None, as_json=as_json)
+    weights = {"--hf": hf, "--peft": peft, "--gguf": gguf}
+    asked = [(option, path) for option, path in weights.items() if path is not None]
+    if len(asked) > 1:
+        raise ConfigError("--hf, --peft and --gguf write different things: expected one of them")
+    if gguf_type not in GGUF_TYPES:
+        raise ConfigError(f"--gguf-type: expected one of {', '.join(GGUF_TYPES)}")
+    for option, path in asked:
+        _export_weights(run, option, path, chosen, gguf_type=gguf_type, as_json=as_json)
         return
     if rollouts is not None:
         _export_rollouts(run, rollouts, output, chosen, as_json=as_json)
         return
     if rounds is not None:
         raise ConfigError(
-            "--round chooses a checkpoint or rollouts: expected --hf, --peft or --format too"
+            "--round chooses a checkpoint or rollouts: expected --hf, --peft, --gguf or --format"
         )
     from marin_rl.storage.upkeep.archive import write_archive
 
@@ -111,28 +121,69 @@ def _print_archive(archive: "Archived", *, as_json: bool) -> None:
 
 
 def _export_weights(
-    run: "Run", folder: Path, rounds: list[int] | None, *, peft: bool, as_json: bool
+    run: "Run",
+    option: str,
+    path: Path,
+    rounds: list[int] | None,
+    *,
+    gguf_type: str,
+    as_json: bool,
 ) -> None:
     if rounds is not None and len(rounds) > 1:
-        option = "--peft" if peft else "--hf"
         raise ConfigError(f"--round: expected one checkpoint with {option}, found {len(rounds)}")
     round = rounds[0] if rounds else None
-    facts: dict[str, object] = {"folder": str(folder)}
+    facts: dict[str, object] = {"file" if option == "--gguf" else "folder": str(path)}
     with phase("exporting"):
-        if peft:
-            from marin_rl.serving.weights.export import export_peft
+        from marin_rl.serving.weights.export import export_hf, export_peft, read_merged
 
-            adapter = export_peft(run, round, folder)
+        if option == "--peft":
+            adapter = export_peft(run, round, path)
             facts |= {"round": adapter.round, "parameters": adapter.parameters_digest}
             facts |= {"adapter": adapter.adapter_digest}
-        else:
-            from marin_rl.serving.weights.export import export_hf
-
-            exported = export_hf(run, round, folder)
+        elif option == "--hf":
+            exported = export_hf(run, round, path)
             facts |= {"round": exported.round, "parameters": exported.parameters_digest}
-    what = f"{'adapter of ' if peft else ''}checkpoint {facts['round']}"
-    line = f"{folder}: {what}, parameters {facts['parameters']}"
+        else:
+            from marin_rl.gguf.writing import export_gguf  # before a model is read
+
+            loaded, model, tokenizer = read_merged(run, round)
+            export_gguf(model, tokenizer, path, gguf_type)
+            facts |= {"round": loaded.round, "parameters": loaded.parameters_digest}
+            facts |= {"type": gguf_type}
+    what = f"{'adapter of ' if option == '--peft' else ''}checkpoint {facts['round']}"
+    line = f"{path}: {what}, parameters {facts['parameters']}"
     print_result(facts, line, as_json=as_json)
+
+
+def import_(
+    *,
+    gguf: Annotated[Path, typer.Option("--gguf", help="file of llama.cpp")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="new folder for the model")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="of the files: float32, bfloat16 or float16")
+    ] = "bfloat16",
+    as_json: AsJson = False,
+) -> None:
+    """Write the Hugging Face folder of a GGUF file.
+
+    With its configuration, tokenizer, chat template, and weights, dequantised; nothing is
+    overwritten. Runs, `serve --model` and transformers read such a folder.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    with phase("importing"):
+        from marin_rl.gguf.reading import import_gguf
+
+        imported = import_gguf(gguf, output, dtype)
+    types = ", ".join(f"{count} {kind}" for kind, count in sorted(imported.tensors.items()))
+    facts = asdict(imported) | {"dtype": dtype}
+    print_result(facts, f"{output}: {imported.family}, {dtype} of {types}", as_json=as_json)
+    if not imported.chat_template:
+        print_error(
+            f"{gguf} has no chat template: add chat_template.jinja to {output}, with the template "
+            "that the model was trained with, before a run or a server takes it",
+            style="yellow",
+        )
 
 
 def merge(

@@ -62,7 +62,7 @@ def load_hf(folder: str | Path) -> LanguageModel:
     template = hf_template(path)
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, template.spec.vocabulary)
-    prefix = _check_tensors(_tensor_shapes(template), path)
+    prefix = _check_tensors(tensor_shapes(template), path)
     return with_parameters(template, _read_parameters(template, path, prefix))
 
 
@@ -151,7 +151,7 @@ def _tensors(template: LanguageModel) -> dict[str, Tensor]:
     return tensors_of(template.spec, list(parameter_shapes(template)))
 
 
-def _tensor_shapes(template: LanguageModel) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(template: LanguageModel) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a folder by name."""
     structs = parameter_structs(template)
     expected: dict[str, tuple[int, ...]] = {}

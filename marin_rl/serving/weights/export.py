@@ -7,9 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from marin_rl.errors import ConfigError, InputError, StalePolicy, StoreUnavailable
 from marin_rl.lora import Adapter, merged, read_peft, write_peft
 from marin_rl.models.families import check_peft_names
+from marin_rl.models.module import LanguageModel
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint, read_folder
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.storage.stores.local import check_way
@@ -78,6 +81,24 @@ def _replace(folder: Path, partial: Path, is_complete: Callable[[Path], bool]) -
     shutil.rmtree(old, ignore_errors=True)
 
 
+def check_new_folder(folder: Path) -> None:
+    """Raise InputError for a file, and for a folder that has something in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        kind = "is not empty" if folder.is_dir() else "is a file"
+        raise InputError(f"{folder} {kind}: expected a new folder; nothing is overwritten")
+
+
+def read_merged(
+    run: Run, round: int | None
+) -> tuple[Loaded, LanguageModel, PreTrainedTokenizerBase]:
+    """Read a committed checkpoint, its adapter merged, and its tokenizer.
+
+    Raises as `read_checkpoint` does.
+    """
+    loaded = read_checkpoint(run, round)
+    return loaded, merged_model(loaded.model), tokenizer_for(run.config.policy)
+
+
 def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
     """Write a committed checkpoint as a Hugging Face folder, and read it back to be sure.
 
@@ -85,12 +106,9 @@ def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
     does; InputError where the folder has something in it, StalePolicy where it reads back as other
     parameters.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        kind = "is not empty" if folder.is_dir() else "is a file"
-        raise InputError(f"{folder} {kind}: expected a new folder for the checkpoint")
-    loaded = read_checkpoint(run, round)
-    model = merged_model(loaded.model)
-    save_hf(model, tokenizer_for(run.config.policy), folder)
+    check_new_folder(folder)
+    loaded, model, tokenizer = read_merged(run, round)
+    save_hf(model, tokenizer, folder)
     # Of all parameters: an adapter's policy has another identity, but is written merged.
     read_folder(str(folder), digest_of(named_parameters(model)))
     return loaded
@@ -144,9 +162,7 @@ def merge(base: Path, adapter: Path, output: Path, dtype: str = "float32") -> st
     The digest is that of the float32 parameters. Raises InputError for folders that are unfit, an
     adapter of another base, or an `output` that has something in it; then nothing is written.
     """
-    # Before anything is read: to load two models may take minutes.
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"{output} exists: expected a new folder; nothing is overwritten")
+    check_new_folder(output)  # before anything is read: to load two models may take minutes
     tokenizer, model = load_tokenizer(str(base)), load_hf(base)
     change = read_peft(adapter, parameter_shapes(model))
     whole = with_parameters(model, merged(named_parameters(model), change))

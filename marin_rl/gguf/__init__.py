@@ -1,0 +1,14 @@
+"""GGUF files of llama.cpp: `reading` makes a model folder of one, `writing` one of a model.
+
+`files` opens them; `settings`, `tokenizer` and `tensors` have both directions of their parts.
+"""
+
+from importlib.util import find_spec
+
+from marin_rl.errors import ConfigError
+
+if find_spec("gguf") is None:
+    raise ConfigError(
+        "GGUF files need the library gguf: pip install 'marin-rl[gguf]', with the constraints.txt "
+        "of this version"
+    )

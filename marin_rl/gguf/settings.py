@@ -1,0 +1,252 @@
+"""Settings of a model in a GGUF file, as its config.json has them, and the other way.
+
+One table has both directions. A key that is not in it is refused: it would change what is computed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import CONFIG_MAPPING
+
+from marin_rl.errors import InputError
+from marin_rl.gguf.files import Metadata
+from marin_rl.models.families import config_json, described
+from marin_rl.models.spec import Rope, Spec
+
+_COMMON = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+NUMBER_MAX = 2**30
+_FRACTIONS = (
+    "rms_norm_eps",
+    "rope_theta",
+    "_softcapping",
+    "_multiplier",
+    "logits_scaling",
+    "_freq",
+)
+_SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+# Read elsewhere, or without a meaning for a decoder.
+_OTHERS = {
+    "vocab_size",
+    "attention.value_length",
+    "attention.causal",
+    "attention.sliding_window_pattern",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.finetuned",
+    *(f"rope.scaling.{key}" for key in _SCALING),
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A model's family in both words; `interleaved`: rows of q and k are in llama.cpp's order.
+
+    `by_width`: Gemma's model of so many layers, and no other, scales attention by width / heads.
+    """
+
+    family: str
+    settings: dict[str, str] = field(default_factory=dict)
+    interleaved: bool = False
+    by_width: int | None = None
+
+    @property
+    def shifted_norms(self) -> bool:
+        """True where norms are stored as their difference from 1 in a folder, not in GGUF."""
+        return self.family.startswith("gemma")
+
+
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_CAPS = {f"{kind}_logit_softcapping": f"{kind}_logit_softcapping" for kind in ("attn", "final")}
+_LOCAL = {"rope.freq_base_swa": "rope_local_base_freq"}
+ARCHITECTURES = {
+    "llama": Architecture(family="llama", interleaved=True),
+    "qwen2": Architecture(family="qwen2"),
+    "qwen3": Architecture(family="qwen3"),
+    "gemma": Architecture(family="gemma"),
+    "gemma2": Architecture(family="gemma2", settings=_WINDOW | _CAPS, by_width=46),
+    "gemma3": Architecture(family="gemma3_text", settings=_WINDOW | _CAPS | _LOCAL, by_width=62),
+    "phi3": Architecture(family="phi3", settings=_WINDOW),
+    "olmo2": Architecture(family="olmo2"),
+    "smollm3": Architecture(family="smollm3", interleaved=True),
+    "granite": Architecture(family="granite", settings=_GRANITE, interleaved=True),
+}
+_DEFAULTED = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """Raises InputError for an architecture that is not converted."""
+    known = ARCHITECTURES.get(metadata.architecture)
+    if known is None:
+        raise metadata.refusal(
+            f"one of the architectures {', '.join(ARCHITECTURES)}",
+            f"{metadata.architecture!r}: use the model's own Hugging Face folder",
+        )
+    return known
+
+
+def spec_of(
+    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
+) -> Spec:
+    """The model of a file, by its metadata, shapes of its tensors, and its `rope_freqs`.
+
+    Raises InputError naming what would be computed otherwise than the file says.
+    """
+    architecture, own = architecture_of(metadata), metadata.own()
+    tree = _numbers(metadata, _COMMON | architecture.settings)
+    if tree["num_hidden_layers"] > len(shapes):
+        raise metadata.refusal(f"tensors of {tree['num_hidden_layers']} layers", str(len(shapes)))
+    heads, width = tree["num_attention_heads"], tree["hidden_size"]
+    size = tree.setdefault("head_dim", width // heads)
+    tree.setdefault("num_key_value_heads", heads)
+    tree.setdefault("rope_theta", 10_000.0)
+    rotated = own.get("rope.dimension_count", size)
+    partial = architecture.family == "phi3" and type(rotated) is int and rotated < size
+    value_size = own.get("attention.value_length", size)
+    if size % 2 or value_size != size or not (rotated == size or partial):
+        found = f"{size} of keys, {value_size!r} of values, {rotated!r} rotated"
+        raise metadata.refusal("an even number of dimensions of a head", found)
+    tree |= {
+        "model_type": architecture.family,
+        "vocab_size": shapes.get("token_embd.weight", (0,))[0],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in shapes,
+        "partial_rotary_factor": rotated / size,
+        "rope_scaling": _scaling(metadata, Rope(theta=tree["rope_theta"], size=rotated), factors),
+    }
+    if architecture.by_width is not None:
+        by_width = architecture.by_width == tree["num_hidden_layers"]
+        tree["query_pre_attn_scalar"] = width // heads if by_width else size
+    if pattern := own.get("attention.sliding_window_pattern"):
+        tree |= _layer_types(metadata, pattern)
+    return described(tree, metadata.path)
+
+
+def _numbers(metadata: Metadata, known: Mapping[str, str]) -> dict[str, Any]:
+    """Numbers of a config.json by the keys of a file. Raises InputError for an unknown key."""
+    own = metadata.own()
+    numbers: dict[str, Any] = {}
+    for key, value in sorted(own.items()):
+        name = f"{metadata.architecture}.{key}"
+        if key in _OTHERS or value == 0:  # no window, no experts
+            continue
+        if key not in known:
+            raise metadata.refusal("known settings", f"{name} {value!r:.40}: it is not supported")
+        if type(value) not in (int, float) or not 0 < value <= NUMBER_MAX:
+            raise metadata.refusal(f"a number up to {NUMBER_MAX} as {name}", f"{value!r:.80}")
+        numbers[known[key]] = _shortest(value)
+    for key, name in _COMMON.items():
+        if name not in numbers and key not in _DEFAULTED:
+            raise metadata.refusal(f"{metadata.architecture}.{key}", "none")
+    return numbers
+
+
+def _layer_types(metadata: Metadata, pattern: Any) -> dict[str, Any]:
+    """Kinds of layers by a list of True for a window, the only form that is read."""
+    if not isinstance(pattern, list) or not all(isinstance(each, bool) for each in pattern):
+        raise metadata.refusal("sliding_window_pattern as a list of layers", f"{pattern!r:.80}")
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return {"layer_types": [kinds[each] for each in pattern]}
+
+
+def _shortest(value: Any) -> Any:
+    """A number as it was before the file made it float32: 9.999999747378752e-06 is 1e-5."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _scaling(metadata: Metadata, rope: Rope, factors: np.ndarray | None) -> dict[str, Any] | None:
+    own = metadata.own()
+    kind = own.get("rope.scaling.type", "none")
+    if factors is not None:
+        return _llama3(metadata, rope, factors)
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise metadata.refusal("rope.scaling.type none, linear or yarn", repr(kind))
+    names = ("factor",) if kind == "linear" else tuple(_SCALING)
+    found = {n: own[f"rope.scaling.{n}"] for n in names if f"rope.scaling.{n}" in own}
+    if not all(type(value) in (int, float) and value > 0 for value in found.values()):
+        raise metadata.refusal("numbers at rope.scaling", f"{found!r:.80}")
+    return {"rope_type": kind} | {_SCALING[n]: _shortest(value) for n, value in found.items()}
+
+
+def _llama3(metadata: Metadata, rope: Rope, factors: np.ndarray) -> dict[str, Any]:
+    """The scaling of Llama 3.1 whose factors these are: the file has no other word of it."""
+    for length in (2**power for power in range(3, 21)):
+        scaling = {
+            "rope_type": "llama3",
+            "factor": _shortest(float(factors.max(initial=1))),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": length,
+        }
+        ours = rope_factors(Rope(theta=rope.theta, size=rope.size, scaling=tuple(scaling.items())))
+        if ours.shape == factors.shape and np.allclose(ours, factors, rtol=1e-5):
+            return scaling
+    raise metadata.refusal("rope_freqs of Llama 3.1's scaling", "other factors: use the own folder")
+
+
+def rope_factors(rope: Rope) -> np.ndarray:
+    """Divisors of the frequencies, float32 [size / 2]."""
+    return Rope(theta=rope.theta, size=rope.size).frequencies / rope.frequencies
+
+
+def metadata_of(spec: Spec, name: str) -> dict[str, Any]:
+    """Keys and values of a model; the inverse of `spec_of`. Raises InputError where it has none."""
+    family = "llama" if spec.family == "mistral" else spec.family
+    kinds = [kind for kind, each in ARCHITECTURES.items() if each.family == family]
+    if not kinds:
+        families = ", ".join(each.family for each in ARCHITECTURES.values())
+        raise InputError(
+            f"a {spec.family} model cannot be a GGUF file: expected one of {families}; "
+            "`marin-rl export RUN --hf FOLDER` writes its folder"
+        )
+    (kind,) = kinds
+    hf = CONFIG_MAPPING[spec.family](**config_json(spec))
+    known = _COMMON | ARCHITECTURES[kind].settings
+    found = {key: getattr(hf, setting, None) for key, setting in known.items()}
+    if found.get("attention.sliding_window", 0) is None:
+        found["attention.sliding_window"] = 0
+    own: dict[str, Any] = {
+        key: float(value) if known[key].endswith(_FRACTIONS) else value
+        for key, value in found.items()
+        if value is not None
+    }
+    own |= {"vocab_size": spec.vocabulary, "attention.value_length": spec.head_size}
+    if spec.ropes:
+        own |= {"rope.dimension_count": spec.ropes[0].size} | _rope_keys(spec)
+    common = {"general.architecture": kind, "general.type": "model", "general.name": name}
+    return common | {f"{kind}.{key}": value for key, value in own.items()}
+
+
+def _rope_keys(spec: Spec) -> dict[str, Any]:
+    scalings = [dict(rope.scaling) for rope in spec.ropes if rope.scaling]
+    if not scalings or scalings[0]["rope_type"] == "llama3":
+        return {}
+    keys = {f"rope.scaling.{k}": scalings[0][n] for k, n in _SCALING.items() if n in scalings[0]}
+    return {"rope.scaling.type": scalings[0]["rope_type"]} | {
+        key: value if key.endswith("length") else float(value) for key, value in keys.items()
+    }
