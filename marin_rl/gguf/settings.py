@@ -97,7 +97,7 @@ _DEFAULTED = ("attention.head_count_kv", "attention.key_length", "rope.freq_base
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    """Raises InputError for an architecture that is not converted."""
+    """Return a file's architecture. Raises InputError for one that is not converted."""
     known = ARCHITECTURES.get(metadata.architecture)
     if known is None:
         raise metadata.refusal(
@@ -123,9 +123,9 @@ def spec_of(
     tree.setdefault("num_key_value_heads", heads)
     tree.setdefault("rope_theta", 10_000.0)
     rotated = own.get("rope.dimension_count", size)
-    partial = architecture.family == "phi3" and type(rotated) is int and rotated < size
+    partial = architecture.family == "phi3" and rotated in range(2, size, 2)
     value_size = own.get("attention.value_length", size)
-    if size % 2 or value_size != size or not (rotated == size or partial):
+    if size < 2 or size % 2 or value_size != size or not (rotated == size or partial):
         found = f"{size} of keys, {value_size!r} of values, {rotated!r} rotated"
         raise metadata.refusal("an even number of dimensions of a head", found)
     tree |= {
@@ -155,7 +155,8 @@ def _numbers(metadata: Metadata, known: Mapping[str, str]) -> dict[str, Any]:
             continue
         if key not in known:
             raise metadata.refusal("known settings", f"{name} {value!r:.40}: it is not supported")
-        if type(value) not in (int, float) or not 0 < value <= NUMBER_MAX:
+        kinds = (int, float) if known[key].endswith(_FRACTIONS) else (int,)
+        if type(value) not in kinds or not 0 < value <= NUMBER_MAX:
             raise metadata.refusal(f"a number up to {NUMBER_MAX} as {name}", f"{value!r:.80}")
         numbers[known[key]] = _shortest(value)
     for key, name in _COMMON.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from support.models import tiny_model
+from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
@@ -74,12 +75,13 @@ def commit(
     round: int,
     model: LanguageModel | None = None,
     extra: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> SlotRef:
     """Commit a model (default: that of seed `round`) as the checkpoint of a round."""
     model = model or weights(run, round)
     optimizer = make_optimizer(policy_adamw(run.config.training), matrix_mask(model))
     state = fresh_state(named_parameters(model), optimizer, seed=round)
-    identity = Identity.of(state, TokenizerIdentity.of(character_tokenizer()))
+    identity = Identity.of(state, TokenizerIdentity.of(tokenizer or character_tokenizer()))
     return commit_checkpoint(
         run,
         checkpoint_slot(round),
