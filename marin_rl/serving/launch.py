@@ -254,6 +254,7 @@ def growing_server(
 
     The canary is its first request, and compiles the programs of the next one.
     """
+    give_back_freed_memory()  # of reading the folder
     server = _server(loaded, tokenizer, config, grows=True)
     growing = server.engine.growing
     assert growing is not None
@@ -264,7 +265,7 @@ def growing_server(
     except BaseException:
         server.stop()
         raise
-    give_back_freed_memory()  # of reading the folder, and of the trainer's program
+    give_back_freed_memory()  # of compiling
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.model))
     _announce(
         f"weights {weights / 1e9:.2f} GB, cache {growing.cache_bytes / 1e9:.2f} GB; with use it "
