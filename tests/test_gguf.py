@@ -144,6 +144,7 @@ def test_sentence_pieces_merge_by_their_scores(tmp_path: Path) -> None:
     assert tokenizer.decode([12, 8, 9]) == " the\nth"
 
 
+INFINITE = np.full(96, np.inf, np.float32)
 REFUSED = {
     "architecture": ({"architecture": "gpt-oss"}, "one of the architectures llama"),
     "experts": ({"keys": {"llama.expert_count": 8}}, "llama.expert_count 8: it is not supported"),
@@ -166,6 +167,7 @@ REFUSED = {
     "factors": ({"tensors": {"rope_freqs.weight": np.ones(9, np.float32)}}, "Llama 3.1's scaling"),
     "lacks": ({"tensors": {"blk.1.ffn_up.weight": None}}, r"ffn_up.weight .*, found absent"),
     "surplus": ({"tensors": {"../../x": np.ones(1, np.float32)}}, r"\.\./\.\./x absent"),
+    "not finite": ({"tensors": {"output_norm.weight": INFINITE}}, "not finite in bfloat16"),
     "shape": ({"tensors": {"output_norm.weight": np.ones(7, np.float32)}}, r"\(96,\), found .7,"),
 }  # fmt: skip
 
@@ -187,6 +189,16 @@ def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
     assert data[at : at + 4] == struct.pack("<I", 8)
     file.write_bytes(data[:at] + struct.pack("<I", 9) + data[at + 4 :])  # Q8_1
     with pytest.raises(InputError, match="quantization that the library gguf reads"):
+        import_gguf(file, tmp_path / "m", "bfloat16")
+
+
+def test_an_offset_past_64_bits_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path / "m.gguf")
+    data = file.read_bytes()
+    # The offset stands after name, count of axes, two axes and the type.
+    at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16 + 4
+    file.write_bytes(data[:at] + b"\xff" * 8 + data[at + 8 :])
+    with pytest.raises(InputError, match="a whole GGUF file of version 2 or 3"):
         import_gguf(file, tmp_path / "m", "bfloat16")
 
 

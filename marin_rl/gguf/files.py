@@ -16,7 +16,7 @@ from marin_rl.plain_files import check_regular
 
 # A vocabulary of 262,144 tokens and 514,906 merges takes 1.8 million, of some 130 bytes each.
 FIELDS_MAX = 2**22
-_REFUSALS = (ValueError, OverflowError, KeyError, IndexError, RecursionError, TypeError)
+_REFUSALS = (ValueError, ArithmeticError, KeyError, IndexError, RecursionError, TypeError)
 
 
 class Metadata:
@@ -81,7 +81,8 @@ def open_gguf(path: Path) -> tuple[Metadata, dict[str, ReaderTensor]]:
     if magic != b"GGUF":
         raise InputError(f"{path}: expected a GGUF file, which begins with GGUF, found {magic!r}")
     try:
-        reader = _Reader(path)
+        with np.errstate(over="raise"):  # a sum of offsets in 64 bits
+            reader = _Reader(path)
         values = {key: field.contents() for key, field in reader.fields.items()}
     except _REFUSALS as error:
         raise InputError(

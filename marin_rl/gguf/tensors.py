@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from gguf import MODEL_ARCH_NAMES, ReaderTensor, dequantize, get_tensor_name_map
 
+from marin_rl.errors import InputError
 from marin_rl.gguf.files import Metadata
 from marin_rl.gguf.settings import Architecture
 from marin_rl.models.spec import Spec
@@ -99,7 +100,10 @@ def write_safetensors(
     parts: Iterable[Iterator[np.ndarray]],
     dtype: str,
 ) -> None:
-    """Write tensors part by part: the library's own writer has all of them in memory twice."""
+    """Write tensors part by part: the library's own writer has all of them in memory twice.
+
+    Raises InputError for a value that is not finite, or is too large for `dtype`.
+    """
     size, end = jnp.dtype(dtype).itemsize, 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.items():
@@ -109,9 +113,15 @@ def write_safetensors(
         }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("xb") as out:
+    with file.open("xb") as out, np.errstate(over="ignore", invalid="ignore"):
         out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in parts:
+        for name, tensor in zip(shapes, parts, strict=True):
             for part in tensor:
-                out.write(np.ascontiguousarray(part.astype(jnp.dtype(dtype))).view(np.uint8).data)
+                stored = np.ascontiguousarray(part.astype(jnp.dtype(dtype)))
+                if not np.isfinite(stored).all():
+                    raise InputError(
+                        f"{name} has values that are not finite in {dtype}: expected finite "
+                        "weights; choose --dtype bfloat16 or float32, or copy the file again"
+                    )
+                out.write(stored.view(np.uint8).data)
         assert out.tell() == 8 + len(text) + end, "each tensor was written whole"
