@@ -90,7 +90,7 @@ def decode_step(
 
 
 class Step(NamedTuple):
-    """What all layers of a decode step take: see `decode_step`.
+    """Inputs of a decode step that are the same for all layers; see `decode_step`.
 
     `longest` is the largest position, a bound for all slots: a block past it is skipped, and not
     masked.
