@@ -24,6 +24,7 @@ CONFIGS = TESTS.parent / "configs"
 # Played elsewhere: where the words of a command begin like this, by which test.
 ELSEWHERE = {
     "docs/lora.md": {"run configs/prod-lora.yaml": "test_cli.py"},
+    "docs/hugging-face-models.md": {"import --gguf": "test_gguf.py"},
     "docs/other-libraries.md": {
         "serve-trajectories": "flows/test_atropos.py",
         "run atropos.yaml": "flows/test_atropos.py",

@@ -1,10 +1,8 @@
 """A GGUF file becomes a Hugging Face folder; everything is checked before anything is written."""
 
-import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +16,13 @@ from marin_rl.gguf.tensors import (
     folder_parts,
     gguf_names,
     shapes_of,
-    write_safetensors,
 )
 from marin_rl.gguf.tokenizer import read_tokenizer
-from marin_rl.models.families import config_json
 from marin_rl.models.module import model_of
 from marin_rl.progress import phase
 from marin_rl.serving.weights.export import check_new_folder
-from marin_rl.tokenizers import check_vocabulary, export_tokenizer
-from marin_rl.training.hf_folders import tensor_shapes
+from marin_rl.tokenizers import check_vocabulary
+from marin_rl.training.hf_folders import special_ids, tensor_shapes, write_folder, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +51,19 @@ def import_gguf(file: Path, output: Path, dtype: str) -> Imported:
             shapes_of(tensors),
             None if factors is None else dequantize(factors.data, factors.tensor_type),
         )
-        shapes = tensor_shapes(model_of(spec))
+        model = model_of(spec)
+        shapes = tensor_shapes(model)
         names = gguf_names(metadata.architecture, spec.layers, shapes)
         check_tensors(metadata, tensors, {names[name]: shape for name, shape in shapes.items()})
         tokenizer, ends = read_tokenizer(metadata)
         check_vocabulary(tokenizer, spec.vocabulary)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in _SPECIAL}
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         with phase("writing the Hugging Face folder"):
-            partial.mkdir(parents=True)
-            export_tokenizer(tokenizer, partial)
-            dtypes = {"dtype": dtype, "torch_dtype": dtype}
-            _write(partial / "config.json", config_json(spec) | special | dtypes)
-            _write(partial / "generation_config.json", special | {"eos_token_id": ends})
             parts = (folder_parts(n, tensors[names[n]], spec, architecture) for n in shapes)
-            write_safetensors(partial / "model.safetensors", shapes, parts, dtype)
+            write_folder(partial, model, tokenizer, parts, dtype)
+            special = special_ids(tokenizer) | {"eos_token_id": ends}
+            write_json(partial / "generation_config.json", special)
             partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -80,10 +73,3 @@ def import_gguf(file: Path, output: Path, dtype: str) -> Imported:
         tensors=dict(Counter(each.tensor_type.name for each in tensors.values())),
         chat_template=bool(tokenizer.chat_template),
     )
-
-
-_SPECIAL = ("bos", "eos", "pad")
-
-
-def _write(file: Path, tree: Mapping[str, object]) -> None:
-    file.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -4,23 +4,17 @@ The library's table names them. Of interleaved architectures llama.cpp has the r
 the order of pairs that its rotary embedding turns, a folder those of the two halves.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from gguf import MODEL_ARCH_NAMES, ReaderTensor, dequantize, get_tensor_name_map
 
-from marin_rl.errors import InputError
 from marin_rl.gguf.files import Metadata
 from marin_rl.gguf.settings import Architecture
 from marin_rl.models.spec import Spec
 
 ROPE_FREQS = "rope_freqs.weight"
 NUMBERS_AT_ONCE = 2**24  # 64 MiB in float32
-_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def shapes_of(tensors: Mapping[str, ReaderTensor]) -> dict[str, tuple[int, ...]]:
@@ -92,36 +86,3 @@ def folder_parts(
         else:
             part = dequantize(data[chosen], tensor.tensor_type)
         yield part - 1 if architecture.shifted_norms and name.endswith("norm.weight") else part
-
-
-def write_safetensors(
-    file: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    parts: Iterable[Iterator[np.ndarray]],
-    dtype: str,
-) -> None:
-    """Write tensors part by part: the library's own writer has all of them in memory twice.
-
-    Raises InputError for a value that is not finite, or is too large for `dtype`.
-    """
-    size, end = jnp.dtype(dtype).itemsize, 0
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, shape in shapes.items():
-        begin, end = end, end + int(np.prod(shape)) * size
-        header[name] = {
-            "dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": [begin, end]
-        }  # fmt: skip
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("xb") as out, np.errstate(over="ignore", invalid="ignore"):
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in zip(shapes, parts, strict=True):
-            for part in tensor:
-                stored = np.ascontiguousarray(part.astype(jnp.dtype(dtype)))
-                if not np.isfinite(stored).all():
-                    raise InputError(
-                        f"{name} has values that are not finite in {dtype}: expected finite "
-                        "weights; choose --dtype bfloat16 or float32, or copy the file again"
-                    )
-                out.write(stored.view(np.uint8).data)
-        assert out.tell() == 8 + len(text) + end, "each tensor was written whole"

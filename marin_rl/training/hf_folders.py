@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.chat_templates import without_date
@@ -42,6 +41,7 @@ _MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 _GPT2 = "transformer."
 # Constants of xIELU, which Apertus is saved with.
 _XIELU = re.compile(r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)")
+_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -273,19 +273,65 @@ def save_hf(
     generation_config.json lists them.
     """
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
-        for name, array in exported(model)
-    }
-    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
-    export_tokenizer(_dateless(tokenizer), path)
-    dtypes = {"dtype": dtype, "torch_dtype": dtype}
-    _write_json(path / "config.json", _hf_config_of(model, tokenizer) | dtypes)
+    whole = ([array] for _, array in exported(model))
+    write_folder(path, model, _dateless(tokenizer), whole, dtype)
     ends = end_token_ids(tokenizer)
     # config.json names one end token; servers read the others from here.
     if len(ends) > 1:
-        _write_json(path / "generation_config.json", {"eos_token_id": list(ends)})
+        write_json(path / "generation_config.json", {"eos_token_id": list(ends)})
+
+
+def write_folder(
+    folder: Path,
+    template: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tensors: Iterable[Iterable[np.ndarray]],
+    dtype: str,
+) -> None:
+    """Write weights, config.json and tokenizer of a model.
+
+    `tensors` are those of `tensor_shapes` in their order, each in parts of whole rows. Raises
+    InputError as `_write_safetensors` does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_safetensors(folder / "model.safetensors", tensor_shapes(template), tensors, dtype)
+    export_tokenizer(tokenizer, folder)
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    config = config_json(template.spec) | special_ids(tokenizer) | dtypes
+    write_json(folder / "config.json", config)
+
+
+def _write_safetensors(
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[Iterable[np.ndarray]],
+    dtype: str,
+) -> None:
+    """Write tensors part by part: the library's own writer has all of them in memory twice.
+
+    Raises InputError for a value that is not finite, or is too large for `dtype`.
+    """
+    size, end = jnp.dtype(dtype).itemsize, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * size
+        places = {"shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": _SAFETENSORS[dtype]} | places
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out, np.errstate(over="ignore", invalid="ignore"):
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, parts in zip(shapes, tensors, strict=True):
+            for part in parts:
+                stored = np.ascontiguousarray(part.astype(jnp.dtype(dtype)))
+                if not np.isfinite(stored).all():
+                    raise InputError(
+                        f"{name} has values that are not finite in {dtype}: expected finite "
+                        "weights; choose a dtype with a wider range, another checkpoint, or copy "
+                        "the file again"
+                    )
+                out.write(stored.view(np.uint8).data)
+        assert out.tell() == 8 + len(text) + end, "each tensor was written whole"
 
 
 def _dateless(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -298,13 +344,11 @@ def _dateless(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return exported
 
 
-def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
+def write_json(path: Path, tree: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
-def _hf_config_of(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return config_json(model.spec) | {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Ids of tokens as config.json names them."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names}
