@@ -30,7 +30,9 @@ from marin_rl.isolated.scratch import sweep
 from marin_rl.isolated.worker import charged
 from marin_rl.types import Example, Turn
 
-Operation = Literal["start", "step", "close"]
+ROLLOUTS_TIMEOUT_S = 3600.0  # of all rollouts of an example, unless the configuration says other
+
+Operation = Literal["start", "step", "close", "rollouts"]
 AnswerT = TypeVar("AnswerT", Start, StepResult, None)
 
 # Of a turn, what an environment has no use for, and what JSON cannot hold as it is.
@@ -182,20 +184,15 @@ class EpisodeAway:
         """The answer of the worker. Raises RewardFault, _Lost."""
         assert self._worker is not None, "started first"
         sent = _sent(argument) if isinstance(argument, Turn) else argument
-        request = {"operation": operation, "episode": self._number, "argument": sent}
         try:
-            data = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
+            answer = await _answered(self._worker, operation, self._number, sent)
         except TypeError as error:
             raise RewardFault(f"example {self._example.example_id} is not JSON: {error}") from None
-        try:
-            answer = await asyncio.wrap_future(self._worker.call(data))
         except WorkerFault as fault:
             if fault.limit == "lost":
                 raise _Lost(str(fault)) from None
             raise self._fault(operation, fault) from None
-        if "failure" in answer:
-            raise _ERRORS[answer["failure"]](answer["message"])
-        return _ANSWERS[kind].validate_python(answer["answer"])
+        return _ANSWERS[kind].validate_python(answer)
 
     def _fault(self, operation: Operation, fault: WorkerFault) -> RewardFault:
         what = f"the {operation} of an episode"
@@ -204,6 +201,20 @@ class EpisodeAway:
         if fault.limit == "answer":
             return RewardFault(f"{what} gave an answer that cannot be sent: {fault}")
         return RewardFault(f"{what} ended its process ({fault})")
+
+
+async def _answered(worker: Worker, operation: Operation, number: int, argument: Any) -> Any:
+    """The answer of a worker, as JSON has it.
+
+    Raises TypeError for an argument that is not JSON, WorkerFault, and the environment's own faults
+    by their kinds.
+    """
+    request = {"operation": operation, "episode": number, "argument": argument}
+    data = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
+    answer = await asyncio.wrap_future(worker.call(data))
+    if "failure" in answer:
+        raise _ERRORS[answer["failure"]](answer["message"])
+    return answer["answer"]
 
 
 def _sent(turn: Turn) -> dict[str, Any]:
@@ -215,15 +226,32 @@ def _sent(turn: Turn) -> dict[str, Any]:
 
 
 class EpisodePool(EnvironmentPool):
-    """The worker processes in which the episodes of an environment are played. Thread safe."""
+    """Worker processes in which an environment plays episodes, or samples. Thread safe."""
 
     def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
         self.replayable = environment.replayable
-        self.timeout_s = config.step_timeout_s or config.reward_timeout_s
-        super().__init__("play episodes", environment, config, self.timeout_s)
+        purpose, limit_s = "play episodes", config.reward_timeout_s
+        if environment.returns_rollouts:
+            purpose, limit_s = "return rollouts", ROLLOUTS_TIMEOUT_S
+        self.timeout_s = config.step_timeout_s or limit_s
+        super().__init__(purpose, environment, config, self.timeout_s)
 
     def open(self, example: Example) -> PlayedEpisode:
         return EpisodeAway(self, example)
+
+    async def rollouts(self, example: Example, policy: PolicyAddress) -> "Rollouts":
+        """Raises TimeoutError, RewardFault, EndpointUnavailable."""
+        worker = await asyncio.to_thread(self.assign)
+        argument = {"example": example, "policy": policy}
+        try:
+            answer = await _answered(worker, "rollouts", next(_numbers), argument)
+        except WorkerFault as fault:
+            if fault.limit == "wall":
+                raise TimeoutError from None
+            raise RewardFault(f"the environment ended its process ({fault})") from None
+        finally:
+            self.release(worker)
+        return list(map(_decoded, answer))
 
     def close(self) -> None:
         super().close()
@@ -244,8 +272,6 @@ def open_episodes(
     return [EpisodeHere(environment, example, limit_s) for _ in range(count)]
 
 
-ROLLOUTS_TIMEOUT_S = 3600.0  # of all rollouts of an example, unless the configuration says other
-
 _ROLLOUT = TypeAdapter(FinishedRollout | str)
 
 Rollouts = Sequence[FinishedRollout | RewardFault]
@@ -263,7 +289,7 @@ async def finished_rollouts(
     size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
     try:
         if environment.workers:
-            rollouts = await rollout_pools.of(environment, config).rollouts(example, policy)
+            rollouts = await pools.of(environment, config).rollouts(example, policy)
         else:
             async with asyncio.timeout(limit_s):
                 rollouts = await environment.rollouts(example, policy)
@@ -278,34 +304,6 @@ async def finished_rollouts(
         wrong = f"the environment returned {len(rollouts)} rollouts: expected {size}"
         return [RewardFault(wrong)] * size
     return rollouts
-
-
-class _RolloutPool(EnvironmentPool):
-    """Workers in which an environment samples."""
-
-    def __init__(self, environment: Environment, config: EnvironmentConfig) -> None:
-        limit_s = config.step_timeout_s or ROLLOUTS_TIMEOUT_S
-        super().__init__("return rollouts", environment, config, limit_s)
-
-    async def rollouts(self, example: Example, policy: PolicyAddress) -> Rollouts:
-        worker = await asyncio.to_thread(self.assign)
-        try:
-            request = orjson.dumps({"example": example, "policy": policy})
-            answer = await asyncio.wrap_future(worker.call(request))
-        except WorkerFault as fault:
-            if fault.limit == "wall":
-                raise TimeoutError from None
-            raise RewardFault(f"the environment ended its process ({fault})") from None
-        finally:
-            self.release(worker)
-        if "unavailable" in answer:
-            raise EndpointUnavailable(answer["unavailable"])
-        if "fault" in answer:
-            raise RewardFault(answer["fault"])
-        return list(map(_decoded, answer["rollouts"]))
-
-
-rollout_pools = PoolsInUse(_RolloutPool)
 
 
 def _decoded(record: Any) -> FinishedRollout | RewardFault:

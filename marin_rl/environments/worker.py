@@ -1,11 +1,10 @@
 """The work of a process that has an environment: scores, episodes, or finished rollouts.
 
-Its parents are `scoring`, `episode_pool` and `finished`, which ask through `marin_rl.isolated`.
+Its parents are `scoring` and `episode_pool`, which ask through `marin_rl.isolated`.
 Nothing is unpickled: requests and answers are JSON, and are validated by their types.
 """
 
 import importlib
-import random
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -43,7 +42,7 @@ _EXAMPLE, _POLICY = TypeAdapter(Example), TypeAdapter(PolicyAddress)
 Work = tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]
 
 
-def begin(settings: Mapping[str, Any]) -> "Scores | Episodes | Rollouts":
+def begin(settings: Mapping[str, Any]) -> "Scores | Episodes":
     """Construct the environment of `settings`; return what serves its `purpose`.
 
     Raises InputError, which names the purpose, where it cannot be imported.
@@ -60,8 +59,7 @@ def begin(settings: Mapping[str, Any]) -> "Scores | Episodes | Rollouts":
     except (MarinRLError, ImportError) as error:
         message = f"the environment cannot {purpose}: {type(error).__name__}: {error}"
         raise InputError(message) from error
-    served = {"score": Scores, "play episodes": Episodes, "return rollouts": Rollouts}
-    return served[purpose](environment)
+    return Scores(environment) if purpose == "score" else Episodes(environment)
 
 
 class Scores:
@@ -99,7 +97,7 @@ class Scores:
 
 
 class Episodes:
-    """Episodes by the number that their owner gave them, which interleave: one waits, others go on.
+    """Episodes by the number that their owner gave them, and rollouts; their calls interleave.
 
     Each has the state of Python's and NumPy's global random numbers to itself, which begins with
     the example's seed, so that an environment that draws from them is a function of example and
@@ -113,23 +111,19 @@ class Episodes:
 
     def call(self, request: Mapping[str, Any]) -> Work:
         """See `isolated.worker.Handler`."""
-        number, argument = request["episode"], request["argument"]
-        if request["operation"] == "start":
-            example = _EXAMPLE.validate_python(argument)
-            self._random[number] = RandomState(example.seed)
-            self._episodes[number] = EpisodeHere(self._environment, example)
+        number, operation, argument = (request[k] for k in ("episode", "operation", "argument"))
         state = self._random.get(number, nullcontext())
-        return self._answer(number, request["operation"], argument), lambda: state
+        if operation == "start":
+            example = _EXAMPLE.validate_python(argument)
+            state = self._random[number] = RandomState(example.seed)
+            self._episodes[number] = EpisodeHere(self._environment, example)
+        elif operation == "rollouts":
+            state = RandomState(argument["example"]["seed"])
+        return self._answer(number, operation, argument), lambda: state
 
     async def _answer(self, number: int, operation: str, argument: Any) -> bytes:
         try:
-            if operation == "start":
-                answer: Any = await self._episodes[number].start()
-            elif operation == "step":
-                answer = await self._episodes[number].step(_turn_of(argument))
-            else:
-                answer = await self._close(number)
-            return orjson.dumps({"answer": answer})
+            return orjson.dumps({"answer": await self._done(number, operation, argument)})
         except MemoryError:
             raise
         except BaseException as error:  # noqa: BLE001 - it is other people's code
@@ -137,11 +131,20 @@ class Episodes:
             kind = next(name for name, each in kinds.items() if isinstance(error, each))
             return orjson.dumps({"failure": kind, "message": str(fault_of(error))})
 
-    async def _close(self, number: int) -> None:
-        self._random.pop(number, None)
-        episode = self._episodes.pop(number, None)
-        if episode is not None:
-            await episode.close()
+    async def _done(self, number: int, operation: str, argument: Any) -> Any:
+        match operation:
+            case "start":
+                return await self._episodes[number].start()
+            case "step":
+                return await self._episodes[number].step(_turn_of(argument))
+            case "rollouts":
+                example = _EXAMPLE.validate_python(argument["example"])
+                policy = _POLICY.validate_python(argument["policy"])
+                return list(map(_encoded, await self._environment.rollouts(example, policy)))
+            case _:
+                self._random.pop(number, None)
+                episode = self._episodes.pop(number, None)
+                return None if episode is None else await episode.close()
 
 
 def _turn_of(record: dict[str, Any]) -> Turn:
@@ -158,33 +161,6 @@ def _turn_of(record: dict[str, Any]) -> Turn:
 @cache
 def _adapter(kind: Any) -> Any:  # a TypeAdapter, which beartype knows no hint of
     return TypeAdapter(kind)  # takes milliseconds to make
-
-
-class Rollouts:
-    """Rollouts that an environment samples and scores by itself."""
-
-    def __init__(self, environment: Environment) -> None:
-        assert environment.returns_rollouts, environment.name
-        self._environment = environment
-
-    def call(self, request: Mapping[str, Any]) -> Work:
-        """See `isolated.worker.Handler`."""
-        return self._answer(request), nullcontext
-
-    async def _answer(self, request: Mapping[str, Any]) -> bytes:
-        example = _EXAMPLE.validate_python(request["example"])
-        policy = _POLICY.validate_python(request["policy"])
-        random.seed(example.seed)
-        np.random.seed(example.seed % 2**32)  # noqa: NPY002 - the one that old code draws from
-        try:
-            rollouts = await self._environment.rollouts(example, policy)
-            return orjson.dumps({"rollouts": list(map(_encoded, rollouts))})
-        except EndpointUnavailable as error:
-            return orjson.dumps({"unavailable": str(error)})
-        except MemoryError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-            return orjson.dumps({"fault": str(fault_of(error))})
 
 
 def _encoded(rollout: object) -> orjson.Fragment | str:

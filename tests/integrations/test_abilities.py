@@ -82,10 +82,10 @@ def test_a_run_without_them_imports_and_starts_nothing_of_them() -> None:
 import sys
 from marin_rl.config import Config
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.episode_pool import pools as others, rollout_pools as pools
+from marin_rl.environments.episode_pool import pools
 import marin_rl.rollouts.evaluate, marin_rl.rollouts.generate, marin_rl.storage.upkeep.audit
 environment_of(Config(run_id="r"))
-assert not pools and not others
+assert not pools
 print([name for name in sys.modules if name.startswith({FOREIGN!r})])
 """
     done = subprocess.run(
@@ -102,10 +102,10 @@ import sys
 commands = []
 sys.addaudithook(lambda event, args: event == "subprocess.Popen" and commands.append(str(args[1])))
 from marin_rl import run
-from marin_rl.environments.episode_pool import pools as others, rollout_pools as pools
+from marin_rl.environments.episode_pool import pools
 with run("configs/debug.yaml", {{"root": {str(tmp_path)!r}, "rounds": 1}}) as training:
     (committed,) = training
-assert not pools and not others
+assert not pools
 others = [c for c in commands if sys.executable in c.partition("supervise()")[2]]
 print(committed.number, len(commands), others)
 print([name for name in sys.modules if name.startswith({foreign!r})])
