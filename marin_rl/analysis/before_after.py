@@ -1,26 +1,28 @@
-"""Held-out episodes of the first and of the last evaluation side by side, from committed rows."""
+"""Held-out examples of the first and of the last evaluation side by side, from committed rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import pyarrow as pa
 from rich.table import Table
 from rich.text import Text
 
 from marin_rl.display.tables import empty_table, plain
-from marin_rl.display.text import shortened
+from marin_rl.display.text import printable
 from marin_rl.rounds import evaluations
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, evals_slot
 from marin_rl.storage.tables.rollouts import iter_row_groups
 
 COLUMNS = ("example_id", "answer", "turns", "reward")
-SHOWN = 3
+SHOWN, DIALOGUES_SHOWN = 10, 3
+TURN_MAX = 160  # characters of a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisode:
-    """A held-out episode: its turns as (sampled by the model, text), and its reward."""
+    """A held-out episode: its turns as (sampled by the model, short text), and its reward."""
 
     turns: tuple[tuple[bool, str], ...]
     reward: float | None
@@ -35,19 +37,21 @@ class BeforeAfter:
 
 
 def before_and_after(run: Run) -> BeforeAfter | None:
-    """Up to SHOWN held-out examples, evenly spread; None without episodes of several turns.
+    """Up to SHOWN held-out examples, evenly spread; None before two evaluations.
 
-    Raises ObjectMissing, CorruptObject, NewerSchema.
+    Of episodes of several turns, DIALOGUES_SHOWN. Raises ObjectMissing, CorruptObject, NewerSchema.
     """
     measured = evaluations(run)
-    if len(measured) < 2 or not any("eval/mean_turns" in row for row in measured.values()):
+    if len(measured) < 2:
         return None
+    shown = DIALOGUES_SHOWN if any("eval/mean_turns" in row for row in measured.values()) else SHOWN
     first, last = min(measured), max(measured)
     before, after = _episodes(run, first), _episodes(run, last)
     both = [name for name in before if name in after]
-    chosen = {both[len(both) * (2 * place + 1) // (2 * SHOWN)] for place in range(SHOWN)}
-    pairs = [(*before[name], after[name][1]) for name in both if name in chosen]
-    return BeforeAfter(rounds=(first, last), pairs=pairs)
+    shown = min(shown, len(both))
+    chosen = [both[len(both) * (2 * place + 1) // (2 * shown)] for place in range(shown)]
+    pairs = [(*before[name], after[name][1]) for name in chosen]
+    return BeforeAfter(rounds=(first, last), pairs=pairs) if pairs else None
 
 
 def _episodes(run: Run, round: int) -> dict[str, tuple[str, PlayedEpisode]]:
@@ -57,27 +61,33 @@ def _episodes(run: Run, round: int) -> dict[str, tuple[str, PlayedEpisode]]:
     episodes: dict[str, tuple[str, PlayedEpisode]] = {}
     for row in table.to_pylist():
         turns = tuple(
-            (turn["inference_metadata"] is not None, turn["content"] or "")
+            (turn["inference_metadata"] is not None, _short(turn["content"] or ""))
             for turn in row["turns"] or ()
         )
         episode = PlayedEpisode(turns=turns, reward=row["reward"])
-        episodes.setdefault(row["example_id"], (row["answer"] or "", episode))
+        episodes.setdefault(row["example_id"], (_short(row["answer"] or ""), episode))
     return episodes
 
 
 def episodes_table(compared: BeforeAfter) -> Table:
     """Held-out episodes of two rounds side by side: the model's turns in bold, and the reward."""
     first, last = compared.rounds
-    names = ("answer", f"round {first}", f"round {last}")
-    table = empty_table("The same held-out episodes before and after", names, left=names)
+    names = ("prompt", "answer", f"round {first}", f"round {last}")
+    table = empty_table("The same held-out examples before and after", names, left=names)
     for answer, before, after in compared.pairs:
-        table.add_row(plain(answer), _episode_cell(before), _episode_cell(after))
+        prompt = [text for _, text in takewhile(lambda turn: not turn[0], before.turns)]
+        cells = (_episode_cell(each, len(prompt)) for each in (before, after))
+        table.add_row(plain(" ".join(prompt)), plain(answer), *cells)
     return table
 
 
-def _episode_cell(episode: PlayedEpisode) -> Text:
+def _episode_cell(episode: PlayedEpisode, begin: int) -> Text:
     cell = Text()
-    for sampled, text in episode.turns:
-        cell.append(shortened(text), "bold" if sampled else "dim").append(" ")
+    for sampled, text in episode.turns[begin:]:
+        cell.append(printable(text), "bold" if sampled else "dim").append(" ")
     reward = "no reward" if episode.reward is None else f"reward {episode.reward:.2f}"
     return cell.append(f" {reward}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= TURN_MAX else f"{text[:TURN_MAX]}…"

@@ -16,6 +16,7 @@ from typing import Any
 import polars as pl
 import yaml
 
+from marin_rl.analysis.before_after import BeforeAfter, before_and_after
 from marin_rl.analysis.scan import scan_evals
 from marin_rl.analysis.status import Followed, stage_of, status_of
 from marin_rl.display.text import evenly
@@ -74,6 +75,7 @@ class RunPage:
         self._parts: dict[int, tuple[Key, RoundPart]] = {}
         self._slots: dict[int, dict[str, Slot]] = {}
         self._held_out: dict[int, Estimate] = {}
+        self._before_after: BeforeAfter | None = None
 
     def page(self) -> Page:
         """The committed state. Raises CorruptObject, NewerSchema, StoreUnavailable."""
@@ -84,6 +86,7 @@ class RunPage:
             self._times_begun = self._followed.times_begun
             for kept in (self._parts, self._slots, self._held_out):
                 kept.clear()
+            self._before_after = None
         stage = stage_of(run, committed)
         sealed = [number for number in committed if committed[number].rollouts]
         shown = evenly(sealed, self._choice.rounds_max())
@@ -114,6 +117,7 @@ class RunPage:
             ],
             slots={slot.name: slot for own in slots.values() for slot in own.values()},
             notes=notes,
+            held_out=self._before_after,
             tokenizer_digest=self._texts.digest,
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),
             stage="" if stage.ended else stage.text,
@@ -145,6 +149,7 @@ class RunPage:
             reward = estimate_of_groups(usable)
             if reward is not None:
                 self._held_out[int(number)] = reward  # type: ignore[arg-type]  # an int column
+        self._before_after = before_and_after(run)
 
     def _notes(self, parts: Sequence[RoundPart]) -> list[str]:
         shown = [part for part in parts if part.groups]

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from marin_rl.analysis.before_after import BeforeAfter
+
 Number = float | None
 
 
@@ -137,7 +139,8 @@ class Facts:
 class Page:
     """The content of a page. `notes` describe the selection; `absent` are charts without data.
 
-    `slots` are those that `rounds` name, by name.
+    `slots` are those that `rounds` name, by name. `held_out` are answers of the first and the
+    latest evaluation side by side.
     """
 
     facts: Facts
@@ -147,6 +150,7 @@ class Page:
     rounds: Sequence[RoundSlots]
     slots: Mapping[str, Slot]
     notes: Sequence[str]
+    held_out: BeforeAfter | None = None
     tokenizer_digest: str = ""
     made_at: str = ""
     stage: str = ""

@@ -67,6 +67,18 @@ def test_a_dialogue_is_shown_turn_by_turn_with_the_places_of_its_tokens(tmp_path
     assert cards["round-00000/group-00001/000"]["n_turns"] == 1
 
 
+def test_answers_of_the_first_and_of_the_latest_evaluation_stand_side_by_side(tmp_path: Path):
+    compared = RunPage(whole_run(str(tmp_path), rounds=3, evaluated={0, 2})).page().held_out
+    assert compared is not None
+    assert compared.rounds == (0, 2)
+    for _, before, after in compared.pairs:
+        assert [sampled for sampled, _ in before.turns] == [False, True]
+        assert before.turns[0] == after.turns[0], "both answer the same prompt"
+    assert (
+        RunPage(whole_run(str(tmp_path / "one"), rounds=1, evaluated={0})).page().held_out is None
+    )
+
+
 class Elements(HTMLParser):
     """Counts what a browser would take for elements, and keeps the data."""
 

@@ -355,8 +355,9 @@ def sample(run: Run, round: int, shard: int, start: SlotRef) -> SlotRef:
 def evaluate(run: Run, round: int, start: SlotRef) -> None:
     """Commit the evaluation of a checkpoint."""
     attempt, slot = new_attempt(), evals_slot(round)
+    played = group(f"eval/{round}", [0.0, 1.0], version=round)
     data = encode_shard(
-        [group(f"eval/{round}", [0.0, 1.0], version=round)],
+        [replace(played, example=replace(played.example, example_id="held-out"))],
         run_id=run.run_id,
         round=round,
         shard=0,

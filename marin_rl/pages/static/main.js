@@ -13,6 +13,7 @@ function showPage(page) {
   fillFacts(byId("facts"), [...page.facts.lines, ...(page.stage ? [["in progress", page.stage]] : []), ["root", page.facts.root]]);
   drawCharts(page.charts);
   byId("absent").textContent = page.absent.length ? `This run has no data for: ${page.absent.join(", ")}.` : "";
+  drawAnswers(page.held_out);
   byId("notes").textContent = page.notes.join(" ");
   fillFilters(state.cards, page.groups);
   drawTable(state.cards);
@@ -24,6 +25,23 @@ function showPage(page) {
   fillFacts(byId("libraries"), page.facts.libraries);
   byId("config").textContent = page.facts.config;
   byId("made").textContent = `Made ${page.made_at} by marin-rl from committed files alone; configuration ${page.facts.content_digest}.`;
+}
+
+function drawAnswers(compared) {
+  byId("answers").hidden = !compared;
+  if (!compared) return;
+  const said = ({ turns, reward }, begin) => make("td", {},
+    ...turns.slice(begin).map(([own, text]) => make(own ? "strong" : "span", { class: "text" }, `${text} `)),
+    reward === null ? "no reward" : `reward ${show(reward)}`);
+  const head = ["Prompt", "Answer", ...compared.rounds.map((round) => `Round ${round}`)];
+  const rows = compared.pairs.map(([answer, before, after]) => {
+    const own = before.turns.findIndex(([sampled]) => sampled);
+    const begin = own < 0 ? before.turns.length : own;
+    const prompt = before.turns.slice(0, begin).map(([, text]) => text).join(" ");
+    return make("tr", {}, make("td", { class: "text" }, prompt), make("td", { class: "text" }, answer), said(before, begin), said(after, begin));
+  });
+  byId("held-out").replaceChildren(
+    make("thead", {}, make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, ...rows));
 }
 
 function openFromAddress() {
