@@ -22,6 +22,7 @@ from marin_rl.config import (
     pin_files,
 )
 from marin_rl.environments.base import Environment
+from marin_rl.environments.mixture import Part
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
@@ -261,12 +262,8 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
     """Sample the held-out examples, score the samples, and summarise them."""
     policy, connect = served
     name = policy.model
-    held_out = HeldOut(
-        name=None,
-        config=config.environment,
-        environment=environment,
-        examples=config.evaluation.examples,
-    )
+    part = Part(label="", config=config.environment, environment=environment)
+    held_out = HeldOut(part=part, examples=config.evaluation.examples)
     seed_of, version = partial(seed_from, config), policy.weight_version
     groups = asyncio.run(answered(config, policy, [held_out], name, seed_of, version, connect))
     rows = encode_shard(

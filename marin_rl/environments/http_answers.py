@@ -7,13 +7,9 @@ Leaves out what an answer means.
 
 import asyncio
 import math
-import time
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import httpx
@@ -97,45 +93,24 @@ async def ask(
     Raises UnfitAnswer, and httpx.HTTPError (ReadTimeout for an answer that takes longer).
     """
     try:
-        async with asyncio.timeout(timeout_s):
-            stream = partial(client.stream, method, url, headers=_HEADERS, follow_redirects=False)
-            async with stream(**request) as response:
-                body = _Body(response, bytes_max)
-                async for chunk in response.aiter_raw():
-                    body.add(chunk)
-                return body.answer
+        async with (
+            asyncio.timeout(timeout_s),
+            client.stream(
+                method, url, headers=_HEADERS, follow_redirects=False, **request
+            ) as response,
+        ):
+            body = _Body(response, bytes_max)
+            async for chunk in response.aiter_raw():
+                body.add(chunk)
+            return body.answer
     except TimeoutError:
-        raise _late(timeout_s) from None
-
-
-def ask_sync(
-    client: httpx.Client,
-    method: str,
-    url: str,
-    *,
-    timeout_s: float,
-    bytes_max: int = ANSWER_BYTES_MAX,
-    **request: Any,
-) -> HttpAnswer:
-    """Do the same without an event loop, over kept-alive connections.
-
-    The time is looked at between two reads, each of which has a limit too. Raises as `ask` does.
-    """
-    deadline = time.monotonic() + timeout_s
-    stream = partial(client.stream, method, url, headers=_HEADERS, follow_redirects=False)
-    with stream(timeout=timeout_s, **request) as response:
-        body = _Body(response, bytes_max)
-        for chunk in response.iter_raw():
-            body.add(chunk)
-            if time.monotonic() > deadline:
-                raise _late(timeout_s)
-        return body.answer
+        raise httpx.ReadTimeout(f"no whole answer in {timeout_s:g} s") from None
 
 
 def ask_once(method: str, url: str, *, timeout_s: float, **request: Any) -> HttpAnswer:
-    """Do the same on a new connection, also while an event loop runs in this thread.
+    """Do the same from synchronous code, on a new connection. Raises as `ask` does.
 
-    Raises as `ask` does.
+    It may be called while an event loop runs in this thread.
     """
 
     async def asked() -> HttpAnswer:
@@ -165,8 +140,10 @@ class _Body:
     def add(self, chunk: bytes) -> None:
         """Take in what was read. Raises UnfitAnswer beyond the limit."""
         if self._unzip is not None:
-            with _zlib_errors():
+            try:
                 chunk = self._unzip.decompress(chunk, self._bytes_max + 1)
+            except zlib.error as error:
+                raise UnfitAnswer(f"answers with what is no gzip: {error}") from None
         self._bytes += chunk
         if len(self._bytes) > self._bytes_max:
             raise UnfitAnswer(f"answers with more than {self._bytes_max} bytes")
@@ -176,15 +153,3 @@ class _Body:
         if self._unzip is not None and not self._unzip.eof:
             raise UnfitAnswer("answers with a part of a body in gzip")
         return HttpAnswer(self._status, bytes(self._bytes))
-
-
-@contextmanager
-def _zlib_errors() -> Iterator[None]:
-    try:
-        yield
-    except zlib.error as error:
-        raise UnfitAnswer(f"answers with what is no gzip: {error}") from None
-
-
-def _late(timeout_s: float) -> httpx.ReadTimeout:
-    return httpx.ReadTimeout(f"no whole answer in {timeout_s:g} s")

@@ -6,12 +6,12 @@ verdict, costs that one rollout: it is a fault and not a score of 0. Leaves out 
 rewards (`chat`), and the processes that ask (`scoring`).
 """
 
+import asyncio
 import hashlib
 import os
 import re
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Dialogues, GroupScore
 from marin_rl.environments.chat import Chat, ChatOptions
-from marin_rl.environments.http_answers import UnfitAnswer, ask_sync
+from marin_rl.environments.http_answers import UnfitAnswer, ask
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, RewardFault
 from marin_rl.types import Example, RewardComponent
@@ -106,14 +106,13 @@ class Judge(Chat):
         super().__init__(config.model_copy(update={"options": chat}))
         self.reward_name = f"judge {options.model}"
         self._timeout_s = config.reward_timeout_s
-        self._client: httpx.Client | None = None
+        self._headers: dict[str, str] = {}
 
     def load_scorer(self) -> None:
         if self._judge.function_weight:
             super().load_scorer()
-        variable = self._judge.api_key_variable
-        headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
-        self._client = httpx.Client(headers=headers, timeout=self._judge.request_timeout_s)
+        if variable := self._judge.api_key_variable:
+            self._headers = {"Authorization": f"Bearer {os.environ[variable]}"}
 
     @property
     def scores_groups(self) -> bool:
@@ -136,11 +135,7 @@ class Judge(Chat):
                 else tuple(replace(part, weight=part.weight * factor) for part in score)
                 for score in scores
             ]
-        deadline = time.monotonic() + 0.9 * self._timeout_s * len(completions)
-        with ThreadPoolExecutor(self._judge.concurrency) as threads:
-            judged = list(
-                threads.map(lambda text: self._verdict(example, text, deadline), completions)
-            )
+        judged = asyncio.run(self._verdicts(example, completions))
         return [
             other
             if isinstance(other, RewardFault)
@@ -150,17 +145,26 @@ class Judge(Chat):
             for other, verdict in zip(others, judged, strict=True)
         ]
 
-    def _verdict(
-        self, example: Example, completion: str, deadline: float
-    ) -> RewardComponent | RewardFault:
-        try:
-            reply = self._reply(self._question(example, completion), deadline)
-            value = self._value(reply)
-        except RewardFault as fault:
-            return fault
-        detail = reply[:_REPLY_CHARACTERS_MAX]
-        weight = self._judge.judge_weight
-        return RewardComponent(name="judge", value=value, weight=weight, detail=detail)
+    async def _verdicts(
+        self, example: Example, completions: Sequence[str]
+    ) -> list[RewardComponent | RewardFault]:
+        deadline = time.monotonic() + 0.9 * self._timeout_s * len(completions)
+        places, limit_s = asyncio.Semaphore(self._judge.concurrency), self._judge.request_timeout_s
+        async with httpx.AsyncClient(headers=self._headers, timeout=limit_s) as client:
+
+            async def verdict(completion: str) -> RewardComponent | RewardFault:
+                async with places:
+                    try:
+                        reply = await self._reply(
+                            client, self._question(example, completion), deadline
+                        )
+                        value = self._value(reply)
+                    except RewardFault as fault:
+                        return fault
+                detail, weight = reply[:_REPLY_CHARACTERS_MAX], self._judge.judge_weight
+                return RewardComponent(name="judge", value=value, weight=weight, detail=detail)
+
+            return await asyncio.gather(*map(verdict, completions))
 
     def _question(self, example: Example, completion: str) -> str:
         """Return the judge's prompt; the mark around the response is no text of the response."""
@@ -181,25 +185,26 @@ class Judge(Chat):
             form=form,
         )
 
-    def _reply(self, question: str, deadline: float) -> str:
+    async def _reply(self, client: httpx.AsyncClient, question: str, deadline: float) -> str:
         """Return the judge's text. Raises RewardFault after the last attempt."""
         fault, wait_s = RewardFault("no time was left to ask"), _WAIT_S
         for attempt in range(self._judge.attempts_max):
             if attempt:
-                time.sleep(max(0.0, min(wait_s, deadline - time.monotonic())))
+                await asyncio.sleep(max(0.0, min(wait_s, deadline - time.monotonic())))
                 wait_s *= 2
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
             try:
-                return self._asked(question, min(left_s, self._judge.request_timeout_s))
+                return await self._asked(
+                    client, question, min(left_s, self._judge.request_timeout_s)
+                )
             except _Passing as error:
                 fault = RewardFault(str(error))
         raise fault
 
-    def _asked(self, question: str, timeout_s: float) -> str:
+    async def _asked(self, client: httpx.AsyncClient, question: str, timeout_s: float) -> str:
         """Ask once. Raises _Passing for errors that may pass, RewardFault for others."""
-        assert self._client is not None, "load_scorer comes before score"
         body = {
             "model": self._judge.model,
             "messages": [{"role": "user", "content": question}],
@@ -208,13 +213,8 @@ class Judge(Chat):
         }
         url = f"{self._judge.base_url.rstrip('/')}/chat/completions"
         try:
-            reply = ask_sync(
-                self._client,
-                "POST",
-                url,
-                timeout_s=timeout_s,
-                bytes_max=_REPLY_BYTES_MAX,
-                json=body,
+            reply = await ask(
+                client, "POST", url, timeout_s=timeout_s, bytes_max=_REPLY_BYTES_MAX, json=body
             )
         except httpx.HTTPError as error:
             raise _Passing(f"the judge at {url}: {type(error).__name__}: {error}") from error

@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -299,24 +298,22 @@ def _explained(fault: WorkerFault, wall_s: float) -> str:
     return str(fault) if fault.limit == "lost" else f"ended its process ({fault})"
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerExtractor:
-    """Extracts the answers of completions: in this process, or in a worker for others' code."""
-
-    environment: Environment
-    config: EnvironmentConfig
-
-    def answers(self, completions: Sequence[str]) -> list[str | None]:
-        """The answer in each completion. Raises InputError as `Scorer.extract`."""
-        own = self.environment
-        if not own.workers or own.extracts_here or not own.defines("extract"):
-            return [answer_in(own, text) for text in completions]
-        return scorer_for(own, self.config).extract(completions)
-
-
 scorers = PoolsInUse(Scorer)
 
 
 def scorer_for(environment: Environment, config: EnvironmentConfig) -> Scorer:
     """The scorer of an environment in this process, started at its first use."""
     return scorers.of(environment, config)
+
+
+def answers_in(
+    environment: Environment, config: EnvironmentConfig, completions: Sequence[str]
+) -> list[str | None]:
+    """The answer in each completion, extracted here, or in a worker for others' code.
+
+    Raises InputError as `Scorer.extract`.
+    """
+    own = environment
+    if not own.workers or own.extracts_here or not own.defines("extract"):
+        return [answer_in(own, text) for text in completions]
+    return scorer_for(own, config).extract(completions)

@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from marin_rl.config import Config, EnvironmentConfig, EvaluationConfig, fingerprint_fields
-from marin_rl.environments.base import Environment
+from marin_rl.config import Config, EvaluationConfig, fingerprint_fields
 from marin_rl.environments.checks import (
     check_seeds_apart,
     entries_of,
     environment_of,
 )
-from marin_rl.environments.mixture import labelled, parts_of, sampling_for
+from marin_rl.environments.mixture import Part, labelled, parts_of, sampling_for
 from marin_rl.environments.registry import construct, loaded_environment
-from marin_rl.environments.scoring import AnswerExtractor
+from marin_rl.environments.scoring import answers_in
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.clients import Connect, policy_client
 from marin_rl.rollouts.estimates import estimate, majority_at_k, mean_at_k, pass_at_k
@@ -48,26 +47,28 @@ from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import CONTENT_VERSION
 
-# By the name that examples carry; None is the only one.
-Judges = Mapping[str | None, AnswerExtractor]
+# Environments that say what a completion's answer is, by the name that examples carry; None: all.
+Judges = Mapping[str | None, Part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
     """Held-out examples of one environment.
 
-    `name` is None for the run's own; a named set's examples carry its name as their environment's,
-    which separates metrics and rows.
+    A named set's examples carry its label as their environment's, which separates metrics and rows.
     """
 
-    name: str | None
-    config: EnvironmentConfig
-    environment: Environment
+    part: Part
     examples: int
     of_list: bool = False  # one of the run's own list, whose examples have ids with its label
 
+    @property
+    def name(self) -> str | None:
+        """None for the run's only environment."""
+        return self.part.label or None
+
     def example(self, index: int) -> Example:
-        example = self.environment.example(self.config.eval_seed, index, "eval")
+        example = self.part.environment.example(self.part.config.eval_seed, index, "eval")
         if self.name is None:
             return example
         own = replace(example, environment=self.name)
@@ -81,14 +82,9 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     evaluation would meet; InputError where there are no examples.
     """
     named = config.evaluation.sets
-    if named is None and config.environment.mixture is not None:
-        mixture = environment_of(config)
-        return tuple(
-            replace(_held_out(part.label, part.config, part.environment, config), of_list=True)
-            for part in parts_of(mixture, config.environment)
-        )
     if named is None:
-        return (_held_out(None, config.environment, environment_of(config), config),)
+        parts = parts_of(environment_of(config), config.environment)
+        return tuple(_held_out(part, config, of_list=bool(part.label)) for part in parts)
     used, examples = config.rounds * config.examples_reserved, config.evaluation.examples
     for name, chosen in named.items():
         for key, own in entries_of(config.environment).items():
@@ -101,32 +97,29 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
                     section=key,
                     held_out_section=f"evaluation.sets.{name}",
                 )
+    loaded = {name: loaded_environment(named[name], "eval") for name in sorted(named)}
     return tuple(
-        _held_out(name, chosen, loaded_environment(chosen, "eval"), config)
-        for name, chosen in sorted(named.items())
+        _held_out(Part(label=name, config=named[name], environment=environment), config)
+        for name, environment in loaded.items()
     )
 
 
 def judges_of(config: Config) -> Judges:
     """The judges of an evaluation's answers: the run's environment, or that of each named set."""
-    if config.evaluation.sets is None and config.environment.mixture is not None:
+    sets = config.evaluation.sets
+    if sets is None:
         parts = parts_of(construct(config.environment), config.environment)
-        return {part.label: AnswerExtractor(part.environment, part.config) for part in parts}
-    if config.evaluation.sets is None:
-        return {None: AnswerExtractor(construct(config.environment), config.environment)}
+        return {part.label or None: part for part in parts}
     return {
-        name: AnswerExtractor(construct(chosen), chosen)
-        for name, chosen in config.evaluation.sets.items()
+        name: Part(label=name, config=chosen, environment=construct(chosen))
+        for name, chosen in sets.items()
     }
 
 
-def _held_out(
-    name: str | None, chosen: EnvironmentConfig, environment: Environment, config: Config
-) -> HeldOut:
-    examples = config.evaluation.examples
-    if environment.eval_size is not None:
-        examples = min(examples, environment.eval_size)
-    return HeldOut(name=name, config=chosen, environment=environment, examples=examples)
+def _held_out(part: Part, config: Config, *, of_list: bool = False) -> HeldOut:
+    examples, size = config.evaluation.examples, part.environment.eval_size
+    examples = examples if size is None else min(examples, size)
+    return HeldOut(part=part, examples=examples, of_list=of_list)
 
 
 async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
@@ -140,7 +133,7 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     if existing is not None:
         return existing
     groups = await answered(run.config, policy, sets, round_name(round), run.seed_of, round)
-    judges = {item.name: AnswerExtractor(item.environment, item.config) for item in sets}
+    judges = {held_out.name: held_out.part for held_out in sets}
     metrics = await asyncio.to_thread(evaluation_metrics, groups, run.config.evaluation, judges)
     return await asyncio.to_thread(_commit, run, round, groups, metrics, digest, policy)
 
@@ -161,11 +154,11 @@ async def answered(
     groups: list[RolloutGroup] = []
     for held_out in sets:
         # a set is scored by its own environment, under that one's time limit
-        own = config.model_copy(update={"environment": held_out.config})
+        own = config.model_copy(update={"environment": held_out.part.config})
         job = SamplingJob(
             config=own,
             policy=policy,
-            environment=held_out.environment,
+            environment=held_out.part.environment,
             progress=ProgressEvent(run_id=config.run_id, stage="evaluate", round=round),
         )
         requests = requests_of(config, f"eval/{name}", held_out, seed_of)
@@ -177,7 +170,7 @@ async def answered(
 def evaluation_fingerprint(
     run: Run, round: int, policy: ServedPolicy, sets: Sequence[HeldOut]
 ) -> str:
-    versions = {held_out.name: held_out.environment.version for held_out in sets}
+    versions = {held_out.name: held_out.part.environment.version for held_out in sets}
     own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
     fields = sampling_fields(run.config, round, policy) | own
     fields["evaluation"] = fingerprint_fields(run.config.evaluation)
@@ -259,7 +252,7 @@ def _judged(group: RolloutGroup, threshold: float, judges: Judges) -> _Judged:
     # a failed sample has no vote
     votes = [None if r.reward is None else last_completion(r) for r in group.rollouts]
     texts = [text for text in votes if text is not None]
-    extracted = iter(judge.answers(texts))
+    extracted = iter(answers_in(judge.environment, judge.config, texts))
     answers = tuple(None if text is None else next(extracted) for text in votes)
     return _Judged(group.example.environment, np.array(right, np.bool_), answers)
 

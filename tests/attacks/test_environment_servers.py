@@ -19,7 +19,7 @@ from support.openenv_server import openenv_server
 from marin_rl.config import EnvironmentConfig, parse_config
 from marin_rl.doctor.policy import tools
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
-from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask_once, ask_sync
+from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask_once
 from marin_rl.environments.registry import construct
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, InputError, RewardFault
 from marin_rl.integrations.openenv_session import server_facts
@@ -126,18 +126,11 @@ def asked_once(url: str) -> HttpAnswer:
     return ask_once("GET", url, timeout_s=LIMIT_S, bytes_max=BYTES_MAX)
 
 
-def asked_sync(url: str) -> HttpAnswer:
-    with httpx.Client(trust_env=False) as client:
-        return ask_sync(client, "GET", url, timeout_s=LIMIT_S, bytes_max=BYTES_MAX)
-
-
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_no_answer_takes_more_than_its_time_and_its_bytes(kind: str) -> None:
     write, words = HOSTILE[kind]
     with serving(answer=write) as server:
-        for way in (asked_async, asked_once, asked_sync):
-            if kind == "headers" and way is asked_sync:
-                continue  # a worker's limit ends such a call
+        for way in (asked_async, asked_once):
             tracemalloc.start()
             try:
                 with pytest.raises((httpx.ReadTimeout, UnfitAnswer), match=words):
@@ -151,7 +144,7 @@ def test_no_answer_takes_more_than_its_time_and_its_bytes(kind: str) -> None:
 def test_an_ordinary_answer_may_be_compressed() -> None:
     body = gzip.compress(b'{"a": 1}')
     with serving(answer=plain(body, "200 OK", "Content-Encoding: gzip")) as server:
-        for way in (asked_async, asked_once, asked_sync):
+        for way in (asked_async, asked_once):
             assert way(f"{server.url}/answer").object() == {"a": 1}
 
 

@@ -21,7 +21,7 @@ from marin_rl.cli import app
 from marin_rl.commands.serve import serving_config
 from marin_rl.config import EnvironmentConfig, outward_keys, parse_config
 from marin_rl.environments.registry import construct
-from marin_rl.environments.scoring import scorers
+from marin_rl.environments.scoring import answers_in, scorers
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.evaluate import judges_of
 from marin_rl.storage.own_runs import remember, remembered, state_folder
@@ -359,7 +359,7 @@ def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -
     config = configuration(str(tmp_path), environment={"name": "chat", "options": options})
     judge = judges_of(config)[None]
     try:
-        (process,) = judge.answers(["a"])
+        (process,) = answers_in(judge.environment, judge.config, ["a"])
         assert process is not None
         assert int(process) != os.getpid()
         assert "foreign_code" not in sys.modules
@@ -368,8 +368,8 @@ def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -
             options={**options, "extract": "foreign_code:hang"},
             reward_timeout_s=3.0,
         )
-        judge = type(judge)(construct(hanging), hanging)
-        assert judge.answers(["a", "hang", "b", "exit", "c"]) == ["A", None, "B", None, "C"]
+        texts = ["a", "hang", "b", "exit", "c"]
+        assert answers_in(construct(hanging), hanging, texts) == ["A", None, "B", None, "C"]
     finally:
         scorers.close()
 

@@ -8,15 +8,15 @@ from support.run_factories import group_of, rollout
 
 from marin_rl.config import EnvironmentConfig, EvaluationConfig
 from marin_rl.environments.base import answer_in
+from marin_rl.environments.mixture import Part
 from marin_rl.environments.registry import construct
-from marin_rl.environments.scoring import AnswerExtractor
 from marin_rl.metrics import is_defined
 from marin_rl.rollouts.estimates import estimate
 from marin_rl.rollouts.evaluate import Judges, evaluation_metrics
 
 CONFIG = EnvironmentConfig(name="echo")
 ECHO = construct(CONFIG)
-JUDGES: Judges = {None: AnswerExtractor(ECHO, CONFIG)}
+JUDGES: Judges = {None: Part(label="", config=CONFIG, environment=ECHO)}
 
 
 def samples(name, rewards, words):

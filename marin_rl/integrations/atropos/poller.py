@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from marin_rl.environments.http_answers import UnfitAnswer, ask_sync
+from marin_rl.environments.http_answers import UnfitAnswer, ask_once
 from marin_rl.errors import EndpointUnavailable, InputError
 from marin_rl.integrations.atropos.receiver import Receiver
 from marin_rl.integrations.atropos.scored_data import PushingEnvironment, ScoredData
@@ -35,7 +35,6 @@ class Poller:
 
     def __init__(self, receiver: Receiver, url: str, complain: Callable[[str], None]) -> None:
         self._receiver, self._url, self._complain = receiver, url.rstrip("/"), complain
-        self._client = httpx.Client(base_url=self._url, timeout=TIMEOUT_S, trust_env=False)
         self._next = 0
         self._unknown = False  # the server knows of no trainer, though one has registered
         self.batches = 0
@@ -95,7 +94,7 @@ class Poller:
                     "those groups are lost"
                 )
                 with suppress(httpx.HTTPError, UnfitAnswer):  # it is asked for a batch next
-                    ask_sync(self._client, "GET", "/reset_data", timeout_s=TIMEOUT_S)
+                    ask_once("GET", f"{self._url}/reset_data", timeout_s=TIMEOUT_S)
             self.register()
             self._unknown = True
             return False
@@ -181,16 +180,14 @@ class Poller:
 
     def _asked(self, method: str, route: str, body: Any) -> dict[str, Any]:
         """The object of one answer. Raises what may pass as httpx does, else InputError."""
-        expected = "expected the API server of atropos 0.4 (`run-api`)"
+        url, expected = f"{self._url}{route}", "expected the API server of atropos 0.4 (`run-api`)"
         bytes_max = self._receiver.run.config.inference.server.bodies_bytes_max
         try:
-            answer = ask_sync(
-                self._client, method, route, timeout_s=TIMEOUT_S, bytes_max=bytes_max, json=body
-            )
+            answer = ask_once(method, url, timeout_s=TIMEOUT_S, bytes_max=bytes_max, json=body)
         except UnfitAnswer as error:
-            raise InputError(f"{self._url}{route} {error}; {expected}") from None
+            raise InputError(f"{url} {error}; {expected}") from None
         if 400 <= answer.status < 500:
-            raise InputError(f"{self._url}{route} answers {answer.words}; {expected}")
+            raise InputError(f"{url} answers {answer.words}; {expected}")
         if not answer.ok:
             raise httpx.RemoteProtocolError(f"answers {answer.words}")
         return answer.object()
