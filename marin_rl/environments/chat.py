@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from marin_rl.config import CodeName, EnvironmentConfig, Section
+from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base import SHIPPED
 from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.prompt_rows import (
@@ -27,14 +27,14 @@ from marin_rl.environments.prompt_rows import (
     read_row,
 )
 from marin_rl.environments.registry import parse_options, register
-from marin_rl.environments.reward_functions import FunctionScored, RewardOption
+from marin_rl.environments.reward_functions import FunctionOptions, FunctionScored
 from marin_rl.errors import InputError
 from marin_rl.types import Example, Message, Split
 
 ROWS_CHECKED_MAX = 4096  # of each split, in the order of the run; some seconds
 
 
-class ChatOptions(Section):
+class ChatOptions(FunctionOptions):
     """Options of `chat`: prompts from files, and a reward function (docs/data-and-rewards.md)."""
 
     path: str = Field(
@@ -66,22 +66,6 @@ class ChatOptions(Section):
     )
     system_prompt: str | None = Field(
         default=None, description="system message of rows that have none of their own"
-    )
-    reward: RewardOption = Field(
-        default="marin_rl.environments.answers:exact_match",
-        description="FILE.py:function or module:function, with the parameters of TRL, of verl, or "
-        "(example, completion); or a list of such, each also as {function, weight, name}",
-    )
-    extract: CodeName | None = Field(
-        default=None,
-        description="FILE.py:function or module:function, (completion) -> answer or None, for "
-        "majority votes; null: all of the completion",
-    )
-    reward_weights: dict[str, float] = Field(
-        default={}, description="weight by component name; 1 if not"
-    )
-    reward_workers: int = Field(
-        default=1, ge=1, le=64, description="processes that run the function"
     )
     eval_fraction: float = Field(
         default=0.1, gt=0, le=1, description="share of rows that are held out; 1: a fixed set"

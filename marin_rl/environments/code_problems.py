@@ -33,7 +33,7 @@ from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.sandbox_tools import SandboxOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
+from marin_rl.isolated.sandbox import Sandbox, SandboxResult
 from marin_rl.types import Example, RewardComponent, Split
 
 SAMPLE = Path(__file__).parent / "samples" / "code.jsonl"
@@ -111,7 +111,7 @@ class Code(Problems):
         self._tests = lru_cache(maxsize=16)(self._read_tests)
 
     def load_examples(self) -> None:
-        check_sandbox(self._code.sandbox, self._code.interpreter)
+        self._code.check_sandbox()
         super().load_examples()
         prompts = self._loaded
         scanned = prompts.rows.scan(frozenset(COLUMNS))
@@ -169,15 +169,10 @@ class Code(Problems):
     def load_scorer(self) -> None:
         self._rows = open_rows(self._options.path)
         options = self._code
-        self._sandbox = Sandbox(
-            SandboxLimits(
-                wall_s=options.test_timeout_s,
-                cpu_s=int(options.test_timeout_s) + 1,
-                memory_bytes=options.test_memory_bytes_max,
-                output_bytes=16 << 20,
-            ),
-            mode=options.sandbox,
-            interpreter=options.interpreter,
+        self._sandbox = options.box(
+            options.test_timeout_s,
+            memory_bytes=options.test_memory_bytes_max,
+            output_bytes=16 << 20,
         )
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:

@@ -22,7 +22,7 @@ from marin_rl.environments.sandbox_tools import (
     step_budget_s,
 )
 from marin_rl.environments.tool_class import MalformedCallOptions
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, check_sandbox
+from marin_rl.isolated.sandbox import Sandbox
 from marin_rl.types import Example
 
 INSTRUCTION = (
@@ -75,23 +75,18 @@ class Python(Math):
         self._tools = shipped_tools(PythonTool, config, options)
 
     def load_examples(self) -> None:
-        check_sandbox(self._python.sandbox, self._python.interpreter)
+        self._python.check_sandbox()
         super().load_examples()
 
     def load_scorer(self) -> None:
         super().load_scorer()
         options = self._python
-        box = Sandbox(
-            SandboxLimits(
-                wall_s=options.program_timeout_s,
-                cpu_s=int(options.program_timeout_s) + 1,
-                memory_bytes=options.program_memory_bytes_max,
-                disk_bytes=options.program_disk_bytes_max,
-                output_bytes=options.program_output_bytes_max,
-                processes=options.program_processes_max,
-            ),
-            mode=options.sandbox,
-            interpreter=options.interpreter,
+        box = options.box(
+            options.program_timeout_s,
+            memory_bytes=options.program_memory_bytes_max,
+            disk_bytes=options.program_disk_bytes_max,
+            output_bytes=options.program_output_bytes_max,
+            processes=options.program_processes_max,
         )
         arguments = {"box": box, "characters_max": self._tools.characters_max}
         self._tools = replace(self._tools, arguments=arguments)

@@ -34,6 +34,7 @@ from marin_rl.environments.repository_checkouts import (
 )
 from marin_rl.environments.repository_tests import are_nodes, files_of_tests, names_in, run_tests
 from marin_rl.environments.sandbox_tools import (
+    SandboxOptions,
     TimedEpisode,
     program_text,
     run_tool,
@@ -42,7 +43,7 @@ from marin_rl.environments.sandbox_tools import (
 )
 from marin_rl.environments.tool_class import MalformedCallOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, check_sandbox
+from marin_rl.isolated.sandbox import Sandbox
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree, entries_under
 from marin_rl.types import Example, RewardComponent, Split
 
@@ -67,7 +68,7 @@ INSTRUCTION = (
 )
 
 
-class RepositoryOptions(MalformedCallOptions, ProblemOptions):
+class RepositoryOptions(SandboxOptions, MalformedCallOptions, ProblemOptions):
     """Options of `repository`: issues of repositories with tests (docs/environments.md)."""
 
     repositories: str | None = Field(
@@ -106,7 +107,7 @@ class RepositoryOptions(MalformedCallOptions, ProblemOptions):
     processes_max: int = Field(
         default=64, ge=1, le=4096, description="processes and threads of a call or of the tests"
     )
-    sandbox: Literal["bubblewrap"] = Field(
+    sandbox: Literal["bubblewrap"] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default="bubblewrap", description="walls of a call and of the tests; there is no other"
     )
     interpreter: str | None = Field(
@@ -144,13 +145,12 @@ class Repository(Problems):
         self._scratch: ScratchFolder | None = None
 
     def load_examples(self) -> None:
-        options = self._repository
-        check_sandbox(options.sandbox, options.interpreter)
+        self._repository.check_sandbox()
         if shutil.which("git") is None:
             raise ConfigError("environment repository needs git: apt-get install git")
         clones = self._clones
         rows = open_rows(self._options.path)
-        _check_rows(rows, clones, self._box(_PYTEST_TIMEOUT_S), options.test_command)
+        _check_rows(rows, clones, self._box(_PYTEST_TIMEOUT_S), self._repository.test_command)
         super().load_examples()
 
     def example(self, seed: int, index: int, split: Split) -> Example:
@@ -227,9 +227,8 @@ class Repository(Problems):
 
     def _box(self, wall_s: float) -> Sandbox:
         options = self._repository
-        limits = SandboxLimits(
-            wall_s=wall_s,
-            cpu_s=int(wall_s) + 1,
+        return options.box(
+            wall_s,
             memory_bytes=options.memory_bytes_max,
             disk_bytes=min(options.workspace_bytes_max, 256 << 20),
             workspace_bytes=options.workspace_bytes_max,
@@ -237,7 +236,6 @@ class Repository(Problems):
             processes=options.processes_max,
             files=1024,
         )
-        return Sandbox(limits, mode=options.sandbox, interpreter=options.interpreter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

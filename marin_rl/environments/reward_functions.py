@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -261,21 +261,25 @@ class RewardEntry(Section):
 RewardOption = CodeName | tuple[CodeName | RewardEntry, ...]
 
 
-@runtime_checkable
-class FunctionOptions(Protocol):
-    """Options that name functions; without a `reward` nothing may be scored."""
+class FunctionOptions(Section):
+    """Options that name functions of the user."""
 
-    @property
-    def reward(self) -> str | Sequence[str | RewardEntry] | None: ...
-
-    @property
-    def extract(self) -> str | None: ...
-
-    @property
-    def reward_weights(self) -> Mapping[str, float]: ...
-
-    @property
-    def reward_workers(self) -> int: ...
+    reward: RewardOption = Field(
+        default="marin_rl.environments.answers:exact_match",
+        description="FILE.py:function or module:function, with the parameters of TRL, of verl, or "
+        "(example, completion); or a list of such, each also as {function, weight, name}",
+    )
+    extract: CodeName | None = Field(
+        default=None,
+        description="FILE.py:function or module:function, (completion) -> answer or None, for "
+        "majority votes; null: all of the completion",
+    )
+    reward_weights: dict[str, float] = Field(
+        default={}, description="weight by component name; 1 if not"
+    )
+    reward_workers: int = Field(
+        default=1, ge=1, le=64, description="processes that run the function"
+    )
 
 
 class FunctionScored(Environment):

@@ -20,7 +20,7 @@ from marin_rl.environments.tool_class import (
     ToolOptions,
 )
 from marin_rl.errors import ConfigError
-from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
 from marin_rl.isolated.scratch import ENTRY_BYTES
 from marin_rl.types import Example, Turn
 
@@ -38,6 +38,15 @@ class SandboxOptions(Section):
     interpreter: str | None = Field(
         default=None, description="absolute path of the Python of programs; null: this one"
     )
+
+    def check_sandbox(self) -> None:
+        """Prove the walls here. Raises ConfigError that says what to install or to set."""
+        check_sandbox(self.sandbox, self.interpreter)
+
+    def box(self, wall_s: float, **limits: int) -> Sandbox:
+        """A sandbox of programs that have `wall_s` seconds. Raises ConfigError."""
+        chosen = SandboxLimits(wall_s=wall_s, cpu_s=int(wall_s) + 1, **limits)
+        return Sandbox(chosen, mode=self.sandbox, interpreter=self.interpreter)
 
 
 def step_budget_s(config: EnvironmentConfig, program_s: float, option: str) -> float:

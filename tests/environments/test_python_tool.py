@@ -12,7 +12,7 @@ from support.scripted_policies import call, record, write_tokenizer
 from support.templates import QWEN
 
 from marin_rl.config import Config, EnvironmentConfig, load_config
-from marin_rl.environments import python_tool
+from marin_rl.environments import sandbox_tools
 from marin_rl.environments.python_tool import Python
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError
@@ -222,6 +222,6 @@ def test_limits_and_machines_that_cannot_work_are_refused_before_a_run(
     def missing(mode: str, interpreter: str | None) -> str:
         raise ConfigError("the sandbox needs bwrap: install it")
 
-    monkeypatch.setattr(python_tool, "check_sandbox", missing)
+    monkeypatch.setattr(sandbox_tools, "check_sandbox", missing)
     with pytest.raises(ConfigError, match="the sandbox needs bwrap"):
         construct(EnvironmentConfig(name="python")).load_examples()
