@@ -7,10 +7,8 @@ and usage, else 1.
 
 import gc
 import importlib
-import importlib.abc
 import os
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -79,14 +77,6 @@ COMMANDS = {name: place for group in GROUPS.values() for name, (place, _) in gro
 
 # Typer's help imports both, and draws with neither: half of what `--help` would import.
 UNUSED_BY_HELP = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
-
-# Commands that read a run and run no code of a user: they do without pandas.
-READERS = frozenset(
-    {
-        "audit", "diff", "fsck", "gc", "lineage", "pairs", "report", "rollouts", "sql", "status",
-        "verify", "view",
-    }
-)  # fmt: skip
 
 IMPORTED_OBJECTS = 100_000  # new objects before the collector looks at them
 
@@ -233,49 +223,15 @@ def _import_help() -> None:
             del sys.modules[name]
 
 
-class _Withheld(importlib.abc.Loader):
-    """Finder and loader of packages that cannot be imported, though they seem to be installed."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in self.names else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__)
-
-
-_withheld = _Withheld()
-
-
-def _withhold(package: str) -> None:
-    """Let imports of a package fail, for libraries that import it only if it is installed.
-
-    A package that is loaded stays. For a process without code of users, which may import it. None
-    in `sys.modules` would not do: Arrow takes it for the package.
-    """
-    _withheld.names.add(package)
-    if _withheld not in sys.meta_path:
-        sys.meta_path.insert(0, _withheld)
-
-
-def _use_utf8() -> None:
-    """Begin again in UTF-8 mode where the locale has another encoding: paths are texts of YAML."""
+def main() -> None:
+    """Run a command. Our errors become one message and an exit code."""
+    # Paths are texts of YAML: begin again in UTF-8 mode where the locale has another encoding.
     if sys.getfilesystemencoding() != "utf-8":
         os.environ.update(PYTHONUTF8="1")
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-
-
-def main() -> None:
-    """Run a command. Our errors become one message and an exit code."""
-    _use_utf8()
     # An eighth of a short command's time is Python's collector, called 150 times while modules are
     # imported. Runs and servers choose their own number once they work.
     gc.set_threshold(IMPORTED_OBJECTS, *gc.get_threshold()[1:])
-    if READERS.intersection(sys.argv[1:2]):
-        # Arrow imports pandas, which takes a second, to learn that a value is not of pandas.
-        _withhold("pandas")
     try:
         with saying():
             app()

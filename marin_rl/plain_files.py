@@ -1,19 +1,41 @@
-"""Files of other people: only regular files of a bounded size are read, and their JSON.
+"""Files of other people: only regular files of a bounded size are read, their JSON, model folders.
 
 A FIFO in the place of a file would block a reader for good, a device would never end, and a sparse
 file of a terabyte would fill the memory. Symbolic links are followed: the user names these files.
-Leaves out run folders, below which no link is followed (`storage.stores.local`), and YAML
-(`config.yaml_files`).
+A model folder may come from anywhere, and the libraries that read it open whatever has the right
+name, so every file of it is looked at before any is opened. Leaves out run folders, below which no
+link is followed (`storage.stores.local`), and YAML (`config.yaml_files`).
 """
 
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from marin_rl.errors import InputError
 from schemas import Malformed
 from schemas.strict_json import LIMITS, parse_json
+
+ENTRIES_MAX = 10_000
+# tokenizer.json of a vocabulary of 262,144 tokens has 33 MB.
+VOCABULARY_BYTES_MAX = 2**28
+SETTINGS_BYTES_MAX = 2**24
+
+_SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+WEIGHTS_FILE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+# The folder of named templates, the only one below a model folder that transformers looks into.
+_TEMPLATES = "additional_chat_templates"
+# Their sizes are compared with the configuration before their data are read.
+_WEIGHTS = ".safetensors"
+_READ = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".bpe")
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -68,3 +90,73 @@ def object_in(path: Path, data: bytes) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise InputError(f"{path}: expected a JSON object, found a {type(tree).__name__}")
     return tree
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise InputError for a folder in which something would be read that is no ordinary file.
+
+    Symbolic links count as what they lead to: the Hugging Face cache is made of them.
+    """
+    for top in (folder, folder / _TEMPLATES):
+        for count, path in enumerate(top.iterdir() if top.is_dir() else ()):
+            if count >= ENTRIES_MAX:
+                raise InputError(
+                    f"{top}: expected a model folder, found more than {ENTRIES_MAX} entries"
+                )
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # a link that leads nowhere can be opened by none
+            if stat.S_ISDIR(status.st_mode) and path.suffix not in (_WEIGHTS, *_READ):
+                continue
+            bytes_max = SETTINGS_BYTES_MAX if path.name in _SETTINGS else VOCABULARY_BYTES_MAX
+            check_regular(path, status, bytes_max if path.suffix in _READ else None)
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder that has safetensors. Raises InputError."""
+    if not folder.is_dir():
+        raise InputError(
+            f"no model folder at {folder}: expected a local Hugging Face folder with config.json "
+            "and safetensors; download it first"
+        )
+    check_model_folder(folder)
+    if not any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_INDEX)):
+        raise InputError(
+            f"{folder} holds no safetensors: expected {WEIGHTS_FILE} or {WEIGHTS_INDEX}; convert "
+            "other formats with transformers' save_pretrained(safe_serialization=True)"
+        )
+    return read_object(folder / "config.json")
+
+
+def check_family(tree: dict[str, Any], families: Collection[str], folder: Path) -> str:
+    """Return the `model_type` of a config.json. Raises InputError unless it is in `families`."""
+    family = tree.get("model_type")
+    if not isinstance(family, str) or family not in families:
+        raise InputError(
+            f"{folder}: model_type {family!r} is not supported; expected one of "
+            f"{', '.join(sorted(families))}: choose a model of one of these families"
+        )
+    return family
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those of its index, else the single file.
+
+    Others are not read: folders of Mistral also hold the weights in another layout. Raises
+    InputError for an index that is no index, names a file elsewhere, or one that is missing.
+    """
+    index = folder / WEIGHTS_INDEX
+    if not index.is_file():
+        return [folder / WEIGHTS_FILE]
+    places = read_object(index, VOCABULARY_BYTES_MAX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise InputError(f"{index}: expected `weight_map`, an object of tensors and their files")
+    names = sorted(set(places.values()))
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise InputError(
+                f"{index} names {name}, which is not in {folder}: expected each of the "
+                f"{len(names)} files that it names; download the missing ones"
+            )
+    return [folder / name for name in names]

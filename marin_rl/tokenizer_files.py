@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
-from marin_rl.model_folders import check_model_folder
+from marin_rl.plain_files import check_model_folder
 
 CHARACTERS = "characters"
 PAD, EOS, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"

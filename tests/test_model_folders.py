@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from marin_rl.config import ModelFamily, parse_config
 from marin_rl.errors import InputError
-from marin_rl.model_folders import WEIGHTS_FILE, WEIGHTS_INDEX, weight_files
+from marin_rl.plain_files import WEIGHTS_FILE, WEIGHTS_INDEX, weight_files
 from marin_rl.planning import plan
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.training.hf_folders import hf_template, load_hf, save_hf

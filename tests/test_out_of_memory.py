@@ -11,7 +11,7 @@ from marin_rl.doctor.start import before_engines
 from marin_rl.doctor.system import memory, tight
 from marin_rl.errors import OutOfMemory
 from marin_rl.inference.runner import Runner
-from marin_rl.memory import is_out_of_memory, out_of_memory, room
+from marin_rl.machine import is_out_of_memory, out_of_memory, room
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import policy_settings

@@ -2,7 +2,7 @@
 
 from marin_rl.config import Config
 from marin_rl.display.text import size
-from marin_rl.memory import room
+from marin_rl.machine import room
 from marin_rl.planning import Plan
 
 

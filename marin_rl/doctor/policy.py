@@ -14,7 +14,7 @@ from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import BridgeFault, InputError, ObjectMissing
 from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT
 from marin_rl.lora import configured_modules
-from marin_rl.model_folders import check_model_folder, read_hf_config, weight_files
+from marin_rl.plain_files import check_model_folder, read_hf_config, weight_files
 from marin_rl.planning import architecture_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.data_warnings import training_environments

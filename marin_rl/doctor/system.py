@@ -10,8 +10,7 @@ from marin_rl.doctor.stages import await_apart
 from marin_rl.errors import EndpointUnavailable, OutOfMemory, StalePolicy
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.machine import computes_on_host, proxies
-from marin_rl.memory import gigabytes, room
+from marin_rl.machine import computes_on_host, gigabytes, proxies, room
 from marin_rl.planning import Plan, memory_keys, plan
 
 HEALTH_TIMEOUT_S = 3.0

@@ -45,7 +45,7 @@ from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.runner import Runner
 from marin_rl.inference.stops import Decode
 from marin_rl.inference.warm_up import programs_of, warm_up
-from marin_rl.memory import ENGINE_KEYS, memory_errors
+from marin_rl.machine import ENGINE_KEYS, memory_errors
 from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
 

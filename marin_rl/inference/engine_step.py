@@ -25,7 +25,7 @@ from marin_rl.inference.pieces import Extension
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Runner
 from marin_rl.inference.scheduler import JobQueue, Prompts, Schedule, schedule
-from marin_rl.memory import ENGINE_KEYS, is_out_of_memory, out_of_memory
+from marin_rl.machine import ENGINE_KEYS, is_out_of_memory, out_of_memory
 
 # While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
 # prefill would make the running sequences wait.

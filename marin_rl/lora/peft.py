@@ -32,8 +32,7 @@ from marin_rl.lora.adapter import (
     linear_shapes,
     module_name,
 )
-from marin_rl.model_folders import SETTINGS_BYTES_MAX, check_model_folder
-from marin_rl.plain_files import check_regular, object_in
+from marin_rl.plain_files import SETTINGS_BYTES_MAX, check_model_folder, check_regular, object_in
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Far above any adapter's; bounds what a damaged file makes us parse.

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from marin_rl.config import ModelConfig
 from marin_rl.errors import InputError
-from marin_rl.model_folders import check_family, read_hf_config
 from marin_rl.models.spec import ACTIVATIONS, LayerKind, Rope, Spec
+from marin_rl.plain_files import check_family, read_hf_config
 
 ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import device_array
 from marin_rl.config import Config
 from marin_rl.errors import InputError
-from marin_rl.memory import memory_errors
+from marin_rl.machine import memory_errors
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.training.adapters import first_adapter
 from marin_rl.training.compiled_step import Program, compiled_step_of, policy_settings

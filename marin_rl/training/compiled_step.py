@@ -21,8 +21,7 @@ from marin_rl.cpu_streams import gains_from_lanes
 from marin_rl.errors import NonFiniteUpdate
 from marin_rl.lora import Adapter
 from marin_rl.lora.quantization import is_quantized, quantize_base
-from marin_rl.machine import STEP_LANES
-from marin_rl.memory import memory_errors
+from marin_rl.machine import STEP_LANES, memory_errors
 from marin_rl.models.module import LanguageModel
 from marin_rl.planning import memory_keys
 from marin_rl.training.adapters import (

@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.chat_templates import without_date
 from marin_rl.errors import InputError
-from marin_rl.model_folders import weight_files
 from marin_rl.models.families import Tensor, config_json, described_folder, tensors_of
 from marin_rl.models.module import LanguageModel, model_of
 from marin_rl.models.spec import Spec
+from marin_rl.plain_files import weight_files
 from marin_rl.progress import phase
 from marin_rl.tokenizers import check_vocabulary, end_token_ids, export_tokenizer, load_tokenizer
 from marin_rl.training.model import (

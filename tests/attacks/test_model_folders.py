@@ -13,7 +13,7 @@ from support.servers import asks_well, talk
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InputError
-from marin_rl.model_folders import (
+from marin_rl.plain_files import (
     ENTRIES_MAX,
     SETTINGS_BYTES_MAX,
     VOCABULARY_BYTES_MAX,

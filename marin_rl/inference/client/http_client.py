@@ -26,8 +26,7 @@ from marin_rl.errors import (
     StalePolicy,
 )
 from marin_rl.inference.client.protocol import GENERATE_ROUTE
-from marin_rl.machine import LOOPBACK
-from marin_rl.memory import OUT_OF_MEMORY
+from marin_rl.machine import LOOPBACK, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     import openai

@@ -39,7 +39,7 @@ from marin_rl.errors import InferenceError, InputError, OutOfMemory
 from marin_rl.inference.adapters import AdapterGone
 from marin_rl.inference.engine import Policy
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
-from marin_rl.memory import OUT_OF_MEMORY
+from marin_rl.machine import OUT_OF_MEMORY
 from marin_rl.serving.api.responses import DONE, event, tokens_of
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue

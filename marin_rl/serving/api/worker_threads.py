@@ -35,47 +35,41 @@ class ResponseQueue:
     Made and read on the loop; other threads use `ResponseWriter.put`.
     """
 
-    __slots__ = ("_ended", "_error", "_pieces", "_waiter", "loop")
+    __slots__ = ("_changed", "_ended", "_error", "_pieces", "loop")
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
         self._pieces: list[bytes] = []
         self._error: BaseException | None = None
         self._ended = False
-        self._waiter: asyncio.Future[None] | None = None
 
     def add(self, data: bytes, *, last: bool) -> None:
         """Append bytes; `last` if nothing follows. Ignored after the end."""
-        if self._ended:
-            return
-        if data:
-            self._pieces.append(data)
-        self._ended = last
-        self._wake()
+        if not self._ended:
+            self._pieces += [data] if data else []
+            self._ended = last
+            self._changed.set()
 
     def fail(self, error: BaseException) -> None:
         """End with an error, which is raised after the pieces before it were read."""
         if not self._ended:
             self._error, self._ended = error, True
-            self._wake()
+            self._changed.set()
 
     async def read(self) -> bytes | None:
         """Wait for bytes and return all that are there; None at the end. Raises the error."""
-        while not self._pieces:
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            if self._ended:
-                return None
-            self._waiter = self.loop.create_future()
-            await self._waiter
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        return data
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        while not (self._pieces or self._ended):
+            self._changed.clear()
+            await self._changed.wait()
+        if self._pieces:
+            data = b"".join(self._pieces)
+            self._pieces.clear()
+            return data
+        if self._error is not None:
+            error, self._error = self._error, None  # its frames hold the request's body
+            raise error
+        return None
 
 
 class TokenizeWorker:
