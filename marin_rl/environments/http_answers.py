@@ -99,12 +99,31 @@ async def ask(
                 method, url, headers=_HEADERS, follow_redirects=False, **request
             ) as response,
         ):
-            body = _Body(response, bytes_max)
+            unzip, body = _decompressor(response), bytearray()
             async for chunk in response.aiter_raw():
-                body.add(chunk)
-            return body.answer
+                body += chunk if unzip is None else unzip.decompress(chunk, bytes_max + 1)
+                if len(body) > bytes_max:
+                    raise UnfitAnswer(f"answers with more than {bytes_max} bytes")
     except TimeoutError:
         raise httpx.ReadTimeout(f"no whole answer in {timeout_s:g} s") from None
+    except zlib.error as error:
+        raise UnfitAnswer(f"answers with what is no gzip: {error}") from None
+    if unzip is not None and not unzip.eof:
+        raise UnfitAnswer("answers with a part of a body in gzip")
+    return HttpAnswer(response.status_code, bytes(body))
+
+
+def _decompressor(response: httpx.Response) -> Any:
+    """What unpacks a body in gzip; None for a plain one. Raises UnfitAnswer for any other."""
+    if response.is_redirect:
+        raise UnfitAnswer(
+            f"answers {response.status_code}, a redirect, and none is followed: name the address "
+            "that it leads to"
+        )
+    coding = response.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity", "gzip"):
+        raise UnfitAnswer(f"answers in {coding!r:.40}: expected a body that is not compressed")
+    return zlib.decompressobj(zlib.MAX_WBITS | 16) if coding == "gzip" else None
 
 
 def ask_once(method: str, url: str, *, timeout_s: float, **request: Any) -> HttpAnswer:
@@ -119,37 +138,3 @@ def ask_once(method: str, url: str, *, timeout_s: float, **request: Any) -> Http
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(asked())).result()
-
-
-class _Body:
-    """The body of a response, counted as it is decoded."""
-
-    def __init__(self, response: httpx.Response, bytes_max: int) -> None:
-        self._status, self._bytes_max = response.status_code, bytes_max
-        self._bytes = bytearray()
-        if response.is_redirect:
-            raise UnfitAnswer(
-                f"answers {response.status_code}, a redirect, and none is followed: name the "
-                "address that it leads to"
-            )
-        coding = response.headers.get("content-encoding", "identity").strip().lower()
-        if coding not in ("", "identity", "gzip"):
-            raise UnfitAnswer(f"answers in {coding!r:.40}: expected a body that is not compressed")
-        self._unzip = zlib.decompressobj(zlib.MAX_WBITS | 16) if coding == "gzip" else None
-
-    def add(self, chunk: bytes) -> None:
-        """Take in what was read. Raises UnfitAnswer beyond the limit."""
-        if self._unzip is not None:
-            try:
-                chunk = self._unzip.decompress(chunk, self._bytes_max + 1)
-            except zlib.error as error:
-                raise UnfitAnswer(f"answers with what is no gzip: {error}") from None
-        self._bytes += chunk
-        if len(self._bytes) > self._bytes_max:
-            raise UnfitAnswer(f"answers with more than {self._bytes_max} bytes")
-
-    @property
-    def answer(self) -> HttpAnswer:
-        if self._unzip is not None and not self._unzip.eof:
-            raise UnfitAnswer("answers with a part of a body in gzip")
-        return HttpAnswer(self._status, bytes(self._bytes))
