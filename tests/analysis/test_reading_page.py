@@ -30,9 +30,7 @@ def test_python(folder: Path) -> None:
     assert names["longest"].height == 5
     assert names["frame"]["round"].to_list() == [0, 1, 2]
     assert names["learned"].height == 0  # there is no round 3
-    assert names["alike"]["alike"].to_list() == [pytest.approx(1 / 9)]
-    assert names["by_round"].height == names["worst_tokens"].height == 0  # nothing was trained
-    assert set(names["everywhere"].columns) == {"said", "times", "prompts", "reward"}
+    assert set(names["side_by_side"].columns) >= {"rounds", "reward", "held_out"}
 
 
 def test_sql(folder: Path) -> None:
