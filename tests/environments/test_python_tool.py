@@ -8,36 +8,15 @@ from typing import Any
 
 import pytest
 from support.sandboxes import reason_to_skip
-from support.scripted_policies import call, record, write_tokenizer
-from support.templates import QWEN
+from support.scripted_policies import call, record, tool_run
 
-from marin_rl.config import Config, EnvironmentConfig, load_config
+from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments import sandbox_tools
 from marin_rl.environments.python_tool import Python
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.types import Message, ToolCall, Turn
-
-CONFIG = """
-run_id: python
-rounds: 1
-root: ROOT/runs
-policy:
-  init: random
-  tokenizer: ROOT/tokenizer
-  context_length: 4096
-  model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 2, intermediate_size: 64}
-environment:
-  name: python
-  turns_max: 3
-  reward_timeout_s: 60
-  options: {path: ROOT/rows.jsonl, program_timeout_s: 30}
-batching: {length_buckets: [4096]}
-rollouts: {groups_per_round: 2, group_size: 3, shards_per_round: 1}
-sampling: {max_tokens: 512}
-evaluation: {examples: 1}
-"""
 
 
 def made(**options: Any) -> Python:
@@ -72,11 +51,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Config:
     tmp_path = tmp_path_factory.mktemp("python")
     if (reason := reason_to_skip()) is not None:
         pytest.skip(reason)
-    write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
     rows = [{"question": f"What is {n} * 17?", "answer": str(17 * n)} for n in range(1, 20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "run.yaml").write_text(CONFIG.replace("ROOT", str(tmp_path)))
-    return load_config(tmp_path / "run.yaml")
+    options = {"path": str(tmp_path / "rows.jsonl"), "program_timeout_s": 30}
+    settings = {"name": "python", "turns_max": 3, "reward_timeout_s": 60, "options": options}
+    return tool_run(tmp_path, settings, 2, 3)
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 from support.sandboxes import reason_to_skip
-from support.scripted_policies import call, record, write_tokenizer
-from support.templates import QWEN
+from support.scripted_policies import call, record, tool_run
 
-from marin_rl.config import EnvironmentConfig, load_config
+from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.registry import construct
 from marin_rl.environments.repository import SAMPLE, Repository
 from marin_rl.environments.repository_checkouts import restore
@@ -392,27 +391,6 @@ def test_folders_of_processes_that_are_gone_are_deleted():
     assert not own.path.exists()
 
 
-CONFIG = """
-run_id: repository
-rounds: 1
-root: ROOT/runs
-policy:
-  init: random
-  tokenizer: ROOT/tokenizer
-  context_length: 8192
-  model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 2, intermediate_size: 64}
-environment:
-  name: repository
-  turns_max: 3
-  reward_timeout_s: 300
-  options: {shell_timeout_s: 60, test_timeout_s: 60}
-batching: {length_buckets: [8192]}
-rollouts: {groups_per_round: 1, group_size: 2, shards_per_round: 1}
-sampling: {max_tokens: 2048}
-evaluation: {examples: 1}
-"""
-
-
 def scripted(messages: Sequence[Message], member: int) -> str:
     """Look around and then solve the issue, or by the member: answer at once."""
     if member == 1:
@@ -430,9 +408,9 @@ def scripted(messages: Sequence[Message], member: int) -> str:
 def test_a_round_with_a_tiny_policy_is_rewarded_and_played_again(tmp_path: Path):
     if (reason := reason_to_skip()) is not None:
         pytest.skip(reason)
-    write_tokenizer(tmp_path / "tokenizer", QWEN, "<|im_end|>")
-    (tmp_path / "run.yaml").write_text(CONFIG.replace("ROOT", str(tmp_path)))
-    run, (group,) = record(load_config(tmp_path / "run.yaml"), scripted)
+    options = {"shell_timeout_s": 60, "test_timeout_s": 60}
+    settings = {"name": "repository", "turns_max": 3, "reward_timeout_s": 300, "options": options}
+    run, (group,) = record(tool_run(tmp_path, settings, 1, 2, context_length=8192), scripted)
     solved, guessed = group.rollouts
     roles = ["user", *["assistant", "tool"] * 2, "assistant"]
     assert (solved.reward, [turn.role for turn in solved.turns]) == (1.0, roles)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.scripted_policies import call, record, write_tokenizer
-from support.templates import QWEN
+import yaml
+from support.scripted_policies import call, record, tool_run
 
-from marin_rl.config import Config, load_config
+from marin_rl.config import Config
 from marin_rl.doctor.rewards import reward
 from marin_rl.environments.checks import environment_of
 from marin_rl.rollouts.generate import examples_of
@@ -17,31 +17,13 @@ from marin_rl.rollouts.rescore import rescore_round
 from marin_rl.types import Message
 
 PAGE = (Path(__file__).parents[2] / "docs/your-environment.md").read_text(encoding="utf-8")
-CONFIG = """
-run_id: compared
-rounds: 1
-root: ROOT/runs
-policy:
-  init: random
-  tokenizer: ROOT/tokenizer
-  context_length: 4096
-  model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 2, intermediate_size: 64}
-environment: ENVIRONMENT
-batching: {length_buckets: [4096]}
-rollouts: {groups_per_round: GROUPS, group_size: 3, shards_per_round: 1}
-sampling: {max_tokens: 512}
-evaluation: {examples: 1}
-"""
 
 
 def configured(folder: Path, environment: str, groups: int) -> Config:
-    write_tokenizer(folder / "tokenizer", QWEN, "<|im_end|>")
     for name in ("race.py", "shop.py"):
         text = PAGE.partition(f"# {name}\n")[2].partition("```")[0]
         (folder / name).write_text(text)
-    text = CONFIG.replace("ENVIRONMENT", environment).replace("GROUPS", str(groups))
-    (folder / "run.yaml").write_text(text.replace("ROOT", str(folder)))
-    return load_config(folder / "run.yaml")
+    return tool_run(folder, yaml.safe_load(environment), groups, 3)
 
 
 def test_doctor_says_that_groups_are_compared(tmp_path: Path) -> None:

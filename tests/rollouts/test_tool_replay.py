@@ -3,41 +3,24 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.scripted_policies import call, record, write_tokenizer
-from support.templates import QWEN
+from support.scripted_policies import call, record, tool_run
 
-from marin_rl.config import Config, load_config
+from marin_rl.config import Config
 from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.types import Message
 
 PAGE = (Path(__file__).parents[2] / "docs/your-environment.md").read_text(encoding="utf-8")
-CONFIG = """
-run_id: tools
-rounds: 1
-root: ROOT/runs
-policy:
-  init: random
-  tokenizer: ROOT/tokenizer
-  context_length: 4096
-  model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 2, intermediate_size: 64}
-environment: {name: "NAME", turns_max: 3, reward_timeout_s: 60, options: {OPTIONS}}
-batching: {length_buckets: [4096]}
-rollouts: {groups_per_round: 1, group_size: 2, shards_per_round: 1}
-sampling: {max_tokens: 512}
-evaluation: {examples: 1}
-"""
 
 
-def configured(folder: Path, file: str, kind: str, options: str = "", code: str = "") -> Config:
+def configured(folder: Path, file: str, kind: str, code: str = "", **options: Any) -> Config:
     """A run of the page's file, or of `code` in it."""
-    write_tokenizer(folder / "tokenizer", QWEN, "<|im_end|>")
     text = code or PAGE.partition(f"# {file}\n")[2].partition("```")[0]
     (folder / file).write_text(text)
-    config = CONFIG.replace("ROOT", str(folder)).replace("NAME", f"{file}:{kind}")
-    (folder / "run.yaml").write_text(config.replace("OPTIONS", options))
-    return load_config(folder / "run.yaml")
+    settings = {"name": f"{file}:{kind}", "turns_max": 3, "reward_timeout_s": 60}
+    return tool_run(folder, settings | {"options": options}, 1, 2)
 
 
 def test_the_episode_of_the_page_has_tools_and_is_played_again(tmp_path: Path) -> None:
@@ -69,7 +52,7 @@ def test_a_tool_that_answers_otherwise_is_named_with_its_message(tmp_path: Path)
             return call("price", item="tea") + "\n" + call("buy", item="tea")
         return "done"
 
-    config = configured(tmp_path, "shop.py", "Shop", f"path: {rows}", code)
+    config = configured(tmp_path, "shop.py", "Shop", code, path=str(rows))
     run, (group,) = record(config, script)
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0]
     assert [turn.content for turn in group.rollouts[0].turns][2:4] == ["3", "bought 1 tea"]

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+import yaml
+from support.templates import QWEN
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.chat_templates import ChatTemplate, Conversation
-from marin_rl.config import Config
+from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.policy_client import PolicyClient
@@ -27,6 +29,7 @@ from marin_rl.types import Message, RolloutGroup, ServedPolicy, SlotRef
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 DIGEST = "ab" * 32
 MODEL = served_model_id("policy", 0, DIGEST)
+MODEL_SIZES = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 64}
 
 # Text of a turn, from the messages so far and the number of the member.
 Script = Callable[[Sequence[Message], int], str]
@@ -128,3 +131,28 @@ def write_tokenizer(folder: Path, template: str, end: str) -> Path:
     """Write a tokenizer folder that a policy can name."""
     tokenizer_of(template, end).save_pretrained(folder)
     return folder
+
+
+def tool_run(
+    folder: Path, environment: Any, groups: int, size: int, context_length: int = 4096
+) -> Config:
+    """A run of one round of a tiny policy whose chat template has tools."""
+    tokenizer = write_tokenizer(folder / "tokenizer", QWEN, "<|im_end|>")
+    values = {
+        "run_id": "tools",
+        "rounds": 1,
+        "root": str(folder / "runs"),
+        "policy": {
+            "init": "random",
+            "tokenizer": str(tokenizer),
+            "context_length": context_length,
+            "model": MODEL_SIZES,
+        },
+        "environment": environment,
+        "batching": {"length_buckets": [context_length]},
+        "rollouts": {"groups_per_round": groups, "group_size": size, "shards_per_round": 1},
+        "sampling": {"max_tokens": context_length // 4},
+        "evaluation": {"examples": 1},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return load_config(folder / "run.yaml")
