@@ -22,7 +22,8 @@ from typing import Any
 from machine import print_head
 from prefect import flow, task
 
-from flows.server import prefect_api, quieten
+from flows.reports import quieten
+from flows.server import prefect_api
 from marin_rl.config import Config, FlowConfig, parse_config
 from marin_rl.storage.commits import (
     commit_manifest,
@@ -189,7 +190,7 @@ def main() -> None:
     load = os.getloadavg()
     with tempfile.TemporaryDirectory(dir=options.root) as root:
         files = asyncio.run(timed(plain, new_run(root, "plain"), min(options.rounds, 200)))
-        with prefect_api() as url:
+        with prefect_api() as connection:
             began = time.perf_counter()
             both = asyncio.run(loop(root, options.rounds))
             wall = time.perf_counter() - began
@@ -197,7 +198,7 @@ def main() -> None:
         "files": summary(files),
         "files_and_prefect": summary(both),
         "outside_the_rounds_s": wall - sum(seconds for seconds, _ in both),
-        "api": url,
+        "api": connection.url,
         "load": load,
     }
     options.results.mkdir(parents=True, exist_ok=True)

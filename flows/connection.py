@@ -1,24 +1,27 @@
 """The connection of a flow to its Prefect API, which may be lost while the flow continues.
 
-A run needs its files alone. When the API is gone (a temporary server was killed, a real one is
-unreachable for longer than a restart takes), that is logged in one line, unsent reports are
-dropped, and the flow is played to its end without reporting.
+A run needs its files alone. When the API is gone (a temporary server was killed, a configured one
+is unreachable for longer than a restart takes), that is logged in one line, unsent reports are
+dropped, and the flow is run to its end without reporting.
 """
 
 import asyncio
 import functools
 import logging
+import signal
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import ContextVar
+from subprocess import Popen
 from typing import Any
 
 import httpx
-from prefect._internal.concurrency.services import _active_services, _QueueServiceBase
+from prefect._internal.concurrency.services import _QueueServiceBase
+from prefect._internal.concurrency.threads import get_global_loop
 from prefect.context import AsyncClientContext
 from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
@@ -26,14 +29,9 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flows import Flow
 from prefect.logging import get_logger
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
-from prefect.settings import temporary_settings
 
-HEALTH_TIMEOUT_S = 15.0  # for a busy server; one that is not there refuses at once
-WATCH_EVERY_S = 10.0
-MISSES_MAX = 3  # in a row; a server that is restarted is back sooner
-LAST_TRIES, LAST_TRY_S = 3, 2.0  # at the end of a flow, which is waiting
-DISCARD_S = 10.0  # a bound: senders end as soon as they are cancelled, later on a busy machine
-
+WATCH_EVERY_S, MISSES_MAX = 10.0, 3  # a server that is restarted is back sooner
+DRAIN_S = 10.0
 # Loggers that each report an API that does not answer.
 NOISY = (
     "APILogWorker",
@@ -42,32 +40,25 @@ NOISY = (
     "prefect.events.clients",
     "prefect.events.worker",
 )
-RUNS = ("prefect.flow_runs", "prefect.task_runs")  # report other things too
 
 _log = get_logger("marin_rl")
 _current: ContextVar["ApiConnection | None"] = ContextVar("prefect-api-connection", default=None)
 
 
-class ApiLost(httpx.TransportError):
-    """A request to an API that is known to be gone. Prefect's client does not retry it."""
-
-
 class ApiConnection:
     """A connection that is open until it is lost, which it stays. Thread safe.
 
-    A `temporary` server ends with this process and is lost only when it is killed. Prefect's
-    background senders may see that first, so their reports of it are dropped from the start. Any
-    other server is watched by a thread.
+    `server` is the process of a temporary server, which is lost only when it is killed. Prefect's
+    background senders may see that first, so their reports of it are dropped from the start.
     """
 
-    def __init__(self, url: str, *, temporary: bool) -> None:
-        self.url, self.temporary = url, temporary
+    def __init__(self, url: str, server: Popen[bytes] | None = None) -> None:
+        self.url, self.temporary = url, server is not None
         self._lost, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        for name in NOISY + RUNS:
+        for name in NOISY:
             logging.getLogger(name).addFilter(self._is_news)
-        if not temporary:
-            threading.Thread(target=self._watch, name="prefect-api", daemon=True).start()
+        threading.Thread(target=self._watch, args=(server,), daemon=True).start()
 
     @property
     def lost(self) -> bool:
@@ -82,162 +73,68 @@ class ApiConnection:
         _log.warning("%s: going on without reports to Prefect; files are not affected", reason)
         set_api_log_sink(lambda _: None)
         EventsWorker.set_client_override(NullEventsClient)
-        discard(services())
+        end_senders()
 
     def close(self) -> None:
-        """Leave the process as it was before."""
+        """Leave the process as it was before; a temporary server gets the last reports first."""
+        if self.temporary and not self.lost:
+            APILogWorker.drain_all(timeout=DRAIN_S)
+            EventsWorker.drain_all(timeout=DRAIN_S)
         self._closing.set()
+        if self.temporary or self.lost:
+            end_senders()  # before the filters go: a sender may log its failure only now
         if self.lost:
-            discard(services())  # before the filters go: a sender may log its failure only now
             set_api_log_sink(None)
             EventsWorker.set_client_override(None)
-        for name in NOISY + RUNS:
+        for name in NOISY:
             logging.getLogger(name).removeFilter(self._is_news)
 
-    def confirm(self) -> None:
-        """Check that the API is still there, before the last reports are sent."""
-        if self.temporary:  # its end is seen at once
-            return
-        for _ in range(LAST_TRIES):
-            if self.lost or healthy(self.url, LAST_TRY_S):
-                return
-            self._closing.wait(1.0)
-        self.lose(f"the Prefect API at {self.url} does not answer")
+    def run(
+        self, flow: Flow[Any, Any], *arguments: Any, stop: Future[None] | None = None, **named: Any
+    ) -> Any:
+        """Run an asynchronous flow in this process, to its end even where the API is lost.
 
-    def refuse_when_lost(self, _: httpx.Request) -> None:
-        """Raise ApiLost instead of a request that would be retried for a minute."""
-        if self.lost:
-            raise ApiLost(f"the Prefect API at {self.url} is gone")
+        Returns what the flow returns; raises what it raises, and KeyboardInterrupt once `stop` has
+        a result: any thread may set it, where Ctrl-C is a signal of the main thread alone.
+        """
+        outcome = Future[Any]()  # of the function, whether or not Prefect receives it
 
-    def _watch(self) -> None:
-        misses = 0
-        while not self.lost and not self._closing.wait(WATCH_EVERY_S):
-            misses = 0 if healthy(self.url) else misses + 1
-            if misses == MISSES_MAX and not self._closing.is_set():
-                self.lose(f"the Prefect API at {self.url} does not answer")
+        @functools.wraps(flow.fn)
+        async def recorded(*args: Any, **kwargs: Any) -> Any:
+            outcome.set_running_or_notify_cancel()
+            try:
+                outcome.set_result(await flow.fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - raised by the next line
+                outcome.set_exception(error)
+            return outcome.result()
 
-    def _is_news(self, record: logging.LogRecord) -> bool:
-        if record.name in NOISY:
-            return not (self.lost or self.temporary)
-        error = record.exc_info[1] if record.exc_info else None
-        return not (self.lost and isinstance(error, httpx.TransportError))
-
-
-def healthy(url: str, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
-    """Return True when a Prefect API answers at `url` (which ends in /api)."""
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=timeout_s) as reply:
-            return reply.read().strip() == b"true"
-    except (urllib.error.URLError, OSError, ValueError):
-        return False
-
-
-def current_connection() -> ApiConnection | None:
-    """Return the connection of the flow that runs, None where Prefect itself started it."""
-    return _current.get()
-
-
-@contextmanager
-def connected(url: str, *, temporary: bool = False) -> Iterator[ApiConnection]:
-    """Make a connection to `url` the current one inside the block, and close it after that."""
-    connection = ApiConnection(url, temporary=temporary)
-    token = _current.set(connection)
-    try:
-        yield connection
-    finally:
-        _current.reset(token)
-        connection.close()
-
-
-Services = list[tuple[_QueueServiceBase[Any], "asyncio.Task[None] | None"]]
-
-
-def services() -> Services:
-    """Prefect's background senders of events and logs, each with the task that it runs in."""
-    return [
-        (service, service._task)
-        for service in list(_active_services)
-        if isinstance(service, EventsWorker | APILogWorker)
-    ]
-
-
-def discard(running: Services) -> None:
-    """End background senders at once, drop their items, and wait for their ends.
-
-    Their own `drain` would wait for every item to fail, some seconds each. Several threads may
-    discard the same sender: one of them cancels its task, and all wait for its end.
-    """
-    for service, task in running:
-        loop, done = service._loop, service._done_event
-        if loop is None or done is None or done.is_set() or loop.is_closed():
-            continue
-        service._stop(at_exit=True)
-        with suppress(RuntimeError, TimeoutError):  # the loop ends with the process
-            if task is not None:
-                loop.call_soon_threadsafe(task.cancel)
-            ended = asyncio.wait_for(done.wait(), DISCARD_S)
-            asyncio.run_coroutine_threadsafe(ended, loop).result(DISCARD_S + 1)
-
-
-_called: ContextVar[bool] = ContextVar("marin-rl-called", default=False)
-
-
-def has_caller() -> bool:
-    return _called.get()
-
-
-def play_flow(
-    flow: Flow[Any, Any], *arguments: Any, stop: Future[None] | None = None, **named: Any
-) -> Any:
-    """Run an asynchronous flow in this process, to its end even where its API is lost.
-
-    Returns what the flow returns; raises what it raises, and KeyboardInterrupt once `stop` has a
-    result: any thread may set it, where Ctrl-C is a signal of the main thread alone.
-    """
-    connection = _current.get()
-    assert connection is not None, "flows are played inside of prefect_api()"
-    outcome = Future[Any]()  # of the function, whether or not Prefect receives it
-
-    @functools.wraps(flow.fn)
-    async def recorded(*args: Any, **kwargs: Any) -> Any:
-        outcome.set_running_or_notify_cancel()
+        reported = flow.with_options()
+        reported.fn = recorded
+        token = _current.set(self)
         try:
-            outcome.set_result(await flow.fn(*args, **kwargs))
-        except BaseException as error:
-            outcome.set_exception(error)
-            raise
-        finally:
-            connection.confirm()
-        return outcome.result()
-
-    reported = flow.with_options()
-    reported.fn = recorded
-    token = _called.set(True)
-    try:
-        return _run(_play(reported, connection, arguments, named), stop)
-    except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        if outcome.done() and error is outcome.exception():
-            raise
-        connection.lose(f"the Prefect API at {connection.url} is gone ({type(error).__name__})")
-    finally:
-        _called.reset(token)
-    if outcome.done():
-        error = outcome.exception()
-        if isinstance(error, asyncio.CancelledError):  # Ctrl-C, as a coroutine gets it
+            try:
+                return asyncio.run(self._call(reported, stop, arguments, named))
+            except (httpx.TransportError, PrefectHTTPStatusError) as error:
+                if outcome.done() and error is outcome.exception():
+                    raise
+                self.lose(f"the Prefect API at {self.url} is gone ({type(error).__name__})")
+            if outcome.done():
+                return outcome.result()
+            assert not outcome.running(), "a flow that was begun has returned or raised"
+            return asyncio.run(self._call(flow.fn, stop, arguments, named))
+        except asyncio.CancelledError:  # by `stop`, or by Ctrl-C after the API was lost
             raise KeyboardInterrupt from None
-        if error is not None:
-            raise error from None
-        return outcome.result()
-    assert not outcome.running(), "a flow that was begun has returned or raised"
-    with temporary_settings({"logging.to_api.when_missing_flow": "ignore"}):
-        return _run(_play(flow.fn, None, arguments, named), stop)
+        finally:
+            _current.reset(token)
 
-
-def _run(work: Coroutine[Any, Any, Any], stop: Future[None] | None) -> Any:
-    """Run `work` on an event loop of its own; raises KeyboardInterrupt where `stop` ended it."""
-
-    async def until_stopped() -> Any:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    async def _call(
+        self,
+        function: Callable[..., Any],
+        stop: Future[None] | None,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Any:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def cancel(_: Future[None]) -> None:
@@ -246,28 +143,62 @@ def _run(work: Coroutine[Any, Any, Any], stop: Future[None] | None) -> Any:
 
         if stop is not None:
             stop.add_done_callback(cancel)
-        return await work
+        async with AsyncClientContext() as context:  # one client for all tasks
+            context.client._client.event_hooks = {"request": [self._refuse_when_lost]}
+            return await function(*arguments, **named)
 
+    async def _refuse_when_lost(self, _: httpx.Request) -> None:
+        """Fail a request that would be retried for a minute; an error of this class is not."""
+        if self.lost:
+            raise httpx.TransportError(f"the Prefect API at {self.url} is gone")
+
+    def _watch(self, server: Popen[bytes] | None) -> None:
+        if server is not None:
+            code = server.wait()
+            how = (
+                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            )
+            reason = f"the temporary Prefect server {how}"
+        else:
+            misses = 0
+            while misses < MISSES_MAX and not self._closing.wait(WATCH_EVERY_S):
+                misses = 0 if healthy(self.url) else misses + 1
+            reason = f"the Prefect API at {self.url} does not answer"
+        if not self._closing.is_set():
+            self.lose(reason)
+
+    def _is_news(self, _: logging.LogRecord) -> bool:
+        return not (self.lost or self.temporary)
+
+
+def current_connection() -> ApiConnection | None:
+    """Return the connection that runs the flow; None where Prefect itself started it."""
+    return _current.get()
+
+
+def healthy(url: str) -> bool:
+    """Return True when a Prefect API answers at `url` (which ends in /api)."""
     try:
-        return asyncio.run(until_stopped())
-    except asyncio.CancelledError:
-        if stop is None or not stop.done():
-            raise
-        raise KeyboardInterrupt from None
+        # A busy server takes its time; one that is not there refuses at once.
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=15.0) as reply:
+            return reply.read().strip() == b"true"
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
 
 
-async def _play(
-    function: Callable[..., Any],
-    connection: ApiConnection | None,
-    arguments: tuple[Any, ...],
-    named: dict[str, Any],
-) -> Any:
-    """Call a flow, or its function outside of a flow run; one client serves all of its tasks."""
-    async with AsyncClientContext() as context:
-        if connection is not None:
+def end_senders() -> None:
+    """Cancel Prefect's background senders of events and logs, and wait for their ends.
 
-            async def refuse(request: httpx.Request) -> None:
-                connection.refuse_when_lost(request)
+    Their own `drain` would wait for every report to fail, some seconds each.
+    """
+    loop, name = get_global_loop()._loop, _QueueServiceBase._run.__qualname__
+    assert loop is not None
 
-            context.client._client.event_hooks = {"request": [refuse]}
-        return await function(*arguments, **named)
+    async def end() -> None:
+        senders = {each for each in asyncio.all_tasks() if each.get_coro().__qualname__ == name}  # pyright: ignore
+        for sender in senders:
+            sender.cancel()
+        if senders:  # the wait is bounded: they end at once, later on a busy machine
+            await asyncio.wait(senders, timeout=DRAIN_S)
+
+    asyncio.run_coroutine_threadsafe(end(), loop).result()

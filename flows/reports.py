@@ -28,6 +28,7 @@ from typing import Any
 from urllib.parse import quote
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
@@ -45,11 +46,12 @@ from prefect.logging import get_logger, get_run_logger
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Crashed
 
-from flows.connection import current_connection, has_caller
+from flows.connection import current_connection
 from marin_rl.analysis.learning_curve import learning_curve
 from marin_rl.analysis.status import headline, metric_rows
 from marin_rl.analysis.warnings import NewWarnings
 from marin_rl.display.tables import COLUMNS, METRICS, formatted
+from marin_rl.errors import MarinRLError
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.rollouts.data_warnings import has_more_examples
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, metrics_key, rollouts_slot
@@ -61,6 +63,7 @@ CURVE_EVERY_S = 60.0  # matplotlib takes 40 MB, 1.4 s of a core once and 0.2 s f
 CLOSING_S = 10.0
 TABLE_ROWS_MAX = 200
 TEXT_CHARACTERS_MAX = 1000
+ERROR_SHOWN = 72  # characters of an error in a task's last line
 
 KEPT = ("progress", "table", "learning-curve")  # artifacts that are updated in place
 CURVE = "![Learning curve](data:image/png;base64,{})"
@@ -141,10 +144,7 @@ class Reporter:
         try:
             for row in metric_rows(self._run):
                 self._note(row["round"], {k: v for k, v in row.items() if v is not None})
-            connection = self._connection
-            hooks = [] if connection is None else [connection.refuse_when_lost]
-            settings = {"event_hooks": {"request": hooks}}
-            with get_client(sync_client=True, httpx_settings=settings) as client:
+            with get_client(sync_client=True) as client:
                 if self._attempt > 1:
                     self._take_over(client)
                 self._report(client)
@@ -357,10 +357,42 @@ def _numbers(metrics: Mapping[str, float]) -> str:
 def _logger() -> "logging.Logger | logging.LoggerAdapter[Any]":
     """The flow run's logger; of a flow that is played by hand without the console."""
     adapter = get_run_logger()
-    if not has_caller() or isinstance(adapter, logging.Logger):
+    if current_connection() is None or isinstance(adapter, logging.Logger):
         return adapter
     if not _to_api.handlers:
         _to_api.addHandler(APILogHandler())
         _to_api.setLevel(logging.INFO)
         _to_api.propagate = False
     return logging.LoggerAdapter(_to_api, adapter.extra)
+
+
+def quieten() -> None:
+    """Reduce to one line what Prefect logs several times, or with a trace."""
+    for name in ("prefect.task_runs", "prefect.flow_runs"):
+        logging.getLogger(name).addFilter(_terse)
+
+
+def _terse(record: logging.LogRecord) -> bool:
+    """Drop the final state of tasks and flows, and the traces of errors that a caller reports.
+
+    An error is reported in full once: by the caller of `ApiConnection.run`, else by the flow. A
+    task, which may fail where its flow goes on, says how it begins. That tasks were cancelled, or
+    that the API is lost, is no news where a caller reports what ended the flow.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    connection, message = current_connection(), str(record.msg)
+    if connection is not None and (
+        message.startswith("Crash detected! Execution was ")
+        or (connection.lost and isinstance(error, httpx.TransportError))
+    ):
+        return False
+    if isinstance(error, MarinRLError) or (connection is not None and isinstance(error, Exception)):
+        text = "" if connection is not None else str(error)
+        if record.name == "prefect.task_runs":
+            text = str(error).partition("\n")[0]
+            if len(text) > ERROR_SHOWN:
+                text = f"{text[: ERROR_SHOWN - 1].rpartition(' ')[0]} …"
+        line = f"failed: {type(error).__name__}"
+        record.msg, record.args = "%s", (f"{line}: {text}" if text else line,)
+        record.exc_info = record.exc_text = None
+    return not message.startswith("Finished in state")

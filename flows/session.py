@@ -18,9 +18,9 @@ from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 
-from flows.connection import current_connection, play_flow
-from flows.reports import logging_rounds, reporting
-from flows.server import prefect_api, quieten
+from flows.connection import current_connection
+from flows.reports import logging_rounds, quieten, reporting
+from flows.server import prefect_api
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.stages import EVALUATE, REWARD_MODEL
 from marin_rl.integrations import integration
@@ -56,8 +56,8 @@ def flow_run_name() -> str:
 
 def start_flow(flow: Flow[Any, Any], config: Config, **named: Any) -> Any:
     """Run a flow in this process; `flows.server` says with which Prefect API."""
-    with prefect_api(warm=HEAVY):
-        return play_flow(flow, config.model_dump(mode="json"), **named)
+    with prefect_api(warm=HEAVY) as connection:
+        return connection.run(flow, config.model_dump(mode="json"), **named)
 
 
 def resolve_config(

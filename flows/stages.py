@@ -12,7 +12,7 @@ from typing import Any
 from prefect import flow
 from pydantic import TypeAdapter
 
-from flows.server import quieten
+from flows.reports import quieten
 from marin_rl.rollouts.interruption import Interruption
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import ServedPolicy

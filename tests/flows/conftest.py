@@ -74,10 +74,10 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     migrated = not copy_template(database)
     url = SecretStr(f"sqlite+aiosqlite:///{database}")
     own: dict[Any, Any] = {"home": home, "server.database.connection_url": url}
-    with temporary_settings(updates=own), prefect_api(warm=ROOMS) as api_url:
+    with temporary_settings(updates=own), prefect_api(warm=ROOMS) as connection:
         if migrated:
             save_template(database)
-        yield api_url
+        yield connection.url
 
 
 @pytest.fixture

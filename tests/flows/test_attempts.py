@@ -18,8 +18,8 @@ from prefect.context import FlowRunContext
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
 
-from flows.connection import play_flow
-from flows.server import quieten
+from flows.reports import quieten
+from flows.server import prefect_api
 from marin_rl.config import FlowConfig, load_config
 from marin_rl.environments.echo import Echo
 from marin_rl.errors import ConfigError, EndpointUnavailable, NonFiniteUpdate, StoreUnavailable
@@ -67,7 +67,7 @@ def task_runs(flow_run_id: UUID, expected: int) -> list[TaskRun]:
 
 @pytest.mark.slow
 def test_an_error_is_reported_in_full_once(api: str) -> None:
-    """By the caller of `play_flow`; by the flow where a worker runs it, which has no caller."""
+    """By the caller of `ApiConnection.run`, or by the flow that a worker runs."""
     text = f"round 3, shard 1: 7 of 8 rollouts failed, {'too many ' * 9}\nand a detail"
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -86,8 +86,8 @@ def test_an_error_is_reported_in_full_once(api: str) -> None:
     for logger in loggers:
         logger.addHandler(handler)
     try:
-        with pytest.raises(EndpointUnavailable) as raised:
-            play_flow(failing)
+        with prefect_api() as connection, pytest.raises(EndpointUnavailable) as raised:
+            connection.run(failing)
         called = [record.getMessage() for record in records if record.levelno >= logging.ERROR]
         records.clear()
         with pytest.raises(EndpointUnavailable):

@@ -19,13 +19,16 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import get_current_settings, temporary_settings
 from support.flow_runs import REPOSITORY
 
-from flows.connection import _called, discard, services
-from flows.server import free_port, healthy, prefect_api, quieten
+from flows.connection import ApiConnection, _current, end_senders, healthy
+from flows.reports import quieten
+from flows.server import free_port, prefect_api
 
 PROGRAM = """
 import time
-from flows.server import healthy, prefect_api
-with prefect_api() as url:
+from flows.connection import healthy
+from flows.server import prefect_api
+with prefect_api() as connection:
+    url = connection.url
     try:
         print(url, flush=True)  # whoever reads it may interrupt at once
         time.sleep(600)
@@ -36,8 +39,8 @@ with prefect_api() as url:
 
 
 def test_an_api_that_answers_is_used(api: str) -> None:
-    with temporary_settings(updates={"api.url": api}), prefect_api() as url:
-        assert url == api
+    with temporary_settings(updates={"api.url": api}), prefect_api() as connection:
+        assert connection.url == api
         assert get_current_settings().api.url == api
 
 
@@ -75,24 +78,23 @@ class LingeringClient(NullEventsClient):
         await super().__aexit__(*error)
 
 
-def test_all_who_discard_a_sender_wait_for_its_end(api: str) -> None:
+def test_all_who_end_a_sender_wait_for_its_end(api: str) -> None:
     """Else one that ends later would report what is known."""
     EventsWorker.set_client_override(LingeringClient)
     try:
         with temporary_settings(updates={"api.url": api}):
             sender = EventsWorker.instance()
             assert LingeringClient.entered.wait(60)
-            running = [(each, task) for each, task in services() if each is sender]
-            first = threading.Thread(target=discard, args=(running,))
+            first = threading.Thread(target=end_senders)
             first.start()
             assert LingeringClient.leaving.wait(60)
             ended = list[bool]()
 
-            def discard_too() -> None:
-                discard([(each, task) for each, task in services() if each is sender])
+            def end_too() -> None:
+                end_senders()
                 ended.append(sender._done_event is not None and sender._done_event.is_set())
 
-            second = threading.Thread(target=discard_too)
+            second = threading.Thread(target=end_too)
             second.start()
             second.join(0.5)  # without a wait it would have returned
             LingeringClient.may_end.set()
@@ -109,6 +111,7 @@ OTHER = "Crash detected! Request to http://127.0.0.1:4200 failed: ReadTimeout."
 
 @pytest.mark.parametrize(("called", "told"), [(True, [OTHER]), (False, [CRASH, OTHER])])
 def test_cancelled_tasks_are_logged_unless_a_caller_reports_the_error(
+    api: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     called: object,
@@ -118,10 +121,13 @@ def test_cancelled_tasks_are_logged_unless_a_caller_reports_the_error(
     logger = logging.getLogger("prefect.task_runs")
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logger, "handlers", [])
-    token = _called.set(bool(called))
+    connection = ApiConnection(api) if called else None
+    token = _current.set(connection)
     logger.error(CRASH)
     logger.error(OTHER)
-    _called.reset(token)
+    _current.reset(token)
+    if connection is not None:
+        connection.close()
     assert [record.getMessage() for record in caplog.records] == told
 
 
@@ -164,7 +170,6 @@ def test_a_temporary_server_ends_with_a_flow_that_is_killed(tmp_path: Path) -> N
 HISTORY = """
 import os
 from prefect import flow, task
-from flows.connection import play_flow
 from flows.server import prefect_api
 
 @task(retries=1, retry_delay_seconds=0)
@@ -178,8 +183,8 @@ async def stage(number):
 async def stages():
     return sum([await stage(number) for number in range(20)])
 
-with prefect_api():
-    print("result", play_flow(stages), flush=True)
+with prefect_api() as connection:
+    print("result", connection.run(stages), flush=True)
 """
 
 

@@ -31,7 +31,6 @@ PROGRAM = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from prefect import flow, task
-from flows.connection import play_flow
 from flows.server import prefect_api
 from tasks.options import GROUP
 
@@ -69,10 +68,10 @@ async def stages():
     return total
 
 try:
-    with prefect_api():
+    with prefect_api() as connection:
         if when == "begin":
             kill_server()
-        print("result", play_flow(stages), flush=True)
+        print("result", connection.run(stages), flush=True)
 except KeyboardInterrupt:
     sys.exit(130)
 """
