@@ -40,6 +40,7 @@ NOISY = (
     "prefect.events.clients",
     "prefect.events.worker",
 )
+RUNS = ("prefect.flow_runs", "prefect.task_runs")  # report other things too
 
 _log = get_logger("marin_rl")
 _current: ContextVar["ApiConnection | None"] = ContextVar("prefect-api-connection", default=None)
@@ -56,7 +57,7 @@ class ApiConnection:
         self.url, self.temporary = url, server is not None
         self._lost, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        for name in NOISY:
+        for name in NOISY + RUNS:
             logging.getLogger(name).addFilter(self._is_news)
         threading.Thread(target=self._watch, args=(server,), daemon=True).start()
 
@@ -86,7 +87,7 @@ class ApiConnection:
         if self.lost:
             set_api_log_sink(None)
             EventsWorker.set_client_override(None)
-        for name in NOISY:
+        for name in NOISY + RUNS:
             logging.getLogger(name).removeFilter(self._is_news)
 
     def run(
@@ -167,8 +168,11 @@ class ApiConnection:
         if not self._closing.is_set():
             self.lose(reason)
 
-    def _is_news(self, _: logging.LogRecord) -> bool:
-        return not (self.lost or self.temporary)
+    def _is_news(self, record: logging.LogRecord) -> bool:
+        if record.name in NOISY:
+            return not (self.lost or self.temporary)
+        error = record.exc_info[1] if record.exc_info else None
+        return not (self.lost and isinstance(error, httpx.TransportError))
 
 
 def current_connection() -> ApiConnection | None:

@@ -28,7 +28,6 @@ from typing import Any
 from urllib.parse import quote
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
@@ -88,7 +87,8 @@ def reporting(run: Run) -> Iterator[None]:
     reporter = Reporter(run, context.flow_run.id, context.flow_run.run_count)
     with listening(reporter.listen):
         try:
-            yield
+            with _logging_rounds(run):
+                yield
         finally:
             reporter.close()
 
@@ -316,12 +316,7 @@ def _short(value: float | None) -> str | float | None:
 
 
 @contextmanager
-def logging_rounds(run: Run) -> Iterator[None]:
-    """Log the rounds of `run` in the flow run around this block, if there is one."""
-    flow = FlowRunContext.get()
-    if flow is None or flow.flow_run is None:
-        yield
-        return
+def _logging_rounds(run: Run) -> Iterator[None]:
     rows: dict[int, Row] = {}
     log, context = _logger(), copy_context()  # the flow's settings: events come of other threads
 
@@ -376,15 +371,12 @@ def _terse(record: logging.LogRecord) -> bool:
     """Drop the final state of tasks and flows, and the traces of errors that a caller reports.
 
     An error is reported in full once: by the caller of `ApiConnection.run`, else by the flow. A
-    task, which may fail where its flow goes on, says how it begins. That tasks were cancelled, or
-    that the API is lost, is no news where a caller reports what ended the flow.
+    task, which may fail where its flow goes on, says how it begins. That tasks were cancelled is
+    no news where a caller reports what ended the flow.
     """
     error = record.exc_info[1] if record.exc_info else None
     connection, message = current_connection(), str(record.msg)
-    if connection is not None and (
-        message.startswith("Crash detected! Execution was ")
-        or (connection.lost and isinstance(error, httpx.TransportError))
-    ):
+    if connection is not None and message.startswith("Crash detected! Execution was "):
         return False
     if isinstance(error, MarinRLError) or (connection is not None and isinstance(error, Exception)):
         text = "" if connection is not None else str(error)

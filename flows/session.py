@@ -19,7 +19,7 @@ from prefect.flows import Flow
 from prefect.runtime import flow_run
 
 from flows.connection import current_connection
-from flows.reports import logging_rounds, quieten, reporting
+from flows.reports import quieten, reporting
 from flows.server import prefect_api
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.stages import EVALUATE, REWARD_MODEL
@@ -118,7 +118,6 @@ def open_session(config: Config, flow: str) -> Iterator[RunRef]:
             stack.callback(trackers.close)
             stack.enter_context(listening(trackers.listen))
         stack.enter_context(reporting(run))
-        stack.enter_context(logging_rounds(run))
         stack.callback(release, run)
         yield run.reference
 

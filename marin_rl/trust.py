@@ -24,6 +24,7 @@ from marin_rl.config import (
     parse_config,
     pin_files,
     places_named,
+    section_at,
 )
 from marin_rl.environments.registry import foreign_code
 from marin_rl.errors import ConfigError
@@ -88,11 +89,9 @@ def _outward_in(tree: Any) -> dict[str, Any]:
     """Values of the keys that only the user decides; keys of null sections are left out."""
     values: dict[str, Any] = {}
     for key in outward_keys():
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.get(section) if isinstance(node, Mapping) else None
-        if isinstance(node, Mapping) and name in node and key not in ("root", "storage_options"):
+        section, _, name = key.rpartition(".")
+        node = section_at(tree, section)
+        if name in node and key not in ("root", "storage_options"):
             values[key] = node[name]
     return values
 

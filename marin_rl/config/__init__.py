@@ -20,6 +20,7 @@ from marin_rl.config.files import (
     place_files,
     places_in,
     places_named,
+    section_at,
 )
 from marin_rl.config.loading import (
     Config,
@@ -102,7 +103,7 @@ __all__ = [
     "differences", "environments_in", "fingerprint_fields", "free_keys", "is_runtime_only",
     "known_keys", "load_config", "of_older_version", "omitted_if_none", "outward_keys", "override",
     "parse_config",
-    "pin_code", "pin_files", "place_files", "places_in", "places_named", "section_of",
+    "pin_code", "pin_files", "place_files", "places_in", "places_named", "section_at", "section_of",
     "shipped_recipes", "split_labels", "value_at", "whole_weights", "with_choices",
     "withdrawn_in", "without",
 ]  # fmt: skip

@@ -143,8 +143,8 @@ def places_named(tree: Mapping[str, Any]) -> dict[str, str]:
 def environments_in(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Sections of environments by their keys; the tree may be one that is not valid."""
     nodes = {"environment": tree.get("environment")}
-    nodes["sft.environment"] = _section(tree, "sft").get("environment")
-    sets = _section(tree, "evaluation.sets")
+    nodes["sft.environment"] = section_at(tree, "sft").get("environment")
+    sets = section_at(tree, "evaluation.sets")
     for key, node in (nodes | {f"evaluation.sets.{n}": each for n, each in sets.items()}).items():
         if isinstance(node, dict):
             yield key, node
@@ -158,8 +158,9 @@ def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(tree))
 
 
-def _section(tree: Any, key: str) -> dict[str, Any]:
-    for name in key.split("."):
+def section_at(tree: Any, key: str) -> dict[str, Any]:
+    """The mapping at a dotted key of a plain tree; empty where there is none."""
+    for name in filter(None, key.split(".")):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree if isinstance(tree, dict) else {}
 
@@ -167,7 +168,7 @@ def _section(tree: Any, key: str) -> dict[str, Any]:
 def _at(tree: dict[str, Any], keys: Sequence[str]) -> Iterator[_Text]:
     for key in keys:
         section, _, name = key.rpartition(".")
-        node = _section(tree, section)
+        node = section_at(tree, section)
         if isinstance(node.get(name), str):
             yield _Text(container=node, name=name, key=key)
 
@@ -192,12 +193,12 @@ def _code_texts(tree: dict[str, Any]) -> Iterator[_Text]:
 
 def _path_texts(tree: dict[str, Any]) -> Iterator[_Text]:
     yield from (text for text in _at(tree, _PATH_KEYS) if text.value not in _WORDS)
-    endpoints, key = _section(tree, "inference").get("endpoints"), "inference.endpoints"
+    endpoints, key = section_at(tree, "inference").get("endpoints"), "inference.endpoints"
     for place, entry in enumerate(endpoints if isinstance(endpoints, list) else ()):
         if isinstance(entry, str) and entry.startswith("file:"):
             yield _Text(container=endpoints, name=place, key=key, prefix="file:")
     for key, environment in environments_in(tree):
-        options, sure = _section(environment, "options"), environment.get("name") in _READERS
+        options, sure = section_at(environment, "options"), environment.get("name") in _READERS
         for name in _PATH_OPTIONS:
             text = options.get(name)
             if isinstance(text, str) and (name not in _PROGRAMS or "/" in text):

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 from pydantic.fields import FieldInfo
 
 from marin_rl.config.asynchrony import AsynchronyConfig
+from marin_rl.config.files import section_at
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
     EvaluationConfig,
@@ -262,9 +263,8 @@ def withdrawn_in(tree: Mapping[str, Any]) -> list[str]:
     names = list[str]()
     for name in WITHDRAWN:
         key, _, withdrawn = name.partition("=")
-        value: Any = tree
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        section, _, leaf = key.rpartition(".")
+        value = section_at(tree, section).get(leaf)
         if value is not None and withdrawn in ("", value):
             names.append(name)
     return names
