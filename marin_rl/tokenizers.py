@@ -377,17 +377,6 @@ def listed_end_ids(folder: str, end: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([end, *ids]))
 
 
-def named_end_ids(texts: Sequence[str], id_of: Callable[[str], int | None]) -> tuple[int, ...]:
-    """Return the ids of `policy.end_tokens`. Raises InputError for a text that is no token."""
-    ids = [id_of(text) for text in texts]
-    if None in ids:
-        raise InputError(
-            f"policy.end_tokens: {texts[ids.index(None)]!r} is no token of the policy's tokenizer: "
-            "expected the text of one token, as its tokenizer.json has it"
-        )
-    return tuple(token for token in ids if token is not None)
-
-
 def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the control tokens that the chat template writes after an answer, in their order.
 
@@ -446,8 +435,14 @@ def template_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def add_ends(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
-    """Have `end_token_ids` list these tokens too."""
-    named = named_end_ids(texts, tokenizer.get_vocab().get)
+    """Have `end_token_ids` list these tokens too. Raises InputError for a text that is no token."""
+    vocabulary = tokenizer.get_vocab()
+    if unknown := [text for text in texts if text not in vocabulary]:
+        raise InputError(
+            f"policy.end_tokens: {unknown[0]!r} is no token of the policy's tokenizer: "
+            "expected the text of one token, as its tokenizer.json has it"
+        )
+    named = [vocabulary[text] for text in texts]
     _ends[tokenizer] = tuple(dict.fromkeys((*end_token_ids(tokenizer), *named)))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from marin_rl.commands.run import plan_rows
 from marin_rl.config import (
     AsynchronyConfig,
     Config,
@@ -14,7 +15,6 @@ from marin_rl.config import (
     parse_config,
 )
 from marin_rl.config.sections import RENAMED
-from marin_rl.display.plans import plan_rows
 from marin_rl.errors import ConfigError
 from marin_rl.planning import plan
 from marin_rl.rollouts.pinned import as_begun

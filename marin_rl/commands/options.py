@@ -76,9 +76,6 @@ Trust = Annotated[
         "--trust", help="accept the code, places and settings that another user's run names"
     ),
 ]
-OwnConfig = Annotated[
-    Path | None, typer.Option("--config", help="your own YAML file; its free keys count")
-]
 ApiKeyVariable = Annotated[
     str | None,
     typer.Option("--api-key-variable", help="environment variable with the key of endpoints"),

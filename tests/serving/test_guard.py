@@ -144,7 +144,7 @@ def answered(origins: Origins, headers: dict[bytes, list[bytes]]) -> bool:
         (rules("gpu-7"), "gpu-7:8000", True),
     ],
 )
-def test_names_of_objects_that_marin_rl_wrote(origins: Origins, host: str, ours) -> None:
+def test_hosts_that_the_server_answers_to(origins: Origins, host: str, ours) -> None:
     assert answered(origins, {b"host": [host.encode()]}) == ours
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
@@ -104,15 +105,7 @@ def _decoder(tokenizer: Decodes) -> Callable[[Sequence[int], bool], str]:
     )
 
 
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the rest from U+0100 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {byte: chr(byte) for byte in plain}
-    return letters | {byte: chr(256 + index) for index, byte in enumerate(others)}
-
-
-BYTE_LETTERS = _byte_letters()
+BYTE_LETTERS: dict[int, str] = bytes_to_unicode()  # GPT-2's letters for bytes
 _ALPHABET = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -172,11 +171,18 @@ def prove_version(run: Run, policy: ServedPolicy, model: LanguageModel) -> Serve
         sent = bool(config.inference.endpoints) and not fleet
         room = config.policy.context_length - len(bridge.prompt(CANARY_PROMPT))
         size = CanarySize.in_flight(room, probe=not sent)
+
+    def before() -> Loaded | None:
+        with suppress(MarinRLError):  # only a more telling message is at stake
+            version = policy.weight_version
+            return read_checkpoint(run, version - 1) if version else None
+        return None
+
     canary = prove(
         policy,
         model,
         config.inference,
-        partial(_round_before, run, policy.weight_version),
+        before,
         dtype=jnp.dtype(config.policy.compute_dtype),
         temperature=config.sampling.temperature,
         connect=client_of(config.inference, bridge),
@@ -190,13 +196,6 @@ def prove_version(run: Run, policy: ServedPolicy, model: LanguageModel) -> Serve
         proven = ProvenVersion(version=version, parameters_digest=digest, canary=canary)
         board_of(config.inference, run.folder).prove(run_sha256(run.folder), proven)
     return dataclasses.replace(policy, canary=canary)
-
-
-def _round_before(run: Run, version: int) -> Loaded | None:
-    """The checkpoint of the round before, which an endpoint may serve by mistake."""
-    with suppress(MarinRLError):  # only a more telling message is at stake
-        return read_checkpoint(run, version - 1) if version else None
-    return None
 
 
 @phase("proving that the engine decodes as the model computes")
@@ -215,7 +214,14 @@ def rehearse(
     Raises InferenceError above `tolerance_of` the dtype, or where the logits are not finite, and
     InputError for a model that the engine cannot decode.
     """
-    decoding = engine or _private(model, len(prompt_ids), dtype, adapter)
+    decoding = engine
+    if decoding is None:
+        room: dict[str, Any] = {}
+        if adapter is not None:
+            room = {"adapters_max": 1, "adapter_rank_max": adapter.rank_max}
+        settings = EngineConfig(slots=1, chunk_steps=REHEARSED_TOKENS, prefill_rows=1, **room)
+        length = rounded_up(len(prompt_ids) + REHEARSED_TOKENS)
+        decoding = Engine(model, settings, context_length=length, dtype=dtype)
     sampling = dataclasses.replace(SAMPLING, max_tokens=REHEARSED_TOKENS)
     try:
         load, trained = 0, model
@@ -249,17 +255,6 @@ def rehearse(
             f"({tolerance:g}){rounding}"
         )
     return gap.nats
-
-
-def _private(
-    model: LanguageModel, prompt: int, dtype: jnp.dtype | type, adapter: Adapter | None
-) -> Engine:
-    room: dict[str, Any] = {}
-    if adapter is not None:
-        room = {"adapters_max": 1, "adapter_rank_max": adapter.rank_max}
-    settings = EngineConfig(slots=1, chunk_steps=REHEARSED_TOKENS, prefill_rows=1, **room)
-    length = rounded_up(prompt + REHEARSED_TOKENS)
-    return Engine(model, settings, context_length=length, dtype=dtype)
 
 
 def _sampled(
