@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support import servers
 from support.policy_runs import commit, parts, small_run, weights
 
@@ -192,7 +193,11 @@ def spoiled(run: Run, value: float) -> LanguageModel:
 def test_weights_that_are_no_numbers_are_refused(
     server: PolicyServer, run: Run, tmp_path: Path, value: float
 ) -> None:
-    save_hf(spoiled(run, value), character_tokenizer(), tmp_path / "model")
+    save_hf(weights(run, 2), character_tokenizer(), tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    arrays = load_file(file)
+    arrays["model.norm.weight"][3] = value
+    save_file(arrays, file)
     status, code, message = refused(server, {"model_path": str(tmp_path / "model")})
     assert (status, code) == (400, "weights_refused")
     assert f"that are not finite, the first at [3]: {value}" in message
