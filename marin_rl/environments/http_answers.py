@@ -114,7 +114,7 @@ async def ask(
 
 
 def _decompressor(response: httpx.Response) -> Any:
-    """What unpacks a body in gzip; None for a plain one. Raises UnfitAnswer for any other."""
+    """Decompressor of a body in gzip; None for a plain one. Raises UnfitAnswer for any other."""
     if response.is_redirect:
         raise UnfitAnswer(
             f"answers {response.status_code}, a redirect, and none is followed: name the address "
