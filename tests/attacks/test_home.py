@@ -56,7 +56,7 @@ def test_a_home_that_cannot_be_written_is_a_warning_and_no_history(
     (tmp_path / "file").write_bytes(b"")
     home = {"home": tmp_path / "file" / "home"}
     server._log.addHandler(caplog.handler)
-    with temporary_settings(updates=home), server._profile() as own:
+    with temporary_settings(updates=home), server._environment() as own:
         folder = Path(own["PREFECT_HOME"])
         assert folder.is_dir()
         assert own[server.DATABASE] == f"sqlite+aiosqlite:///{folder}/prefect.db"
