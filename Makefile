@@ -43,7 +43,7 @@ $(REAL_MODEL)/.converted: $(VENV)/.installed
 .PHONY: demo-llm
 demo-llm: $(REAL_MODEL)/.converted ## Teach a real model of 135M parameters sums, and show its answers before and after
 	$(BIN)/marin-rl run marin_rl/templates/sums/sums.yaml --root runs --set policy.hf_path=$(REAL_MODEL)
-	@printf '\n  marin-rl %s\n' 'export sums --hf models/sums' 'export sums --gguf models/sums.gguf' 'serve sums'
+	@printf '  marin-rl %s\n' 'export sums --hf models/sums' 'export sums --gguf models/sums.gguf' 'serve sums'
 
 # A room of tests at a time, of slow ones a file: what they share is made once (tests/conftest.py).
 # Three processes on two cores: a quarter of the time a test waits, for a server, a lock or a process.
