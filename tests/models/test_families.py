@@ -62,7 +62,7 @@ def measured() -> dict[str, dict[str, float]]:
     return {}
 
 
-def compare(
+def assert_close(
     measured: dict[str, dict[str, float]],
     case: Mapping[str, Any],
     by: str,
@@ -94,7 +94,7 @@ def test_the_trainers_logprobs_and_gradients_are_those_of_transformers(
     expected = np.take_along_axis(logprobs, tokens()[:, kept + 1, None], -1)[..., 0]
     for packing in (ALONE, Packing(packed_rows=True)):
         gradients, found = graded(named_parameters(model), packing)
-        compare(measured, case, "trainer", found[:, kept + 1], expected)
+        assert_close(measured, case, "trainer", found[:, kept + 1], expected)
         for name, gradient in exported(with_parameters(model, gradients)):
             if name in case["gradients"]:
                 ours = np.sum(gradient * probe_of(name, gradient.shape))
@@ -113,12 +113,12 @@ def test_the_engines_logits_are_those_of_transformers(
     expected = np.asarray(case["logits"])
     states = jax.jit(partial(decoder.hidden_states, spec))(fused, rotary, ids)
     logits = decoder.logits(spec, fused.ends, states[:, kept].reshape(-1, spec.width))
-    compare(measured, case, "engine", logits.reshape(expected.shape), expected)
+    assert_close(measured, case, "engine", logits.reshape(expected.shape), expected)
     cache, step = empty_cache(spec, 2, LENGTH, dtype), jax.jit(partial(decoder.decode_step, spec))
     for at in range(ids.shape[1]):
         each, cache = step(fused, rotary, cache, ids[:, at], jnp.full(2, at, jnp.int32))
         if at in KEPT:
-            compare(measured, case, "engine", each, expected[:, KEPT.index(at)])
+            assert_close(measured, case, "engine", each, expected[:, KEPT.index(at)])
 
 
 def test_an_exported_folder_has_the_same_tensors_and_describes_the_same_model(
