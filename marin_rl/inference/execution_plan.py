@@ -52,7 +52,7 @@ class ExecutionPlan:
 
     `can_share`: slots side by side could read a common prompt's cache once; whether they do is
     decided by what is proven. `own` is the layout of weights that lie quantised, and of the model's
-    own adapter. `block` are the positions of a block of a cache that grows; 0: it does not.
+    own adapter.
     """
 
     spec: Spec
@@ -65,7 +65,7 @@ class ExecutionPlan:
     bank_sizes: BankSizes
     dtype: jnp.dtype
     own: str
-    block: int = 0
+    grows: bool = False
     invariance: Invariance = UNPROVEN
 
     @property
@@ -86,16 +86,20 @@ class ExecutionPlan:
         )
 
     @property
+    def block(self) -> int:
+        """Positions of a block of the cache."""
+        return block_size(self.context_length)
+
+    @property
     def length(self) -> int:
-        size = self.block or block_size(self.context_length)
-        return -(-self.context_length // size) * size
+        return -(-self.context_length // self.block) * self.block
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Padded prompt lengths: powers of two, the last one cut to the cache's length."""
         # doubling wastes less than half of a prefill, for a number of programs that grows with
         # log T
-        sizes, longest = [GROWING_BUCKET_MIN if self.block else BUCKET_MIN], self.length
+        sizes, longest = [GROWING_BUCKET_MIN if self.grows else BUCKET_MIN], self.length
         while sizes[-1] < longest:
             sizes.append(min(2 * sizes[-1], longest))
         return tuple(sizes)

@@ -1,7 +1,7 @@
 """A runner whose cache grows with use: for a server that answers few requests, or many.
 
-Owns how many rows and blocks of positions the cache has, which sequence slot is in which row, and
-the moves from one cache to the next. A lone sequence is decoded by programs of one row over a short
+Owns how many rows and positions the cache has, which sequence slot is in which row, and the moves
+from one cache to the next. A lone sequence is decoded by programs of one row over a short
 cache, which are soon compiled, small in memory and as fast as a CPU reads the weights. Leaves out
 the programs (`programs`) and what a fixed cache shares with this one (`runner`).
 
@@ -25,22 +25,28 @@ from jaxtyping import Array, Int32
 
 from marin_rl.cpu_streams import Lanes
 from marin_rl.inference.batch import Chunk, SlotInputs
+from marin_rl.inference.decoder import prefill_tile
 from marin_rl.inference.execution_plan import ExecutionPlan
 from marin_rl.inference.generation import Policy
-from marin_rl.inference.kv_cache import BLOCK_MIN, Cache, block_size, empty_cache
+from marin_rl.inference.kv_cache import Block, empty_cache, in_blocks
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import Report
-from marin_rl.inference.programs import ChunkInputs, LayerPrograms, Limits, SampledChunk
+from marin_rl.inference.programs import (
+    ChunkInputs,
+    LayerPrograms,
+    Limits,
+    SampledChunk,
+    copy_slots,
+)
 from marin_rl.inference.runner import Runner, SlotAdapters
-from marin_rl.inference.scheduler import Prompts
-from marin_rl.inference.weights import Weights
+from marin_rl.inference.scheduler import Prompt, Prompts
+from marin_rl.inference.weights import Decoder, Weights
 
 # Rows of one cache are this many times those of the one before: each is programs to compile.
 GROWTH = 4
 
-# Positions of a block, if the context is as long, and at most BLOCKS_MAX times as long: short chats
-# need one block, and a program of one compiles fastest.
-GROWING_BLOCK = 256
+# Positions of the first cache, enough for short chats; each following one has twice as many.
+POSITIONS_MIN = 256
 
 # Chunks for which a smaller cache would have done, before running sequences move to one.
 CHUNKS_BEFORE_SHRINKING = 8
@@ -59,11 +65,8 @@ class GrowingRunner(Runner):
     announce: Announce
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
-        block = min(GROWING_BLOCK, -(-plan.context_length // BLOCK_MIN) * BLOCK_MIN)
-        block = max(block, block_size(plan.context_length))
         lanes = Lanes(1, plan.lanes.slots)
-        # one prompt at a time: its numbers do not depend on the others, and nor do its programs
-        whole = replace(plan, lanes=lanes, can_share=False, prefill_rows=1, block=block)
+        whole = replace(plan, lanes=lanes, can_share=False, grows=True)
         self._whole, self._compiled = whole, set[str]()
         self._layers = LayerPrograms(self.spec, plan.chunk_steps, self.put)
         self._slot_R = np.full(1, EMPTY, np.int32)
@@ -72,7 +75,7 @@ class GrowingRunner(Runner):
         return whole
 
     def _proven(self, plan: ExecutionPlan, weights: Weights) -> ExecutionPlan:
-        return self._plan_of(1, 1)
+        return self._plan_of(1, POSITIONS_MIN)
 
     @property
     def lanes(self) -> Lanes:
@@ -83,8 +86,8 @@ class GrowingRunner(Runner):
         return self.plan.lanes.slots
 
     @property
-    def blocks(self) -> int:
-        return self.plan.length // self._whole.block
+    def positions(self) -> int:
+        return self.plan.length
 
     @property
     def cache_bytes(self) -> int:
@@ -98,9 +101,9 @@ class GrowingRunner(Runner):
         head = spec.kv_heads * spec.head_size
         return 2 * spec.layers * head * positions * whole.dtype.itemsize
 
-    def _plan_of(self, rows: int, blocks: int) -> ExecutionPlan:
-        positions = blocks * self._whole.block
-        return replace(self._whole, lanes=Lanes(1, rows), context_length=positions)
+    def _plan_of(self, rows: int, positions: int) -> ExecutionPlan:
+        context = min(positions, self._whole.length)
+        return replace(self._whole, lanes=Lanes(1, rows), context_length=context)
 
     def fit(self, inputs: SlotInputs, begun: Sequence[int], steps: int) -> None:
         if not self.memory.caches:  # they were freed, with all that was in them
@@ -114,23 +117,23 @@ class GrowingRunner(Runner):
         new = active[~np.isin(active, self._slot_R)]
         self._slot_R[np.flatnonzero(self._slot_R == EMPTY)[: len(new)]] = new
 
-    def _resize(self, sequences: int, positions: int) -> None:
+    def _resize(self, sequences: int, needed: int) -> None:
         """Replace the cache, if it is not of the size for these sequences and positions."""
-        rows = 1
+        rows, positions = 1, POSITIONS_MIN
         while rows < sequences:
             rows *= GROWTH
-        rows, blocks = min(rows, self.lanes.slots), 1
-        while blocks * self._whole.block < min(positions, self.length):
-            blocks *= 2
-        blocks = min(blocks, self.length // self._whole.block)
+        while positions < needed:
+            positions *= 2
+        plan = self._plan_of(min(rows, self.lanes.slots), positions)
         if (self._slot_R != EMPTY).any():
-            blocks = max(blocks, self.blocks)
+            rows, positions = plan.lanes.slots, max(plan.length, self.positions)
             self._chunks_too_large = self._chunks_too_large + 1 if rows < self.rows else 0
             # where they move anyway, they move to as few rows as will do
-            if self._chunks_too_large < CHUNKS_BEFORE_SHRINKING and blocks == self.blocks:
+            if self._chunks_too_large < CHUNKS_BEFORE_SHRINKING and positions == self.positions:
                 rows = max(rows, self.rows)
-        if (rows, blocks) != (self.rows, self.blocks):
-            self._move(self._plan_of(rows, blocks))
+            plan = self._plan_of(rows, positions)
+        if plan != self.plan:
+            self._move(plan)
 
     def _move(self, plan: ExecutionPlan) -> None:
         """Go on with the cache of another plan, with the rows that are in use."""
@@ -139,56 +142,50 @@ class GrowingRunner(Runner):
         if len(used_R) and self.memory.caches:
             source_R = np.zeros(rows, np.int32)
             source_R[: len(used_R)] = used_R
-            kept = jax.tree.map(lambda leaf: _taken(leaf, source_R), self.memory.caches[0])
-            new = self._empty(rows, plan.length // plan.block - self.blocks)
-            caches = [tuple(map(tuple.__add__, kept, new))]
+            move = partial(_moved, source_R=source_R, size=plan.block, length=plan.length)
+            caches = [tuple(map(move, self.memory.caches[0]))]
         slots = self._slot_R[used_R]
         self._slot_R = np.full(rows, EMPTY, np.int32)
         self._slot_R[: len(used_R)] = slots
         self.plan, self._chunks_too_large = plan, 0
         self.memory.replace_caches(plan, caches)
 
-    def _empty(self, rows: int, blocks: int) -> Cache:
-        """A cache of zeros; with no blocks, just its empty layers."""
-        block = self._whole.block
-        if not blocks:
-            return ((),) * self.spec.layers
-        cache = empty_cache(self.spec, rows, blocks * block, self.plan.dtype, block)
-        return self.put(cache)
-
     def prefill(
         self, policy: Policy, prompts: Prompts, adapter_S: SlotAdapters | None = None
     ) -> None:
         self.memory.wake()
-        fused, alone = self._decoder(policy), self.rows == 1
-        # one program for caches of any number of rows: a prompt is computed in a separate cache
-        layers = list(self.memory.caches[0] if alone else self._empty(1, self.blocks))
+        fused = self._decoder(policy)
         for (bucket, _), own in sorted(prompts.items(), key=lambda item: item[0]):
-            for tokens, slots in own:
-                # an array for each: the program before may still read its own
-                tokens_RP = np.zeros((1, bucket), np.int32)
-                tokens_RP[0, : len(tokens)] = tokens
-                where = f"in a cache of {self.plan.length} positions"
-                with self._compiling(f"prefill of {bucket} tokens {where}"):
-                    self._layers.prefill(fused, self.rotary, layers, tokens_RP)
-                if not alone:
-                    for seq_slot in slots:
-                        self._put_row(tuple(layers), self._row_of(seq_slot))
-        if alone:
-            self.memory.caches[0] = tuple(layers)
+            # a lone prompt does not pay for others, and several share each read of the weights
+            rows = 1 if len(own) == 1 else prefill_tile(self.plan.prefill_rows, bucket)
+            for start in range(0, len(own), rows):
+                self._prefill(fused, bucket, own[start : start + rows], rows)
+
+    def _prefill(self, fused: Decoder, bucket: int, prompts: list[Prompt], rows: int) -> None:
+        # an array for each: the program before may still read its own
+        tokens_RP = np.zeros((rows, bucket), np.int32)
+        for row, (tokens, _) in enumerate(prompts):
+            tokens_RP[row, : len(tokens)] = tokens
+        # in a separate cache: one program for caches of any number of rows
+        layers = list(self.put(empty_cache(self.spec, rows, self.positions, self.plan.dtype)))
+        program = f"prefill of {bucket} tokens in a cache of {self.positions} positions"
+        with self._compiling(program if rows == 1 else f"{rows} times {program}"):
+            self._layers.prefill(fused, self.rotary, layers, tokens_RP)
+        for row, (_, slots) in enumerate(prompts):
+            for target in map(self._row_of, slots):
+                put = partial(_with_row, source=np.int32(row), target=np.int32(target))
+                self.memory.caches[0] = tuple(map(put, self.memory.caches[0], layers))
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            source_R = np.full(1, self._row_of(source), np.int32)
-            row = jax.tree.map(lambda leaf, at=source_R: _taken(leaf, at), self.memory.caches[0])
-            self._put_row(row, self._row_of(target))
+        ends_R2 = np.zeros((self.rows, 2), np.int32)
+        ends_R2[: len(pairs)] = [tuple(map(self._row_of, pair)) for pair in pairs]
+        source_R, target_R = np.ascontiguousarray(ends_R2.T)
+        self.memory.caches[0] = copy_slots(
+            self.memory.caches[0], source_R, target_R, np.int32(len(pairs))
+        )
 
     def _row_of(self, seq_slot: int) -> int:
         return int(np.flatnonzero(self._slot_R == seq_slot)[0])
-
-    def _put_row(self, cache: Cache, row: int) -> None:
-        put = partial(_with_row, row=np.int32(row))
-        self.memory.caches[0] = jax.tree.map(put, self.memory.caches[0], cache)
 
     def decode(
         self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
@@ -199,7 +196,7 @@ class GrowingRunner(Runner):
         rows = jax.tree.map(lambda leaf: leaf[slot_R], inputs)
         rows = rows._replace(remaining_S=np.where(used_R, rows.remaining_S, 0))
         chunk = ChunkInputs(rows, extras.of_slots(slot_R), limits)
-        where = f"in a cache of {self.plan.length} positions"
+        where = f"in a cache of {self.positions} positions"
         with self._compiling(f"decoding of {self.rows} at a time {where}"):
             layers = list(self.memory.caches[0])
             sampled = self._layers.decode(self._decoder(policy), self.rotary, layers, chunk)
@@ -253,11 +250,26 @@ def _silent(line: str) -> None:
     """Announce to no one."""
 
 
-@jax.jit
-def _taken(leaf: Array, source_R: Int32[Array | np.ndarray, " R"]) -> Array:
-    return jnp.take(leaf, source_R, axis=0)
+@partial(jax.jit, static_argnames=("size", "length"))
+def _moved(
+    blocks: tuple[Block, ...], source_R: Int32[Array | np.ndarray, " R"], size: int, length: int
+) -> tuple[Block, ...]:
+    """These rows of a layer's cache, for `length` positions in blocks of `size`."""
+    taken = jax.tree.map(lambda leaf: jnp.take(leaf, source_R, axis=0), blocks)
+    return in_blocks(taken, size, length)
 
 
 @partial(jax.jit, donate_argnums=0)
-def _with_row(leaf: Array, other: Array, row: Int32[Array | np.ndarray | np.int32, ""]) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(leaf, other, row, 0)
+def _with_row(
+    blocks: tuple[Block, ...],
+    others: tuple[Block, ...],
+    source: Int32[Array | np.ndarray | np.int32, ""],
+    target: Int32[Array | np.ndarray | np.int32, ""],
+) -> tuple[Block, ...]:
+    """A layer's cache with row `source` of another in row `target`."""
+
+    def put(leaf: Array, other: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(other, source, 1)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, row, target, 0)
+
+    return jax.tree.map(put, blocks, others)

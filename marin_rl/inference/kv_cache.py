@@ -202,14 +202,9 @@ def block_size(context_length: int) -> int:
     return max(BLOCK_MIN, 2 ** math.ceil(math.log2(context_length / BLOCKS_MAX)))
 
 
-def empty_cache(
-    spec: Spec, slots: int, context_length: int, dtype: jnp.dtype, size: int = 0
-) -> Cache:
-    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks.
-
-    Blocks have `size` positions, or those that the context asks for.
-    """
-    size = size or block_size(context_length)
+def empty_cache(spec: Spec, slots: int, context_length: int, dtype: jnp.dtype) -> Cache:
+    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks."""
+    size = block_size(context_length)
     blocks = -(-context_length // size)
     keys = (slots, spec.kv_heads, spec.head_size, size)
     values = (slots, spec.kv_heads, size, spec.head_size)
@@ -217,6 +212,18 @@ def empty_cache(
         tuple(Block(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(blocks))
         for _ in range(spec.layers)
     )
+
+
+def in_blocks(blocks: tuple[Block, ...], size: int, length: int) -> tuple[Block, ...]:
+    """A layer's cache in blocks of `size` positions, with zeros behind its own to `length`."""
+    keys = jnp.concatenate([block.keys for block in blocks], -1)
+    values = jnp.concatenate([block.values for block in blocks], -2)
+    more = length - keys.shape[-1]
+    keys = jnp.pad(keys, [(0, 0), (0, 0), (0, 0), (0, more)])
+    values = jnp.pad(values, [(0, 0), (0, 0), (0, more), (0, 0)])
+    count = length // size
+    parts = jnp.split(keys, count, axis=-1), jnp.split(values, count, axis=-2)
+    return tuple(map(Block, *parts))
 
 
 def cache_length(cache: Cache) -> int:

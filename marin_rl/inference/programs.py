@@ -233,11 +233,11 @@ class LayerPrograms:
         fused: Decoder,
         rotary: Rotary,
         cache: list[Blocks],
-        tokens_1P: Int32[np.ndarray, "1 P"],
+        tokens_RP: Int32[np.ndarray, "R P"],
     ) -> None:
-        """Run a prompt into row 0 of the cache, whose layers are replaced."""
-        x_1PD, turns = self._prompt_inputs(fused.ends, rotary, tokens_1P)
-        self._through(self._prompts, fused, cache, x_1PD, turns)
+        """Run prompts into the first rows of the cache, whose layers are replaced."""
+        x_RPD, turns = self._prompt_inputs(fused.ends, rotary, tokens_RP)
+        self._through(self._prompts, fused, cache, x_RPD, turns)
 
     def _through(
         self, programs: Any, fused: Decoder, cache: list[Blocks], x: Array, *inputs: Any
@@ -286,7 +286,9 @@ def _prompt_layer(
     spec: Spec, kind: LayerKind, layer: Layer, blocks: Blocks, x: Array, turns: decoder.Turns
 ) -> tuple[Array, Blocks]:
     x, pair = decoder.prompt_layer(spec, kind, layer, x, turns)
-    return x, copy_prompt(blocks, *pair, 0, 0)
+    for row in range(len(x)):
+        blocks = copy_prompt(blocks, *pair, row, row)
+    return x, blocks
 
 
 def _sampled(

@@ -370,7 +370,7 @@ class DeviceMemory:
             # the old copy is gone by now: two at once may not fit
             with self._placement.active():
                 fused = None
-                if self._plan.block:
+                if self._plan.grows:
                     fused = weights_in_place(self._plan.spec, policy.weights, self._plan.dtype)
                 if fused is None:
                     fused = fused_weights(self._plan.spec, policy.weights, self._plan.dtype)
@@ -385,7 +385,7 @@ class DeviceMemory:
     def _empty_cache(self) -> Cache:
         plan = self._plan
         slots, length = plan.lanes.size, plan.context_length
-        cache = empty_cache(plan.spec, slots, length, plan.dtype, plan.block)
+        cache = empty_cache(plan.spec, slots, length, plan.dtype)
         # placed as the programs return it, so that the first call compiles for the same sharding as
         # the others
         return self._placement.place(cache, SLOTS, TENSOR)

@@ -15,7 +15,7 @@ from support.run_factories import character_tokenizer
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest, GenerationResult
-from marin_rl.inference.growing_runner import CHUNKS_BEFORE_SHRINKING, GrowingRunner
+from marin_rl.inference.growing_runner import CHUNKS_BEFORE_SHRINKING, POSITIONS_MIN, GrowingRunner
 from marin_rl.inference.programs import runs_of
 from marin_rl.models.module import LanguageModel
 from marin_rl.models.spec import LayerKind
@@ -23,7 +23,7 @@ from marin_rl.training.hf_folders import load_hf
 
 SLOW = pytest.mark.slow
 SLOTS = 6
-LONG = 600
+LONG, LONGER = 600, 1500
 
 
 def growing_engine(
@@ -65,7 +65,7 @@ def test_requests_compile_what_they_need_and_the_cache_grows_with_them() -> None
             "compiling program 1: prefill of 64 tokens",
             "compiling program 2: decoding of 1 at a time",
         ]
-        assert (runner.rows, runner.blocks) == (1, 1)
+        assert (runner.rows, runner.positions) == (1, 128)
         again = engine.submit(alone).result(timeout=120)
         assert len(runner.programs) == 2
         np.testing.assert_array_equal(first.samples[0].logprobs, again.samples[0].logprobs)
@@ -81,8 +81,10 @@ def test_requests_compile_what_they_need_and_the_cache_grows_with_them() -> None
         assert_alike(ours, theirs)
 
 
-@pytest.mark.parametrize(("prompt", "blocks"), [(230, 2), pytest.param(100, 1, marks=SLOW)])
-def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "positions"), [(230, 512), pytest.param(100, POSITIONS_MIN, marks=SLOW)]
+)
+def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, positions: int) -> None:
     engine, runner = growing_engine(LONG)
     steps = 4 * (CHUNKS_BEFORE_SHRINKING + 5)
     long = request_of(prompt, max_tokens=steps, raw_logprobs=True)
@@ -90,19 +92,35 @@ def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, blocks
     sizes: set[tuple[int, int]] = set()
     try:
         with amid(engine, long) as (running, deltas):
-            assert (runner.rows, runner.blocks) == (1, 1)
+            assert (runner.rows, runner.positions) == (1, POSITIONS_MIN)
             futures: list[Future[GenerationResult]] = [engine.submit(each) for each in short]
         results = [future.result(timeout=120) for future in futures]
-        sizes.add((runner.rows, runner.blocks))
+        sizes.add((runner.rows, runner.positions))
         moved = running.result(timeout=120)
         wait_until(lambda: engine.active == 0)
-        sizes.add((runner.rows, runner.blocks))
+        sizes.add((runner.rows, runner.positions))
     finally:
         engine.close()
     assert len(deltas) > CHUNKS_BEFORE_SHRINKING
     # five sequences at once, then the long one alone
-    assert sizes == {(SLOTS, 1), (1, blocks)}
+    assert sizes == {(SLOTS, POSITIONS_MIN), (1, positions)}
     for ours, theirs in zip([moved, *results], of_fixed([long, *short], LONG), strict=True):
+        assert_alike(ours, theirs)
+
+
+def test_a_running_sequence_moves_to_a_cache_of_larger_blocks() -> None:
+    engine, runner = growing_engine(LONGER)
+    short, long = request_of(10, max_tokens=60), request_of(1100, prompt_seed=1)
+    try:
+        with amid(engine, short) as (running, _):
+            small = runner.plan
+            joining = engine.submit(long)
+        results = [running.result(timeout=120), joining.result(timeout=120)]
+        assert (small.block, small.length) == (64, POSITIONS_MIN)
+        assert (runner.plan.block, runner.plan.length) == (128, 1536)
+    finally:
+        engine.close()
+    for ours, theirs in zip(results, of_fixed([short, long], LONGER), strict=True):
         assert_alike(ours, theirs)
 
 
