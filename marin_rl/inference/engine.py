@@ -45,7 +45,7 @@ from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.runner import Runner
 from marin_rl.inference.stops import Decode
 from marin_rl.inference.warm_up import programs_of, warm_up
-from marin_rl.machine import ENGINE_KEYS, memory_errors
+from marin_rl.machine import ENGINE_KEYS, give_back_freed_memory, memory_errors
 from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
 
@@ -353,6 +353,9 @@ class Engine:
         if caches:
             self._batch.forget_prefixes()
         memory.release(caches=caches)
+        if caches:
+            # freed in pieces between others' memory, it would not hold what a trainer needs at once
+            give_back_freed_memory()
         # while sequences are paused the caches are theirs: the request stays
         self._sleep_requested &= self._batch.active > 0
         self._changed.wait()

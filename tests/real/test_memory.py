@@ -1,4 +1,4 @@
-"""Peak of memory and files of a round with the real model, against the plan."""
+"""Peak of memory and files of rounds with the real model, against the plan."""
 
 import json
 import os
@@ -13,29 +13,37 @@ from marin_rl.planning import plan
 
 pytestmark = pytest.mark.slow
 
-# Microbatches of 4 rows, so that the round fits into 8 GB.
+# Microbatches of 4 rows, so that a round fits into 8 GB. Two rounds: the second step begins beside
+# what sampling left in memory.
 CONFIG = """
 run_id: peak
-rounds: 1
+rounds: 2
 policy: {{init: hf, hf_path: {folder}, context_length: 96{adapter}}}
 environment: {{name: echo}}
 sampling: {{max_tokens: 24}}
 rollouts: {{groups_per_round: 8, group_size: 4}}
 inference: {{engine: {{slots: 8}}}}
 filters: {{zero_signal: false}}
-batching: {{length_buckets: [96]}}
-training: {{microbatch_sequences: {rows}}}
+batching: {{{rows}}}
+training: {{microbatch_sequences: {count}}}
 evaluation: {{every_rounds: 10, examples: 4}}
 """
 TOLERANCE = 0.15
 
 
-@pytest.mark.parametrize(("adapter", "rows"), [("", 4), (", lora: {rank: 8}", 8)])
-def test_the_plan_of_a_round_is_what_it_takes(
-    real_model: Path, tmp_path: Path, adapter: str, rows: int
+PADDED = "length_buckets: [96]"
+PACKED = "packing: shared_prompt, row_tokens: 256"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "count", "rows"),
+    [("", 4, PADDED), ("", 4, PACKED), (", lora: {rank: 8}", 8, PADDED)],
+)
+def test_the_plan_of_rounds_is_what_they_take(
+    real_model: Path, tmp_path: Path, adapter: str, count: int, rows: str
 ) -> None:
     file = tmp_path / "peak.yaml"
-    file.write_text(CONFIG.format(folder=real_model, adapter=adapter, rows=rows))
+    file.write_text(CONFIG.format(folder=real_model, adapter=adapter, count=count, rows=rows))
     planned = plan(load_config(file, [f"root={tmp_path}/runs"]))
     command = [sys.executable, "-m", "marin_rl", "run", str(file), "--root", f"{tmp_path}/runs"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

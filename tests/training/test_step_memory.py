@@ -122,6 +122,10 @@ def _bytes(tree: Any) -> int:
         ),
         pytest.param(SMOLLM2_135M, 96, 16, (), id="135M", marks=pytest.mark.slow),
         pytest.param(SMOLLM2_135M, 96, 8, (LORA,), id="135M-adapter", marks=pytest.mark.slow),
+        pytest.param(
+            SMOLLM2_135M, 256, 4, ("batching.packing=shared_prompt", "batching.row_tokens=256"),
+            id="135M-packed", marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_the_plan_of_a_step_is_what_xla_says(

@@ -174,9 +174,8 @@ def read_folder(path: str, promised: str | None = None, served: Served | None = 
     folder that is unfit, StalePolicy for one with other weights than promised.
     """
     try:
-        tokenizer = load_tokenizer(path)
         if served is not None:
-            _check_tokenizer(served.tokenizer, TokenizerIdentity.of(tokenizer))
+            _check_tokenizer(served.tokenizer, TokenizerIdentity.of(load_tokenizer(path)))
             # by its settings: no weights are read for a model that does not fit
             served.architecture.check(hf_template(path))
         model = load_hf(path)
