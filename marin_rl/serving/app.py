@@ -4,41 +4,20 @@ Leaves out the checks before any route (`guard`) and what routes do (`api`).
 """
 
 import asyncio
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
-from marin_rl.inference.client.protocol import (
-    CHAT_ROUTE,
-    CHAT_TOKENS_ROUTE,
-    COMPLETIONS_ROUTE,
-    GENERATE_ROUTE,
-    SGLANG_GENERATE_ROUTE,
-)
 from marin_rl.serving.api.admin import adapter_routes, admin_routes
-from marin_rl.serving.api.chat import prepare_chat
-from marin_rl.serving.api.completions import prepare_completions
-from marin_rl.serving.api.generate import prepare_generate, prepare_sglang
-from marin_rl.serving.api.request_handler import Prepare, SamplingEndpoint
-from marin_rl.serving.api.requests import (
-    ChatBody,
-    ChatTokensBody,
-    CompletionBody,
-    GenerateBody,
-    SGLangBody,
-)
-from marin_rl.serving.api.response_models import (
-    ChatCompletion,
-    Generated,
-    SGLangGenerated,
-    TextCompletion,
-)
+from marin_rl.serving.api.chat import Chat, ChatTokens
+from marin_rl.serving.api.completions import Completions
+from marin_rl.serving.api.dialect import Dialect
+from marin_rl.serving.api.generate import IdsToIds, SGLang
+from marin_rl.serving.api.request_handler import SamplingEndpoint
 from marin_rl.serving.api.responses import dumps
 from marin_rl.serving.api.routes import (
     ERROR,
@@ -53,6 +32,8 @@ from marin_rl.serving.http.access_log import AccessLog, RequestRecord
 from marin_rl.serving.http.auth import Keys, Origins
 from marin_rl.serving.http.guard import Guard
 from marin_rl.serving.http.prometheus import CONTENT_TYPE, METRICS_ROUTE, Telemetry
+
+DIALECTS: tuple[type[Dialect], ...] = (Chat, ChatTokens, Completions, IdsToIds, SGLang)
 
 
 class Application:
@@ -77,7 +58,18 @@ class Application:
             *server_routes(service),
             ApiRoute(METRICS_ROUTE, self._metrics, response_class=PlainTextResponse),
             ApiRoute("/openapi.json", self._openapi),
-            *sampling_routes(service),
+            *(
+                ApiRoute(
+                    dialect.path,
+                    SamplingEndpoint(service, dialect),
+                    methods=["POST"],
+                    request=dialect.request_model,
+                    response=dialect.response_model,
+                    summary=dialect.summary,
+                    responses=ERROR | STREAM if dialect.may_stream else ERROR,
+                )
+                for dialect in DIALECTS
+            ),
             *tokenizer_routes(service),
             *admin_routes(service),
             *adapter_routes(service),
@@ -121,55 +113,3 @@ class Application:
         self._telemetry.request_ended(record)
         if self.log is not None:
             self.log.add(record)
-
-
-def sampling_routes(service: Service) -> list[ApiRoute]:
-    """Return the routes that sample: OpenAI's, vLLM's from ids to ids, and SGLang's."""
-
-    def route(path: str, prepare: Prepare, body: type[BaseModel], **described: Any) -> ApiRoute:
-        endpoint = SamplingEndpoint(service, prepare)
-        return ApiRoute(path, endpoint, methods=["POST"], request=body, **described)
-
-    streams: dict[str, Any] = {"responses": ERROR | STREAM}
-    chat, chat_tokens = partial(prepare_chat, ChatBody), partial(prepare_chat, ChatTokensBody)
-    return [
-        route(
-            CHAT_ROUTE,
-            chat,
-            ChatBody,
-            response=ChatCompletion,
-            summary="Samples of a conversation's next message.",
-            **streams,
-        ),
-        route(
-            CHAT_TOKENS_ROUTE,
-            chat_tokens,
-            ChatTokensBody,
-            response=ChatCompletion,
-            summary="The same, where the caller knows the prompt's ids: the messages are not "
-            "rendered.",
-            **streams,
-        ),
-        route(
-            COMPLETIONS_ROUTE,
-            prepare_completions,
-            CompletionBody,
-            response=TextCompletion,
-            summary="Continuations of texts, or of token ids.",
-            **streams,
-        ),
-        route(
-            GENERATE_ROUTE,
-            prepare_generate,
-            GenerateBody,
-            response=Generated,
-            summary="Samples of token ids, as token ids.",
-        ),
-        route(
-            SGLANG_GENERATE_ROUTE,
-            prepare_sglang,
-            SGLangBody,
-            response=SGLangGenerated,
-            summary="Samples of a prompt as SGLang gives them: one, or a list for n above 1.",
-        ),
-    ]

@@ -28,7 +28,7 @@ from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.models.module import LanguageModel
-from marin_rl.serving.api.completions import prepare_completions
+from marin_rl.serving.api.completions import Completions
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import named_parameters
@@ -314,7 +314,7 @@ def test_each_prompt_of_a_list_tells_who_drew_its_tokens(
     asked = body | {"seed": 1, "logprobs": 0, "return_token_ids": True}
     try:
         server.swap(models[0], *OLD)
-        order = prepare_completions(server._service, json.dumps(asked).encode())
+        order = Completions(server._service, json.dumps(asked).encode())
         results = []
         for number, request in enumerate(order.requests):
             if number == swaps_after:

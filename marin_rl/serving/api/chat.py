@@ -5,49 +5,21 @@ responses are written, whole or in chunks. Leaves out rendering (`templates`) an
 (`constraints`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marin_rl.inference.client.protocol import call_body
+from marin_rl.inference.client.protocol import CHAT_ROUTE, CHAT_TOKENS_ROUTE, call_body
 from marin_rl.inference.generation import Delta, GenerationResult, Sample
-from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.dialect import TextDialect
 from marin_rl.serving.api.requests import ChatBody, ChatTokensBody
-from marin_rl.serving.api.responses import (
-    DONE,
-    Scores,
-    chat_logprobs,
-    complete_response,
-    event,
-    timings,
-    usage,
-)
+from marin_rl.serving.api.response_models import ChatCompletion
+from marin_rl.serving.api.responses import Scores, chat_logprobs, event, timings
 from marin_rl.serving.api.service import Prompt, Service
-from marin_rl.serving.http.errors import ApiError, parse
+from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.text.constraints import MakeWalker, forced_calls_grammar
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer
 from marin_rl.tool_calls import ParsedAnswer, ToolCallStream, parse_tool_calls
 from marin_rl.types import ToolCall
-
-
-def prepare_chat(kind: type[ChatBody], service: Service, data: bytes) -> EngineRequest:
-    """Read a body and make the engine's request. Raises ApiError."""
-    body = parse(kind, data)
-    body, target = service.checked(body, body.model)
-    chat = Chat(service, body)
-    param = "tokens" if isinstance(body, ChatTokensBody) else "messages"
-    request = body.request(
-        chat.prompt,
-        service.new_tokens(chat.prompt, body.new_tokens_max, param=param),
-        top_logprobs=body.top_logprobs or 0,
-        raw_logprobs=body.raw,
-        constraint=chat.constraint(),
-        adapter=target.load,
-        probe=bool(body.probe),
-    )
-    if body.stream:
-        return EngineRequest(target.model, [request], chat.end, chat.delta)
-    return EngineRequest(target.model, [request], chat.complete)
 
 
 @dataclass(slots=True)
@@ -60,27 +32,41 @@ class _SampleState:
     called: int = 0
 
 
-class Chat:
-    """A chat request, and the writer of its response."""
+class Chat(TextDialect[ChatBody]):
+    """POST /v1/chat/completions."""
 
-    def __init__(self, service: Service, body: ChatBody) -> None:
-        self._service, self._body = service, body
-        self._tools = [] if body.tool_choice == "none" else body.offered
+    path, request_model, response_model = CHAT_ROUTE, ChatBody, ChatCompletion
+    summary = "Samples of a conversation's next message."
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    param = "messages"
+
+    def __init__(self, service: Service, data: bytes) -> None:
+        super().__init__(service, data)
+        body, self._states = self._body, dict[int, _SampleState]()
         self._names = [tool["function"]["name"] for tool in self._tools]
         self._form = service.tool_format if self._tools else None
         self._calls_max = 1 if body.parallel_tool_calls is False else None
-        special = self._form is not None and self._form.special
-        self._decoding = service.decoding(body, special=special)
-        if isinstance(body, ChatTokensBody):
-            self.prompt: Prompt = service.prompt(body.tokens, "tokens")
-        else:
-            options = body.chat_template_kwargs
-            self.prompt = service.chat_ids(body.messages, tools=self._tools, options=options)
-        self._header = service.header("chatcmpl")
-        self._samples: dict[int, _SampleState] = {}
-        self._prompt_sent = False
+        if self._form is not None and self._form.special:
+            self._decoding = service.decoding(body, special=True)
+        (prompt,) = self._prompts
+        request = body.request(
+            prompt,
+            service.new_tokens(prompt, body.new_tokens_max, param=self.param),
+            top_logprobs=body.top_logprobs or 0,
+            raw_logprobs=body.raw,
+            constraint=self._constraint(),
+            adapter=self._adapter,
+            probe=bool(body.probe),
+        )
+        self.requests = [request]
 
-    def constraint(self) -> MakeWalker | None:
+    def _encoded(self) -> list[Prompt]:
+        body = self._body
+        self._tools = [] if body.tool_choice == "none" else body.offered
+        options = body.chat_template_kwargs
+        return [self._service.chat_ids(body.messages, tools=self._tools, options=options)]
+
+    def _constraint(self) -> MakeWalker | None:
         """The constraint on the form of the response, or None. ApiError 400 for a wrong one."""
         body, constraints = self._body, self._service.constraints
         if not body.must_call:
@@ -105,17 +91,11 @@ class Chat:
         grammar = forced_calls_grammar(self._form, tools, self._service.tokenizer, several=several)
         return constraints.grammar(grammar, param="tools")
 
-    def complete(self, results: Sequence[GenerationResult]) -> bytes:
-        """The JSON of a response whose samples are all there."""
-        (result,) = results
-        top = self._service.top(self._header, "chat.completion", result)
-        choices = [self._choice(index, sample) for index, sample in enumerate(result.samples)]
-        more: dict[str, Any] = {"timings": timings(result)}
-        if self._body.return_token_ids:
-            more["prompt_token_ids"] = self.prompt
-        return complete_response(top, choices, [self.prompt], results, **more)
+    def _more(self, result: GenerationResult) -> dict[str, Any]:
+        ids = {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else {}
+        return {"timings": timings(result), **ids}
 
-    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
+    def _choice(self, prompt: int, result: GenerationResult, sample: Sample) -> dict[str, Any]:
         body = self._body
         text = self._decoding.text(sample.token_ids.tolist(), sample.finish_reason)
         parsed = ParsedAnswer(content=text, calls=())
@@ -125,7 +105,6 @@ class Chat:
         if parsed.calls:
             message["tool_calls"] = [call_body(call) for call in parsed.calls]
         choice: dict[str, Any] = {
-            "index": index,
             "message": message,
             "finish_reason": _finish_reason(sample.finish_reason, len(parsed.calls)),
             "logprobs": None,
@@ -144,12 +123,12 @@ class Chat:
         return chat_logprobs(self._service.detokenizer, scores)
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
-        """The chunk for what a sample gained; empty while there is nothing to send yet."""
-        body, state = self._body, self._samples.get(delta.index)
+        body, state = self._body, self._states.get(delta.index)
+        first = not self._states
         if state is None:
             calls = None if self._form is None else ToolCallStream(self._form, self._names)
             state = _SampleState(self._decoding.incremental(), calls)
-            self._samples[delta.index] = state
+            self._states[delta.index] = state
         message = self._message_delta(state, delta)
         state.started = True
         if not (message or delta.finish_reason or body.logprobs or body.return_token_ids):
@@ -160,14 +139,12 @@ class Chat:
             "logprobs": self._logprobs(delta) if body.logprobs else None,
             "finish_reason": _finish_reason(delta.finish_reason, state.called) or None,
         }
-        chunk = self._chunk(delta)
+        more: dict[str, Any] = {}
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            if not self._prompt_sent:
-                self._prompt_sent = True
-                chunk["prompt_token_ids"] = self.prompt
-        chunk["choices"] = [choice]
-        return event(chunk)
+            if first:
+                more["prompt_token_ids"] = self._prompts[0]
+        return event(self._chunk(delta, [choice], **more))
 
     def _message_delta(self, state: _SampleState, delta: Delta) -> dict[str, Any]:
         """The fields of the message that one delta adds."""
@@ -192,16 +169,19 @@ class Chat:
             state.called += len(calls)
         return fields
 
-    def end(self, results: Sequence[GenerationResult]) -> bytes:
-        """The usage, if requested, and the end of a stream."""
-        if not self._body.include_usage:
-            return DONE
-        chunk = self._chunk(results[0])
-        return event(chunk | {"choices": [], "usage": usage([self.prompt], results)}) + DONE
 
-    def _chunk(self, source: Delta | GenerationResult) -> dict[str, Any]:
-        usage = self._body.include_usage
-        return self._service.chunk(self._header, "chat.completion.chunk", source, usage=usage)
+class ChatTokens(Chat):
+    """POST /v1/chat/completions/tokens."""
+
+    path, request_model = CHAT_TOKENS_ROUTE, ChatTokensBody
+    summary = "The same, where the caller knows the prompt's ids: the messages are not rendered."
+    param = "tokens"
+
+    def _encoded(self) -> list[Prompt]:
+        body = self._body
+        assert isinstance(body, ChatTokensBody)
+        self._tools = [] if body.tool_choice == "none" else body.offered
+        return [self._service.prompt(body.tokens, "tokens")]
 
 
 def _finish_reason(reason: str, calls: int) -> str:

@@ -7,60 +7,67 @@ log-probability per id out. Log-probabilities are of the sampling distribution, 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
+from marin_rl.inference.client.protocol import GENERATE_ROUTE, SGLANG_GENERATE_ROUTE
 from marin_rl.inference.generation import GenerationResult, Sample
-from marin_rl.serving.api.request_handler import EngineRequest
+from marin_rl.serving.api.dialect import Dialect
 from marin_rl.serving.api.requests import (
     GenerateBody,
     GenerateParameters,
     SGLangBody,
     SGLangParameters,
 )
-from marin_rl.serving.api.responses import Scores, TextDecoding, complete_response, dumps
-from marin_rl.serving.api.service import Prompt, Service
+from marin_rl.serving.api.response_models import Generated, SGLangGenerated
+from marin_rl.serving.api.responses import Scores, complete_response, dumps
+from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.errors import new_id, parse
 
 SGLANG_NEW_TOKENS = 128  # SGLang's default
 
 
-def prepare_generate(service: Service, data: bytes) -> EngineRequest:
-    """Read a body of vLLM's route and make the engine's request. Raises ApiError."""
-    body = parse(GenerateBody, data)
-    parameters, target = service.checked(body.sampling_params or GenerateParameters(), body.model)
-    prompt = service.prompt(body.token_ids, "token_ids")
-    limit = service.new_tokens(prompt, parameters.max_tokens, param="token_ids")
-    logprobs = parameters.logprobs
-    # 0 and 1 ask for the logprob of the sampled token only
-    likeliest = logprobs if logprobs is not None and logprobs > 1 else 0
-    request = parameters.request(prompt, limit, top_logprobs=likeliest, adapter=target.load)
-    write = partial(_generated, service, prompt, scored=logprobs is not None)
-    return EngineRequest(target.model, [request], write)
+class IdsToIds(Dialect):
+    """POST /inference/v1/generate. `policy_versions` only where a swap came between the tokens."""
 
+    path, request_model, response_model = GENERATE_ROUTE, GenerateBody, Generated
+    summary = "Samples of token ids, as token ids."
 
-def _generated(
-    service: Service, prompt: Prompt, results: Sequence[GenerationResult], *, scored: bool
-) -> bytes:
-    """The JSON of vLLM's route; `policy_versions` only where a swap came between the tokens."""
-    (result,) = results
-    choices: list[dict[str, Any]] = []
-    for index, sample in enumerate(result.samples):
-        versions = sample.policy_versions
-        by_token = [result.weight_version] * len(sample.token_ids)
-        choice: dict[str, Any] = {
-            "index": index,
-            "token_ids": sample.token_ids,
-            "logprobs": {"content": _content(sample)} if scored else None,
-            "finish_reason": sample.finish_reason,
-            "weight_versions": version_spans(by_token if versions is None else versions.tolist()),
-        }
-        if versions is not None:
-            choice["policy_versions"] = versions
-        choices.append(choice)
-    top = {"request_id": f"generate-{new_id()}", "model": service.id_of(result)}
-    return complete_response(top, choices, [prompt], results)
+    def __init__(self, service: Service, data: bytes) -> None:
+        body = parse(GenerateBody, data)
+        given = body.sampling_params or GenerateParameters()
+        parameters, target = service.checked(given, body.model)
+        self.model, self._service = target.model, service
+        self._prompt = service.prompt(body.token_ids, "token_ids")
+        limit = service.new_tokens(self._prompt, parameters.max_tokens, param="token_ids")
+        logprobs = parameters.logprobs
+        self._scored = logprobs is not None
+        # 0 and 1 ask for the logprob of the sampled token only
+        likeliest = logprobs if logprobs is not None and logprobs > 1 else 0
+        self.requests = [
+            parameters.request(self._prompt, limit, top_logprobs=likeliest, adapter=target.load)
+        ]
+
+    def end(self, results: Sequence[GenerationResult]) -> bytes:
+        (result,) = results
+        choices: list[dict[str, Any]] = []
+        for index, sample in enumerate(result.samples):
+            versions = sample.policy_versions
+            by_token = [result.weight_version] * len(sample.token_ids)
+            if versions is not None:
+                by_token = versions.tolist()
+            choice: dict[str, Any] = {
+                "index": index,
+                "token_ids": sample.token_ids,
+                "logprobs": {"content": _content(sample)} if self._scored else None,
+                "finish_reason": sample.finish_reason,
+                "weight_versions": version_spans(by_token),
+            }
+            if versions is not None:
+                choice["policy_versions"] = versions
+            choices.append(choice)
+        top = {"request_id": f"generate-{new_id()}", "model": self._service.id_of(result)}
+        return complete_response(top, choices, [self._prompt], results)
 
 
 def version_spans(versions: Sequence[int]) -> list[dict[str, Any]]:
@@ -84,53 +91,56 @@ def _content(sample: Sample) -> list[dict[str, Any]]:
     ]
 
 
-def prepare_sglang(service: Service, data: bytes) -> EngineRequest:
-    """Read a body of SGLang's route and make the engine's request. Raises ApiError."""
-    body = parse(SGLangBody, data)
-    # without `lora_path` the base; the name of the server where that stands for an adapter
-    model = body.lora_path or service.name
-    asked = body.sampling_params or SGLangParameters()
-    parameters, target = service.checked(asked, model, param="lora_path")
-    if body.input_ids is None:
-        prompt = service.prompt(body.text or "", "prompt")
-    else:
-        prompt = service.prompt(body.input_ids, "input_ids")
-    limit = service.new_tokens(
-        prompt, parameters.max_new_tokens, param="input_ids", default=SGLANG_NEW_TOKENS
-    )
-    decoding = service.decoding(parameters, special=parameters.skip_special_tokens is False)
-    request = parameters.request(prompt, limit, adapter=target.load)
-    write = partial(_sglang, prompt, decoding, scored=bool(body.return_logprob))
-    return EngineRequest(target.model, [request], write)
+class SGLang(Dialect):
+    """POST /generate: an object for one sample, else a list."""
 
+    path, request_model, response_model = SGLANG_GENERATE_ROUTE, SGLangBody, SGLangGenerated
+    summary = "Samples of a prompt as SGLang gives them: one, or a list for n above 1."
 
-def _sglang(
-    prompt: Prompt, decoding: TextDecoding, results: Sequence[GenerationResult], *, scored: bool
-) -> bytes:
-    """The JSON of SGLang's route: an object for one sample, else a list."""
-    (result,) = results
-    samples: list[dict[str, Any]] = []
-    for sample in result.samples:
+    def __init__(self, service: Service, data: bytes) -> None:
+        body = parse(SGLangBody, data)
+        # without `lora_path` the base; the name of the server where that stands for an adapter
+        model = body.lora_path or service.name
+        given = body.sampling_params or SGLangParameters()
+        parameters, target = service.checked(given, model, param="lora_path")
+        self.model = target.model
+        if body.input_ids is None:
+            prompt = service.prompt(body.text or "", "prompt")
+        else:
+            prompt = service.prompt(body.input_ids, "input_ids")
+        limit = service.new_tokens(
+            prompt, parameters.max_new_tokens, param="input_ids", default=SGLANG_NEW_TOKENS
+        )
+        special = parameters.skip_special_tokens is False
+        self._decoding = service.decoding(parameters, special=special)
+        self._scored = bool(body.return_logprob)
+        self.requests = [parameters.request(prompt, limit, adapter=target.load)]
+
+    def end(self, results: Sequence[GenerationResult]) -> bytes:
+        (result,) = results
+        samples = [self._sample(result, sample) for sample in result.samples]
+        return dumps(samples[0] if len(samples) == 1 else samples)
+
+    def _sample(self, result: GenerationResult, sample: Sample) -> dict[str, Any]:
         ids = sample.token_ids.tolist()
         finish: dict[str, Any] = {"type": sample.finish_reason}
         if sample.finish_reason == "length":
             finish["length"] = len(ids)
-        elif sample.finish_reason == "stop" and ids and ids[-1] in decoding.stop_token_ids:
+        elif sample.finish_reason == "stop" and ids and ids[-1] in self._decoding.stop_token_ids:
             finish["matched"] = ids[-1]
         meta: dict[str, Any] = {
             "id": new_id(),
             "finish_reason": finish,
-            "prompt_tokens": len(prompt),
+            "prompt_tokens": len(self.requests[0].prompt_ids),
             "completion_tokens": len(ids),
             "cached_tokens": result.cached_tokens,
             "weight_version": str(result.weight_version),
         }
-        if scored:
+        if self._scored:
             pairs = zip(sample.logprobs.tolist(), ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
             meta["input_token_logprobs"] = []
         if sample.policy_versions is not None:
             meta["policy_versions"] = sample.policy_versions
-        text = decoding.text(ids, sample.finish_reason)
-        samples.append({"text": text, "output_ids": ids, "meta_info": meta})
-    return dumps(samples[0] if len(samples) == 1 else samples)
+        text = self._decoding.text(ids, sample.finish_reason)
+        return {"text": text, "output_ids": ids, "meta_info": meta}

@@ -5,8 +5,8 @@ In order, with the thread that does each step:
 1. Event loop: `SamplingEndpoint` reads the body (`read_body`) and makes a `RequestHandler`.
 2. `RequestHandler.begin` gives the body to `TokenizeWorker.add`, which runs `_begin` at once on the
    event loop where the body is short, else on a tokenizer thread.
-3. `_begin` calls the route's `prepare(service, data)`: parse, check, render, tokenize. It returns
-   an `EngineRequest`: what the engine is asked, and the functions that write the response.
+3. `_begin` makes the route's `Dialect` of it: parse, check, render, tokenize. It knows what
+   the engine is asked, and writes the response.
 4. `_submit` calls `Engine.submit` for each prompt, with the callbacks of steps 5 to 7.
 5. Engine thread: `_on_scheduled` when the first sample gets a slot, with the weights that answer.
 6. Engine thread: `_on_delta` after each chunk of decode steps. For a stream it queues `delta(...)`
@@ -21,16 +21,15 @@ In order, with the thread that does each step:
 An error of any step enters the same queue. Deadlines (`_on_timer`) and a client that leaves
 (`_watch_client`) cancel the futures of step 4 and enter their error there.
 
-Leaves out how a body is read and what a response holds (`chat`, `completions`, `generate`).
+Leaves out how a body is read and what a response holds (`dialect`).
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.types import Receive, Scope, Send
@@ -38,8 +37,9 @@ from starlette.types import Receive, Scope, Send
 from marin_rl.errors import InferenceError, InputError, OutOfMemory
 from marin_rl.inference.adapters import AdapterGone
 from marin_rl.inference.engine import Policy
-from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
+from marin_rl.inference.generation import Delta, GenerationResult
 from marin_rl.machine import OUT_OF_MEMORY
+from marin_rl.serving.api.dialect import Dialect
 from marin_rl.serving.api.responses import DONE, event, tokens_of
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue
@@ -56,27 +56,6 @@ _STREAM_HEADERS = (
 )
 _log = logging.getLogger(__name__)
 
-WriteDelta = Callable[[int, Delta], bytes]
-WriteEnd = Callable[[Sequence[GenerationResult]], bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """A parsed request for the engine, and the functions that write its response (writer's thread).
-
-    `model` is the name, or the id of the weights, that was asked for. `end` makes what is sent when
-    every prompt has its samples. A stream has a `delta` too: what is sent when a chunk added
-    something to a sample of a prompt.
-    """
-
-    model: str
-    requests: list[GenerationRequest]
-    end: WriteEnd
-    delta: WriteDelta | None = None
-
-
-Prepare = Callable[[Service, bytes], EngineRequest]
-
 
 class SamplingEndpoint:
     """The ASGI endpoint of a route that samples.
@@ -85,9 +64,8 @@ class SamplingEndpoint:
     but `[DONE]`. When a client leaves, the slots of its request are free at the next chunk.
     """
 
-    def __init__(self, service: Service, prepare: Prepare) -> None:
-        self._service = service
-        self._prepare = prepare
+    def __init__(self, service: Service, dialect: type[Dialect]) -> None:
+        self._service, self._dialect = service, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises ApiError for what fails before the response begins."""
@@ -97,7 +75,7 @@ class SamplingEndpoint:
             raise draining_error()
         handler = RequestHandler(self._service, scope, receive, arrived_at)
         try:
-            handler.begin(self._prepare, data)
+            handler.begin(self._dialect, data)
             del data  # a response may take minutes, and the body some megabytes
             # Before any header is sent: an error until here has its own status.
             first = await handler.queue.read()
@@ -160,18 +138,18 @@ class RequestHandler:
         self._client_watch = self.queue.loop.create_task(self._watch_client(receive))
         service.running += 1
 
-    def begin(self, prepare: Prepare, data: bytes) -> None:
+    def begin(self, dialect: type[Dialect], data: bytes) -> None:
         """Have a body prepared and submitted: here where it is short, else on a thread.
 
         The queue gets the response, or an ApiError.
         """
-        self._service.preparer.add(data, partial(self._begin, prepare, data))
+        self._service.preparer.add(data, partial(self._begin, dialect, data))
 
-    def _begin(self, prepare: Prepare, data: bytes) -> None:
+    def _begin(self, dialect: type[Dialect], data: bytes) -> None:
         if self._closed:  # the client left while this waited for a thread
             return
         try:
-            self._submit(prepare(self._service, data))
+            self._submit(dialect(self._service, data))
         except Exception as error:  # noqa: BLE001 the reader of the queue gets it
             self._put_error(error)
         finally:
@@ -179,9 +157,8 @@ class RequestHandler:
         if self._closed:  # in the meantime, so `close` has not seen these futures
             self._cancel()
 
-    def _submit(self, request: EngineRequest) -> None:
-        delta, end = request.delta, request.end
-        self.record.stream = streams = delta is not None
+    def _submit(self, request: Dialect) -> None:
+        self.record.stream = request.stream
         # Before submitting: a request that is refused by the engine is logged with its size.
         self.record.prompt_tokens = sum(len(prompt.prompt_ids) for prompt in request.requests)
         # Before the first is submitted: its result may come before the last is.
@@ -191,10 +168,11 @@ class RequestHandler:
         submit = self._service.engine.submit
         try:
             for index, prompt in enumerate(request.requests):
-                on_delta = partial(self._on_delta, None if delta is None else partial(delta, index))
-                future = submit(prompt, on_delta, on_scheduled, streams=streams)
+                write = partial(request.delta, index) if request.stream else None
+                on_delta = partial(self._on_delta, write)
+                future = submit(prompt, on_delta, on_scheduled, streams=request.stream)
                 self._futures.append(future)
-                future.add_done_callback(partial(self._on_done, end, index))
+                future.add_done_callback(partial(self._on_done, request, index))
         except AdapterGone as error:  # unloaded since the body was prepared
             raise ApiError(404, str(error), code="model_not_found", param="model") from None
         except InputError as error:
@@ -215,7 +193,7 @@ class RequestHandler:
         if write is not None:
             self._service.writer.put(self.queue, lambda: (write(delta), False))
 
-    def _on_done(self, write: WriteEnd, index: int, future: "Future[GenerationResult]") -> None:
+    def _on_done(self, request: Dialect, index: int, future: "Future[GenerationResult]") -> None:
         if future.cancelled():
             return
         error = future.exception()
@@ -225,7 +203,7 @@ class RequestHandler:
         self._results[index] = future.result()
         if len(self._results) == self._expected:
             results = [self._results[index] for index in range(self._expected)]
-            self._service.writer.put(self.queue, lambda: (write(results), True))
+            self._service.writer.put(self.queue, lambda: (request.end(results), True))
 
     def _put_error(self, error: BaseException) -> None:
         """Have the queue's reader get an error, after all that was written before."""

@@ -122,6 +122,10 @@ class SamplingFields(Body):
         return 1 if self.n is None else self.n
 
     @property
+    def prompts_count(self) -> int:
+        return 1
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """Stop strings: they end the text and are cut from it."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -299,6 +303,10 @@ class CompletionBody(SamplingBody):
         if self.seeds is not None:
             return self.seeds[prompt] % 2**64
         return super().seed_of(prompt)
+
+    @property
+    def prompts_count(self) -> int:
+        return len(self.prompts)
 
     @cached_property
     def prompts(self) -> Sequence[str | list[int]]:

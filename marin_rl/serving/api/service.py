@@ -28,7 +28,7 @@ from marin_rl.serving.api.messages import ChatMessage
 from marin_rl.serving.api.requests import SamplingFields
 from marin_rl.serving.api.responses import TextDecoding
 from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker
-from marin_rl.serving.http.errors import ApiError, new_id
+from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.limits import check_samples, check_tokens
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer
@@ -186,30 +186,9 @@ class Service:
 
     # -------------------------------------------------------------- responses
 
-    def header(self, kind: str) -> dict[str, Any]:
-        return {"id": f"{kind}-{new_id()}", "created": int(time.time())}
-
-    def top(
-        self, header: dict[str, Any], kind: str, source: GenerationResult | Delta
-    ) -> dict[str, Any]:
-        """Fields at the top of a response or chunk; `source` has the weight version."""
-        return {
-            "id": header["id"],
-            "object": kind,
-            "created": header["created"],
-            "model": self.id_of(source),
-            "system_fingerprint": _fingerprint(self._architecture, source.parameters_digest),
-        }
-
-    def chunk(
-        self, header: dict[str, Any], kind: str, source: GenerationResult | Delta, *, usage: bool
-    ) -> dict[str, Any]:
-        """Fields of a stream's chunk other than its choices; with `usage` the last one tells it."""
-        chunk = self.top(header, kind, source)
-        if usage:
-            chunk["usage"] = None
-        chunk["weight_version"] = source.weight_version
-        return chunk
+    def fingerprint(self, parameters_digest: str) -> str:
+        """OpenAI's `system_fingerprint`: of this version, the architecture and the parameters."""
+        return _fingerprint(self._architecture, parameters_digest)
 
     def decoding(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
         """Conversion of a request's samples to text."""
@@ -222,9 +201,7 @@ class Service:
 
     # ---------------------------------------------------------------- requests
 
-    def checked(
-        self, body: F, model: str, *, param: str = "model", prompts: int = 1
-    ) -> tuple[F, RequestedModel]:
+    def checked(self, body: F, model: str, *, param: str = "model") -> tuple[F, RequestedModel]:
         """The body with its stop strings as ids where they are tokens, and the model it names.
 
         ApiError 404 for a model that is not served, 400 for unknown ids and too many samples, 503
@@ -244,7 +221,8 @@ class Service:
                 param="stop_token_ids",
             )
         self.check_ids([token for token, _ in body.biases], "logit_bias")
-        check_samples(self.limits, n=body.samples, prompts=prompts, queued=self.engine.queued)
+        prompts, queued = body.prompts_count, self.engine.queued
+        check_samples(self.limits, n=body.samples, prompts=prompts, queued=queued)
         return body, target
 
     def _with_stop_tokens(self, body: F) -> F:
