@@ -62,14 +62,14 @@ Connect = Callable[..., PolicyClient]
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Difference of an engine from the trainer over the canary's `tokens`.
+    """Difference of an engine from the trainer, whose log-probabilities are `trained`.
 
     `nats` is the mean difference of the log-probabilities, NaN if one is. They are farthest apart
     for `token`.
     """
 
     nats: float
-    tokens: int
+    trained: Float32[np.ndarray, " N"]
     token: int
     expected: float
     measured: float
@@ -83,7 +83,7 @@ class Gap:
         return (
             f"expected a log-probability of {self.expected:.6f} for token {self.token} of the "
             f"canary, found {self.measured:.6f}; {self.nats:.6f} nats apart on average of its "
-            f"{self.tokens} tokens"
+            f"{len(self.trained)} tokens"
         )
 
 
@@ -130,7 +130,7 @@ def prove(
     the endpoint's numbers, else what the endpoint says of itself. Raises BadResponse for an
     endpoint that leaves temperature out of its numbers, and what the client raises.
     """
-    worst, tolerance = 0.0, tolerance_of(config, dtype)
+    gaps, tolerance = list[Gap](), tolerance_of(config, dtype)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature or 1.0, max_tokens=size.tokens)
     answers = _sampled(policy, config, sampling, connect, size)
     for endpoint, answer in zip(policy.endpoints, answers, strict=True):
@@ -143,19 +143,16 @@ def prove(
                 f"{policy.parameters_digest[:DIGEST_DIGITS]}, "
                 f"{_found(answer, gap, before(), sampling.temperature, tolerance)}{_remedy(policy)}"
             )
-        worst = max(worst, gap.nats)
-    # the trainer's own numbers for the tokens of an answer that is proven
+        gaps.append(gap)
     samples = [completion.token_ids for completion in answers[0].completions]
-    prompt_ids = answers[0].prompt_token_ids
-    expected = sequence_logprobs(model, prompt_ids, samples, sampling.temperature)
     canary = Canary(
         temperature=sampling.temperature,
         token_ids=tuple(np.concatenate(samples).tolist()),
-        logprobs=tuple(expected.tolist()),
+        logprobs=tuple(gaps[0].trained.tolist()),
         tolerance=tolerance,
         lengths=tuple(map(len, samples)),
     )
-    return Proof(worst, canary)
+    return Proof(max(gap.nats for gap in gaps), canary)
 
 
 def prove_version(run: Run, policy: ServedPolicy, model: LanguageModel) -> ServedPolicy:
@@ -348,7 +345,7 @@ def _gap_of(
     place = int(np.abs(measured - expected).argmax())  # argmax finds NaN first
     return Gap(
         nats=mean_difference(expected, measured),
-        tokens=len(token_ids),
+        trained=expected,
         token=int(token_ids[place]),
         expected=float(expected[place]),
         measured=float(measured[place]),
