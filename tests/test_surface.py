@@ -53,7 +53,7 @@ def test_a_worker_process_leaves_files_of_the_user_alone(folder):
         folder,
         "import subprocess, sys\n"
         "from marin_rl.isolated.processes import clean_environment\n"
-        "code = 'import marin_rl.isolated.supervisor, schemas, tasks, sys; ' \\\n"
+        "code = 'import marin_rl.isolated.worker, schemas, tasks, sys; ' \\\n"
         "    'print(sys.path[0], schemas.__file__, tasks.__file__)'\n"
         "command = [sys.executable, '-P', '-c', code]\n"
         "subprocess.run(command, env=clean_environment(), check=True)\n",

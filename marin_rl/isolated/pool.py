@@ -28,14 +28,13 @@ class Pool:
     def __init__(self, spec: WorkerSpec, size: int) -> None:
         self._spec, self._size = spec, size
         self._printed = PrintedText(spec.title)  # one budget for all that it starts
-        self._lock = threading.Lock()
-        self._reset()
+        self._workers: list[Worker] = []
+        self.forget()
         _pools.add(self)
 
     def start(self, workers: int = 1) -> None:
         """Start the first workers, without waiting for them. Raises OSError."""
         with self._lock:
-            self._leave_parents()
             while len(self._workers) < workers:
                 self._workers.append(self._new())
 
@@ -50,7 +49,6 @@ class Pool:
     def assign(self) -> Worker:
         """The worker with the least load, which is one more now; see `release`. Raises OSError."""
         with self._lock:
-            self._leave_parents()
             self._workers = [worker for worker in self._workers if worker.alive]
             least = min(self._workers, key=lambda worker: worker.load, default=None)
             if least is None or (least.load and len(self._workers) < self._size):
@@ -77,10 +75,7 @@ class Pool:
         """
         answers: list[Any | WorkerFault] = []
         losses = 0  # one after another
-        with self._lock:
-            self._leave_parents()
-            places = self._places
-        with places:
+        with self._places:
             while len(answers) < len(requests):
                 before = len(answers)
                 last_try = losses == LOSSES_MAX
@@ -112,9 +107,7 @@ class Pool:
             return [worker.process_id for worker in self._workers if worker.alive]
 
     def close(self) -> None:
-        """End all workers, in a fork none: they are its parent's."""
         with self._lock:
-            self._leave_parents()
             workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
@@ -122,25 +115,22 @@ class Pool:
     def _new(self) -> Worker:
         return Worker(self._spec, self._printed)
 
-    def _leave_parents(self) -> None:
-        """Leave workers that a parent of this fork has started to it."""
-        if self._owner != os.getpid():
-            for worker in self._workers:
-                worker.leave()
-            self._reset()
-
-    def _reset(self) -> None:
-        self._owner = os.getpid()
+    def forget(self) -> None:
+        """Begin without workers, in a fork: they are its parent's."""
+        _parents.extend(self._workers)
+        self._lock = threading.Lock()
         self._places = threading.Semaphore(self._size)
-        self._workers: list[Worker] = []
+        self._workers = []
 
 
 _pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+_parents: list[Worker] = []  # kept in a fork, so that no finaliser of it closes their wires
+os.register_at_fork(after_in_child=lambda: [pool.forget() for pool in _pools])
 
 
 @atexit.register
 def close_pools() -> None:
-    """End the workers of all pools, and the thread of their pipes; both start again when used."""
+    """End the workers of all pools, and the thread of their wires; both start again when used."""
     for pool in list(_pools):
         pool.close()
     stop_loop()

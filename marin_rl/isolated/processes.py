@@ -1,9 +1,9 @@
 """A worker process as its parent has it: its environment, its calls, what it prints, its end.
 
-All pipes of this process are served by one thread with an event loop of its own, so that a worker
-that hangs, floods or dies holds up no caller but those that wait for it. What a worker prints is
-forwarded to standard error within a budget. Leaves out the choice of a worker (`pool`) and what
-happens in the child (`supervisor`). This is hygiene, not a sandbox: a worker has the user's rights.
+A thread with an event loop serves the wires (sockets) of all workers, so that one that hangs,
+floods or dies holds up only callers that wait for it. What a worker prints is forwarded to standard
+error within a budget. Leaves out the choice of a worker (`pool`) and what happens in the child
+(`supervisor`, `worker`). This is hygiene, not a sandbox: a worker has the user's rights.
 """
 
 import asyncio
@@ -11,13 +11,16 @@ import codecs
 import itertools
 import json
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,14 +29,16 @@ from typing import Any, Literal
 import orjson
 
 from marin_rl.errors import InputError
-from marin_rl.isolated.supervisor import STARTUP_TIMEOUT_S
-from marin_rl.isolated.worker import MEMORY_EXIT_STATUS
+from marin_rl.isolated.supervisor import LINUX, supervised
+from marin_rl.isolated.worker import MEMORY_EXIT_STATUS, Lease
+from marin_rl.isolated.worker import __file__ as worker_file
 
+STARTUP_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 10.0  # for a supervisor to kill what there is; it takes milliseconds
 PRINTED_BYTES_MAX = 64 * 1024  # at once, and then
 PRINTED_BYTES_PER_S = 256.0  # at most 22 MB a day for each worker
 _PRINTED_READ_BYTES = 1 << 16
-_READ_BYTES = 1 << 20
+_STARTING_POLL_S = 0.25  # while the limit of the worker's calls is not known
 _ENVELOPE_BYTES_MAX = 256  # of a line, in addition to the answer
 
 # What a worker inherits of the environment: nothing that is likely to be a secret.
@@ -181,26 +186,25 @@ class Worker:
     def __init__(self, spec: WorkerSpec, printed: PrintedText) -> None:
         self._spec, self._limits, self._printed = spec, spec.limits, printed
         self.load = 0  # what a pool balances
-        self.alive = True
+        self.alive, self._closed = True, False
         self.ready: Future[Any] = Future()
         self._pending = {0: _Pending(self.ready, STARTUP_TIMEOUT_S)}
         self._numbers = itertools.count(1)
-        self._incoming, self._outgoing = bytearray(), bytearray()
-        self._answers, theirs = os.pipe()
+        shared = _shared_memory()
+        wire, theirs = socket.socketpair()
         try:
-            self._process = _started(spec, theirs)
+            self._lease = Lease(shared)
+            self._lease.write(0, time.monotonic() + STARTUP_TIMEOUT_S, _STARTING_POLL_S)
+            self._process = _started(spec, theirs, shared)
         except OSError:
-            os.close(self._answers)
+            wire.close()
             raise
         finally:
-            os.close(theirs)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
-        for descriptor in (self._requests, self._answers, self._output):
-            os.set_blocking(descriptor, False)
-        self._loop = _pipes_loop()
-        self._loop.call_soon_threadsafe(self._begin)
+            theirs.close()
+            os.close(shared)
+        self._loop = _wires_loop()
+        self._reader, self._writer = _in_loop(self._greeted(wire), self._loop).result()
+        self._served = _in_loop(self._serve(), self._loop)
 
     @property
     def process_id(self) -> int:
@@ -212,47 +216,28 @@ class Worker:
         """False once the work could not begin."""
         return not (self.ready.done() and self.ready.exception())
 
-    def call(self, request: bytes, limit_s: float | int | None = None) -> "Future[Any]":
-        """Ask for the answer to a request in JSON; `limit_s` replaces the limit of the worker.
+    def call(self, request: bytes) -> "Future[Any]":
+        """Ask for the answer to a request in JSON.
 
         The future raises WorkerFault, and InputError where the work could not begin.
         """
-        return self.call_all([request], limit_s)[0]
+        return self.call_all([request])[0]
 
     def call_all(
         self, requests: Sequence[bytes], limit_s: float | int | None = None
     ) -> "list[Future[Any]]":
+        """Ask many; `limit_s` replaces the limit of the worker for each."""
         answers: list[Future[Any]] = [Future() for _ in requests]
         self._loop.call_soon_threadsafe(self._ask, requests, limit_s, answers)
         return answers
 
     def close(self) -> None:
         """Kill the process with all that descends from it."""
-        if not self.alive:
-            return
-        ended = threading.Event()
-        self._loop.call_soon_threadsafe(self._lose, None, ended.set)
-        ended.wait(EXIT_TIMEOUT_S * 2)
+        self._closed = True
+        self._process.terminate()
+        wait([self._served], EXIT_TIMEOUT_S * 2)
 
-    def leave(self) -> None:
-        """Close a fork's copies of the pipes. The process is its parent's, and runs on."""
-        if self.alive:
-            self._close_pipes()
-            self._process.poll()  # no child of this process: counts as ended
-
-    def _close_pipes(self) -> None:
-        os.close(self._answers)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    # what follows runs in the thread of the pipes
-
-    def _begin(self) -> None:
-        self._loop.add_reader(self._answers, self._take)
-        self._loop.add_reader(self._output, self._forward)
-        about = {"module": self._spec.module, "settings": self._spec.settings}
-        self._write([json.dumps(about | asdict(self._limits)).encode()])
+    # what follows runs in the thread of the wires
 
     def _ask(
         self,
@@ -264,118 +249,86 @@ class Worker:
             for answer in answers:
                 _fail(answer, self._refusal("before the call"))
             return
-        limit, lines = b"null" if limit_s is None else b"%f" % limit_s, list[bytes]()
+        limit = b"null" if limit_s is None else b"%f" % limit_s
         for request, answer in zip(requests, answers, strict=True):
+            assert b"\n" not in request, "a message is one line"
             number = next(self._numbers)
             self._pending[number] = _Pending(answer, limit_s or self._limits.wall_s)
-            lines.append(b'{"id":%d,"limit_s":%b,"request":%b}' % (number, limit, request))
-        self._write(lines)
+            line = b'{"id":%d,"limit_s":%b,"request":%b}\n' % (number, limit, request)
+            self._writer.write(line)
 
     def _refusal(self, how: object) -> BaseException:
         unfit = self.ready.exception() if self.ready.done() else None
         return unfit or WorkerFault("lost", f"its process ended ({how})")
 
-    def _write(self, lines: Sequence[bytes]) -> None:
-        assert not any(b"\n" in line for line in lines), "a message is one line"
-        idle = not self._outgoing
-        self._outgoing += b"\n".join([*lines, b""])
-        if idle:
-            self._flush()
+    async def _greeted(
+        self, wire: socket.socket
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return the ends of a wire on which the first line is written."""
+        limit = self._limits.answer_bytes + _ENVELOPE_BYTES_MAX
+        reader, writer = await asyncio.open_connection(sock=wire, limit=limit)
+        about = {"module": self._spec.module, "settings": self._spec.settings}
+        writer.write(json.dumps(about | asdict(self._limits)).encode() + b"\n")
+        return reader, writer
 
-    def _flush(self) -> None:
-        """Write what the pipe takes, and go on when it takes more."""
-        requests, outgoing = self._requests, self._outgoing
-        with suppress(BrokenPipeError):  # its end is noticed at the other pipe
-            with suppress(BlockingIOError), memoryview(outgoing) as data:
-                taken = os.write(requests, data)
-                data.release()
-                del outgoing[:taken]
-            if outgoing:
-                self._loop.add_writer(requests, self._flush)
-                return
-        self._loop.remove_writer(requests)
+    async def _serve(self) -> None:
+        """Read answers until all processes have ended, or the worker writes what is none."""
+        printing = self._loop.create_task(self._forward_prints())
+        with suppress(ValueError, LookupError, TypeError, ConnectionError):
+            async for line in self._reader:
+                self._receive(orjson.loads(line))
+        self.alive = False
+        # The kernel may take its time to end a process: never in the thread of the wires.
+        code = await asyncio.to_thread(self._end)
+        await asyncio.wait([printing], timeout=EXIT_TIMEOUT_S)
+        printing.cancel()
+        self._writer.close()
+        self._fail_pending(code)
 
-    def _forward(self) -> None:
-        """Forward what is printed by now to standard error."""
-        for _ in range(16):  # a flood must not keep the caller here
-            try:
-                data = os.read(self._output, _PRINTED_READ_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                self._loop.remove_reader(self._output)
-                return
-            self._printed.forward(data)
-
-    def _take(self) -> None:
-        data = os.read(self._answers, _READ_BYTES)
-        if not data:
-            self._lose(None)
-            return
-        self._incoming += data
-        if b"\n" in data:
-            *lines, rest = bytes(self._incoming).split(b"\n")
-            self._incoming = bytearray(rest)
-            for line in filter(None, lines):
-                try:
-                    self._receive(orjson.loads(line))
-                except (ValueError, LookupError, TypeError):  # its code wrote to the pipe
-                    self._process.terminate()
-        if len(self._incoming) > self._limits.answer_bytes + _ENVELOPE_BYTES_MAX:
-            self._incoming.clear()
-            self._process.terminate()
+    async def _forward_prints(self) -> None:
+        """Forward what the process prints to standard error."""
+        reader = asyncio.StreamReader()
+        transport, _ = await self._loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+        )
+        try:
+            while data := await reader.read(_PRINTED_READ_BYTES):
+                self._printed.forward(data)
+        finally:
+            transport.close()
 
     def _receive(self, record: Mapping[str, Any]) -> None:
-        if "ended" in record:
-            self._lose(record)
-        elif pending := self._pending.pop(record["id"], None):
-            if "answer" in record:
-                _set(pending.answer, record["answer"])
-            elif "unfit" in record:
-                _fail(pending.answer, InputError(record["unfit"]))
-            elif record["limit"] == "wall":
-                _fail(pending.answer, WorkerFault("wall", f"over {pending.limit_s:g} seconds"))
-            else:
-                most = f"an answer over {self._limits.answer_bytes} bytes"
-                _fail(pending.answer, WorkerFault("answer", most))
-
-    def _lose(
-        self, record: Mapping[str, Any] | None, then: Callable[[], None] | None = None
-    ) -> None:
-        """End the process; `record` is the supervisor's, None where it had no time for one."""
-        if not self.alive:
-            if then is not None:
-                then()
+        pending = self._pending.pop(record["id"], None)
+        if pending is None:
             return
-        self.alive = False
-        self._loop.remove_reader(self._answers)
-        self._loop.remove_reader(self._output)
-        self._loop.remove_writer(self._requests)
-        # The kernel may take its time to end a process: never in the thread of the pipes.
-        threading.Thread(
-            target=self._end, args=(record, then), name="isolated-end", daemon=True
-        ).start()
+        if "answer" in record:
+            _set(pending.answer, record["answer"])
+        elif "unfit" in record:
+            _fail(pending.answer, InputError(record["unfit"]))
+        elif record["limit"] == "wall":
+            _fail(pending.answer, WorkerFault("wall", f"over {pending.limit_s:g} seconds"))
+        else:
+            most = f"an answer over {self._limits.answer_bytes} bytes"
+            _fail(pending.answer, WorkerFault("answer", most))
 
-    def _end(self, record: Mapping[str, Any] | None, then: Callable[[], None] | None) -> None:
+    def _end(self) -> int:
+        """Wait for the supervisor, which ends as the worker did; return its exit code."""
         self._process.terminate()
         try:
-            self._process.wait(EXIT_TIMEOUT_S)
+            return self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
-        self._forward()
-        self._close_pipes()
-        record = record or {"ended": -1, "code": code, "late": False}
-        with suppress(RuntimeError):  # the loop is closed: this process ends
-            self._loop.call_soon_threadsafe(self._fail_pending, record)
-        if then is not None:
-            then()
+            return self._process.wait()
 
-    def _fail_pending(self, record: Mapping[str, Any]) -> None:
+    def _fail_pending(self, code: int) -> None:
         """Fail all calls: the one that ended the process with its cause, the others as lost."""
         pending, self._pending = self._pending, {}
-        how = self._cause(record, pending.get(record["ended"]))
+        number = self._lease.number
+        if code == -signal.SIGALRM and number < 0:
+            number = ~number  # its code blocked the event loop
+        guilty = None if self._closed else pending.get(number)
+        how = self._cause(code, guilty)
         if pending.pop(0, None) is not None:
             late = f"was not ready in {STARTUP_TIMEOUT_S:g} s"
             why = late if how.limit == "wall" else f"ended at its start ({how})"
@@ -387,12 +340,11 @@ class Worker:
                 ),
             )
         lost = self._refusal(how)
-        for number, call in pending.items():
-            _fail(call.answer, how if number == record["ended"] else lost)
+        for call in pending.values():
+            _fail(call.answer, how if call is guilty else lost)
 
-    def _cause(self, record: Mapping[str, Any], call: _Pending | None) -> WorkerFault:
-        code: int = record["code"]
-        if record["late"]:
+    def _cause(self, code: int, call: _Pending | None) -> WorkerFault:
+        if code == -signal.SIGALRM:  # of the supervisor
             limit_s = self._limits.wall_s if call is None else call.limit_s
             return WorkerFault("wall", f"over {limit_s or 0:g} seconds")
         if code == -signal.SIGPROF:
@@ -403,57 +355,75 @@ class Worker:
         return WorkerFault("crash", f"signal {-code}" if code < 0 else f"exit status {code}")
 
 
-def _started(spec: WorkerSpec, answers: int) -> subprocess.Popen[bytes]:
-    """Start a supervisor, which starts the worker; `answers` is its end of that pipe."""
-    environment = sealed_environment() if spec.environment is None else spec.environment
-    # `-c` rather than multiprocessing: spawn would import this program's main module, and with it
-    # JAX; a fork would copy its threads' locks. -P: or a types.py in the current folder would be
-    # taken for Python's.
-    supervise = "from marin_rl.isolated.supervisor import supervise; supervise()"
-    arguments = [str(answers), str(os.getpid()), *([spec.interpreter] if spec.interpreter else [])]
+def _shared_memory() -> int:
+    """A descriptor of memory for a lease."""
+    if LINUX:
+        shared = os.memfd_create("lease")
+    else:
+        with tempfile.TemporaryFile() as file:
+            shared = os.dup(file.fileno())
+    os.truncate(shared, Lease.BYTES)
+    return shared
+
+
+def _started(spec: WorkerSpec, wire: socket.socket, lease: int) -> subprocess.Popen[bytes]:
+    """Start a supervisor, which starts the worker at the other end of the wire."""
+    environment = sealed_environment() if spec.environment is None else dict(spec.environment)
+    if spec.interpreter is None:
+        # Not multiprocessing: spawn would import this program's main module, and with it JAX; a
+        # fork would copy its threads' locks. -P: or a types.py in the current folder would be taken
+        # for Python's.
+        work = "from marin_rl.isolated.worker import main; main()"
+        command = [sys.executable, "-P", "-c", work, str(lease)]
+    else:
+        environment.pop("PYTHONPATH", None)  # our packages are not for that interpreter
+        command = [spec.interpreter, "-I", worker_file, str(lease)]
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", supervise, *arguments],
-        stdin=subprocess.PIPE,
+        supervised(command, lease),
+        stdin=wire.fileno(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=dict(environment),
-        pass_fds=(answers,),
+        env=environment,
+        pass_fds=(lease,),
         start_new_session=True,
         bufsize=0,
     )
 
 
 def _set(future: "Future[Any]", value: Any) -> None:
-    with suppress(Exception):  # its caller may have been cancelled
+    with suppress(InvalidStateError):  # its caller may have been cancelled
         future.set_result(value)
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:
-    with suppress(Exception):  # as above
+    with suppress(InvalidStateError):  # as above
         future.set_exception(error)
 
 
+_in_loop = asyncio.run_coroutine_threadsafe
 _loops_lock = threading.Lock()
 # By process: a fork has no thread of its parent.
 _loops: dict[int, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
 
 
-def _pipes_loop() -> asyncio.AbstractEventLoop:
-    """The event loop that serves the pipes of this process, started at its first use."""
+def _wires_loop() -> asyncio.AbstractEventLoop:
+    """The event loop that serves the wires of this process, started at its first use."""
     with _loops_lock:
         if os.getpid() not in _loops:
-            loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, name="isolated-pipes", daemon=True)
+            # epoll's registrations would be shared with forks
+            loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+            thread = threading.Thread(target=loop.run_forever, name="isolated-wires", daemon=True)
             thread.start()
             _loops[os.getpid()] = loop, thread
         return _loops[os.getpid()][0]
 
 
 def stop_loop() -> None:
-    """End the thread of the pipes; it starts again when it is used."""
+    """End the thread of the wires; it starts again when it is used."""
     with _loops_lock:
         loop, thread = _loops.pop(os.getpid(), (None, None))
     if loop is not None and thread is not None:
+        _in_loop(loop.shutdown_default_executor(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

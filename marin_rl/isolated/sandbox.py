@@ -14,7 +14,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,14 +36,13 @@ from marin_rl.isolated.sandbox_command import (
     seccomp_filter,
 )
 from marin_rl.isolated.sandbox_watch import Limit, Watched, end_namespace, watch
+from marin_rl.isolated.supervisor import supervised
 
 Mode = Literal["bubblewrap", "rlimits_only"]
 
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE of linux/fcntl.h
 _ADD_SEALS = 1033
 _STATUS_BYTES = 1 << 16
-# Adopts what a program without walls leaves, and ends it; its environment has no secret either.
-_SUPERVISED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("descendants.py")))
 _SIGNALS = 128  # an exit status above it says that a signal ended the program
 
 
@@ -204,7 +202,7 @@ class Sandbox:
         for name, data in files.items():
             Path(folder, name).write_bytes(data)
         environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
-        command = [*_SUPERVISED, *self.limits.prefix(), *arguments]
+        command = supervised([*self.limits.prefix(), *arguments])
         process = _started(command, stdin, environment, (), folder)
         watched = watch(process, self.limits, wall_s, end_by=signal.SIGTERM)
         code = process.returncode

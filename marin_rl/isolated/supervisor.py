@@ -1,97 +1,77 @@
-"""The supervisor of a worker process: a parent between them that runs no code of others.
+"""Run a command under a supervisor: a process that ends everything the command has started.
 
-It adopts whatever descends from the worker (Linux), also what began a session of its own, and kills
-all of it when the worker ends or blocks, when the parent asks for it or lets go, and when the
-parent dies, by `kill -9` too. Its last line on the worker's pipe says which call's code ran then.
+The supervisor runs no code of others. It adopts all descendants of the command (Linux), also those
+in sessions of their own, and kills them when the command ends or is late, and when its own parent
+sends SIGTERM, closes the socket that is standard input, or dies, by `kill -9` too. It then ends as
+the command did, or by SIGALRM where that was late.
+
+    supervisor.py PARENT LEASE COMMAND…
+
+LEASE is a descriptor of shared memory (`worker.Lease`), or -1 for a command without a deadline.
+Imports nothing of this package: it runs as a file, also under an empty environment.
 """
 
 import contextlib
+import ctypes
+import mmap
 import os
 import resource
 import select
 import signal
 import sys
-import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
 
-from marin_rl.isolated import worker
-from marin_rl.isolated.descendants import (
-    LINUX,
-    adopt_orphans,
-    end_with,
-    kill_descendants,
-    reaped,
-)
+LINUX = sys.platform == "linux"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
-STARTUP_TIMEOUT_S = 120.0
+KILL_TIMEOUT_S = 5.0  # for processes that the kernel does not let die at once
+KILL_POLL_S = 0.001
 _POLL_S_MAX = 3600.0
-_STARTING_POLL_S = 0.25  # while the limit of the worker's calls is not known
-_READ_BYTES = 1 << 16
+_SIGNALS_READ_BYTES = 1 << 16
 
 
-def supervise() -> None:
-    """Run the worker of `sys.argv`, and end all its processes afterwards.
+def supervised(command: Sequence[str], lease: int = -1) -> list[str]:
+    """Return the command line of a supervisor of `command`, for this process to start."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(lease), *command]
 
-    Its requests are standard input. The arguments are the descriptor of its answers, the parent's
-    process id and, if it is another, the interpreter.
-    """
-    answers, parent, *interpreter = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+
+def main(parent: int, lease: int, command: list[str]) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    adopt_orphans()
-    shared = _shared_memory()
-    state = worker.SharedState(shared)
-    state.write(0, time.monotonic() + STARTUP_TIMEOUT_S, _STARTING_POLL_S)
-    supervisor, wake = os.getpid(), _wake_by_signals()
-    process = os.fork()
-    if process == 0:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        end_with(supervisor)
-        requests = os.dup(0)
-        _silence(0)
-        _work(requests, answers, shared, interpreter)
-        return
-    _silence(1, 2)
-    code, late = _watch(process, state, parent, wake)
-    kill_descendants(process)
-    number, *_ = state.read()
-    if late and number < 0:
-        number = ~number
-    with contextlib.suppress(OSError):  # the parent may be gone
-        late_or_not = "true" if late else "false"
-        os.write(answers, b'\n{"ended":%d,"code":%d,"late":%b}\n'
-                 % (number, code, late_or_not.encode()))  # fmt: skip
-    os._exit(0)
-
-
-def _work(requests: int, answers: int, shared: int, interpreter: list[str]) -> None:
-    """Be the worker, here or in another interpreter, which need not have this package."""
-    if not interpreter:
-        worker.main(requests, answers, shared)
-        return
-    descriptors = (requests, answers, shared)
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, True)
-    os.environ.pop("PYTHONPATH")  # the packages of this interpreter are not for that one
-    os.execv(interpreter[0], [*interpreter, "-I", worker.__file__, *map(str, descriptors)])
-
-
-def _shared_memory() -> int:
     if LINUX:
-        shared = os.memfd_create("worker")
-    else:
-        with tempfile.TemporaryFile() as file:
-            shared = os.dup(file.fileno())
-    os.truncate(shared, worker.SharedState.FORM.size)
-    return shared
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake = _wake_by_signals()
+    supervisor = os.getpid()
+    if (child := os.fork()) == 0:
+        _end_with(supervisor)
+        os.execvp(command[0], command)
+    status = _watch(child, lease, parent, wake)
+    _kill_descendants(child)
+    if os.WIFSIGNALED(status):
+        ended_by = os.WTERMSIG(status)
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(ended_by, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {ended_by})
+        os.kill(supervisor, ended_by)
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _silence(*descriptors: int) -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in descriptors:
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+def _prctl(option: int, argument: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies."""
+    if not LINUX:
+        os.setpgid(0, 0)  # so that the parent can kill this group and live
+        return
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _wake_by_signals() -> int:
@@ -105,29 +85,79 @@ def _wake_by_signals() -> int:
     return wake
 
 
-def _watch(process: int, state: worker.SharedState, parent: int, wake: int) -> tuple[int, bool]:
-    """Return the worker's exit code, and True if it blocks; 0 if the parent lets go or dies."""
+def _watch(child: int, lease: int, parent: int, wake: int) -> int:
+    """Return the child's status; SIGALRM once it is late, SIGKILL if the parent ends it or dies."""
     poll = select.poll()
     poll.register(wake, select.POLLIN)
-    poll.register(0, 0)  # tells the end of the pipe alone: requests are the worker's to read
+    poll.register(0, 0)  # reports the end of the socket alone: what it carries is the child's
     if LINUX:
-        # A fork of the parent may hold the pipe too; this is about the parent alone.
+        # A fork of the parent may hold the socket too; this is about the parent alone.
         with contextlib.suppress(OSError):
             poll.register(os.pidfd_open(parent), select.POLLIN)
         if os.getppid() != parent:
-            return 0, False
-    while (status := dict(reaped()).get(process)) is None:
-        _, deadline, limit_s = state.read()
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return -signal.SIGKILL, True
-        # No call that begins meanwhile is late before its limit.
-        ready = {
-            descriptor for descriptor, _ in poll.poll(min(left_s, limit_s, _POLL_S_MAX) * 1000)
-        }
+            return signal.SIGKILL
+    state = None if lease < 0 else memoryview(mmap.mmap(lease, 0)).cast("d")
+    while (status := dict(_reaped()).get(child)) is None:
+        wait_s = _POLL_S_MAX
+        if state is not None:
+            _, deadline, limit_s = state
+            if (left_s := deadline - time.monotonic()) <= 0:
+                return signal.SIGALRM
+            wait_s = min(left_s, limit_s, wait_s)  # a call that begins now is late after its limit
+        ready = {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
         signals = b""
         with contextlib.suppress(BlockingIOError):
-            signals = os.read(wake, _READ_BYTES)
+            signals = os.read(wake, _SIGNALS_READ_BYTES)
         if ready - {wake} or signal.SIGTERM in signals:
-            return 0, False
-    return os.waitstatus_to_exitcode(status), False
+            return signal.SIGKILL
+    return status
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
+def _kill_descendants(child: int) -> None:
+    """Kill everything that descends from this process, and what that starts meanwhile.
+
+    On other systems than Linux, the process group of the child.
+    """
+    if not LINUX:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        return
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (alive := _descendants(os.getpid())) and time.monotonic() < deadline:
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        list(_reaped())
+        time.sleep(KILL_POLL_S)
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Process ids of what descends from a process and still runs, parents first."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        try:
+            # "pid (name) state parent …", and a name may hold anything
+            fields = (path / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != b"Z":
+            children.setdefault(int(fields[1]), []).append(int(path.name))
+    descendants: list[int] = []
+    waiting = [ancestor]
+    while waiting:
+        born = children.get(waiting.pop(), [])
+        descendants += born
+        waiting += born
+    return descendants
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

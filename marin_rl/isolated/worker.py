@@ -1,11 +1,11 @@
 """The body of a worker process: limits, and the calls of its parent, singly or interleaved.
 
-Parent and worker write JSON, an object a line. The first line names a module, its settings and
-limits; `begin(settings)` of the module returns the work, and is answered by `{"id": 0, "answer":
-…}` or `{"id": 0, "unfit": TEXT}`. Calls follow, `{"id": 1, "limit_s": null, "request": …}`, and are
-answered in any order by `{"id": 1, "answer": …}` or `{"id": 1, "limit": NAME}`. Work that is a
-function answers one call after another. Work that is a `Handler` has a coroutine for each call, and
-one event loop; a call is not charged for the time in which others run.
+Parent and worker write JSON, an object a line, to one socket. The first line names a module, its
+settings and limits; `begin(settings)` of the module returns the work, and is answered by `{"id": 0,
+"answer": …}` or `{"id": 0, "unfit": TEXT}`. Calls follow, `{"id": 1, "limit_s": null, "request":
+…}`, and are answered in any order by `{"id": 1, "answer": …}` or `{"id": 1, "limit": NAME}`. Work
+that is a function answers one call after another. Work that is a `Handler` has a coroutine for each
+call, and one event loop; a call is not charged for the time in which others run.
 
 Code that blocks is ended by the supervisor, which sees in shared memory which call runs and until
 when it may. Imports the standard library alone, and runs as a script in interpreters that lack this
@@ -23,13 +23,12 @@ import os
 import random
 import resource
 import signal
-import struct
+import socket
 import sys
 import time
 import types
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,24 +50,25 @@ class Handler(Protocol):
         ...
 
 
-class SharedState:
-    """Memory that a worker shares with its supervisor, behind a descriptor.
+class Lease:
+    """Memory of a worker, its supervisor and its parent, behind a descriptor: three doubles.
 
-    It has the number of the call whose code runs, or the complement of the last one that did; the
+    The number of the call whose code runs, or the complement of the last one that did; the
     monotonic time at which the process counts as blocked; and the shortest limit of a call.
     """
 
-    FORM = struct.Struct("<qdd")
+    BYTES = 24
 
     def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, self.FORM.size)
+        self._memory = memoryview(mmap.mmap(descriptor, self.BYTES)).cast("d")
 
     def write(self, number: int, deadline: float, limit_s: float) -> None:
-        self.FORM.pack_into(self._memory, 0, number, deadline, limit_s)
+        for place, value in enumerate((number, deadline, limit_s)):
+            self._memory[place] = value
 
-    def read(self) -> tuple[int, float, float]:
-        number, deadline, limit_s = self.FORM.unpack_from(self._memory)
-        return number, deadline, limit_s
+    @property
+    def number(self) -> int:
+        return int(self._memory[0])
 
 
 class RandomState:
@@ -93,26 +93,31 @@ class RandomState:
             self._numpy = sys.modules["numpy"].random.get_state()
 
 
-def main(requests: int, answers: int, state: int) -> None:
-    """Serve the parent at the other ends of two pipes until it closes its end."""
-    for descriptor in (requests, answers, state):
-        os.set_inheritable(descriptor, False)
-    lines = _Lines(requests)
-    hello = json.loads(next(lines))
-    worker = _Worker((requests, answers), state, hello)
+def main() -> None:
+    """Serve the parent at the other end of standard input, a socket, until it closes it."""
+    parent = _Parent(Lease(int(sys.argv[1])))
+    os.close(int(sys.argv[1]))
+    calls = parent.receive()
+    while calls == []:
+        calls = parent.receive()
+    if calls is None:
+        return
+    hello, *calls = calls
+    parent.limit_s = math.inf if hello["wall_s"] is None else hello["wall_s"]
+    parent.answer_bytes = hello["answer_bytes"]
     module = load_module(hello["module"])
-    _limit(hello)
+    _limit_resources(hello)
     try:
         work: Any = module.begin(hello["settings"])
     except ValueError as error:  # such as InputError
-        worker.send(0, unfit=str(error))
+        parent.send(0, unfit=str(error))
         return
-    worker.note(~0)
-    worker.send(0, answer=getattr(work, "ready", None))
+    parent.note(~0)
+    parent.send(0, answer=getattr(work, "ready", None))
     if isinstance(work, Handler):
-        _Interleaved(worker, work).serve(lines)
+        _Interleaved(parent, work).serve(calls)
     else:
-        worker.answer_singly(lines, work, hello["cpu_s"])
+        _serve_singly(parent, work, calls, hello["cpu_s"])
 
 
 def load_module(name: str) -> Any:
@@ -127,13 +132,17 @@ def load_module(name: str) -> Any:
     return module
 
 
-def _limit(hello: "dict[str, Any]") -> None:
+def _limit_resources(hello: "dict[str, Any]") -> None:
     """Limit memory, and what a sealed worker may open and start; its children inherit it."""
     limits: dict[int, int] = {}
     if hello["memory_bytes"] is not None:
+        in_use = 0
+        with suppress(OSError, ValueError, IndexError):  # where the system does not report it
+            pages = Path("/proc/self/statm").read_text().split()[5]
+            in_use = int(pages) * resource.getpagesize()
         # Linux counts what a process can write to, not what libraries only reserve.
         memory = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
-        limits[memory] = _bytes_in_use() + hello["memory_bytes"]
+        limits[memory] = in_use + hello["memory_bytes"]
     if hello["sealed"]:
         limits |= {
             resource.RLIMIT_FSIZE: 0,
@@ -145,73 +154,42 @@ def _limit(hello: "dict[str, Any]") -> None:
             resource.setrlimit(name, (most, most))
 
 
-def _bytes_in_use() -> int:
-    """Return the bytes that this process can write to, 0 where the system does not report it."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * resource.getpagesize()
+class _Parent:
+    """The wire to the parent, and slices: the code between two awaits of a call, or all of it."""
 
-
-class _Lines:
-    """Lines of a pipe: iterate to block for the next, `taken` for what has arrived."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self._lines: list[bytes] = []  # the next one is the last
-        self._begun = b""
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        while not self._lines:
-            if not self.read():
-                raise StopIteration
-        return self._lines.pop()
-
-    def read(self) -> bool:
-        data = os.read(self.descriptor, _READ_BYTES)
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        self._lines = lines[::-1] + self._lines
-        return bool(data)
-
-    def taken(self) -> list[bytes]:
-        lines, self._lines = self._lines[::-1], []
-        return lines
-
-
-class _Worker:
-    """Answers to the parent, and slices: the code between two awaits of a call, or all of it."""
-
-    def __init__(self, pipes: "tuple[int, int]", state: int, hello: "dict[str, Any]") -> None:
-        self._pipes, self._state = pipes, SharedState(state)
-        _, self._answers = pipes
-        self._answer_bytes = hello["answer_bytes"]
-        self.limit_s: float = math.inf if hello["wall_s"] is None else hello["wall_s"]
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
         self._process = os.getpid()
+        self.wire = socket.socket(fileno=os.dup(0))
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, 0)
+        os.close(nowhere)
+        self._begun = b""
+        self.limit_s, self.answer_bytes = math.inf, 0
+
+    def receive(self) -> "list[dict[str, Any]] | None":
+        """Wait for objects that are complete, perhaps none; None once the parent let go."""
+        data = self.wire.recv(_READ_BYTES)
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        return list(map(json.loads, lines)) if data else None
 
     def send(self, number: int, **fields: Any) -> None:
         """Write a line. An answer that is bytes is JSON already."""
         answer = fields.get("answer")
-        if isinstance(answer, bytes):
-            if len(answer) > self._answer_bytes:
-                self.send(number, limit="answer")
-                return
-            line = b'{"id":%d,"answer":%b}\n' % (number, answer)
-        else:
+        if not isinstance(answer, bytes):
             line = json.dumps({"id": number, **fields}).encode() + b"\n"
-        left = memoryview(line)
-        while left:
-            left = left[os.write(self._answers, left) :]
+        elif len(answer) > self.answer_bytes:
+            line = b'{"id":%d,"limit":"answer"}\n' % number
+        else:
+            line = b'{"id":%d,"answer":%b}\n' % (number, answer)
+        self.wire.sendall(line)
 
     def note(self, number: int, limit_s: float = math.inf) -> None:
         """Note whose code runs, or `~number` once it does not: the process may go on so for long.
 
         A call whose code runs is to blame for the end of the process.
         """
-        self._state.write(number, time.monotonic() + limit_s, self.limit_s)
+        self._lease.write(number, time.monotonic() + limit_s, self.limit_s)
 
     @contextmanager
     def slice(self, number: int, limit_s: float) -> Iterator[None]:
@@ -225,49 +203,72 @@ class _Worker:
             if os.getpid() != self._process:  # a child that goes on as if it were this process
                 os._exit(0)
             try:
-                for pipe in self._pipes:
-                    os.fstat(pipe)
+                os.fstat(self.wire.fileno())
             except OSError:  # it was closed: nobody could ask, or be answered, any more
                 os._exit(1)
 
-    def answer_singly(
-        self, lines: _Lines, answer: Callable[[Any], bytes], cpu_s: "float | None"
-    ) -> None:
-        """Answer one call after another.
 
-        CPU time is limited for each by an interval timer of the kernel, which ends the process even
-        while a C function holds the interpreter lock.
-        """
-        for line in lines:
-            call = json.loads(line)
-            with self.slice(call["id"], call["limit_s"] or self.limit_s):
+def _serve_singly(
+    parent: _Parent,
+    answer: Callable[[Any], bytes],
+    calls: "list[dict[str, Any]] | None",
+    cpu_s: "float | None",
+) -> None:
+    """Answer one call after another, without an event loop, so that its code may run one.
+
+    CPU time is limited for each by an interval timer of the kernel, which ends the process even
+    while a C function holds the interpreter lock.
+    """
+    while calls is not None:
+        for call in calls:
+            with parent.slice(call["id"], call["limit_s"] or parent.limit_s):
                 signal.setitimer(signal.ITIMER_PROF, cpu_s or 0)  # SIGPROF ends the process
                 data = answer(call["request"])
                 signal.setitimer(signal.ITIMER_PROF, 0)
-            self.note(~call["id"])
-            self.send(call["id"], answer=data)
+            parent.note(~call["id"])
+            parent.send(call["id"], answer=data)
+        calls = parent.receive()
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call in progress; times are seconds of the monotonic clock."""
+class _Charge:
+    """The seconds that a call is charged for, and what is done once they are over its limit."""
 
-    number: int
-    around: Callable[[], AbstractContextManager[object]]
-    begun: float
-    busy_before: float  # of all slices, when it began
-    own_s: float = 0.0
-    uncharged_since: "float | None" = None
-    ended: bool = False
-    timer: "asyncio.TimerHandle | None" = None
-    task: "asyncio.Task[bytes] | None" = None
+    def __init__(self, limit_s: float, late: Callable[[], None]) -> None:
+        self._limit_s, self._late = limit_s, late
+        self._began = time.monotonic()
+        self._paused_at: float | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(limit_s, self._check)
+
+    def others_s(self) -> float:
+        """Seconds since the beginning in which other calls ran."""
+        return 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        if self._paused_at is not None:
+            yield
+            return
+        self._paused_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self._began += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        now = time.monotonic() if self._paused_at is None else self._paused_at
+        left_s = self._limit_s - (now - self._began - self.others_s())
+        if left_s > SLACK_S:
+            self._timer = self._loop.call_later(left_s, self._check)
+        else:
+            self._late()
 
 
-_current: "contextvars.ContextVar[_Call | None]" = contextvars.ContextVar("call", default=None)
-# Of a call in a process that has no worker around it.
-_deadline: "contextvars.ContextVar[asyncio.Timeout | None]" = contextvars.ContextVar(
-    "deadline", default=None
-)
+_charge: "contextvars.ContextVar[_Charge | None]" = contextvars.ContextVar("charge", default=None)
 
 
 @contextmanager
@@ -276,20 +277,12 @@ def uncharged() -> Iterator[None]:
 
     A slice that blocks the process ends it also then. Does nothing outside of a call.
     """
-    call, began = _current.get(), time.monotonic()
-    if call is None:
-        with _paused(_deadline.get()):
-            yield
-        return
-    if call.uncharged_since is not None:
+    charge = _charge.get()
+    if charge is None:
         yield
         return
-    call.uncharged_since = began
-    try:
+    with charge.paused():
         yield
-    finally:
-        call.begun += time.monotonic() - began
-        call.uncharged_since = None
 
 
 @asynccontextmanager
@@ -298,96 +291,83 @@ async def charged(limit_s: "float | None") -> "AsyncIterator[asyncio.Timeout]":
 
     Raises TimeoutError, on which the deadline has `expired()`.
     """
-    async with asyncio.timeout(limit_s) as deadline:
-        token = _deadline.set(deadline)
+    async with asyncio.timeout(None) as deadline:
+        if limit_s is None:  # a worker's own charge stays
+            yield deadline
+            return
+        now = asyncio.get_running_loop().time
+        charge = _Charge(limit_s, lambda: deadline.reschedule(now()))
+        token = _charge.set(charge)
         try:
             yield deadline
         finally:
-            _deadline.reset(token)
+            charge.stop()
+            _charge.reset(token)
 
 
-@contextmanager
-def _paused(deadline: "asyncio.Timeout | None") -> Iterator[None]:
-    """Stop the clock of a deadline that runs."""
-    if deadline is None or deadline.expired() or (ends := deadline.when()) is None:
-        yield
-        return
-    clock = asyncio.get_running_loop().time
-    left_s = ends - clock()
-    deadline.reschedule(None)
-    try:
-        yield
-    finally:
-        deadline.reschedule(clock() + left_s)
+class _Call(_Charge):
+    """A call in progress of a worker."""
 
+    def __init__(
+        self,
+        worker: "_Interleaved",
+        number: int,
+        around: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.number, self.around = number, around
+        self.own_s = 0.0
+        self.ended = False
+        self.task: asyncio.Task[bytes] | None = None
+        self._worker, self._busy_before_s = worker, worker.busy_s
+        super().__init__(worker.limit_s, lambda: worker.end_late(self))
 
-class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that says when it is told to stop."""
-
-    def __init__(self, stopped: Callable[[], None]) -> None:
-        super().__init__()
-        self._stopped = stopped
-
-    def stop(self) -> None:
-        self._stopped()
-        super().stop()
+    def others_s(self) -> float:
+        return self._worker.busy_s - self._busy_before_s - self.own_s
 
 
 class _Interleaved:
     """Calls as tasks of one event loop, each with a time limit."""
 
-    def __init__(self, worker: _Worker, handler: Handler) -> None:
-        self._worker, self._handler, self._limit_s = worker, handler, worker.limit_s
-        self._loop = _Loop(self._stopped)
-        self._busy_s = 0.0
+    def __init__(self, parent: _Parent, handler: Handler) -> None:
+        self._parent, self._handler, self.limit_s = parent, handler, parent.limit_s
+        self._loop = asyncio.new_event_loop()
+        self.busy_s = 0.0  # of all slices
         self._calls: set[_Call] = set()
-        self._last, self._stopped_by = 0, 0
+        self._last = 0
 
-    def serve(self, lines: _Lines) -> None:
-        """Begin a call for each line, until there are no more."""
+    def serve(self, calls: "Iterable[dict[str, Any]]") -> None:
+        """Begin a call for each that comes, until the parent lets go."""
         asyncio.set_event_loop(self._loop)
         self._loop.set_task_factory(self._task)
-        self._loop.add_reader(lines.descriptor, self._take, lines)
-        for line in lines.taken():
-            self._begin(json.loads(line))
+        self._loop.add_reader(self._parent.wire, self._receive)
+        for call in calls:
+            self._loop.call_soon(self._begin, call)
         try:
-            self._loop.run_forever()
+            while True:  # code of a call may stop the loop
+                self._loop.run_forever()
         finally:
-            self._worker.note(self._stopped_by or self._last)  # or whose code broke the loop
+            self._parent.note(self._last)  # its code broke the loop
 
-    def _stopped(self) -> None:
-        # Slices of others may still come before the loop ends.
-        self._stopped_by = self._stopped_by or self._last
-
-    def _take(self, lines: _Lines) -> None:
-        if not lines.read():
-            os._exit(0)
-        for line in lines.taken():
-            self._begin(json.loads(line))
-
-    def _begin(self, asked: "dict[str, Any]") -> None:
-        coroutine, around = self._handler.call(asked["request"])
-        call = _Call(asked["id"], around, time.monotonic(), self._busy_s)
-        token = _current.set(call)
-        call.task = self._loop.create_task(coroutine)
-        _current.reset(token)
-        call.task.add_done_callback(lambda task: self._end(call, task))
-        if self._limit_s < math.inf:
-            call.timer = self._loop.call_later(self._limit_s, self._check, call)
-        self._calls.add(call)  # event loops hold tasks weakly
-
-    def _check(self, call: _Call) -> None:
-        """End a call that is over its time; others' slices do not count."""
-        others_s = self._busy_s - call.busy_before - call.own_s
-        now = time.monotonic() if call.uncharged_since is None else call.uncharged_since
-        left_s = self._limit_s - (now - call.begun - others_s)
-        if left_s > SLACK_S:
-            call.timer = self._loop.call_later(left_s, self._check, call)
-            self._rest()
-            return
+    def end_late(self, call: _Call) -> None:
         self._finish(call, limit="wall")
         assert call.task is not None
         call.task.cancel()  # and no waiting for it: it may refuse to end
+
+    def _receive(self) -> None:
+        calls = self._parent.receive()
+        if calls is None:
+            os._exit(0)
+        for call in calls:
+            self._begin(call)
+
+    def _begin(self, asked: "dict[str, Any]") -> None:
+        coroutine, around = self._handler.call(asked["request"])
+        call = _Call(self, asked["id"], around)
+        token = _charge.set(call)
+        call.task = self._loop.create_task(coroutine)
+        _charge.reset(token)
+        call.task.add_done_callback(lambda task: self._end(call, task))
+        self._calls.add(call)  # event loops hold tasks weakly
 
     def _end(self, call: _Call, task: "asyncio.Task[bytes]") -> None:
         if call.ended:
@@ -402,14 +382,13 @@ class _Interleaved:
     def _finish(self, call: _Call, **fields: Any) -> None:
         call.ended = True
         self._calls.discard(call)
-        if call.timer is not None:
-            call.timer.cancel()
-        self._worker.send(call.number, **fields)
+        call.stop()
+        self._parent.send(call.number, **fields)
 
     def _task(self, loop: Any, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
         """A task; one of a call, or that a call makes, runs in slices of that call."""
-        call = _current.get()
-        if call is not None:
+        call = _charge.get()
+        if isinstance(call, _Call):
             coroutine = self._sliced(coroutine, call)
         return asyncio.Task(coroutine, loop=loop, **options)
 
@@ -435,7 +414,7 @@ class _Interleaved:
         self._last = call.number
         began = time.monotonic()
         try:
-            with self._worker.slice(call.number, self._limit_s), call.around():
+            with self._parent.slice(call.number, self.limit_s), call.around():
                 try:
                     return False, run()
                 except StopIteration as end:
@@ -445,14 +424,15 @@ class _Interleaved:
                     raise RuntimeError(f"{type(error).__name__} in a task") from error
         finally:
             took_s = time.monotonic() - began
-            self._busy_s += took_s
+            self.busy_s += took_s
             call.own_s += took_s
             self._rest()
 
     def _rest(self) -> None:
         """Note that only the event loop runs, which has a timer for each call."""
-        self._worker.note(~self._last, self._limit_s + GRACE_S if self._calls else math.inf)
+        limit_s = self.limit_s + GRACE_S if self._calls else math.inf
+        self._parent.note(~self._last, limit_s)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

@@ -106,7 +106,7 @@ from marin_rl.environments.episode_pool import pools
 with run("configs/debug.yaml", {{"root": {str(tmp_path)!r}, "rounds": 1}}) as training:
     (committed,) = training
 assert not pools
-others = [c for c in commands if sys.executable in c.partition("supervise()")[2]]
+others = [c for c in commands if "isolated/worker.py" in c]
 print(committed.number, len(commands), others)
 print([name for name in sys.modules if name.startswith({foreign!r})])
 """
