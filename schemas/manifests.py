@@ -36,7 +36,7 @@ def canonical_json(value: Any) -> bytes:
     return text.encode()
 
 
-def sha256_of(data: bytes) -> str:
+def sha256_of(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 

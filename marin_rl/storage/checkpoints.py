@@ -151,17 +151,19 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
         _save(folder, arrays)
 
         def seal(file: Path) -> Part:
-            """Make a file durable, and describe it by one read for both."""
+            """Make a file durable, and describe it."""
             relative = file.relative_to(folder).as_posix()
-            with file.open("rb") as opened:
-                if target is not None:
-                    # Synced here, whatever Orbax syncs: the commit must not name files a crash can
-                    # lose. A descriptor for reading is enough: fsync flushes the file.
-                    os.fsync(opened.fileno())
-                data = opened.read()
+            key = f"{prefix}/{relative}"
             if target is None:
-                run.store.put_part(f"{prefix}/{relative}", data)
-            return part_of(f"{attempt}/{relative}", data)
+                data = file.read_bytes()
+                run.store.put_part(key, data)
+                return part_of(f"{attempt}/{relative}", data)
+            with file.open("rb") as opened:
+                # Synced here, whatever Orbax syncs: the commit must not name files a crash can
+                # lose. A descriptor for reading is enough: fsync flushes the file.
+                os.fsync(opened.fileno())
+            # Mapped: the arrays are not in memory a second time.
+            return part_of(f"{attempt}/{relative}", memoryview(load(run.store, key)))
 
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         # Hashing, syncing and uploading release the interpreter.

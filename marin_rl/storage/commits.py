@@ -98,7 +98,7 @@ def manifest_key(slot: str) -> str:
     return f"{slot}/manifest.json"
 
 
-def part_of(name: str, data: bytes, *, rows: int | None = None) -> Part:
+def part_of(name: str, data: bytes | memoryview, *, rows: int | None = None) -> Part:
     return Part(name=name, bytes=len(data), sha256=sha256_of(data), rows=rows)
 
 
