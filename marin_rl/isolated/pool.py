@@ -10,7 +10,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from marin_rl.isolated.processes import PrintedText, Worker, WorkerFault, WorkerSpec, stop_loop
@@ -36,7 +36,7 @@ class Pool:
         """Start the first workers, without waiting for them. Raises OSError."""
         with self._lock:
             while len(self._workers) < workers:
-                self._workers.append(self._new())
+                self._workers.append(Worker(self._spec, self._printed))
 
     def ready(self) -> Any:
         """Return the `ready` value of the work, once it has begun. Raises InputError."""
@@ -52,7 +52,7 @@ class Pool:
             self._workers = [worker for worker in self._workers if worker.alive]
             least = min(self._workers, key=lambda worker: worker.load, default=None)
             if least is None or (least.load and len(self._workers) < self._size):
-                least = self._new()
+                least = Worker(self._spec, self._printed)
                 self._workers.append(least)
             least.load += 1
             return least
@@ -64,7 +64,7 @@ class Pool:
             if not worker.alive and worker in self._workers:
                 self._workers.remove(worker)
                 if worker.is_fit:
-                    self._workers.append(self._new())
+                    self._workers.append(Worker(self._spec, self._printed))
 
     def ask(
         self, requests: Sequence[bytes], limit_s: float | int | None = None
@@ -74,31 +74,23 @@ class Pool:
         What is lost is asked for again. Raises InputError where the work cannot begin.
         """
         answers: list[Any | WorkerFault] = []
-        losses = 0  # one after another
+        losses = 0  # of the next answer
         with self._places:
             while len(answers) < len(requests):
-                before = len(answers)
-                last_try = losses == LOSSES_MAX
-                answers += self._answers(requests[before:], limit_s, last_try=last_try)
-                losses = losses + 1 if len(answers) == before else 0
-        return answers
-
-    def _answers(
-        self, requests: Sequence[bytes], limit_s: float | int | None, *, last_try: bool
-    ) -> "Iterator[Any | WorkerFault]":
-        """Answers of one worker, up to the first that is lost."""
-        worker = self.assign()
-        try:
-            for call in worker.call_all(requests, limit_s):
+                worker = self.assign()
                 try:
-                    yield call.result()
-                except WorkerFault as fault:
-                    if fault.limit != "lost" or last_try:
-                        yield fault
-                    if fault.limit == "lost":
-                        return
-        finally:
-            self.release(worker)
+                    for call in worker.call_all(requests[len(answers) :], limit_s):
+                        try:
+                            answers.append(call.result())
+                        except WorkerFault as fault:
+                            if fault.limit == "lost" and losses < LOSSES_MAX:
+                                losses += 1
+                                break
+                            answers.append(fault)
+                        losses = 0
+                finally:
+                    self.release(worker)
+        return answers
 
     @property
     def process_ids(self) -> list[int]:
@@ -111,9 +103,6 @@ class Pool:
             workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
-
-    def _new(self) -> Worker:
-        return Worker(self._spec, self._printed)
 
     def forget(self) -> None:
         """Begin without workers, in a fork: they are its parent's."""

@@ -247,7 +247,7 @@ class Worker:
     ) -> None:
         if not self.alive:
             for answer in answers:
-                _fail(answer, self._refusal("before the call"))
+                _settle(answer, self._refusal("before the call"))
             return
         limit = b"null" if limit_s is None else b"%f" % limit_s
         for request, answer in zip(requests, answers, strict=True):
@@ -302,14 +302,15 @@ class Worker:
         if pending is None:
             return
         if "answer" in record:
-            _set(pending.answer, record["answer"])
+            result = record["answer"]
         elif "unfit" in record:
-            _fail(pending.answer, InputError(record["unfit"]))
+            result = InputError(record["unfit"])
         elif record["limit"] == "wall":
-            _fail(pending.answer, WorkerFault("wall", f"over {pending.limit_s:g} seconds"))
+            result = WorkerFault("wall", f"over {pending.limit_s:g} seconds")
         else:
             most = f"an answer over {self._limits.answer_bytes} bytes"
-            _fail(pending.answer, WorkerFault("answer", most))
+            result = WorkerFault("answer", most)
+        _settle(pending.answer, result)
 
     def _end(self) -> int:
         """Wait for the supervisor, which ends as the worker did; return its exit code."""
@@ -332,7 +333,7 @@ class Worker:
         if pending.pop(0, None) is not None:
             late = f"was not ready in {STARTUP_TIMEOUT_S:g} s"
             why = late if how.limit == "wall" else f"ended at its start ({how})"
-            _fail(
+            _settle(
                 self.ready,
                 InputError(
                     f"the process for {self._spec.title} {why}: its standard error says more; "
@@ -341,7 +342,7 @@ class Worker:
             )
         lost = self._refusal(how)
         for call in pending.values():
-            _fail(call.answer, how if call is guilty else lost)
+            _settle(call.answer, how if call is guilty else lost)
 
     def _cause(self, code: int, call: _Pending | None) -> WorkerFault:
         if code == -signal.SIGALRM:  # of the supervisor
@@ -390,14 +391,13 @@ def _started(spec: WorkerSpec, wire: socket.socket, lease: int) -> subprocess.Po
     )
 
 
-def _set(future: "Future[Any]", value: Any) -> None:
+def _settle(future: "Future[Any]", result: Any) -> None:
+    """Set the result of a future, or its exception."""
     with suppress(InvalidStateError):  # its caller may have been cancelled
-        future.set_result(value)
-
-
-def _fail(future: "Future[Any]", error: BaseException) -> None:
-    with suppress(InvalidStateError):  # as above
-        future.set_exception(error)
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 _in_loop = asyncio.run_coroutine_threadsafe

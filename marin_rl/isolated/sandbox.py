@@ -127,14 +127,12 @@ class Sandbox:
         began = time.monotonic()
         seconds = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
         with ExitStack() as stack:
-            source = stack.enter_context(_sealed(stdin))
+            program = _Program(arguments, stack.enter_context(_sealed(stdin)), files or {}, seconds)
             if self.mode == "bubblewrap":
-                watched, status = self._isolated(
-                    stack, arguments, source, files or {}, workspace, seconds
-                )
+                watched, status = self._isolated(stack, program, workspace)
             else:
                 assert workspace is None, "only programs behind walls work in a folder of others"
-                watched, status = self._limited(stack, arguments, source, files or {}, seconds)
+                watched, status = self._limited(stack, program)
         limit, stdout, stderr = watched
         if limit is None and status == _SIGNALS + signal.SIGXCPU:
             limit = "CPU time"
@@ -147,32 +145,25 @@ class Sandbox:
         )
 
     def _isolated(
-        self,
-        stack: ExitStack,
-        arguments: Sequence[str],
-        stdin: int,
-        files: Mapping[str, bytes],
-        workspace: Path | None,
-        wall_s: float,
+        self, stack: ExitStack, program: "_Program", workspace: Path | None
     ) -> tuple[Watched, int | None]:
         status, reported = os.pipe()
         stack.callback(os.close, status)
         with ExitStack() as theirs:
             theirs.callback(os.close, reported)
-            filtered = None
-            if self._filter is not None:
-                filtered = theirs.enter_context(_sealed(self._filter))
-            inputs = {name: theirs.enter_context(_sealed(data)) for name, data in files.items()}
+            sealed = lambda data: theirs.enter_context(_sealed(data))
+            filtered = None if self._filter is None else sealed(self._filter)
+            inputs = {name: sealed(data) for name, data in program.files.items()}
             descriptors = Descriptors(status=reported, seccomp=filtered, files=inputs)
             options, command = bubblewrap(
-                arguments, self.limits, self.interpreter, descriptors, workspace
+                program.arguments, self.limits, self.interpreter, descriptors, workspace
             )
-            described = theirs.enter_context(_sealed(b"\0".join(map(os.fsencode, options))))
+            described = sealed(b"\0".join(map(os.fsencode, options)))
             command[1:1] = ["--args", str(described)]
             inherited = [reported, described, *inputs.values()]
             inherited += [] if filtered is None else [filtered]
-            process = _started(command, stdin, ENVIRONMENT, inherited)
-        watched = watch(process, self.limits, wall_s, workspace, rooms(workspace))
+            process = _started(command, program.stdin, ENVIRONMENT, inherited)
+        watched = watch(process, self.limits, program.wall_s, workspace, rooms(workspace))
         os.set_blocking(status, False)
         facts = dict[str, int]()
         with contextlib.suppress(BlockingIOError, ValueError):  # cut off where it was killed
@@ -188,25 +179,26 @@ class Sandbox:
             )
         return watched, exit_status
 
-    def _limited(
-        self,
-        stack: ExitStack,
-        arguments: Sequence[str],
-        stdin: int,
-        files: Mapping[str, bytes],
-        wall_s: float,
-    ) -> tuple[Watched, int]:
+    def _limited(self, stack: ExitStack, program: "_Program") -> tuple[Watched, int]:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="marin-rl-sandbox-", ignore_cleanup_errors=True)
         )
-        for name, data in files.items():
+        for name, data in program.files.items():
             Path(folder, name).write_bytes(data)
         environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
-        command = supervised([*self.limits.prefix(), *arguments])
-        process = _started(command, stdin, environment, (), folder)
-        watched = watch(process, self.limits, wall_s, end_by=signal.SIGTERM)
+        command = supervised([*self.limits.prefix(), *program.arguments])
+        process = _started(command, program.stdin, environment, (), folder)
+        watched = watch(process, self.limits, program.wall_s, end_by=signal.SIGTERM)
         code = process.returncode
         return watched, _SIGNALS - code if code < 0 else code
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    arguments: Sequence[str]
+    stdin: int
+    files: Mapping[str, bytes]
+    wall_s: float
 
 
 def _started(

@@ -348,37 +348,24 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
             program += [_op(_EQUAL, number, 0, 1), _refusal(errno.EPERM)]
     # Its flags lie in memory, out of a filter's reach; the C library falls back to clone.
     program += [_op(_EQUAL, _CLONE3[column], 0, 1), _refusal(errno.ENOSYS)]
-    program += _if_call(
-        _CLONE[column],
-        [
-            _op(_LOAD, _ARGUMENTS),
-            _op(_ANY_BIT, _NAMESPACES, 0, 1),
-            _refusal(errno.EPERM),
-            _op(_RETURN, _ALLOW),
-        ],
-    )
-    program += _if_call(
-        _SOCKET[column],
-        [
-            _op(_LOAD, _ARGUMENTS),
-            *(
-                _op(_EQUAL, family, len(_FAMILIES) - place, 0)
-                for place, family in enumerate(_FAMILIES)
-            ),
-            _refusal(errno.EAFNOSUPPORT),
-            _op(_RETURN, _ALLOW),
-        ],
-    )
-    program += _if_call(
-        _IOCTL[column],
-        [
-            _op(_LOAD, _ARGUMENTS + 8),  # the low half of the second argument
-            _op(_EQUAL, _TERMINAL_INPUT[0], 1, 0),
-            _op(_EQUAL, _TERMINAL_INPUT[1], 0, 1),
-            _refusal(errno.EPERM),
-            _op(_RETURN, _ALLOW),
-        ],
-    )
+    namespaces = [
+        _op(_LOAD, _ARGUMENTS),
+        _op(_ANY_BIT, _NAMESPACES, 0, 1),
+        _refusal(errno.EPERM),
+    ]
+    families = [
+        _op(_LOAD, _ARGUMENTS),
+        *(_op(_EQUAL, each, len(_FAMILIES) - place, 0) for place, each in enumerate(_FAMILIES)),
+        _refusal(errno.EAFNOSUPPORT),
+    ]
+    typing = [
+        _op(_LOAD, _ARGUMENTS + 8),  # the low half of the second argument
+        _op(_EQUAL, _TERMINAL_INPUT[0], 1, 0),
+        _op(_EQUAL, _TERMINAL_INPUT[1], 0, 1),
+        _refusal(errno.EPERM),
+    ]
+    for call, body in ((_CLONE, namespaces), (_SOCKET, families), (_IOCTL, typing)):
+        program += [_op(_EQUAL, call[column], 0, len(body) + 1), *body, _op(_RETURN, _ALLOW)]
     return b"".join([*program, _op(_RETURN, _ALLOW)])
 
 
@@ -389,7 +376,3 @@ def _op(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 def _refusal(number: int) -> bytes:
     return _op(_RETURN, _ERRNO | number)
-
-
-def _if_call(number: int, body: list[bytes]) -> list[bytes]:
-    return [_op(_EQUAL, number, 0, len(body)), *body]

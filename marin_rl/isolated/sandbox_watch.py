@@ -52,11 +52,13 @@ def watch(
     with process.stdout, process.stderr, _pidfd(process.pid) as ended:
         try:
             limit = _until_end(process.pid, ended, output, looks, wall_s)
-        finally:
+        finally:  # it is not reaped yet, so the number is its
             if end_by != signal.SIGKILL:
-                os.kill(process.pid, end_by)  # it is not reaped yet
+                os.kill(process.pid, end_by)
                 _await(ended)
-            _kill(process)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
     if limit is None and looks.workspace_is_full():
         limit = "disk"  # by a program too short to be looked at
@@ -250,13 +252,6 @@ def _mapped(process_id: int) -> dict[int, int]:
                 first, last = (int(address, 16) for address in span.split("-"))
                 mapped[int(inode)] = mapped.get(int(inode), 0) + last - first
     return mapped
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program's first process and its group; it is not reaped yet, so the number is its."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
 
 
 @contextlib.contextmanager
