@@ -359,46 +359,27 @@ def test_a_seed_of_the_global_generator_is_no_other_episodes(
     assert seeding[1:] != drawing[1:]
 
 
-def test_a_process_that_is_killed_from_outside_costs_no_episode(
-    pool: EpisodePool, example: Example
+@pytest.mark.parametrize(
+    ("environment", "before", "reply"),
+    [
+        ("Talk", ("hello", "draw", "again"), "4 more"),
+        ("Talk", ("hello", "clock"), "replayed it answers turn 2 otherwise"),
+        ("Forked", (), "it cannot be replayed, as its environment says"),
+    ],
+    ids=["costs nothing", "answers otherwise", "has effects outside"],
+)
+def test_an_episode_whose_process_is_killed_from_outside_begins_again(
+    folder: Path, example: Example, environment: str, before: tuple[str, ...], reply: str
 ) -> None:
-    async def play() -> None:
-        episode = pool.open(example)
-        await episode.start()
-        assert await say(episode, "hello", "draw", "again") != []
-        await kill_workers(pool)
-        assert await say(episode, "more") == ["4 more"]
-        await episode.close()
-
-    asyncio.run(play())
-
-
-def test_an_environment_that_answers_otherwise_cannot_be_begun_again(
-    pool: EpisodePool, example: Example
-) -> None:
-    async def play() -> None:
-        episode = pool.open(example)
-        await episode.start()
-        await say(episode, "hello", "clock")
-        await kill_workers(pool)
-        (fault,) = await say(episode, "more")
-        assert "replayed it answers turn 2 otherwise" in str(fault)
-        await episode.close()
-
-    asyncio.run(play())
-
-
-def test_an_environment_with_effects_outside_is_not_begun_again(
-    folder: Path, example: Example
-) -> None:
-    pool = pool_of(config_of("Forked"))
+    pool = pool_of(config_of(environment, step_timeout_s=300.0))
 
     async def play() -> None:
         episode = pool.open(example)
         await episode.start()
+        assert len(await say(episode, *before)) == len(before)
         await kill_workers(pool)
-        (fault,) = await say(episode, "more")
-        assert "it cannot be replayed, as its environment says" in str(fault)
+        (answer,) = await say(episode, "more")
+        assert reply in str(answer)
         await episode.close()
 
     asyncio.run(play())

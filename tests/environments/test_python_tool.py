@@ -189,14 +189,16 @@ def test_a_penalty_is_added_to_the_score():
 def test_limits_and_machines_that_cannot_work_are_refused_before_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    short = EnvironmentConfig(name="python", reward_timeout_s=4)
-    with pytest.raises(ConfigError, match=r"program_timeout_s: 4 s, .* expected at least 5"):
-        construct(short)
-    steps = EnvironmentConfig(name="python", step_timeout_s=2, reward_timeout_s=60)
-    with pytest.raises(ConfigError, match=r"environment\.step_timeout_s 2 "):
-        construct(steps)
-    with pytest.raises(ConfigError, match="program_timeout_s: Input should be greater than 0"):
-        construct(EnvironmentConfig(name="python", options={"program_timeout_s": 0}))
+    for settings, words in (
+        ({"reward_timeout_s": 4}, r"program_timeout_s: 4 s, .* expected at least 5"),
+        ({"step_timeout_s": 2, "reward_timeout_s": 60}, r"environment\.step_timeout_s 2 "),
+        (
+            {"options": {"program_timeout_s": 0}},
+            "program_timeout_s: Input should be greater than 0",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            construct(EnvironmentConfig.model_validate({"name": "python", **settings}))
 
     def missing(mode: str, interpreter: str | None) -> str:
         raise ConfigError("the sandbox needs bwrap: install it")

@@ -192,13 +192,30 @@ def test_a_hanging_group_costs_the_time_of_its_completions_once(
     scorer.close()
 
 
-def test_a_signature_that_does_not_fit_is_an_error_at_once(config: EnvironmentConfig) -> None:
-    options = {**config.options, "reward": "my_rewards:wrong_signature"}
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrong_signature", r"takes \(completion\): expected one of(.|\n)*\(verl\)"),
+        ("no_such", "no_such"),
+    ],
+)
+def test_an_unusable_function_is_an_error_at_once(
+    config: EnvironmentConfig, example: Example, name: str, words: str
+) -> None:
+    options = {**config.options, "reward": f"my_rewards:{name}"}
     wrong = config.model_copy(update={"options": options})
     scorer = Scorer(make_environment(wrong), wrong)
-    with pytest.raises(InputError, match=r"takes \(completion\): expected one of(.|\n)*\(verl\)"):
+    with pytest.raises(InputError, match=words):
         scorer.check()
+    with pytest.raises(InputError, match=words):
+        score(scorer, example, "abc")
     scorer.close()
+
+
+def test_a_module_that_is_not_installed_is_an_error_at_once(config: EnvironmentConfig) -> None:
+    options = {**config.options, "reward": "no_such_module:reward"}
+    with pytest.raises(InputError, match="no module named 'no_such_module'"):
+        make_environment(config.model_copy(update={"options": options}))
 
 
 @pytest.mark.slow
@@ -209,12 +226,6 @@ def test_a_hanging_function_is_interrupted(
     told = rewards(score(impatient, example, "before", trouble, "after it"))
     slow = f"my_rewards:reward, example {example.example_id}: took longer than 3 s; {LIMIT}"
     assert told == [6.0, slow, 8.0]  # it would hang for ever
-
-
-def test_a_dead_worker_is_replaced(scorer: Scorer, example: Example) -> None:
-    told = rewards(score(scorer, example, "a", "die", "abc"))
-    dead = f"my_rewards:reward, example {example.example_id}: ended its process (signal 9)"
-    assert told == [1.0, dead, 3.0]
 
 
 def test_a_worker_is_kept_and_knows_no_jax(scorer: Scorer, example: Example) -> None:
@@ -237,20 +248,6 @@ def test_several_workers_score_at_once(config: EnvironmentConfig, example: Examp
     groups = asyncio.run(run())
     assert len({rewards(group)[0] for group in groups}) == 3
     scorer.close()
-
-
-def test_an_unusable_function_is_an_error_at_once(
-    config: EnvironmentConfig, example: Example
-) -> None:
-    options = {**config.options, "reward": "my_rewards:no_such"}
-    wrong = config.model_copy(update={"options": options})
-    scorer = Scorer(make_environment(wrong), wrong)
-    with pytest.raises(InputError, match="no_such"):
-        score(scorer, example, "abc")
-    scorer.close()
-    options = {**config.options, "reward": "no_such_module:reward"}
-    with pytest.raises(InputError, match="no module named 'no_such_module'"):
-        make_environment(config.model_copy(update={"options": options}))
 
 
 PARENT = """
