@@ -51,6 +51,10 @@ from schemas.rollouts import CONTENT_VERSION
 Judges = Mapping[str | None, Part]
 
 
+# Requests at once to the engine in this process, where both ends of a connection are open files.
+EMBEDDED_IN_FLIGHT_MAX = 256
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
     """Held-out examples of one environment.
@@ -152,6 +156,10 @@ async def answered(
     The requests of all rounds are the same but for the groups' names. Raises as `generate_shard`.
     """
     groups: list[RolloutGroup] = []
+    inference = config.inference
+    at_once = inference.requests_in_flight_max
+    if not inference.endpoints:  # an example has few samples: fewer than the engine has slots
+        at_once = max(at_once, min(inference.engine.slots, EMBEDDED_IN_FLIGHT_MAX))
     for held_out in sets:
         # a set is scored by its own environment, under that one's time limit
         own = config.model_copy(update={"environment": held_out.part.config})
@@ -162,7 +170,8 @@ async def answered(
             progress=ProgressEvent(run_id=config.run_id, stage="evaluate", round=round),
         )
         requests = requests_of(config, f"eval/{name}", held_out, seed_of)
-        groups += await sample_groups(job, requests, policy_client(own, policy, connect))
+        client = policy_client(own, policy, connect, in_flight_max=at_once)
+        groups += await sample_groups(job, requests, client)
     refuse_if_mostly_errors(groups, config.rollouts.errors_max_fraction, f"evaluation of {name}")
     return groups
 
