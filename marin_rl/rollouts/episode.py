@@ -49,7 +49,6 @@ from marin_rl.rollouts.trajectories import (
     GroupRequest,
     SampledTurn,
     Trajectory,
-    UnansweredTurn,
     as_message,
     check_identity,
     check_prompt,
@@ -74,14 +73,6 @@ Bridge = Callable[
 Ended = Callable[[int, Trajectory], Awaitable[None]]
 # Ids of a whole dialogue and the opening of the model's next turn: see `TemplateBridge.prompt`.
 Render = Callable[[Sequence[Message], Sequence[Tool]], Int32[np.ndarray, " n"]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Segment that is being played, and the tokens of those before it."""
-
-    segment: int = 0
-    before: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,43 +107,42 @@ class EpisodeDriver:
         what costs the whole group (`REQUEST_FAULTS` in the first turn), StalePolicy where
         the endpoint serves other weights, and InputError for episodes that cannot be played.
         """
-        indices = request.indices
-        example = self._with_policy(request)
-        episodes = open_episodes(self.environment, self.settings, example, len(indices))
+        members = [
+            _Member(self, request, index, episode)
+            for index, episode in zip(
+                request.indices, self.episodes(request, len(request.indices)), strict=True
+            )
+        ]
         try:
-            timed = await all_of([_start(episode) for episode in episodes])
-            starts = [start for start, _ in timed]
-            prompt = _first_prompt(starts, request.example)
+            await all_of(member.begin() for member in members)
+            prompt = _first_prompt([member.start for member in members], request.example)
             self._check_tools(request.example, prompt.tools)
-            able = [i for i, start in zip(indices, starts, strict=True) if isinstance(start, Start)]
-            sampled = await self._first_turns(request, prompt, able)
-            firsts = dict(zip(able, sampled, strict=True))
-            members = [
-                self._play_member(request, index, episode, begun, firsts.get(index), ended)
-                for index, episode, begun in zip(indices, episodes, timed, strict=True)
-            ]
-            return await results_unless_interrupted(members)
+            able = [member for member in members if isinstance(member.start, Start)]
+            firsts = await self.first_turns(request, prompt, [member.index for member in able])
+            for member, first in zip(able, firsts, strict=True):
+                member.first = first
+            return await results_unless_interrupted(member.played(ended) for member in members)
         finally:
-            await asyncio.gather(*map(_close, episodes))  # those that were not played
+            await asyncio.gather(*(_close(member.episode) for member in members))
 
-    def _with_policy(self, request: GroupRequest) -> Example:
-        """Return the example of the episodes, with the policy's address where they ask it."""
+    def episodes(self, request: GroupRequest, count: int) -> Sequence[PlayedEpisode]:
+        """New episodes of a group's example, with the policy's address where they ask it."""
         example = request.example
-        if not self.environment.asks_policy:
-            return example
-        policy = {
-            "endpoints": list(self.policy.endpoints),
-            "model": self.policy.model,
-            "sampling": asdict(request.sampling),
-        }
-        return replace(example, metadata={**example.metadata, POLICY: policy})
+        if self.environment.asks_policy:
+            policy = {
+                "endpoints": list(self.policy.endpoints),
+                "model": self.policy.model,
+                "sampling": asdict(request.sampling),
+            }
+            example = replace(example, metadata={**example.metadata, POLICY: policy})
+        return open_episodes(self.environment, self.settings, example, count)
 
-    async def _first_turns(
+    async def first_turns(
         self, request: GroupRequest, prompt: Start, indices: Sequence[int]
     ) -> list[tuple[ChatAnswer, Completion]]:
         """Completions in the order of the members; the greedy one is a request of its own."""
         messages, tools = prompt.messages, prompt.tools
-        chat = partial(self._chat, tools=tools, session=request.group_id)
+        chat = partial(self.chat, tools=tools, session=request.group_id)
         last = request.size - 1
         if len(indices) < request.size:
             calls = [chat(messages, 1, request.sampling_of(index)) for index in indices]
@@ -167,165 +157,19 @@ class EpisodeDriver:
         for answer in answers:
             check_identity(answer, self.policy)
             if tools and len(answer.prompt_token_ids):
-                self._reader.check_prompt(answer.prompt_token_ids, tools)
+                self.reader.check_prompt(answer.prompt_token_ids, tools)
         return [(answer, completion) for answer in answers for completion in answer.completions]
 
     @property
-    def _chat(self) -> Callable[..., Coroutine[Any, Any, ChatAnswer]]:
+    def chat(self) -> Callable[..., Coroutine[Any, Any, ChatAnswer]]:
         return partial(
             self.client.chat,
             template_options=self.template_options,
             stop_token_ids=self.stop_token_ids,
         )
 
-    async def _play_member(
-        self,
-        request: GroupRequest,
-        index: int,
-        episode: PlayedEpisode,
-        begun: tuple[Start | RewardFault, float],
-        first: tuple[ChatAnswer, Completion] | None,
-        ended: Ended | None,
-    ) -> Trajectory:
-        """Play a member whose start took its seconds, and report its end."""
-        start, start_s = begun
-        if isinstance(start, RewardFault):
-            trajectory = _not_begun(request, start)
-        else:
-            assert first is not None, "members that begin have a first turn"
-            trajectory = await self._play_recorded(request, index, episode, start, first)
-        trajectory = replace(trajectory, start_s=start_s)
-        if ended is not None:
-            await ended(index, trajectory)
-        return trajectory
-
-    async def _play_recorded(
-        self,
-        request: GroupRequest,
-        index: int,
-        episode: PlayedEpisode,
-        prompt: Start,
-        first: tuple[ChatAnswer, Completion],
-    ) -> Trajectory:
-        """Play a member through its recorded turns and on from there.
-
-        Where the environment does not answer as it did when they were sampled, the member begins
-        again, in an episode of its own.
-        """
-        try:
-            trajectory = await self._play(request, index, episode, prompt, *first)
-            if isinstance(self.client, KeepsTurns):
-                self.client.check_end(request.group_id, index, trajectory)
-            return trajectory
-        except Diverged as diverged:
-            await _close(episode)
-            assert isinstance(self.client, KeepsTurns), "raised by such clients alone"
-            self.client.begin_again(request.group_id, index, str(diverged))
-        (fresh,) = open_episodes(self.environment, self.settings, self._with_policy(request), 1)
-        try:
-            start, _ = await _start(fresh)
-            if isinstance(start, RewardFault):
-                return _not_begun(request, start)
-            _first_prompt([prompt, start], request.example)
-            (first,) = await self._first_turns(request, prompt, [index])
-            return await self._play(request, index, fresh, prompt, *first)
-        finally:
-            await _close(fresh)
-
-    async def _play(
-        self,
-        request: GroupRequest,
-        index: int,
-        episode: PlayedEpisode,
-        prompt: Start,
-        answer: ChatAnswer,
-        completion: Completion,
-    ) -> Trajectory:
-        turns: list[SampledTurn] = []
-        messages, tools = prompt.messages, prompt.tools
-        dialogue = list(messages)
-        sampling, fault, unanswered = request.sampling_of(index), None, None
-        place = _Place()
-        while True:
-            completion = (
-                self._reader.read(completion, sampling.stop, tools, len(turns))
-                if tools
-                else completion
-            )
-            reason = completion.finish_reason
-            turn = await self._stepped(episode, answer, completion, sampling, place)
-            if isinstance(turn, UnansweredTurn):
-                unanswered, fault, reason = turn, turn.fault, end_of(turn.fault)
-                break
-            turns.append(turn)
-            result = turn.result
-            # a turn that was cut has no stop token, which new messages must follow
-            if result.done or reason != "stop":
-                break
-            if len(turns) == self.turns_max:
-                reason = MAX_TURNS
-                break
-            dialogue.append(as_message(completion))
-            sampling = request.sampling_of(index, len(turns))
-            try:
-                ids, place = self._next_prompt(dialogue, turns[-1], tools, place)
-                dialogue += result.messages
-                # Without a limit of their own, the turns are what is limited, not their tokens.
-                left = (self.settings.tokens_max or sys.maxsize) - place.before
-                room = min(self.context_length, left) - len(ids)
-                if room <= 0:
-                    reason = CONTEXT if len(ids) >= self.context_length else LENGTH
-                    break
-                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-                answer = await self._go_on(dialogue, tools, sampling, ids, request.group_id)
-            except BridgeFault as error:
-                _log.warning("an episode of %r ended early: %s", self.environment.name, error)
-                reason = BRIDGE
-                break
-            except REQUEST_FAULTS as error:
-                fault, reason = error, ABORTED
-                break
-            (completion,) = answer.completions
-        await _close(episode)  # others may wait for what it holds, long before the group is over
-        return Trajectory(
-            messages=tuple(messages),
-            turns=tuple(turns),
-            text=completion.text,
-            finish_reason=reason,
-            fault=fault,
-            unanswered=unanswered,
-        )
-
-    async def _stepped(
-        self,
-        episode: PlayedEpisode,
-        answer: ChatAnswer,
-        completion: Completion,
-        sampling: Sampling,
-        place: _Place,
-    ) -> SampledTurn | UnansweredTurn:
-        """Give a completion to the environment, and take its answer within the limits."""
-        began = time.monotonic()
-        try:
-            result = self._limited(await episode.step(_as_turn(answer, completion, place)))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-            return UnansweredTurn(
-                answer=answer,
-                completion=completion,
-                fault=error if isinstance(error, EndpointUnavailable) else fault_of(error),
-                environment_s=time.monotonic() - began,
-            )
-        return SampledTurn(
-            answer=answer,
-            completion=completion,
-            sampling=sampling,
-            result=result,
-            segment=place.segment,
-            environment_s=time.monotonic() - began,
-        )
-
     @property
-    def _reader(self) -> ToolTurns:
+    def reader(self) -> ToolTurns:
         if self.tool_turns is None:
             raise InputError("an episode offers tools: expected a driver with `tool_turns`")
         return self.tool_turns
@@ -341,66 +185,215 @@ class EpisodeDriver:
                 "messages that its episode starts with"
             )
         if tools and self.client.gives_ids:
-            self._reader.check(tools)
+            self.reader.check(tools)
 
-    def _limited(self, result: StepResult) -> StepResult:
-        if self.tool_turns is None or not any(m.role == "tool" for m in result.messages):
-            return result
-        return replace(result, messages=tuple(map(self.tool_turns.limited, result.messages)))
+
+@dataclass(slots=True)
+class _Member:
+    """A member of a group while it is played, with the turns so far.
+
+    `first` is the first turn, which members have in common; `start_s` are the seconds of the
+    episode's start. `before` counts the tokens of the segments before `segment`.
+    """
+
+    driver: EpisodeDriver
+    request: GroupRequest
+    index: int
+    episode: PlayedEpisode
+    start: Start | RewardFault = field(init=False)
+    start_s: float = field(init=False)
+    first: tuple[ChatAnswer, Completion] = field(init=False)
+    turns: list[SampledTurn] = field(default_factory=list[SampledTurn])
+    segment: int = 0
+    before: int = 0
+
+    async def begin(self) -> None:
+        """Start the episode; a fault of its own stands in place of the start.
+
+        Raises InputError where none can be started, EndpointUnavailable where none can at the
+        moment.
+        """
+        began = time.monotonic()
+        try:
+            self.start = await self.episode.start()
+        except (InputError, EndpointUnavailable):
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            self.start = fault_of(error)
+        self.start_s = time.monotonic() - began
+
+    async def played(self, ended: Ended | None) -> Trajectory:
+        """Play the member from its first turn on, and report its end."""
+        if isinstance(self.start, Start):
+            trajectory = await self._played_or_again(self.start)
+        else:
+            trajectory = self._not_begun(self.start)
+        trajectory = replace(trajectory, start_s=self.start_s)
+        if ended is not None:
+            await ended(self.index, trajectory)
+        return trajectory
+
+    def _not_begun(self, fault: RewardFault) -> Trajectory:
+        return Trajectory(
+            messages=self.request.example.messages,
+            turns=(),
+            text="",
+            finish_reason=end_of(fault),
+            fault=fault,
+        )
+
+    async def _played_or_again(self, start: Start) -> Trajectory:
+        """Play through recorded turns and on from there.
+
+        Where the environment does not answer as it did when they were sampled, the member begins
+        again, in a new episode.
+        """
+        client, name = self.driver.client, self.request.group_id
+        try:
+            trajectory = await self._play(start)
+            if isinstance(client, KeepsTurns):
+                client.check_end(name, self.index, trajectory)
+            return trajectory
+        except Diverged as diverged:
+            await _close(self.episode)
+            assert isinstance(client, KeepsTurns), "raised by such clients alone"
+            client.begin_again(name, self.index, str(diverged))
+        (episode,) = self.driver.episodes(self.request, 1)
+        again = _Member(self.driver, self.request, self.index, episode)
+        try:
+            await again.begin()
+            if not isinstance(again.start, Start):
+                return again._not_begun(again.start)
+            _first_prompt([start, again.start], self.request.example)
+            (again.first,) = await self.driver.first_turns(self.request, start, [self.index])
+            return await again._play(start)
+        finally:
+            await _close(episode)
+
+    async def _play(self, start: Start) -> Trajectory:
+        driver, request, turns = self.driver, self.request, self.turns
+        answer, completion = self.first
+        dialogue = list(start.messages)
+        sampling, fault, unanswered = request.sampling_of(self.index), None, None
+        while True:
+            turn, fault = await self._stepped(answer, completion, sampling, start.tools)
+            completion, reason = turn.completion, turn.completion.finish_reason
+            if fault is not None:
+                unanswered, reason = turn, end_of(fault)
+                break
+            turns.append(turn)
+            # a turn that was cut has no stop token, which new messages must follow
+            if turn.result.done or reason != "stop":
+                break
+            if len(turns) == driver.turns_max:
+                reason = MAX_TURNS
+                break
+            dialogue.append(as_message(completion))
+            try:
+                ids = self._next_prompt(dialogue, start.tools)
+                dialogue += turn.result.messages
+                # Without a limit of their own, the turns are what is limited, not their tokens.
+                left = (driver.settings.tokens_max or sys.maxsize) - self.before
+                room = min(driver.context_length, left) - len(ids)
+                if room <= 0:
+                    reason = CONTEXT if len(ids) >= driver.context_length else LENGTH
+                    break
+                sampling = request.sampling_of(self.index, len(turns))
+                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+                answer = await self._next_turn(dialogue, start.tools, sampling, ids)
+            except BridgeFault as error:
+                _log.warning("an episode of %r ended early: %s", driver.environment.name, error)
+                reason = BRIDGE
+                break
+            except REQUEST_FAULTS as error:
+                fault, reason = error, ABORTED
+                break
+            (completion,) = answer.completions
+        await _close(self.episode)  # others may wait for what it holds, long before the group ends
+        return Trajectory(
+            messages=tuple(start.messages),
+            turns=tuple(turns),
+            text=completion.text,
+            finish_reason=reason,
+            fault=fault,
+            unanswered=unanswered,
+        )
+
+    async def _stepped(
+        self,
+        answer: ChatAnswer,
+        completion: Completion,
+        sampling: Sampling,
+        tools: Sequence[Tool],
+    ) -> tuple[SampledTurn, RewardFault | EndpointUnavailable | None]:
+        """Give a completion to the environment: the turn, and the fault in place of an answer."""
+        if tools:
+            completion = self.driver.reader.read(completion, sampling.stop, tools, len(self.turns))
+        began, result, fault = time.monotonic(), StepResult(), None
+        start = self.before + len(answer.prompt_token_ids)
+        action = Turn(
+            role="assistant",
+            content=completion.text,
+            start=start,
+            end=start + len(completion.token_ids),
+            logprobs=completion.logprobs,
+            tool_calls=completion.tool_calls,
+            malformed=completion.malformed,
+        )
+        try:
+            result = await self.episode.step(action)
+            if (reader := self.driver.tool_turns) is not None:
+                result = replace(result, messages=tuple(map(reader.limited, result.messages)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            fault = error if isinstance(error, EndpointUnavailable) else fault_of(error)
+        turn = SampledTurn(
+            answer=answer,
+            completion=completion,
+            sampling=sampling,
+            result=result,
+            segment=self.segment,
+            environment_s=time.monotonic() - began,
+        )
+        return turn, fault
 
     def _next_prompt(
-        self, dialogue: Sequence[Message], last: SampledTurn, tools: Sequence[Tool], place: _Place
-    ) -> tuple[Int32[np.ndarray, " P"], _Place]:
-        """Return the exact ids that the turn after `last` goes on from, and their place.
+        self, dialogue: Sequence[Message], tools: Sequence[Tool]
+    ) -> Int32[np.ndarray, " P"]:
+        """Return the exact ids that the next turn goes on from; none for texts alone.
 
-        No ids for texts alone. `dialogue` ends with that turn. Raises BridgeFault where there is no
-        bridge, and no segment may begin.
+        `dialogue` ends with the last turn. Raises BridgeFault where there is no bridge, and no
+        segment may begin.
         """
+        last, render = self.turns[-1], self.driver.render
         prompt, sampled = last.answer.prompt_token_ids, last.completion.token_ids
         if not len(prompt):  # an endpoint of texts, never trained on
-            return prompt, place
+            return prompt
         messages = last.result.messages
         try:
-            bridge = self.bridge(dialogue, int(sampled[-1]), messages, tools)
+            bridge = self.driver.bridge(dialogue, int(sampled[-1]), messages, tools)
         except BridgeFault:
-            if self.render is None:
+            if render is None:
                 raise
-            before = place.before + len(prompt) + len(sampled)
-            ids = self.render([*dialogue, *messages], tools)
-            return ids, _Place(segment=place.segment + 1, before=before)
-        return np.concatenate([prompt, sampled, bridge]), place
+            self.segment, self.before = self.segment + 1, self.before + len(prompt) + len(sampled)
+            return render([*dialogue, *messages], tools)
+        return np.concatenate([prompt, sampled, bridge])
 
-    async def _go_on(
+    async def _next_turn(
         self,
         dialogue: Sequence[Message],
         tools: Sequence[Tool],
         sampling: Sampling,
         ids: Int32[np.ndarray, " P"],
-        session: str,
     ) -> ChatAnswer:
-        """Sample a member's next turn from exact ids, or from messages where there are none."""
-        chat = partial(self._chat, dialogue, 1, sampling, tools=tools, session=session)
+        """Sample the next turn from exact ids, or from messages where there are none."""
+        session = self.request.group_id
+        chat = partial(self.driver.chat, dialogue, 1, sampling, tools=tools, session=session)
         if not len(ids):
             return await chat()
         answer = await chat(prompt_ids=ids)
-        check_identity(answer, self.policy)
+        check_identity(answer, self.driver.policy)
         check_prompt(answer, ids)
         return answer
-
-
-async def _start(episode: PlayedEpisode) -> tuple[Start | RewardFault, float]:
-    """The start of an episode or its fault, and its seconds.
-
-    Raises InputError where none can be started, EndpointUnavailable where none can at the moment.
-    """
-    began = time.monotonic()
-    try:
-        start = await episode.start()
-    except (InputError, EndpointUnavailable):
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-        start = fault_of(error)
-    return start, time.monotonic() - began
 
 
 async def _close(episode: PlayedEpisode) -> None:
@@ -408,16 +401,6 @@ async def _close(episode: PlayedEpisode) -> None:
         await episode.close()
     except Exception:  # noqa: BLE001 - other people's code; what was played stays valid
         _log.exception("an episode could not be closed")
-
-
-def _not_begun(request: GroupRequest, fault: RewardFault) -> Trajectory:
-    return Trajectory(
-        messages=request.example.messages,
-        turns=(),
-        text="",
-        finish_reason=end_of(fault),
-        fault=fault,
-    )
 
 
 def _first_prompt(starts: Sequence[Start | RewardFault], example: Example) -> Start:
@@ -429,16 +412,3 @@ def _first_prompt(starts: Sequence[Start | RewardFault], example: Example) -> St
     if any(start != begun[0] for start in begun[1:]):
         raise InputError("expected the episodes of one example to start alike, found two starts")
     return begun[0] if begun else Start(messages=example.messages, tools=())
-
-
-def _as_turn(answer: ChatAnswer, completion: Completion, place: _Place) -> Turn:
-    start = place.before + len(answer.prompt_token_ids)
-    return Turn(
-        role="assistant",
-        content=completion.text,
-        start=start,
-        end=start + len(completion.token_ids),
-        logprobs=completion.logprobs,
-        tool_calls=completion.tool_calls,
-        malformed=completion.malformed,
-    )

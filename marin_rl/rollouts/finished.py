@@ -4,8 +4,8 @@ What comes from outside is checked before anything is trained on: ids within the
 order of what was sampled, finite logprobs, a reward. Leaves out who sampled (`environments`).
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
@@ -30,7 +30,7 @@ from marin_rl.rollouts.trajectories import (
     SampledTurn,
     Trajectory,
 )
-from marin_rl.types import Example, Message, ServedPolicy
+from marin_rl.types import Message, Sampling, ServedPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,105 +65,79 @@ class FinishedDriver:
             self.environment, self.settings, request.example, address
         )
         return [
-            checked_trajectory(
-                rollout,
-                request,
-                index,
-                model=self.policy.model,
-                vocabulary=self.vocabulary,
-                context_length=self.config.policy.context_length,
-            )
+            self._trajectory(rollout, request, index)
             for index, rollout in zip(request.indices, rollouts, strict=True)
         ]
 
+    def _trajectory(
+        self, rollout: FinishedRollout | RewardFault, request: GroupRequest, index: int
+    ) -> Trajectory:
+        """The trajectory of a member; one with a fault where the rollout cannot be trained on."""
+        try:
+            if isinstance(rollout, RewardFault):
+                raise rollout
+            turns = tuple(self._turns(rollout, request.sampling_of(index)))
+        except (RewardFault, ValueError) as error:
+            fault = error
+            if not isinstance(fault, RewardFault):
+                fault = RewardFault(f"a rollout of the environment: {error}")
+            return Trajectory(
+                messages=request.example.messages,
+                turns=(),
+                text="",
+                finish_reason=ENVIRONMENT_ERROR,
+                fault=fault,
+            )
+        first = next(n for n, message in enumerate(rollout.messages) if message.sampled)
+        return Trajectory(
+            messages=tuple(map(_message, rollout.messages[:first])),
+            turns=turns,
+            text=turns[-1].completion.text,
+            finish_reason=LENGTH if rollout.truncated else "stop",
+        )
 
-def checked_trajectory(
-    rollout: FinishedRollout | RewardFault,
-    request: GroupRequest,
-    index: int,
-    *,
-    model: str,
-    vocabulary: int,
-    context_length: int,
-) -> Trajectory:
-    """The trajectory of a member; one with a fault where the rollout cannot be trained on."""
-    if isinstance(rollout, RewardFault):
-        return _failed(request.example, rollout)
-    try:
-        turns = tuple(_turns(rollout, request, index, model, vocabulary, context_length))
-    except ValueError as error:
-        return _failed(request.example, RewardFault(f"a rollout of the environment: {error}"))
-    first = next(n for n, message in enumerate(rollout.messages) if message.sampled)
-    return Trajectory(
-        messages=tuple(map(_message, rollout.messages[:first])),
-        turns=turns,
-        text=turns[-1].completion.text,
-        finish_reason=LENGTH if rollout.truncated else "stop",
-    )
-
-
-def _failed(example: Example, fault: RewardFault) -> Trajectory:
-    return Trajectory(
-        messages=example.messages,
-        turns=(),
-        text="",
-        finish_reason=ENVIRONMENT_ERROR,
-        fault=fault,
-    )
-
-
-def _turns(
-    rollout: FinishedRollout,
-    request: GroupRequest,
-    index: int,
-    model: str,
-    vocabulary: int,
-    context_length: int,
-) -> Iterator[SampledTurn]:
-    """Yield the sampled turns, each with its whole prompt. Raises ValueError."""
-    check_numbers(rollout)
-    messages = rollout.messages
-    places = [n for n, message in enumerate(messages) if message.sampled]
-    if not places:
-        raise ValueError("expected a message that was sampled, found none")
-    if messages[0].sampled and len(messages[0].token_ids) == len(messages[0].logprobs):
-        raise ValueError("expected ids of a prompt before the first sampled id, found none")
-    segment, before = 0, list[int]()
-    for number, message in enumerate(messages):
-        if message.begins_segment and number:
-            segment, before = segment + 1, []
-        ids = _checked_ids(message, number, vocabulary)
-        if message.sampled:
-            prompt, sampled = before + ids[: -len(message.logprobs)], ids[-len(message.logprobs) :]
-            if len(prompt) + len(sampled) > context_length:
+    def _turns(self, rollout: FinishedRollout, sampling: Sampling) -> Iterator[SampledTurn]:
+        """Yield the sampled turns, each with its whole prompt. Raises ValueError."""
+        check_numbers(rollout)
+        messages, length_max = rollout.messages, self.config.policy.context_length
+        places = [n for n, message in enumerate(messages) if message.sampled]
+        if not places:
+            raise ValueError("expected a message that was sampled, found none")
+        if messages[0].sampled and len(messages[0].token_ids) == len(messages[0].logprobs):
+            raise ValueError("expected ids of a prompt before the first sampled id, found none")
+        segment, before = 0, list[int]()
+        for number, message in enumerate(messages):
+            if message.begins_segment and number:
+                segment, before = segment + 1, []
+            _check_ids(message, number, self.vocabulary)
+            before = [*before, *message.token_ids]
+            if not message.sampled:
+                continue
+            if len(before) > length_max:
                 raise ValueError(
-                    f"message {number} ends at id {len(prompt) + len(sampled)}: expected at most "
-                    f"{context_length}, policy.context_length"
+                    f"message {number} ends at id {len(before)}: expected at most {length_max}, "
+                    "policy.context_length"
                 )
+            prompt, sampled = before[: -len(message.logprobs)], before[-len(message.logprobs) :]
             following = takewhile(lambda each: not each.sampled, messages[number + 1 :])
+            result = StepResult(messages=tuple(map(_message, following)))
+            if number == places[-1]:
+                result = replace(result, reward=rollout.reward, done=True, info=rollout.info)
             yield SampledTurn(
                 answer=ChatAnswer(
-                    model=model, prompt_token_ids=np.array(prompt, np.int32), completions=()
+                    model=self.policy.model,
+                    prompt_token_ids=np.array(prompt, np.int32),
+                    completions=(),
                 ),
                 completion=_completion(message, sampled),
-                sampling=request.sampling_of(index),
-                result=_result(rollout, following, last=number == places[-1]),
+                sampling=sampling,
+                result=result,
                 segment=segment,
             )
-        before = before + ids
 
 
-def _result(
-    rollout: FinishedRollout, following: Iterable[FinishedMessage], *, last: bool
-) -> StepResult:
-    messages = tuple(map(_message, following))
-    if not last:
-        return StepResult(messages=messages)
-    return StepResult(messages=messages, reward=rollout.reward, done=True, info=rollout.info)
-
-
-def _checked_ids(message: FinishedMessage, number: int, vocabulary: int) -> list[int]:
-    ids = list(message.token_ids)
+def _check_ids(message: FinishedMessage, number: int, vocabulary: int) -> None:
+    ids = message.token_ids
     if wrong := [token for token in ids if not 0 <= token < vocabulary]:
         raise ValueError(f"message {number}: expected ids below {vocabulary}, found {wrong[0]}")
     if len(message.logprobs) > len(ids):
@@ -173,7 +147,6 @@ def _checked_ids(message: FinishedMessage, number: int, vocabulary: int) -> list
         )
     if message.sampled and message.role != "assistant":
         raise ValueError(f"message {number}: a message of {message.role} has sampled ids")
-    return ids
 
 
 def _completion(message: FinishedMessage, sampled: list[int]) -> Completion:

@@ -282,25 +282,38 @@ async def sample_groups(
 
 
 def _driver_of(job: SamplingJob, part: Part, client: ChatClient) -> EpisodeDriver | FinishedDriver:
-    config, template = job.config, TemplateBridge(job.config.policy)
-    if part.environment.returns_rollouts:
-        return FinishedDriver(
-            policy=job.policy,
-            environment=part.environment,
-            settings=part.config,
-            config=config,
-            vocabulary=max(len(tokenizer_for(config.policy)), config.policy.model.vocab_size or 0),
-        )
-    options = template_options(config.policy, part.config)
-    if part.config.chat_template_options:
-        template = TemplateBridge(config.policy, options)
-    return EpisodeDriver(
-        client=client,
+    config = job.config
+    if not part.environment.returns_rollouts:
+        segments = part.config.on_broken_prefix == "segments"
+        return episode_driver(config, part, client, job.policy, job.bridge, segments=segments)
+    return FinishedDriver(
         policy=job.policy,
         environment=part.environment,
         settings=part.config,
-        bridge=job.bridge or template,
-        render=template.prompt if part.config.on_broken_prefix == "segments" else None,
+        config=config,
+        vocabulary=max(len(tokenizer_for(config.policy)), config.policy.model.vocab_size or 0),
+    )
+
+
+def episode_driver(
+    config: Config,
+    part: Part,
+    client: ChatClient,
+    policy: ServedPolicy,
+    bridge: Bridge | None,
+    *,
+    segments: bool,
+) -> EpisodeDriver:
+    """The driver of an environment's episodes, whose turns `bridge` joins; None: the template's."""
+    options = template_options(config.policy, part.config)
+    template = TemplateBridge(config.policy, options if part.config.chat_template_options else None)
+    return EpisodeDriver(
+        client=client,
+        policy=policy,
+        environment=part.environment,
+        settings=part.config,
+        bridge=bridge or template,
+        render=template.prompt if segments else None,
         tool_turns=ToolTurns(config.policy, part.config),
         turns_max=part.config.turns_max or TURNS_MAX_DEFAULT,
         context_length=config.policy.context_length,

@@ -13,8 +13,9 @@ left out. Leaves out scores and finished groups (`sampler`).
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,56 +38,12 @@ from marin_rl.rollouts.trajectories import (
 )
 from marin_rl.storage.tables.group_log import GroupLog
 from marin_rl.tokenizers import PolicyTokenizer
-from marin_rl.types import Message, RolloutGroup, Sampling, ServedPolicy
+from marin_rl.types import Message, Sampling, ServedPolicy
 
 STOP = "stop"  # finish reason of a completion that an end token or a stop string ended
 REFUSALS = (NoSuchRoute, RequestRejected, BadResponse)  # of an endpoint that cannot go on from ids
 
 Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids and finish reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialSampling:
-    """Settings of sampling in pieces of `tokens` tokens.
-
-    `log` has what earlier processes sampled; parts by policies before `oldest` are sampled again,
-    for no round could take them any more. `proves` asks endpoints first whether they go on from
-    ids.
-    """
-
-    log: GroupLog
-    tokens: int
-    decode: Decode
-    interruption: Interruption = field(default_factory=Interruption)
-    oldest: int = 0
-    proves: bool = False
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        return self.decode(ids, LENGTH)
-
-    def finished_text(self, ids: Sequence[int], reason: str, stop: Sequence[str]) -> str:
-        """The text of a completion, without its end token, and cut before a stop string."""
-        text = self.decode(ids, reason)
-        if reason != STOP or not stop or text != self.text_of(ids):
-            return text
-        return text_before_stop(self.text_of, ids, stop)
-
-    @asynccontextmanager
-    async def client(
-        self,
-        endpoints: AbstractAsyncContextManager[ChatClient],
-        policy: ServedPolicy,
-        requests: Sequence[GroupRequest],
-    ) -> "AsyncIterator[PiecewiseClient]":
-        """Yield a client that samples in pieces, from what is committed of these groups on.
-
-        Raises InputError for an endpoint that does not go on from ids.
-        """
-        async with endpoints as client:
-            if self.proves and requests:
-                await _proofs_here().prove(client, policy, requests[0])
-            chains = await asyncio.to_thread(self.log.read, [r.group_id for r in requests])
-            yield PiecewiseClient(self, client, policy, requests, chains)
 
 
 def in_pieces(
@@ -107,7 +64,9 @@ def in_pieces(
         ended = finish_reason == STOP and bool(ids) and ids[-1] in tokenizer.end_ids
         return tokenizer.decoded(ids[:-1] if ended else ids)
 
-    partial = PartialSampling(
+    return piecewise(
+        client,
+        requests,
         log=log,
         tokens=config.piece_tokens,
         decode=decode,
@@ -115,26 +74,48 @@ def in_pieces(
         oldest=oldest,
         proves=bool(config.inference.endpoints),
     )
-    return partial.client(client, log.policy, requests)
 
 
+@asynccontextmanager
+async def piecewise(
+    endpoints: AbstractAsyncContextManager[ChatClient],
+    requests: Sequence[GroupRequest],
+    *,
+    log: GroupLog,
+    oldest: int = 0,
+    proves: bool = False,
+    **settings: Any,
+) -> "AsyncIterator[PiecewiseClient]":
+    """Yield a client with these `settings`, which goes on from what `log` has of these groups.
+
+    Members with tokens of policies before `oldest` are sampled again, for no round could take them
+    any more. With `proves`, endpoints are asked first whether they go on from ids: raises
+    InputError for one that does not.
+    """
+    async with endpoints as client:
+        if proves and requests:
+            await _proofs_here().prove(client, log.policy, requests[0])
+        chains = await asyncio.to_thread(log.read, [r.group_id for r in requests])
+        records = records_of(chains, requests, oldest)
+        yield PiecewiseClient(client=client, log=log, records=records, **settings)
+
+
+@dataclass(kw_only=True)
 class PiecewiseClient(ChatClient):
     """Client of a policy that asks for completions in pieces, and commits unfinished ones.
 
-    It answers recorded turns of dialogues from its record.
+    A piece has `tokens` tokens. It answers recorded turns of dialogues from `records`, by groups.
     """
 
-    def __init__(
-        self,
-        settings: PartialSampling,
-        client: ChatClient,
-        policy: ServedPolicy,
-        requests: Sequence[GroupRequest],
-        chains: Mapping[str, Sequence[RolloutGroup]],
-    ) -> None:
-        self.model = policy.model
-        self._settings, self._client, self._policy = settings, client, policy
-        self._records = records_of(chains, requests, settings.oldest)
+    client: ChatClient
+    log: GroupLog
+    records: Mapping[str, GroupRecord]
+    tokens: int
+    decode: Decode
+    interruption: Interruption
+
+    def __post_init__(self) -> None:
+        self.model = self.log.policy.model
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
         """Answer from what is committed of the samples on.
@@ -144,13 +125,13 @@ class PiecewiseClient(ChatClient):
         """
         sampling = request.sampling
         assert sampling.seed is not None, "members are known by their seeds"
-        record, timings = self._records[request.session], list[ServerTimings]()
+        record, timings = self.records[request.session], list[ServerTimings]()
         members = [record.at(sampling.seed + i) for i in range(request.n)]
         members = [self._agreed(record, request, member) for member in members]
         if members[0].turn:  # the turn before is followed by this one, and worth its record
             await self._commit(record)
         while asked := [each for each in members if each.is_unfinished(sampling.max_tokens)]:
-            if self._settings.interruption.requested:
+            if self.interruption.requested:
                 await self._commit(record)
                 raise Interrupted
             parts = await self._sampled(record, request, asked, timings)
@@ -173,10 +154,10 @@ class PiecewiseClient(ChatClient):
         )
 
     def check_end(self, session: str, index: int, trajectory: Trajectory) -> None:
-        self._records[session].check_end(index, trajectory)
+        self.records[session].check_end(index, trajectory)
 
     def begin_again(self, session: str, index: int, reason: str) -> None:
-        self._records[session].begin_again(index, reason)
+        self.records[session].begin_again(index, reason)
 
     def _agreed(self, record: GroupRecord, request: ChatRequest, member: Member) -> Member:
         """A member whose recorded turn has this prompt; one without a record gets it.
@@ -215,7 +196,7 @@ class PiecewiseClient(ChatClient):
         else:
             answers = await all_of([self._next(request, member) for member in asked])
         for answer in answers:
-            check_identity(answer, self._policy)
+            check_identity(answer, self.log.policy)
         timings.append(answers[0].timings)
         pairs = [(answer, each) for answer in answers for each in answer.completions]
         return [
@@ -251,24 +232,24 @@ class PiecewiseClient(ChatClient):
     ) -> ChatAnswer:
         """Samples of a turn, from exact ids or from its messages. Raises as `chat` does."""
         # By its own id of the policy, which may be without a version.
-        model = self._client.model
-        return await self._client.answer(
+        model = self.client.model
+        return await self.client.answer(
             replace(request, model=model, n=n, sampling=sampling, prompt_ids=ids)
         )
 
     def _piece(self, member: Member, sampling: Sampling) -> int:
-        sampled, piece = len(member.tokens), self._settings.tokens
+        sampled, piece = len(member.tokens), self.tokens
         return min(piece - sampled % piece, sampling.max_tokens - sampled)
 
     def _until_stop(
         self, member: Member, completion: Completion, stop: Sequence[str]
     ) -> Completion:
         """A further piece up to a stop string, which may have begun in an earlier one."""
-        before, decode = member.tokens.tolist(), self._settings.text_of
+        before = member.tokens.tolist()
         if not stop or not before:  # of a first piece, the endpoint has seen all
             return completion
         ids = [*before, *completion.token_ids.tolist()]
-        end = StopStringScanner(decode, stop).first_end(ids, len(before))
+        end = StopStringScanner(self._text_so_far, stop).first_end(ids, len(before))
         if end is None:
             return completion
         kept, versions = end - len(before), completion.policy_versions
@@ -285,7 +266,7 @@ class PiecewiseClient(ChatClient):
     ) -> SampledPart:
         versions, sampled = completion.policy_versions, len(completion.token_ids)
         if versions is None:
-            versions = np.full(sampled, self._policy.weight_version, np.int32)
+            versions = np.full(sampled, self.log.policy.weight_version, np.int32)
         begins = not len(member.tokens)
         reason = completion.finish_reason
         if not sampled and reason in GOES_ON:
@@ -303,7 +284,7 @@ class PiecewiseClient(ChatClient):
             tokens=completion.token_ids,
             logprobs=completion.logprobs,
             versions=versions,
-            digest=completion.parameters_digest or self._policy.parameters_digest,
+            digest=completion.parameters_digest or self.log.policy.parameters_digest,
             finish_reason=reason,
         )
 
@@ -313,24 +294,31 @@ class PiecewiseClient(ChatClient):
             parts, record.pending = record.pending, []
             if not parts:  # another member's commit has them
                 return
-            maker = RolloutMaker(self._policy, record.request, datetime.now(UTC))
+            maker = RolloutMaker(self.log.policy, record.request, datetime.now(UTC))
             group = record.request.group_of(tuple(map(maker.part, parts)))
-            await asyncio.to_thread(self._settings.log.go_on, group.group_id, group)
+            await asyncio.to_thread(self.log.go_on, group.group_id, group)
 
     def _completion(self, member: Member, stop: Sequence[str]) -> Completion:
         ids, versions = member.tokens, member.versions
-        constant = (versions == self._policy.weight_version).all()
+        constant = (versions == self.log.policy.weight_version).all()
         # an endpoint's abort at the limit is that limit's end
         reason = LENGTH if member.finish_reason in GOES_ON else member.finish_reason
         text = member.text
+        if text is None:  # without its end token, and cut before a stop string
+            text, so_far = self.decode(ids.tolist(), reason), self._text_so_far(ids.tolist())
+            if reason == STOP and stop and text == so_far:
+                text = text_before_stop(self._text_so_far, ids.tolist(), stop)
         return Completion(
-            text=self._settings.finished_text(ids.tolist(), reason, stop) if text is None else text,
+            text=text,
             token_ids=ids,
             logprobs=member.logprobs,
             finish_reason=reason,
             policy_versions=None if constant else versions,
             parameters_digest=member.digest,
         )
+
+    def _text_so_far(self, ids: Sequence[int]) -> str:
+        return self.decode(ids, LENGTH)
 
 
 class _Proofs:

@@ -41,10 +41,9 @@ from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatClient, ChatRequest
 from marin_rl.rollouts.assemble import RolloutMaker, samples_of
 from marin_rl.rollouts.bridge import TemplateBridge
-from marin_rl.rollouts.episode import EpisodeDriver
+from marin_rl.rollouts.generate import episode_driver
 from marin_rl.rollouts.pinned import policy_as_begun
-from marin_rl.rollouts.tool_turns import ToolTurns
-from marin_rl.rollouts.trajectories import TURNS_MAX_DEFAULT, GroupRequest, score_group
+from marin_rl.rollouts.trajectories import GroupRequest, score_group
 from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.types import Example, Sampling, ServedPolicy, SlotRef
 
@@ -120,18 +119,8 @@ class Relay:
             sampling=Sampling(**sampling.model_dump()),
         )
         part = part_for(self._environment, config.environment, example)
-        own = part.config.chat_template_options
-        driver = EpisodeDriver(
-            client=client,
-            policy=_POLICY,
-            environment=part.environment,
-            settings=part.config,
-            bridge=TemplateBridge(config.policy, own) if own else self.template,
-            template_options=own or {},
-            turns_max=part.config.turns_max or TURNS_MAX_DEFAULT,
-            context_length=config.policy.context_length,
-            tool_turns=ToolTurns(config.policy, part.config),
-        )
+        bridge = None if part.config.chat_template_options else self.template
+        driver = episode_driver(config, part, client, _POLICY, bridge, segments=False)
         maker = RolloutMaker(_POLICY, request, datetime.now(UTC))
         try:
             (trajectory,) = await driver.play_group(request)

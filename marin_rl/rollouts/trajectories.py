@@ -114,31 +114,13 @@ class SampledTurn:
 
     @property
     def timing(self) -> TurnTiming:
-        return _timing(self.answer, self.environment_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnansweredTurn:
-    """Sampled turn that the environment failed to answer, after `environment_s` seconds."""
-
-    answer: ChatAnswer
-    completion: Completion
-    fault: RewardFault | EndpointUnavailable
-    environment_s: float
-
-    @property
-    def timing(self) -> TurnTiming:
-        return _timing(self.answer, self.environment_s)
-
-
-def _timing(answer: ChatAnswer, environment_s: float | None) -> TurnTiming:
-    server = answer.timings
-    return TurnTiming(
-        queue_s=server.queue_s,
-        prefill_s=server.prefill_s,
-        decode_s=server.decode_s,
-        environment_s=environment_s,
-    )
+        server = self.answer.timings
+        return TurnTiming(
+            queue_s=server.queue_s,
+            prefill_s=server.prefill_s,
+            decode_s=server.decode_s,
+            environment_s=self.environment_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +137,7 @@ class Trajectory:
     text: str  # of the last completion
     finish_reason: str
     fault: MarinRLError | None = None
-    unanswered: UnansweredTurn | None = None
+    unanswered: SampledTurn | None = None
     start_s: float | None = None
 
     @property

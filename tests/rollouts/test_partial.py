@@ -34,7 +34,7 @@ from marin_rl.rollouts.generate import (
     shard_requests,
 )
 from marin_rl.rollouts.interruption import Interrupted, Interruption
-from marin_rl.rollouts.partial import PartialSampling, in_pieces
+from marin_rl.rollouts.partial import in_pieces, piecewise
 from marin_rl.rollouts.sampler import CommittedMembers
 from marin_rl.rollouts.streaming import CHUNK, group_id_of, stream_requests
 from marin_rl.rollouts.trajectories import GroupRequest
@@ -97,7 +97,9 @@ def sampled(
 ) -> ChatAnswer:
     """Group 0, sampled in pieces from what is committed of it on. Raises Interrupted."""
     request = stopping(request_of(run), stop)
-    partial = PartialSampling(
+    partial = piecewise(
+        client,
+        [request],
         log=chains_of(run, version),
         tokens=piece,
         decode=text_of,
@@ -107,7 +109,7 @@ def sampled(
 
     async def sample() -> ChatAnswer:
         name = request.group_id
-        async with partial.client(client, policy_at(version), [request]) as pieces:
+        async with partial as pieces:
             return await pieces.chat(request.example.messages, 4, request.sampling, session=name)
 
     return asyncio.run(sample())
@@ -275,13 +277,13 @@ def streamed(run: Run, client: ScriptedClient, version: int) -> list[RolloutGrou
     """Sample the first groups of the stream by a policy, and commit those that are finished."""
     policy, environment = digested(version), environment_of(run.config)
     requests = stream_requests(run, range(4), environment)
-    partial = PartialSampling(
-        log=partials_of_stream(run, "f", policy, "w"), tokens=PIECE, decode=text_of,
-        interruption=client.interruption,
+    partial = piecewise(
+        client, requests, log=partials_of_stream(run, "f", policy, "w"), tokens=PIECE,
+        decode=text_of, interruption=client.interruption,
     )  # fmt: skip
     progress = ProgressEvent(run_id="", stage="generate", round=0)
     job = SamplingJob(config=run.config, policy=policy, environment=environment, progress=progress)
-    groups = asyncio.run(sample_groups(job, requests, partial.client(client, policy, requests)))
+    groups = asyncio.run(sample_groups(job, requests, partial))
     groups_of_chunk(run, range(4), "f", policy, "w").complete(CHUNK, groups)
     return groups
 

@@ -22,7 +22,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import SamplingJob, sample_groups
 from marin_rl.rollouts.interruption import Interruption
-from marin_rl.rollouts.partial import PartialSampling
+from marin_rl.rollouts.partial import piecewise
 from marin_rl.rollouts.streaming import sample_chunk, stream_requests
 from marin_rl.storage.layout import STREAM
 from marin_rl.storage.runs import Run
@@ -91,17 +91,16 @@ def played(
 ) -> list[RolloutGroup]:
     """Groups that one process finishes, from what is committed of them on."""
     policy = served_policy("http://127.0.0.1:1/v1", MODEL, weight_version=version)
-    partial = PartialSampling(
-        log=partials_of_stream(run, "f", policy, "w"), tokens=3, decode=text_of,
+    requests = stream_requests(run, GROUPS, environment)
+    partial = piecewise(
+        client, requests, log=partials_of_stream(run, "f", policy, "w"), tokens=3, decode=text_of,
         interruption=client.interruption, oldest=oldest,
     )  # fmt: skip
-    requests = stream_requests(run, GROUPS, environment)
     progress = ProgressEvent(run_id="", stage="generate", round=0)
     job = SamplingJob(
         config=run.config, policy=policy, environment=environment, progress=progress, bridge=bridge
     )
-    asked = partial.client(client, policy, requests) if pieces else client
-    return asyncio.run(sample_groups(job, requests, asked))
+    return asyncio.run(sample_groups(job, requests, partial if pieces else client))
 
 
 def members(groups: Sequence[RolloutGroup]) -> dict[str, Rollout]:
