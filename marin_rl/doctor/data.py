@@ -14,7 +14,7 @@ from marin_rl.batching.selection import check_filter
 from marin_rl.batching.sequences import check_lengths, rendered_lengths
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
-from marin_rl.environments.chat import Chat
+from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import check_demonstrations, environment_of
 from marin_rl.environments.mixture import order_in, parts_of
 from marin_rl.environments.registry import loaded_environment
@@ -168,7 +168,7 @@ def _demonstrations(
         count = examples if order is None else order.count(place, examples)
         different = GENERATED_CHECKED_MAX if own.size is None else own.size
         indices = list(range(min(count, different)))
-        if isinstance(own, Chat):  # in the order of the file, whose first wrong row is named
+        if isinstance(own, RowEnvironment):  # by file order: its first wrong row is named
             indices = sorted(indices, key=partial(own.row_number, seed, split="train"))
         for index in indices:
             example = own.example(seed, index, "train")

@@ -7,7 +7,7 @@ from pathlib import Path
 from marin_rl.batching.sequences import check_lengths, rendered_prompts
 from marin_rl.chat_templates import check_options
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig
-from marin_rl.environments.chat import Chat
+from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.mixture import parts_of
 from marin_rl.environments.registry import loaded_environment
@@ -160,7 +160,7 @@ def _measured(config: Config) -> dict[str, Example]:
         return few
     rows: dict[str, Example] = {}
     for part in parts_of(environment_of(config), config.environment):
-        if isinstance(part.environment, Chat):
+        if isinstance(part.environment, RowEnvironment):
             own = part.environment.first_of_each_split(part.config)
             rows |= {f"{place}: the prompt of {each.example_id}": each for place, each in own}
     known = {each.example_id for each in rows.values()}

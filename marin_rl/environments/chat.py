@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
-from marin_rl.environments.base import SHIPPED
+from marin_rl.environments.base import SHIPPED, Environment
 from marin_rl.environments.prompt_files import Rows, open_rows
 from marin_rl.environments.prompt_rows import (
     Columns,
@@ -34,30 +34,14 @@ from marin_rl.types import Example, Message, Split
 ROWS_CHECKED_MAX = 4096  # of each split, in the order of the run; some seconds
 
 
-class ChatOptions(FunctionOptions):
-    """Options of `chat`: prompts from files, and a reward function (docs/data-and-rewards.md)."""
+class RowOptions(Section):
+    """Options of environments whose examples are rows of files."""
 
-    path: str = Field(
-        description="prompts: a JSONL or Parquet file, a folder of Parquet files, a pattern such "
-        "as data/train-*.parquet, or a folder saved by datasets.save_to_disk"
-    )
     prompt_key: str | None = Field(
         default=None,
         min_length=1,
         description="column of the prompt, a text or a list of messages; dotted where it lies in "
         "another; null: messages or prompt, else question, problem, instruction or input",
-    )
-    answer_key: str | None = Field(
-        default=None,
-        min_length=1,
-        description="column of the answer; null: answer, else ground_truth, solution, label, "
-        "target or reward_model.ground_truth",
-    )
-    completion_key: str | None = Field(
-        default=None,
-        min_length=1,
-        description="column of the demonstration for a warm start; null: completion, else the "
-        "assistant's message that messages end with, else the answer",
     )
     id_key: str | None = Field(
         default=None,
@@ -72,24 +56,15 @@ class ChatOptions(FunctionOptions):
     )
 
 
-@register("chat", ChatOptions)
-class Chat(FunctionScored):
-    """Rewards what the function returns: a number, or a mapping of names to numbers."""
+class RowEnvironment(Environment):
+    """Examples out of rows of files; a subclass scores them."""
 
-    name = "chat"
-    answers_by_function = True  # the reward function compares with the row's answer
-
-    def __init__(self, config: EnvironmentConfig, options: ChatOptions | None = None) -> None:
-        options = parse_options(ChatOptions, config) if options is None else options
-        super().__init__(options)
-        self._options = options
+    def __init__(
+        self, config: EnvironmentConfig, options: RowOptions, path: str, columns: Columns
+    ) -> None:
+        self._path, self._columns = path, columns
+        self._system_prompt, self._eval_fraction = options.system_prompt, options.eval_fraction
         self._left_out = config.long_prompts if isinstance(config.long_prompts, tuple) else ()
-        self._columns = Columns(
-            prompt=options.prompt_key,
-            answer=options.answer_key,
-            completion=options.completion_key,
-            id=options.id_key,
-        )
         self._prompts: PromptSet | None = None
         self._order = lru_cache(maxsize=8)(_shuffled)
         self.eval_size = 0  # until examples are loaded
@@ -99,9 +74,9 @@ class Chat(FunctionScored):
 
         The digest of the files becomes part of the version, so that a changed one is seen.
         """
-        rows = open_rows(self._options.path)
+        rows = open_rows(self._path)
         self._prompts = prompts = read_prompts(
-            rows, self._columns, self._options.path, self._options.eval_fraction, self._left_out
+            rows, self._columns, self._path, self._eval_fraction, self._left_out
         )
         # prompts that end before the assistant's last message are others than version 1 had
         self.version = f"{2 if prompts.counts['ends_with_assistant'] else 1}+{rows.digest}"
@@ -119,8 +94,8 @@ class Chat(FunctionScored):
         row = read_row(raw, self._columns)
         where = prompts.rows.place(number_of_row)
         system = ()
-        if self._options.system_prompt is not None and row.messages[0].role != "system":
-            system = (Message(role="system", content=self._options.system_prompt),)
+        if self._system_prompt is not None and row.messages[0].role != "system":
+            system = (Message(role="system", content=self._system_prompt),)
         return Example(
             environment=self.name,
             environment_version=self.version,
@@ -158,9 +133,9 @@ class Chat(FunctionScored):
         chosen = prompts.of_split[split]
         if not len(chosen):
             raise InputError(
-                f"{self._options.path}: none of its {len(prompts.rows)} rows is for split "
+                f"{self._path}: none of its {len(prompts.rows)} rows is for split "
                 f"{split!r}; change environment.options.eval_fraction "
-                f"({self._options.eval_fraction}) or add rows"
+                f"({self._eval_fraction}) or add rows"
             )
         epoch, place = divmod(index, len(chosen))
         return int(chosen[int(self._order(len(chosen), seed, epoch)[place])])
@@ -192,8 +167,6 @@ class Chat(FunctionScored):
             )
 
     def notices(self, *, scored: bool = True) -> list[str]:
-        counts, n = self._loaded.counts, len(self._loaded.rows)
-        path, reward = self._options.path, self.reward_name.partition(":")[2]
         sentences = {
             "ends_with_assistant": "end with an assistant's message: it is the demonstration of a "
             "warm start and no part of the prompt",
@@ -201,18 +174,18 @@ class Chat(FunctionScored):
             "tools does (docs/your-environment.md)",
             "repeated": "repeat the prompt of another row",
         }
-        if scored and self.answers_by_function and self._options.reward in SHIPPED:
-            sentences["unanswered"] = f"have no answer: {reward} gives them 0"
+        counts = self._loaded.counts
         return [
-            f"{path}: {counts[name]} of {n} rows {sentence}"
-            for name, sentence in sentences.items()
-            if counts[name]
+            self._notice(counts[name], words) for name, words in sentences.items() if counts[name]
         ]
+
+    def _notice(self, count: int, sentence: str) -> str:
+        return f"{self._path}: {count} of {len(self._loaded.rows)} rows {sentence}"
 
     @property
     def _loaded(self) -> "PromptSet":
         if self._prompts is None:
-            raise InputError(f"{self._options.path} is not read yet: call load_examples first")
+            raise InputError(f"{self._path} is not read yet: call load_examples first")
         return self._prompts
 
 
@@ -221,7 +194,7 @@ class PromptSet:
     """Rows with the numbers of those of each split, checked.
 
     `suffixes` make the ids of repeated prompts differ, by the number of the row; `demonstrated`
-    rows are those that a warm start can learn from; `counts` are of what `Chat.notices` reports.
+    rows are those that a warm start can learn from; `counts` are for `notices`.
     """
 
     rows: Rows
@@ -306,51 +279,75 @@ def is_held_out(row_id: str, eval_fraction: float) -> bool:
     return part < eval_fraction
 
 
-class ProblemOptions(Section):
+class ChatOptions(FunctionOptions, RowOptions):
+    """Options of `chat`: prompts from files, and a reward function (docs/data-and-rewards.md)."""
+
+    path: str = Field(
+        description="prompts: a JSONL or Parquet file, a folder of Parquet files, a pattern such "
+        "as data/train-*.parquet, or a folder saved by datasets.save_to_disk"
+    )
+    answer_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column of the answer; null: answer, else ground_truth, solution, label, "
+        "target or reward_model.ground_truth",
+    )
+    completion_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column of the demonstration for a warm start; null: completion, else the "
+        "assistant's message that messages end with, else the answer",
+    )
+
+
+@register("chat", ChatOptions)
+class Chat(FunctionScored, RowEnvironment):
+    """Rewards what the function returns: a number, or a mapping of names to numbers."""
+
+    name = "chat"
+
+    def __init__(self, config: EnvironmentConfig, options: ChatOptions | None = None) -> None:
+        options = parse_options(ChatOptions, config) if options is None else options
+        FunctionScored.__init__(self, options)
+        columns = Columns(
+            prompt=options.prompt_key,
+            answer=options.answer_key,
+            completion=options.completion_key,
+            id=options.id_key,
+        )
+        RowEnvironment.__init__(self, config, options, options.path, columns)
+
+    def notices(self, *, scored: bool = True) -> list[str]:
+        notices, n = super().notices(scored=scored), self._loaded.counts["unanswered"]
+        if scored and n and self._functions.reward in SHIPPED:  # compares with the row's answer
+            reward = self.reward_name.partition(":")[2]
+            notices.append(self._notice(n, f"have no answer: {reward} gives them 0"))
+        return notices
+
+
+class ProblemOptions(RowOptions):
     """Options of environments of problems from files."""
 
     path: str | None = Field(
         default=None, description="problems, as `path` of chat; null: a sample that comes along"
     )
-    prompt_key: str | None = Field(
-        default=None, min_length=1, description="column of the problem; null: its usual names"
-    )
-    id_key: str | None = Field(
-        default=None, min_length=1, description="column of unique ids; null: id, else a hash"
-    )
-    system_prompt: str | None = Field(default=None, description="system message of all problems")
     instruction: str = Field(default="", description="text after every problem; empty: none")
     reward_workers: int = Field(default=1, ge=1, le=64, description="processes that check answers")
-    eval_fraction: float = Field(
-        default=0.1, gt=0, le=1, description="share of rows that are held out; 1: a fixed set"
-    )
-
-    def chat_options(
-        self, sample: Path, *, prompt_key: str | None = None, answer_key: str | None = None
-    ) -> ChatOptions:
-        """Return these options as those of chat, with columns that these do not name."""
-        return ChatOptions(
-            path=str(sample) if self.path is None else self.path,
-            prompt_key=prompt_key or self.prompt_key,
-            answer_key=answer_key,
-            id_key=self.id_key,
-            system_prompt=self.system_prompt,
-            reward_workers=self.reward_workers,
-            eval_fraction=self.eval_fraction,
-        )
 
 
-class Problems(Chat):
+class Problems(RowEnvironment):
     """Problems from files, whose answers this package checks, one completion at a time.
 
-    A subclass defines `extract`, `load_scorer` and `score`; chat's reward function is not used.
+    A subclass defines `extract`, `load_scorer` and `score`.
     """
 
-    answers_by_function = False
+    extracts_here = True
 
-    def __init__(self, config: EnvironmentConfig, options: ChatOptions) -> None:
-        super().__init__(config, options)
-        self.reward_name = self.name
+    def __init__(
+        self, config: EnvironmentConfig, options: ProblemOptions, sample: Path, columns: Columns
+    ) -> None:
+        super().__init__(config, options, options.path or str(sample), columns)
+        self.workers, self.reward_name = options.reward_workers, self.name
 
     def problem(self, example: Example, *after: str, context: str | None = None) -> Example:
         """Return `example` with texts before and after its last, an empty line between them."""

@@ -30,6 +30,7 @@ from marin_rl.environments.code_tests import (
     same_value,
 )
 from marin_rl.environments.prompt_files import Rows, open_rows
+from marin_rl.environments.prompt_rows import Columns
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.sandbox_tools import SandboxOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault
@@ -98,13 +99,12 @@ class Code(Problems):
                 f"has environment.reward_timeout_s {config.reward_timeout_s:g} for all tests of a "
                 f"completion: expected at least {options.test_timeout_s + _MARGIN_S:g}"
             )
-        chat = options.chat_options(SAMPLE)
-        if chat.prompt_key is None:
-            rows = open_rows(chat.path)
+        prompt = options.prompt_key
+        if prompt is None:
+            rows = open_rows(options.path or str(SAMPLE))
             columns = rows.row(0) if len(rows) else {}
-            key = next((name for name in _PROBLEMS if name in columns), None)
-            chat = options.chat_options(SAMPLE, prompt_key=key)
-        super().__init__(config, chat)
+            prompt = next((name for name in _PROBLEMS if name in columns), None)
+        super().__init__(config, options, SAMPLE, Columns(prompt=prompt, id=options.id_key))
         self._budget_s = config.reward_timeout_s - _MARGIN_S
         self._rows: Rows | None = None
         self._sandbox: Sandbox | None = None
@@ -126,21 +126,20 @@ class Code(Problems):
             )
         for split, numbers in prompts.of_split.items():
             prompts.of_split[split] = numbers[~np.isin(numbers, untested)]
-        self._left_out = len(untested)
+        self._untested = len(untested)
         self._measure()
         tested = np.setdiff1d(np.arange(len(prompts.rows)), untested)
         if not len(tested):
             raise InputError(
-                f"{self._options.path}: none of its {len(prompts.rows)} rows has tests: expected "
+                f"{self._path}: none of its {len(prompts.rows)} rows has tests: expected "
                 f"them in one of the columns {', '.join(COLUMNS)}"
             )
         self._read_tests(int(tested[0]), prompts.rows)
 
     def notices(self, *, scored: bool = True) -> list[str]:
         notices = super().notices(scored=scored)
-        if self._left_out:
-            count, n = self._left_out, len(self._loaded.rows)
-            notices.append(f"{self._options.path}: {count} of {n} rows have no tests: left out")
+        if self._untested:
+            notices.append(self._notice(self._untested, "have no tests: left out"))
         return notices
 
     def example(self, seed: int, index: int, split: Split) -> Example:
@@ -167,7 +166,7 @@ class Code(Problems):
         return blocks[-1] if blocks and blocks[-1].strip() else None
 
     def load_scorer(self) -> None:
-        self._rows = open_rows(self._options.path)
+        self._rows = open_rows(self._path)
         options = self._code
         self._sandbox = options.box(
             options.test_timeout_s,
@@ -183,7 +182,7 @@ class Code(Problems):
         assert self._rows is not None, "load_scorer comes before score"
         if not example.environment_version.endswith(self._rows.digest):
             raise RewardFault(
-                f"{self._options.path} is another file than that of the example: expected digest "
+                f"{self._path} is another file than that of the example: expected digest "
                 f"{example.environment_version.rpartition('+')[2]}, found {self._rows.digest}"
             )
         problem = self._tests(int(example.metadata["row"]))

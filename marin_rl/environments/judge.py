@@ -101,9 +101,7 @@ class Judge(Chat):
     def __init__(self, config: EnvironmentConfig) -> None:
         self._judge = options = parse_options(JudgeOptions, config)
         _check(options, config)
-        own = set(JudgeOptions.model_fields) - set(ChatOptions.model_fields)
-        chat = {key: value for key, value in config.options.items() if key not in own}
-        super().__init__(config.model_copy(update={"options": chat}))
+        super().__init__(config, options)
         self.reward_name = f"judge {options.model}"
         self._timeout_s = config.reward_timeout_s
         self._headers: dict[str, str] = {}

@@ -22,7 +22,7 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.chat import ProblemOptions, Problems
 from marin_rl.environments.prompt_files import Rows, open_rows
-from marin_rl.environments.prompt_rows import OTHER_PROMPT_COLUMNS, PROMPT_COLUMNS
+from marin_rl.environments.prompt_rows import OTHER_PROMPT_COLUMNS, PROMPT_COLUMNS, Columns
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.types import Example, RewardComponent, Split
@@ -69,10 +69,11 @@ class Math(Problems):
                 "environment math needs math-verify: pip install 'marin-rl[math]', with the "
                 "constraints.txt of this version"
             )
-        super().__init__(config, options.chat_options(SAMPLE, answer_key=options.answer_key))
+        columns = Columns(prompt=options.prompt_key, answer=options.answer_key, id=options.id_key)
+        super().__init__(config, options, SAMPLE, columns)
 
     def load_examples(self) -> None:
-        rows = open_rows(self._options.path)
+        rows = open_rows(self._path)
         self._columns = _with_answer(self._columns, rows)
         super().load_examples()
         known = {*ANSWER_COLUMNS, self._columns.answer} - {None, ""}

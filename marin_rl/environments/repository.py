@@ -22,6 +22,7 @@ from marin_rl.data_paths import Content, contents_at
 from marin_rl.environments.chat import ProblemOptions, Problems
 from marin_rl.environments.episode import Episode, Tool
 from marin_rl.environments.prompt_files import Rows, open_rows
+from marin_rl.environments.prompt_rows import Columns
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.repository_checkouts import (
     Checkouts,
@@ -138,8 +139,10 @@ class Repository(Problems):
         self._budget_s = spare_s + options.shell_timeout_s
         if options.setup_command is not None:  # within the start of an episode
             step_budget_s(config, options.setup_timeout_s, "setup_timeout_s")
-        chat = options.chat_options(SAMPLE, prompt_key=options.prompt_key or COLUMNS[2])
-        super().__init__(config, chat.model_copy(update={"id_key": options.id_key or COLUMNS[-1]}))
+        columns = Columns(
+            prompt=options.prompt_key or "problem_statement", id=options.id_key or "instance_id"
+        )
+        super().__init__(config, options, SAMPLE, columns)
         self._tools = shipped_tools(ShellTool, config, options)
         self.characters_max = self._tools.characters_max
         self._scratch: ScratchFolder | None = None
@@ -149,7 +152,7 @@ class Repository(Problems):
         if shutil.which("git") is None:
             raise ConfigError("environment repository needs git: apt-get install git")
         clones = self._clones
-        rows = open_rows(self._options.path)
+        rows = open_rows(self._path)
         _check_rows(rows, clones, self._box(_PYTEST_TIMEOUT_S), self._repository.test_command)
         super().load_examples()
 
@@ -172,7 +175,7 @@ class Repository(Problems):
         """
         if example.environment_version != self.version:
             raise RewardFault(
-                f"{self._options.path} is another file than that of the example: expected "
+                f"{self._path} is another file than that of the example: expected "
                 f"{example.environment_version}, found {self.version}"
             )
         tools = replace(self._tools, arguments={"repository": self})
@@ -222,7 +225,7 @@ class Repository(Problems):
             return Path(self._repository.repositories).absolute()
         self._scratch = ScratchFolder()
         rows, clones = make_sample(self._scratch.path)
-        self._options = self._options.model_copy(update={"path": str(rows)})
+        self._path = str(rows)
         return clones
 
     def _box(self, wall_s: float) -> Sandbox:

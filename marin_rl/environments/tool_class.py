@@ -209,7 +209,7 @@ class ToolsOverRows(HasTools, Chat):
     def load_examples(self) -> None:
         super().load_examples()
         example = self.example(0, 0, "train" if self.size else "eval")
-        self.tool_class.check_row(row_of(example), self._options.path)
+        self.tool_class.check_row(row_of(example), self._path)
         rows = self._loaded.rows
         # the prompt and the answer go by other names too, which the reading of rows knows
         needed = frozenset(self.tool_class.columns_needed) - {"prompt", "answer"}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import Config, EnvironmentConfig
-from marin_rl.environments.chat import Chat
+from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.mixture import entry_alone
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, InputError
@@ -41,7 +41,7 @@ def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
 def _control_tokens(config: Config) -> Iterator[str]:
     """Yield a sentence for each file of prompts whose texts spell control tokens."""
     files = [each for each, rewarded in _environments(config) if rewarded]
-    if not any(isinstance(loaded_environment(each), Chat) for each in files):
+    if not any(isinstance(loaded_environment(each), RowEnvironment) for each in files):
         return
     try:
         tokenizer = tokenizer_for(config.policy)
@@ -50,7 +50,7 @@ def _control_tokens(config: Config) -> Iterator[str]:
     control = any_of(control_tokens(tokenizer, end_token_ids(tokenizer)))
     for chosen in files:
         environment = loaded_environment(chosen)
-        if not isinstance(environment, Chat):
+        if not isinstance(environment, RowEnvironment):
             continue
         rows = environment.first_of_each_split(chosen)
         spelt = [
@@ -138,7 +138,7 @@ def rows_left_out(config: Config, key: str) -> tuple[int, ...]:
     room = config.policy.context_length - config.sampling.max_tokens
     measured = config.policy.model_dump_json(), chosen.model_dump_json(), room
     if measured not in _measured:
-        if not isinstance(environment := loaded_environment(chosen), Chat):
+        if not isinstance(environment := loaded_environment(chosen), RowEnvironment):
             raise ConfigError(
                 f"{key}.long_prompts: drop leaves out rows of files, which {environment.name} does "
                 "not read: expected chat, code, judge or math, or leave the key out"
