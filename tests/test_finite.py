@@ -10,8 +10,12 @@ import pytest
 from support.run_factories import group_of, rollout
 
 from marin_rl.environments.base import checked_components
-from marin_rl.environments.episode import StepResult
-from marin_rl.environments.finished import FinishedMessage, FinishedRollout, check_numbers
+from marin_rl.environments.episode import (
+    FinishedMessage,
+    FinishedRollout,
+    StepResult,
+    check_numbers,
+)
 from marin_rl.environments.reward_functions import RewardFunction
 from marin_rl.errors import Abstained, RewardFault
 from marin_rl.finite import fit_logprobs, number, reward_number, usable_rewards

@@ -15,8 +15,7 @@ from typing import Any
 
 import orjson
 
-from marin_rl.environments.episode import Episode, OneShot, Tool
-from marin_rl.environments.finished import FinishedRollout, PolicyAddress
+from marin_rl.environments.episode import Episode, FinishedRollout, OneShot, PolicyAddress, Tool
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.finite import BOUNDS, fit_rewards, number, reward_number, shown
 from marin_rl.types import Example, Message, RewardComponent, Split

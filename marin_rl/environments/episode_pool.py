@@ -20,8 +20,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import Episode, Start, StepResult, settled
-from marin_rl.environments.finished import FinishedRollout, PolicyAddress
+from marin_rl.environments.episode import (
+    Episode,
+    FinishedRollout,
+    PolicyAddress,
+    Start,
+    StepResult,
+    settled,
+)
 from marin_rl.environments.scoring import EnvironmentPool, PoolsInUse, fault_of
 from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
 from marin_rl.isolated.pool import LOSSES_MAX

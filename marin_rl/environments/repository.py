@@ -2,8 +2,8 @@
 
 The model works in a copy of the checkout at `base_commit`, by a tool `shell` whose calls run in the
 sandbox; files stay from call to call, processes do not. A turn without calls ends the episode: the
-row's test files are written again, and FAIL_TO_PASS and PASS_TO_PASS decide. Leaves out trees
-(`repository_checkouts`) and the running of tests (`repository_tests`).
+row's test files are written again, and FAIL_TO_PASS and PASS_TO_PASS decide. Leaves out trees and
+the running of tests in them (`repository_checkouts`).
 """
 
 import json
@@ -26,14 +26,17 @@ from marin_rl.environments.prompt_rows import Columns
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.repository_checkouts import (
     Checkouts,
+    are_nodes,
     check_commit,
     clone_of,
+    files_of_tests,
     git,
     missing_commits,
+    names_in,
     open_to_all,
     restore,
+    run_tests,
 )
-from marin_rl.environments.repository_tests import are_nodes, files_of_tests, names_in, run_tests
 from marin_rl.environments.sandbox_tools import (
     SandboxOptions,
     TimedEpisode,

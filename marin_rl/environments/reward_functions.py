@@ -318,14 +318,8 @@ class FunctionScored(Environment):
         return any(function.convention == "trl" for _, function in self._rewards)
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        assert self._rewards, "load_scorer comes before score"
-        if self.scores_groups:
-            alone = [(Message(role="assistant", content=completion),)]
-            (score,) = self.score_group(example, [completion], [()], alone)
-        else:
-            score = _joined(
-                [self._weighted(e, f.of_completion(example, completion)) for e, f in self._rewards]
-            )
+        alone = [(Message(role="assistant", content=completion),)]
+        (score,) = self.score_group(example, [completion], [()], alone)
         if isinstance(score, RewardFault):
             raise score
         return score

@@ -17,12 +17,12 @@ from pydantic import TypeAdapter
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, answer_in
-from marin_rl.environments.episode_pool import EpisodeHere
-from marin_rl.environments.finished import (
+from marin_rl.environments.episode import (
     FinishedRollout,
     PolicyAddress,
     check_numbers,
 )
+from marin_rl.environments.episode_pool import EpisodeHere
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import fault_of, score_here
 from marin_rl.errors import (

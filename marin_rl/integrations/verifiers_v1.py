@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.finished import FinishedMessage, FinishedRollout, PolicyAddress
+from marin_rl.environments.episode import FinishedMessage, FinishedRollout, PolicyAddress
 from marin_rl.environments.registry import register
 from marin_rl.errors import EndpointUnavailable, RewardFault
 from marin_rl.integrations.hosted import Library, RowsEnvironment, RowsOptions

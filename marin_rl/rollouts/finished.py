@@ -12,14 +12,14 @@ import numpy as np
 
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import StepResult
-from marin_rl.environments.episode_pool import finished_rollouts
-from marin_rl.environments.finished import (
+from marin_rl.environments.episode import (
     FinishedMessage,
     FinishedRollout,
     PolicyAddress,
+    StepResult,
     check_numbers,
 )
+from marin_rl.environments.episode_pool import finished_rollouts
 from marin_rl.errors import RewardFault
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.rollouts.trajectories import (

@@ -12,7 +12,7 @@ import pytest
 from marin_rl.config import as_overrides, load_config, override
 from marin_rl.config.loading import load_tree
 from marin_rl.config.yaml_files import parse_yaml
-from marin_rl.environments.code_tests import read_tests
+from marin_rl.environments.code_problems import read_tests
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.errors import ConfigError, CorruptObject, InputError
 from marin_rl.plain_files import read_object

@@ -12,10 +12,11 @@ from marin_rl.environments.repository import task_of
 from marin_rl.environments.repository_checkouts import (
     Checkouts,
     clone_of,
+    files_of_tests,
     missing_commits,
+    names_in,
     restore,
 )
-from marin_rl.environments.repository_tests import files_of_tests, names_in
 from marin_rl.errors import InputError
 
 

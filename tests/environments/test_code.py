@@ -11,8 +11,7 @@ import pytest
 from support.sandboxes import reason_to_skip
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.environments.code_problems import Code, _answer
-from marin_rl.environments.code_tests import read_tests, same_output, same_value
+from marin_rl.environments.code_problems import Code, _answer, read_tests, same_output, same_value
 from marin_rl.environments.registry import construct
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.isolated.sandbox import SandboxResult

@@ -19,8 +19,7 @@ from support.scripted_policies import call, record, tool_run
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.registry import construct
 from marin_rl.environments.repository import SAMPLE, Repository
-from marin_rl.environments.repository_checkouts import restore
-from marin_rl.environments.repository_tests import files_of_tests, names_in
+from marin_rl.environments.repository_checkouts import files_of_tests, names_in, restore
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.isolated.scratch import ScratchFolder, bytes_under, sweep
 from marin_rl.rollouts.replay import replay_rollouts

@@ -19,8 +19,8 @@ from support.library_runs import configuration
 from marin_rl import run, scan_rollouts
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import make_environment
+from marin_rl.environments.episode import PolicyAddress
 from marin_rl.environments.episode_pool import finished_rollouts
-from marin_rl.environments.finished import PolicyAddress
 from marin_rl.errors import EndpointUnavailable, InputError
 from marin_rl.storage.runs import Run
 from marin_rl.storage.upkeep.audit import audit_run

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from marin_rl.config import Config, load_config, parse_config
-from marin_rl.rollouts.data_warnings import data_warnings, has_more_examples
+from marin_rl.rollouts.pinned import data_warnings, has_more_examples
 
 
 def configured(folder: Path, examples: int) -> Config:
