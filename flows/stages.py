@@ -13,7 +13,7 @@ from prefect import flow
 from pydantic import TypeAdapter
 
 from flows.reports import quieten
-from marin_rl.rollouts.interruption import Interruption
+from marin_rl.rollouts.trajectories import Interruption
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import ServedPolicy
 from tasks.fan_out import EVALUATE, GENERATE_SHARDS, SAMPLE_CHUNK

@@ -21,7 +21,6 @@ from flows.play import Rounds, Seconds, Taken, reported
 from flows.session import pause_if_suspended
 from marin_rl.errors import StorageError
 from marin_rl.inference.client.fleet_sources import board_of
-from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.streaming import (
     Claimant,
     begun_by,
@@ -30,6 +29,7 @@ from marin_rl.rollouts.streaming import (
     open_chunks,
     open_groups_max,
 )
+from marin_rl.rollouts.trajectories import Interruption
 from marin_rl.storage.fleet import SamplingTarget
 from marin_rl.storage.runs import RunRef, committed, evals_slot, rollouts_slot
 from marin_rl.storage.tables.intakes import intake_ref, settled_before

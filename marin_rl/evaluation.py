@@ -22,8 +22,7 @@ from marin_rl.config import (
     pin_files,
 )
 from marin_rl.environments.base import Environment
-from marin_rl.environments.mixture import Part
-from marin_rl.environments.registry import construct
+from marin_rl.environments.registry import Part, construct
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient

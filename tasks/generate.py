@@ -17,9 +17,9 @@ from marin_rl.errors import ConfigError, WorkerLost
 from marin_rl.rollouts.curriculum import sampling_record
 from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import committed_shard, generate_shard
-from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.rewards import RewardScorer
 from marin_rl.rollouts.streaming import sample_chunk, watch_target
+from marin_rl.rollouts.trajectories import Interruption
 from marin_rl.runtime import runtime_for
 from marin_rl.storage.runs import Run, RunRef, committed, evals_slot
 from marin_rl.storage.tables.intakes import Settled

@@ -271,7 +271,7 @@ def pairs(
             f"--output {output}: expected a name ending in {' or '.join(PAIRS_SUFFIXES)}"
         )
     chosen = _rounds(rounds)
-    from marin_rl.rollouts.pairs import pairs_of_run
+    from marin_rl.rollouts.rewards import pairs_of_run
     from marin_rl.storage.runs import Run
     from marin_rl.storage.tables.pairs import write_pairs
 

@@ -236,7 +236,7 @@ def rescore(
     The rewards are a table next to the unchanged shards: `rewards` of `marin-rl sql`. A file that
     is not in the current folder is taken from the copy next to the run.
     """
-    from marin_rl.rollouts.rescore import rescore_round
+    from marin_rl.rollouts.replay import rescore_round
     from marin_rl.storage.runs import Run
     from marin_rl.trust import pin_function
 

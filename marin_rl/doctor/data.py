@@ -16,8 +16,7 @@ from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
 from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import check_demonstrations, environment_of
-from marin_rl.environments.mixture import order_in, parts_of
-from marin_rl.environments.registry import loaded_environment
+from marin_rl.environments.registry import loaded_environment, order_in, parts_of
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.rollouts.pinned import data_warnings, refuse_other_rows

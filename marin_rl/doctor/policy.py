@@ -9,8 +9,7 @@ from marin_rl.chat_templates import check_options
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig
 from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.mixture import parts_of
-from marin_rl.environments.registry import loaded_environment
+from marin_rl.environments.registry import loaded_environment, parts_of
 from marin_rl.errors import BridgeFault, InputError, ObjectMissing
 from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT
 from marin_rl.lora import configured_modules

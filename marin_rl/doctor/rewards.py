@@ -9,8 +9,7 @@ from marin_rl.doctor.policy import first_examples, rendered
 from marin_rl.doctor.stages import await_apart
 from marin_rl.environments.base import reward_of
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.mixture import part_for
-from marin_rl.environments.registry import foreign_code
+from marin_rl.environments.registry import foreign_code, part_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, RewardFault
 from marin_rl.types import Example

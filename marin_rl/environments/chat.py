@@ -2,8 +2,8 @@
 
 Owns the options, the split into training and evaluation, and the examples, also of problems whose
 answers this package checks. Rows are split by a hash of their id, so growing the file moves no row
-from one to the other. Leaves out files (`prompt_files`), the meaning of a row (`prompt_rows`), the
-reward function (`reward_functions`), and right answers (`math_problems`, `code_problems`).
+from one to the other. Leaves out files and the meaning of a row (`prompt_files`), the reward
+function (`reward_functions`), and right answers (`math_problems`, `code_problems`).
 """
 
 import hashlib
@@ -18,12 +18,13 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base import SHIPPED, Environment
-from marin_rl.environments.prompt_files import Rows, open_rows
-from marin_rl.environments.prompt_rows import (
+from marin_rl.environments.prompt_files import (
     Columns,
     PromptRow,
+    Rows,
     demonstration_in,
     metadata_of,
+    open_rows,
     read_row,
 )
 from marin_rl.environments.registry import parse_options, register

@@ -9,8 +9,7 @@ import itertools
 
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.mixture import order_in, parts_of
-from marin_rl.environments.registry import construct, loaded_environment
+from marin_rl.environments.registry import construct, loaded_environment, order_in, parts_of
 from marin_rl.errors import ConfigError
 
 # Seeds of examples are signed integers of 64 bits on disk.

@@ -26,8 +26,7 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.chat import ProblemOptions, Problems
-from marin_rl.environments.prompt_files import Rows, open_rows
-from marin_rl.environments.prompt_rows import Columns
+from marin_rl.environments.prompt_files import Columns, Rows, open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.sandbox_tools import SandboxOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault

@@ -5,7 +5,7 @@ has defaults, any class with the members of `base.Environment`, or a class of to
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, create_model
@@ -20,6 +20,7 @@ from marin_rl.environments.tool_class import (
     ToolsOverRows,
     is_tool_class,
 )
+from marin_rl.environments.tool_schemas import parameters_of
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.user_code import load
 
@@ -133,11 +134,8 @@ def _fields(parameters: Sequence[inspect.Parameter]) -> dict[str, Any]:
     }
 
 
-def _parameters(kind: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Parameters of a class that can be given by name, with annotations that are types."""
+def _parameters(kind: type) -> list[inspect.Parameter]:
     try:
-        listed = inspect.signature(kind, eval_str=True).parameters.values()
-    except (NameError, TypeError, ValueError) as error:  # an annotation that names nothing, mostly
+        return parameters_of(kind)
+    except ValueError as error:
         raise InputError(f"environment {kind.__name__!r}: its signature: {error}") from error
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [item for item in listed if item.kind not in variadic]

@@ -21,8 +21,13 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.chat import ProblemOptions, Problems
-from marin_rl.environments.prompt_files import Rows, open_rows
-from marin_rl.environments.prompt_rows import OTHER_PROMPT_COLUMNS, PROMPT_COLUMNS, Columns
+from marin_rl.environments.prompt_files import (
+    OTHER_PROMPT_COLUMNS,
+    PROMPT_COLUMNS,
+    Columns,
+    Rows,
+    open_rows,
+)
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.types import Example, RewardComponent, Split

@@ -21,8 +21,7 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.data_paths import Content, contents_at
 from marin_rl.environments.chat import ProblemOptions, Problems
 from marin_rl.environments.episode import Episode, Tool
-from marin_rl.environments.prompt_files import Rows, open_rows
-from marin_rl.environments.prompt_rows import Columns
+from marin_rl.environments.prompt_files import Columns, Rows, open_rows
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.repository_checkouts import (
     Checkouts,

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from marin_rl.config import CodeName, Section
 from marin_rl.environments.base import SHIPPED, Dialogues, Environment, GroupScore
-from marin_rl.environments.prompt_rows import (
+from marin_rl.environments.prompt_files import (
     COMPLETION,
     CONVERSATIONAL,
     OTHER_ANSWER_COLUMNS,

@@ -22,7 +22,7 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.chat import Chat, ChatOptions
 from marin_rl.environments.episode import Episode, StepResult, Tool, settled
-from marin_rl.environments.prompt_rows import CONVERSATIONAL, Columns, metadata_of, read_row
+from marin_rl.environments.prompt_files import CONVERSATIONAL, Columns, metadata_of, read_row
 from marin_rl.environments.reward_functions import FunctionScored, RewardOption
 from marin_rl.environments.tool_schemas import VARIADIC, ToolMethod
 from marin_rl.errors import ConfigError, InputError

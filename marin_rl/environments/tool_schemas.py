@@ -30,6 +30,15 @@ _ARGUMENT = re.compile(r"^(\s*)\**(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _CHOICES = re.compile(r"\(choices:\s*(\[.*?\])\)\s*$")
 
 
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Parameters that can be given by name, with annotations that are types. Raises ValueError."""
+    try:
+        listed = inspect.signature(function, eval_str=True).parameters.values()
+    except (NameError, TypeError) as error:  # an annotation that names nothing, mostly
+        raise ValueError(str(error)) from error
+    return [item for item in listed if item.kind not in VARIADIC]
+
+
 @dataclass(frozen=True)
 class ToolMethod:
     """A method that a model may call.
@@ -87,11 +96,9 @@ class ToolMethod:
     @cached_property
     def _parameters(self) -> list[inspect.Parameter]:
         try:
-            signature = inspect.signature(self.function, eval_str=True)
-        except (NameError, TypeError, ValueError) as error:
+            return parameters_of(self.function)[1:]  # without self
+        except ValueError as error:
             raise ConfigError(f"tool {self.name}: its signature: {error}") from error
-        listed = list(signature.parameters.values())[1:]  # without self
-        return [item for item in listed if item.kind not in VARIADIC]
 
     @cached_property
     def _hints(self) -> dict[str, Any]:

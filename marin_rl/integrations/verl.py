@@ -25,7 +25,7 @@ import yaml
 from marin_rl.config import Config, ObjectiveConfig, value_at
 from marin_rl.config.section import Section
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.mixture import part_for, parts_of
+from marin_rl.environments.registry import part_for, parts_of
 from marin_rl.errors import InputError
 from marin_rl.storage.tables.parquet import write_plain
 from marin_rl.types import Example, Split

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from marin_rl.config import Config, whole_weights
 from marin_rl.environments.base import Environment
-from marin_rl.environments.mixture import Mixture, order_of
+from marin_rl.environments.registry import Mixture, order_of
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.batches import read_dispositions

@@ -32,12 +32,6 @@ from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatClient
-from marin_rl.rollouts.interruption import (
-    Diverged,
-    KeepsTurns,
-    all_of,
-    results_unless_interrupted,
-)
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import (
     ABORTED,
@@ -46,13 +40,17 @@ from marin_rl.rollouts.trajectories import (
     LENGTH,
     MAX_TURNS,
     REQUEST_FAULTS,
+    Diverged,
     GroupRequest,
+    KeepsTurns,
     SampledTurn,
     Trajectory,
+    all_of,
     as_message,
     check_identity,
     check_prompt,
     end_of,
+    results_unless_interrupted,
 )
 from marin_rl.types import (
     Example,

@@ -21,8 +21,14 @@ from marin_rl.environments.checks import (
     entries_of,
     environment_of,
 )
-from marin_rl.environments.mixture import Part, labelled, parts_of, sampling_for
-from marin_rl.environments.registry import construct, loaded_environment
+from marin_rl.environments.registry import (
+    Part,
+    construct,
+    labelled,
+    loaded_environment,
+    parts_of,
+    sampling_for,
+)
 from marin_rl.environments.scoring import answers_in
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.clients import Connect, policy_client

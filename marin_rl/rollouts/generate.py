@@ -19,7 +19,7 @@ from typing import Any
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.mixture import Part, part_for, parts_of, sampling_for
+from marin_rl.environments.registry import Part, part_for, parts_of, sampling_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import (
     Abstained,

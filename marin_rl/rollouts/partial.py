@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import Int32
@@ -27,12 +25,15 @@ from marin_rl.inference.client.answers import ChatAnswer, Completion, ServerTimi
 from marin_rl.inference.client.protocol import ChatClient, ChatRequest
 from marin_rl.inference.stops import StopStringScanner, text_before_stop
 from marin_rl.rollouts.assemble import RolloutMaker, SampledPart, total_seconds
-from marin_rl.rollouts.interruption import Diverged, Interrupted, Interruption, all_of
 from marin_rl.rollouts.partial_members import GOES_ON, GroupRecord, Member, records_of
 from marin_rl.rollouts.trajectories import (
     LENGTH,
+    Diverged,
     GroupRequest,
+    Interrupted,
+    Interruption,
     Trajectory,
+    all_of,
     check_identity,
     check_prompt,
 )
@@ -82,11 +83,13 @@ async def piecewise(
     requests: Sequence[GroupRequest],
     *,
     log: GroupLog,
+    tokens: int,
+    decode: Decode,
+    interruption: Interruption,
     oldest: int = 0,
     proves: bool = False,
-    **settings: Any,
 ) -> "AsyncIterator[PiecewiseClient]":
-    """Yield a client with these `settings`, which goes on from what `log` has of these groups.
+    """Yield a client that samples by `tokens` tokens, and goes on from what `log` has of groups.
 
     Members with tokens of policies before `oldest` are sampled again, for no round could take them
     any more. With `proves`, endpoints are asked first whether they go on from ids: raises
@@ -94,13 +97,13 @@ async def piecewise(
     """
     async with endpoints as client:
         if proves and requests:
-            await _proofs_here().prove(client, log.policy, requests[0])
+            await _prove_continuation(client, log.policy, requests[0])
         chains = await asyncio.to_thread(log.read, [r.group_id for r in requests])
         records = records_of(chains, requests, oldest)
-        yield PiecewiseClient(client=client, log=log, records=records, **settings)
+        yield PiecewiseClient(client, log, records, tokens, decode, interruption)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class PiecewiseClient(ChatClient):
     """Client of a policy that asks for completions in pieces, and commits unfinished ones.
 
@@ -215,11 +218,7 @@ class PiecewiseClient(ChatClient):
             return await self._ask(request, 1, own)
         ids = member.ids if len(member.tokens) else request.prompt_ids
         assert ids is not None, "see above"
-        try:
-            answer = await self._ask(request, 1, own, ids)
-        except REFUSALS:
-            _proofs_here().forget()  # another server may have taken its place
-            raise
+        answer = await self._ask(request, 1, own, ids)
         check_prompt(answer, ids)
         return answer
 
@@ -319,32 +318,6 @@ class PiecewiseClient(ChatClient):
 
     def _text_so_far(self, ids: Sequence[int]) -> str:
         return self.decode(ids, LENGTH)
-
-
-class _Proofs:
-    """Policies whose endpoints have gone on from ids, as far as this event loop knows."""
-
-    def __init__(self) -> None:
-        self._proven: ServedPolicy | None = None
-        self._lock = asyncio.Lock()  # shards begin at the same time
-
-    async def prove(self, client: ChatClient, policy: ServedPolicy, request: GroupRequest) -> None:
-        """Ask an endpoint once for each policy. Raises as `_prove_continuation`."""
-        async with self._lock:
-            if self._proven != policy:
-                await _prove_continuation(client, policy, request)
-                self._proven = policy
-
-    def forget(self) -> None:
-        """Have endpoints asked again before the next shard."""
-        self._proven = None
-
-
-_proofs: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Proofs]" = WeakKeyDictionary()
-
-
-def _proofs_here() -> _Proofs:
-    return _proofs.setdefault(asyncio.get_running_loop(), _Proofs())
 
 
 async def _prove_continuation(

@@ -13,8 +13,13 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from marin_rl.rollouts.assemble import SampledPart
-from marin_rl.rollouts.interruption import Diverged
-from marin_rl.rollouts.trajectories import LENGTH, REQUEST_FAULTS, GroupRequest, Trajectory
+from marin_rl.rollouts.trajectories import (
+    LENGTH,
+    REQUEST_FAULTS,
+    Diverged,
+    GroupRequest,
+    Trajectory,
+)
 from marin_rl.types import Message, Rollout, RolloutGroup
 from schemas.rollouts import UNFINISHED
 

@@ -18,8 +18,7 @@ from typing import Any
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choices
 from marin_rl.environments.chat import RowEnvironment
-from marin_rl.environments.mixture import entry_alone
-from marin_rl.environments.registry import loaded_environment
+from marin_rl.environments.registry import entry_alone, loaded_environment
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.storage.commits import commit_object, new_attempt, record_errors
 from marin_rl.storage.runs import Run

@@ -33,7 +33,7 @@ from pydantic import TypeAdapter
 from marin_rl.config import Config, load_config
 from marin_rl.environments.base import reward_of
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.mixture import part_for, sampling_for
+from marin_rl.environments.registry import part_for, sampling_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import BadResponse, MarinRLError
 from marin_rl.finite import fit_logprobs

@@ -17,13 +17,19 @@ from typing import Any
 import pyarrow as pa
 
 from marin_rl.environments.scoring import Scorer
-from marin_rl.errors import EnvironmentTimeout, MarinRLError
+from marin_rl.errors import EnvironmentTimeout
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.finished import FinishedDriver
-from marin_rl.rollouts.interruption import Interrupted, all_ended
-from marin_rl.rollouts.trajectories import REQUEST_FAULTS, GroupRequest, Trajectory, score_group
+from marin_rl.rollouts.trajectories import (
+    REQUEST_FAULTS,
+    GroupRequest,
+    Interrupted,
+    Trajectory,
+    all_ended,
+    score_group,
+)
 from marin_rl.storage.runs import Run, round_name
 from marin_rl.storage.tables.group_log import GroupLog
 from marin_rl.storage.tables.group_queue import GroupQueue
@@ -143,52 +149,15 @@ class GroupSampler:
         missing = tuple(index for index in range(request.size) if index not in members)
         if missing:
             asked = replace(request, members=missing) if members else request
-            members |= await self._played(asked)
+            members |= await _PlayedGroup(self, asked).play()
         group = request.group_of(tuple(members[index] for index in range(request.size)))
         self.count(group)
         return group
 
-    async def _played(self, request: GroupRequest) -> dict[int, Rollout]:
-        """The members that are asked for, by index."""
-        ended = _EndedMembers(self, request)
-        try:
-            if isinstance(self.driver, EpisodeDriver) and await self._commits_members(self.driver):
-                trajectories = await self.driver.play_group(request, ended.add)
-            else:
-                trajectories = await self.driver.play_group(request)
-        except REQUEST_FAULTS as error:
-            return ended.failed(error) | ended.rollouts
-        await ended.settle(dict(zip(request.indices, trajectories, strict=True)))
-        return ended.rollouts
-
-    async def _commits_members(self, driver: EpisodeDriver) -> bool:
-        """Return True where members are committed as they end.
-
-        Members of one turn end together, and a score that compares members needs all of them.
-        """
-        if not self.log.takes_members:
-            return False
-        several = driver.environment.has_episodes and driver.turns_max > 1
-        return several and not await self.scorer.scores_groups()
-
-    async def committed(
-        self, request: GroupRequest, played: Mapping[int, Rollout]
-    ) -> Mapping[int, Rollout]:
-        """Commit members that did not fail; what is committed of them, by index.
-
-        Where a score depends on the other members, a group is committed whole or not at all.
-        """
-        good = tuple(r for r in played.values() if r.status not in ("error", "aborted"))
-        if not self.log.takes_groups or not good:
-            return {}
-        if len(good) < request.size and await self.scorer.scores_groups():
-            return {}
-        return await asyncio.to_thread(self.log.commit, request.group_of(good))
-
 
 @dataclass(slots=True)
-class _EndedMembers:
-    """Members of a group that have ended: scored, and committed where the log takes them."""
+class _PlayedGroup:
+    """Members of a group that are played: scored as they end, and committed where the log does."""
 
     sampler: GroupSampler
     request: GroupRequest
@@ -197,30 +166,59 @@ class _EndedMembers:
     waiting: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def add(self, index: int, trajectory: Trajectory) -> None:
+    async def play(self) -> dict[int, Rollout]:
+        """The members that are asked for, by index.
+
+        They are committed as they end, where the log takes members; but members of one turn end
+        together, and a score that compares members needs all of them.
+        """
+        driver, request = self.sampler.driver, self.request
+        try:
+            if (
+                self.sampler.log.takes_members
+                and isinstance(driver, EpisodeDriver)
+                and driver.environment.has_episodes
+                and driver.turns_max > 1
+                and not await self.sampler.scorer.scores_groups()
+            ):
+                trajectories = await driver.play_group(request, self._ended)
+            else:
+                trajectories = await driver.play_group(request)
+        except REQUEST_FAULTS as error:
+            maker = self._maker()
+            return {index: maker.failed(index, error) for index in request.indices} | self.rollouts
+        await self._settle(dict(zip(request.indices, trajectories, strict=True)))
+        return self.rollouts
+
+    async def _ended(self, index: int, trajectory: Trajectory) -> None:
         """Settle a member that has ended, with those that end while others are settled."""
         self.waiting[index] = trajectory
         async with self.lock:
             ended, self.waiting = self.waiting, {}
-            await self.settle(ended)
+            await self._settle(ended)
 
-    async def settle(self, ended: Mapping[int, Trajectory]) -> None:
-        """Score members that are not settled yet, and commit them."""
+    async def _settle(self, ended: Mapping[int, Trajectory]) -> None:
+        """Score members that are not settled yet, and commit those that did not fail.
+
+        Where a score depends on the other members, a group is committed whole or not at all.
+        """
         ended = {i: trajectory for i, trajectory in ended.items() if i not in self.rollouts}
         if not ended:
             return
+        scorer, log, request = self.sampler.scorer, self.sampler.log, self.request
         trajectories = list(ended.values())
-        scores = await score_group(self.sampler.scorer, self.request.example, trajectories)
+        scores = await score_group(scorer, request.example, trajectories)
         maker = self._maker()
         scored = zip(ended.items(), scores, strict=True)
         played = {i: maker.sampled(i, trajectory, score) for (i, trajectory), score in scored}
-        committed = await self.sampler.committed(self.request, played)
-        # another process may have been first, also with members that are still played here
-        self.rollouts |= {**played, **committed}
-
-    def failed(self, error: MarinRLError) -> dict[int, Rollout]:
-        maker = self._maker()
-        return {index: maker.failed(index, error) for index in self.request.indices}
+        good = tuple(r for r in played.values() if r.status not in ("error", "aborted"))
+        commits = log.takes_groups and bool(good)
+        if commits and len(good) < request.size:
+            commits = not await scorer.scores_groups()
+        if commits:
+            # another process may have been first, also with members that are still played here
+            played |= await asyncio.to_thread(log.commit, request.group_of(good))
+        self.rollouts |= played
 
     def _maker(self) -> RolloutMaker:
         return RolloutMaker(self.sampler.driver.policy, self.request, self.started_at)

@@ -25,10 +25,9 @@ from marin_rl.rollouts.generate import (
     refuse_if_mostly_errors,
     sample_groups,
 )
-from marin_rl.rollouts.interruption import Interruption, interruptible
 from marin_rl.rollouts.partial import in_pieces
 from marin_rl.rollouts.sampler import EarlyGroups, Members, Sampling
-from marin_rl.rollouts.trajectories import GroupRequest
+from marin_rl.rollouts.trajectories import GroupRequest, Interruption, interruptible
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.storage.tables.group_log import GroupLog, groups_of_chunk, partials_of_stream

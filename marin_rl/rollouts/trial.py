@@ -16,7 +16,7 @@ from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, reward_of
 from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.episode_pool import open_episodes
-from marin_rl.environments.mixture import part_for
+from marin_rl.environments.registry import part_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
 from marin_rl.inference.client.dialects import TextDialect

@@ -13,8 +13,7 @@ from marin_rl.batching.pairs import padded
 from marin_rl.batching.sequences import named_chats
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, no_demonstration
-from marin_rl.environments.mixture import part_for
-from marin_rl.environments.registry import loaded_environment
+from marin_rl.environments.registry import loaded_environment, part_for
 from marin_rl.errors import InputError
 from marin_rl.storage.runs import Run, sft_slot
 from marin_rl.tokenizers import trained_ends

@@ -13,7 +13,7 @@ from support.fakes import FakePolicyServer, served_policy
 
 from marin_rl.config import Config, fingerprint_fields, load_config
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.mixture import Mixture, order_in, order_of
+from marin_rl.environments.registry import Mixture, order_in, order_of
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.evaluate import evaluate_round, held_out_sets

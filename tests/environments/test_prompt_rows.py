@@ -11,8 +11,15 @@ import pytest
 from marin_rl.config import EnvironmentConfig, load_config, parse_config
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.prompt_files import ArrowRows, JsonLines, Rows, open_rows
-from marin_rl.environments.prompt_rows import Columns, metadata_of, read_row
+from marin_rl.environments.prompt_files import (
+    ArrowRows,
+    Columns,
+    JsonLines,
+    Rows,
+    metadata_of,
+    open_rows,
+    read_row,
+)
 from marin_rl.environments.registry import construct
 from marin_rl.errors import InputError
 from marin_rl.types import Example, Message

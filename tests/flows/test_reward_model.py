@@ -12,7 +12,7 @@ import flows.reward_model
 import flows.rl_loop
 from marin_rl.analysis.status import metric_rows
 from marin_rl.config import Config, parse_config
-from marin_rl.rollouts.pairs import pairs_of_run
+from marin_rl.rollouts.rewards import pairs_of_run
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, committed, reward_model_slot
 from marin_rl.storage.tables.pairs import write_pairs

@@ -12,8 +12,7 @@ from marin_rl.config import Config
 from marin_rl.doctor.rewards import reward
 from marin_rl.environments.checks import environment_of
 from marin_rl.rollouts.generate import examples_of
-from marin_rl.rollouts.replay import replay_rollouts
-from marin_rl.rollouts.rescore import rescore_round
+from marin_rl.rollouts.replay import replay_rollouts, rescore_round
 from marin_rl.types import Message
 
 PAGE = (Path(__file__).parents[2] / "docs/your-environment.md").read_text(encoding="utf-8")

@@ -22,8 +22,7 @@ from marin_rl.config import (
     load_config,
 )
 from marin_rl.environments.base import answer_in
-from marin_rl.environments.mixture import Part
-from marin_rl.environments.registry import construct
+from marin_rl.environments.registry import Part, construct
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.metrics import is_defined

@@ -14,8 +14,7 @@ from marin_rl.environments.episode import Episode, StepResult, Tool
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatClient, ChatRequest, served_model_id
 from marin_rl.rollouts.episode import EpisodeDriver
-from marin_rl.rollouts.interruption import all_of
-from marin_rl.rollouts.trajectories import GroupRequest
+from marin_rl.rollouts.trajectories import GroupRequest, all_of
 from marin_rl.types import Example, Message, Sampling, Turn
 
 EPISODES, GROUP = 3000, 100

@@ -6,7 +6,7 @@ import pytest
 from support.run_factories import commit_round, configuration, group, group_of, rollout
 
 from marin_rl.errors import InputError, ObjectMissing
-from marin_rl.rollouts.pairs import pair_of_group, pairs_of_run
+from marin_rl.rollouts.rewards import pair_of_group, pairs_of_run
 from marin_rl.storage.runs import Run
 from marin_rl.types import RewardComponent, Rollout, RolloutGroup
 

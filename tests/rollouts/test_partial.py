@@ -33,11 +33,10 @@ from marin_rl.rollouts.generate import (
     shard_fingerprint,
     shard_requests,
 )
-from marin_rl.rollouts.interruption import Interrupted, Interruption
 from marin_rl.rollouts.partial import in_pieces, piecewise
 from marin_rl.rollouts.sampler import CommittedMembers
 from marin_rl.rollouts.streaming import CHUNK, group_id_of, stream_requests
-from marin_rl.rollouts.trajectories import GroupRequest
+from marin_rl.rollouts.trajectories import GroupRequest, Interrupted, Interruption
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.layout import STREAM, partial_key, partial_of

@@ -21,9 +21,9 @@ from marin_rl.environments.episode import Episode, StepResult, Tool
 from marin_rl.errors import ConfigError
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import SamplingJob, sample_groups
-from marin_rl.rollouts.interruption import Interruption
 from marin_rl.rollouts.partial import piecewise
 from marin_rl.rollouts.streaming import sample_chunk, stream_requests
+from marin_rl.rollouts.trajectories import Interruption
 from marin_rl.storage.layout import STREAM
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.group_log import partials_of_stream

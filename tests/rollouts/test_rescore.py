@@ -15,7 +15,7 @@ from marin_rl.batching.build import build_round, preview_round
 from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
-from marin_rl.rollouts.rescore import rescore_round
+from marin_rl.rollouts.replay import rescore_round
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables import rewards
 from marin_rl.storage.tables.rewards import read_rewards

@@ -8,7 +8,7 @@ import numpy as np
 
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatClient, ChatRequest, served_model_id
-from marin_rl.rollouts.interruption import Interruption
+from marin_rl.rollouts.trajectories import Interruption
 
 END = 1
 MODEL = served_model_id("policy", 0, "ab" * 32)

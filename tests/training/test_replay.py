@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from marin_rl.batching.build import preview_round
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
-from marin_rl.rollouts.rescore import rescore_round
+from marin_rl.rollouts.replay import rescore_round
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.serving.weights.export import export_hf
