@@ -36,8 +36,8 @@ class Environment(ABC):
     Attributes may be set on the class, in `__init__` or in `load_examples`. `version` changes
     whenever examples or scores may. `size` and `eval_size` are the numbers of different examples,
     None where there is no end of them; an index beyond starts over. Seeds that differ by a
-    multiple of `seed_period` may make one example; None: no two do. `rows_digest` is that of its
-    files, known after `load_examples`.
+    multiple of `seed_period` may make one example; None: no two do. `rows_digest` is the digest of
+    its files, known after `load_examples`.
 
     `workers` is the number of processes that score and play episodes; 0 does that in the main
     process, without time limits. `replayable` is False where the steps of an episode have effects
@@ -66,7 +66,7 @@ class Environment(ABC):
 
     @classmethod
     def defines(cls, member: str) -> bool:
-        """Return True where a class has a member of its own in place of the default."""
+        """Return True if the class overrides the default of `Environment`."""
         return getattr(cls, member) is not getattr(Environment, member)
 
     def load_examples(self) -> None:  # noqa: B027 - a default, and not to be defined by all
@@ -107,7 +107,7 @@ class Environment(ABC):
         """Named components of the reward of one completion. May raise any exception."""
 
     def score_of_limit(self, completion: str, limit: str) -> tuple[RewardComponent, ...] | None:
-        """Score of a completion whose check exceeded `limit`; None: a fault."""
+        """Score of a completion whose check exceeded `limit`; None makes it a fault."""
         return None
 
     @property
@@ -166,7 +166,7 @@ class Environment(ABC):
 
     @property
     def returns_rollouts(self) -> bool:
-        """True where it samples by itself."""
+        """True if the environment samples from the policy itself (`rollouts`)."""
         return self.defines("rollouts")
 
     def make_example(

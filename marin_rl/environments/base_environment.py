@@ -4,4 +4,4 @@ from marin_rl.environments.base import Environment
 
 
 class BaseEnvironment(Environment):
-    """Base of environments of one's own: define `example` and `score`, and change the rest."""
+    """Base of user-defined environments: define `example` and `score`, override the rest."""

@@ -1,7 +1,7 @@
 """Checks of a run's environments before any work, against all the examples that it may use.
 
-Training, evaluation and warm start take their examples from seeds of their own; here ranges of
-seeds that would meet are refused, and warm starts without demonstrations. Leaves out how an
+Training, evaluation and warm start take their examples from separate ranges of seeds: ranges that
+overlap are refused, and so are warm starts without demonstrations. Leaves out how an
 environment is made (`registry`).
 """
 

@@ -246,7 +246,7 @@ class Judge(Chat):
 
 
 class _Passing(Exception):
-    """An error of the endpoint that may go away by itself."""
+    """A transient error of the endpoint, which is retried."""
 
 
 def _check(options: JudgeOptions, config: EnvironmentConfig) -> None:

@@ -153,7 +153,7 @@ class Math(Problems):
 def _equal(gold: str, answer: str, *, whole: bool = False) -> bool:
     """Compare an answer, or the last expression of a whole text, with the row's.
 
-    Raises RewardFault where the row's is no mathematics; an answer that is none is wrong.
+    Raises RewardFault if the row's answer cannot be parsed; an unparsable completion is wrong.
     """
     gold, answer = unbraced(gold), unbraced(answer)
     expected, actual = written_number(gold), written_number(answer)

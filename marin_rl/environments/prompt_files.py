@@ -76,7 +76,7 @@ class JsonLines:
 class ArrowRows:
     """Rows of Arrow tables, one per file. A column that is null in a row is not in that row.
 
-    `digest` is that of the files. Raises InputError for files whose columns do not fit.
+    `digest` covers all files. Raises InputError for files with incompatible columns.
     """
 
     def __init__(self, tables: Sequence[tuple[Path, Any]], digest: str) -> None:

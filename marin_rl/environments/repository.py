@@ -222,7 +222,7 @@ class Repository(Problems):
 
     @cached_property
     def _clones(self) -> Path:
-        """Folder of clones; that of the sample, which is made here, where none is named."""
+        """Folder of clones: `repositories`, or the sample's, which is made here."""
         if self._repository.repositories is not None:
             return Path(self._repository.repositories).absolute()
         self._scratch = ScratchFolder()
@@ -336,9 +336,9 @@ class ShellTool:
         return self._workspace
 
     def _restored(self) -> dict[str, Content]:
-        """Return the files of the tests, and None for what was added and would steer them.
+        """Return the row's test files, and None for added files that would influence the tests.
 
-        These are files of runners, and folders of compiled modules, which Python may prefer.
+        Those are configuration of test runners, and compiled modules, which Python may prefer.
         """
         files = self._task.files
         compiled = {str(Path(name).with_name("__pycache__")) for name in files}
@@ -395,7 +395,7 @@ def _check_rows(rows: Rows, clones: Path, box: Sandbox, command: str | None) -> 
 
 
 def _names_nodes(row: Mapping[str, Any]) -> bool:
-    """Return True for a row whose tests are those of pytest. Raises ValueError, InputError."""
+    """Return True if the row names tests as pytest does. Raises ValueError, InputError."""
     absent = [name for name in COLUMNS if row.get(name) is None]
     if absent:
         raise InputError(

@@ -208,7 +208,7 @@ def _date(tree: Path) -> None:
 
 
 def open_to_all(tree: Path) -> None:
-    """Let every user write to a tree: programs of root's sandboxes are users of their own.
+    """Let every user write to a tree: root runs each sandboxed program as another user.
 
     Links are left alone. Nothing may run in the tree meanwhile. Raises OSError for a path that is
     too long.
@@ -356,7 +356,7 @@ def run_tests(
 
 
 def _by_command(box: Sandbox, workspace: Path, names: Sequence[str], command: str) -> set[str]:
-    """Run each test by itself, in the seconds that all of them have."""
+    """Run the tests one at a time, within the time limit of all of them."""
     passed, left_s = set[str](), box.limits.wall_s
     for name in names:
         if left_s <= 0:

@@ -101,7 +101,7 @@ class RewardFunction:
         return self.convention == "trl" and (self._open or "completion_ids" in self._takes)
 
     def of_completion(self, example: Example, completion: str) -> list[RewardComponent]:
-        """Return the parts of one completion's reward; those that are None, or all, are left out.
+        """Return the parts of one completion's reward that are not None.
 
         Raises ValueError, or as the function.
         """

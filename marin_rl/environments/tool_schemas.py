@@ -1,9 +1,9 @@
 """Tools out of methods: their JSON schemas by type hints and docstrings, and checked calls.
 
-The schemas are those that transformers' `get_json_schema` makes, without its key `return`, which
-servers refuse; transformers itself takes seconds to import. Types that it does not know (models,
-enumerations, dataclasses) are described by pydantic. Leaves out which methods are tools, and what
-becomes of a result (`tool_class`).
+The schemas equal the output of transformers' `get_json_schema`, without its key `return`, which
+servers refuse; importing transformers takes seconds, and torch with it. Types that it does not
+know (models, enumerations, dataclasses) are described by pydantic. Leaves out which methods are
+tools, and what becomes of a result (`tool_class`).
 """
 
 import inspect
@@ -148,7 +148,7 @@ def _described(schema: dict[str, Any], words: str | None) -> dict[str, Any]:
 
 
 def _schema_of(hint: Any, where: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a type; what it refers to is added to `definitions`."""
+    """Return the schema of a type; referenced schemas are added to `definitions`."""
 
     def inner(part: Any) -> dict[str, Any]:
         return _schema_of(part, where, definitions)

@@ -223,7 +223,7 @@ class RolloutMaker:
             if begins:
                 segment, before = turn.segment, end
             start = before + len(turn.answer.prompt_token_ids)
-            # A prompt that was rendered again holds the turns before too: no span is theirs alone.
+            # A prompt that was rendered again contains earlier turns too, so messages have no span.
             yield from _turns_of(messages) if begins else _turns_of(messages, end, start)
             end = start + len(turn.completion.token_ids)
             versions, own = turn.completion.policy_versions, turn.result.received
@@ -275,7 +275,7 @@ def _turns_of(
 ) -> tuple[Turn, ...]:
     """Turns of messages that were rendered together.
 
-    A single one spans all their tokens; of several, no one says which tokens are whose.
+    A single message spans all the tokens; of several, the spans are unknown.
     """
     if len(messages) > 1:
         start = end = None
@@ -295,7 +295,7 @@ def _turns_of(
 
 
 def _texts_of(trajectory: Trajectory) -> Iterator[Turn]:
-    """Turns of a trajectory whose tokens are not kept."""
+    """Turns of a failed trajectory, without tokens."""
     yield from _turns_of(trajectory.messages)
     for turn in trajectory.turns:
         yield Turn(
@@ -319,14 +319,14 @@ def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> dict[str, Any]:
     """Token fields of the rollout of these turns: all that the model saw, in order.
 
     A turn's prompt extends the turn before it or begins a segment. Versions are by token as soon as
-    weights were swapped within any turn; what was not sampled has that of the next sampled token.
-    `version` is that of turns without a swap.
+    weights were swapped within any turn; other tokens have the version of the next sampled one.
+    `version` is the version of turns without a swap.
     """
     ids: list[np.ndarray] = []  # of each segment
     mask: list[np.ndarray] = []
     logprobs: list[np.ndarray] = []
     versions: list[np.ndarray] = []
-    sampled: list[np.ndarray] = []  # versions of sampled tokens alone
+    sampled: list[np.ndarray] = []  # versions of sampled tokens
     for _, segment in groupby(turns, key=lambda turn: turn.segment):
         last = np.zeros(0, np.int32)  # prompt and completion of the turn before in its segment
         for turn in segment:
@@ -341,7 +341,7 @@ def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> dict[str, Any]:
             versions += [np.full(n_context, next_version, np.int32), own]
             sampled.append(own)
             last = np.concatenate([prompt, completion.token_ids])
-        ids.append(last)  # that of the last turn is the whole segment
+        ids.append(last)  # the last turn's ids are the whole segment
     mixed = any(turn.completion.policy_versions is not None for turn in turns)
     sampled_by = np.concatenate(sampled) if mixed else np.array([version])
     return {
@@ -361,7 +361,7 @@ UNTRAINED_LOGPROB = 1.0  # of atropos: no logprob is above 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A segment of a rollout: the messages and tokens of its prompt, and those that followed.
+    """A segment of a rollout: the messages and tokens of its prompt and of its response.
 
     `mask` is 1 on the tokens that the policy sampled, which `logprobs` are of; 0 elsewhere.
     """

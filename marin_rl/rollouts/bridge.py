@@ -111,7 +111,7 @@ class TemplateBridge:
         )
         is_long = sum(len(message.content) for message in messages) > _KEPT_CHARACTERS_MAX
         bridge = self._text(junction) if is_long else self._text_at(junction)
-        # The built-in template writes each message by itself.
+        # The built-in template renders each message independently.
         if not ChatTemplate.of(self._tokenizer.tokenizer).is_built_in:
             self._compare(bridge, junction, dialogue)
         return np.array(bridge.ids[1:] if junction.ended is not None else bridge.ids, np.int32)

@@ -35,7 +35,7 @@ def policy_client(
 ) -> PolicyClient:
     """A client of a policy's endpoints; `connect` makes it, by default as `inference.route` says.
 
-    `options` go before those that the configuration gives it.
+    `options` override the configured ones.
     """
     inference = config.inference
     if connect is None:
@@ -90,7 +90,7 @@ def _fleet_options(config: Config, policy: ServedPolicy) -> dict[str, Any]:
 
 
 def _sent_weights(config: Config, policy: ServedPolicy) -> Publisher | None:
-    """The weights that endpoints are sent; None where they have, or take, them by themselves."""
+    """Publisher of the weights to endpoints; None if the endpoints load them themselves."""
     publish = config.inference.publish
     if policy.weights is None or (
         publish != "vllm_reload" and publish != "update_weights_from_disk"

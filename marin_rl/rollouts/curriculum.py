@@ -112,7 +112,7 @@ def decide(run: Run, round: int, policy_version: int) -> Curriculum | None:
         if number not in known:
             known[number] = _read_counts(run, number)
     counts = [count for number in rounds for count in known[number]]
-    # Those of a single environment are {"": 1}.
+    # A single environment has the label "" and weight 1.
     entries = config.environment.mixture or ()
     base = {entry.shown_label: float(entry.weight) for entry in entries} or {"": 1.0}
     by_label: defaultdict[str, list[GroupCount]] = defaultdict(list)
@@ -244,7 +244,7 @@ def sampling_record(
 def curriculum_metrics(run: Run, manifest: Manifest, decision: Curriculum) -> dict[str, float]:
     """`curriculum/*` of a round's rollouts: shares of its groups whose examples were known.
 
-    And weights and solve rates of environments, where there are several.
+    Runs with several environments also have their weights and solve rates.
     """
     columns = ("group_id", "environment", "example_id")
     table = pa.concat_tables(iter_row_groups(run, manifest, columns))

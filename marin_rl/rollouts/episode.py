@@ -138,7 +138,7 @@ class EpisodeDriver:
     async def first_turns(
         self, request: GroupRequest, prompt: Start, indices: Sequence[int]
     ) -> list[tuple[ChatAnswer, Completion]]:
-        """Completions in the order of the members; the greedy one is a request of its own."""
+        """Completions in the order of the members; the greedy one is a separate request."""
         messages, tools = prompt.messages, prompt.tools
         chat = partial(self.chat, tools=tools, session=request.group_id)
         last = request.size - 1
@@ -206,7 +206,7 @@ class _Member:
     before: int = 0
 
     async def begin(self) -> None:
-        """Start the episode; a fault of its own stands in place of the start.
+        """Start the episode; `start` is its fault if the environment raises.
 
         Raises InputError where none can be started, EndpointUnavailable where none can at the
         moment.
@@ -290,7 +290,7 @@ class _Member:
             try:
                 ids = self._next_prompt(dialogue, start.tools)
                 dialogue += turn.result.messages
-                # Without a limit of their own, the turns are what is limited, not their tokens.
+                # Without `tokens_max`, only the number of turns is limited.
                 left = (driver.settings.tokens_max or sys.maxsize) - self.before
                 room = min(driver.context_length, left) - len(ids)
                 if room <= 0:
@@ -357,7 +357,7 @@ class _Member:
     def _next_prompt(
         self, dialogue: Sequence[Message], tools: Sequence[Tool]
     ) -> Int32[np.ndarray, " P"]:
-        """Return the exact ids that the next turn goes on from; none for texts alone.
+        """Return the exact prompt ids of the next turn; no ids for an endpoint of texts.
 
         `dialogue` ends with the last turn. Raises BridgeFault where there is no bridge, and no
         segment may begin.

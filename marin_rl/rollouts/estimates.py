@@ -82,7 +82,7 @@ def wilson(mean: float, effective: float | int) -> tuple[float, float]:
 def held_out_accuracies(rows: Sequence[Mapping[str, Any]]) -> dict[int, Estimate]:
     """`eval/accuracy` with its interval by round, of the rows of metrics that have one.
 
-    Wilson's interval for the number of examples, as that of `mean@1`.
+    Wilson's interval for the number of examples, as for `mean@1`.
     """
     result: dict[int, Estimate] = {}
     for row in rows:

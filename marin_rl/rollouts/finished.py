@@ -1,4 +1,4 @@
-"""Trajectories out of rollouts that an environment sampled by itself, and their checks.
+"""Trajectories of rollouts that the environment sampled, and their checks.
 
 What comes from outside is checked before anything is trained on: ids within the vocabulary, the
 order of what was sampled, finite logprobs, a reward. Leaves out who sampled (`environments`).

@@ -304,7 +304,7 @@ def episode_driver(
     *,
     segments: bool,
 ) -> EpisodeDriver:
-    """The driver of an environment's episodes, whose turns `bridge` joins; None: the template's."""
+    """The driver of an environment's episodes; without `bridge`, the template joins turns."""
     options = template_options(config.policy, part.config)
     template = TemplateBridge(config.policy, options if part.config.chat_template_options else None)
     return EpisodeDriver(

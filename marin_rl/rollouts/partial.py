@@ -163,7 +163,7 @@ class PiecewiseClient(ChatClient):
         self.records[session].begin_again(index, reason)
 
     def _agreed(self, record: GroupRecord, request: ChatRequest, member: Member) -> Member:
-        """A member whose recorded turn has this prompt; one without a record gets it.
+        """The recorded member, if its turn has this prompt; a new one is given the prompt.
 
         Raises Diverged. At its first turn a member begins again by itself.
         """
@@ -192,7 +192,7 @@ class PiecewiseClient(ChatClient):
         asked: Sequence[Member],
         timings: list[ServerTimings],
     ) -> list[SampledPart]:
-        """The next piece of each member; those that begin together share a request."""
+        """The next piece of each member; the first pieces of several members are one request."""
         if len(asked) > 1 and not any(len(member.tokens) for member in asked):
             first = replace(request.sampling, max_tokens=self._piece(asked[0], request.sampling))
             answers = [await self._ask(request, len(asked), first)]

@@ -69,7 +69,7 @@ class Member:
 
 @dataclass(slots=True)
 class GroupRecord:
-    """Turns of the members of a group: those that a chain has, and those that are sampled here.
+    """Turns of the members of a group, from its chain of parts and from sampling here.
 
     `pending` are parts that are not committed yet, which `lock` commits one after the other.
     `messages` counts those of a member's dialogue before its latest turn.

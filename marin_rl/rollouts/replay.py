@@ -326,8 +326,8 @@ def rescore_round(run: Run, round: int, function: str, name: str) -> Rescored:
 
     The function gets the last message of the assistant; it is not asked where its table is there. A
     file is sought in the current folder, and a copy of it is kept with the run. Raises InputError
-    where it cannot be imported, ObjectMissing while the round is not sealed, ConfigError for a name
-    that is none and for a file that is not there, CorruptObject.
+    where it cannot be imported, ObjectMissing while the round is not sealed, ConfigError for an
+    invalid name and for a missing file, CorruptObject.
     """
     function = pin(function, Path(), "--reward")
     sealed = rollouts_manifest(run, round)
@@ -349,7 +349,7 @@ def rescore_round(run: Run, round: int, function: str, name: str) -> Rescored:
         reward_timeout_s=run.config.environment.reward_timeout_s,
     )
     tool_turns = ToolTurns(run.config.policy, run.config.environment)
-    rows = asyncio.run(_scored(groups, config, tool_turns))
+    rows = asyncio.run(_rescored(groups, config, tool_turns))
     made = commit_rewards(run, round, name, source, pa.Table.from_pylist(rows, schema=REWARDS))
     existing = committed_rewards(run, round, name, source)  # ours, or another process's
     assert existing is not None, "it was committed above"
@@ -394,7 +394,7 @@ def source_digest(function: str) -> str:
         ) from error
 
 
-async def _scored(
+async def _rescored(
     groups: Sequence[RolloutGroup], config: EnvironmentConfig, tool_turns: ToolTurns
 ) -> list[dict]:
     scorer = Scorer(construct(config), config)

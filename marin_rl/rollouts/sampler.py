@@ -105,7 +105,7 @@ class EarlyGroups:
         return {}
 
     async def collect(self, sampling: Sampling) -> list[RolloutGroup]:
-        """Groups in order, once enough have ended; those that were interrupted are left out."""
+        """Groups in order, once enough have ended; interrupted groups are left out."""
         if self._first_done is not None:
             return await self._first_done(sampling)
         groups = await all_ended(sampling)
@@ -144,7 +144,7 @@ class GroupSampler:
     finished: Mapping[str, Mapping[int, Rollout]]
 
     async def sample(self, request: GroupRequest) -> RolloutGroup:
-        """A group: its finished members, and those that are still missing."""
+        """Complete a group: sample the members that are not finished yet."""
         members = dict(self.finished.get(request.group_id, {}))
         missing = tuple(index for index in range(request.size) if index not in members)
         if missing:
@@ -191,14 +191,14 @@ class _PlayedGroup:
         return self.rollouts
 
     async def _ended(self, index: int, trajectory: Trajectory) -> None:
-        """Settle a member that has ended, with those that end while others are settled."""
+        """Settle a member that has ended, together with all that ended in the meantime."""
         self.waiting[index] = trajectory
         async with self.lock:
             ended, self.waiting = self.waiting, {}
             await self._settle(ended)
 
     async def _settle(self, ended: Mapping[int, Trajectory]) -> None:
-        """Score members that are not settled yet, and commit those that did not fail.
+        """Score members that are not settled yet, and commit the successful ones.
 
         Where a score depends on the other members, a group is committed whole or not at all.
         """

@@ -87,8 +87,8 @@ class Claimant:
 def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> Iterator[int]:
     """Yield the chunks that a worker may sample now, in order, as long as there is room.
 
-    Chunks with a live claim of another worker are left out, as are those that this worker samples
-    already. A worker that starts again goes on with its own claims.
+    Chunks with a live claim of another worker, and chunks that this worker samples already, are
+    left out. A worker that starts again goes on with its own claims.
     """
     config = stream.run.config
     # Counted from claims and intakes alone, so that a restart changes nothing.
@@ -233,7 +233,7 @@ async def sample_chunk(
 ) -> int:
     """Sample and commit the groups of a chunk that are not finished; the number of its groups.
 
-    Those that `interruption` leaves out are not counted; they are committed as far as they got,
+    Groups that `interruption` leaves out are not counted; they are committed as far as they got,
     where completions are sampled in pieces. Raises as `generate_shard` does; the groups that
     are committed by then stay.
     """
@@ -277,7 +277,7 @@ async def sample_chunk(
     return len(groups)
 
 
-_streams: dict[str, GroupStream] = {}  # by run: what was read of its stream is not read again
+_streams: dict[str, GroupStream] = {}  # by run: objects of a stream are read once
 
 
 def is_ready(run: Run, round: int, *, ended: bool = False) -> bool:
@@ -286,7 +286,7 @@ def is_ready(run: Run, round: int, *, ended: bool = False) -> bool:
 
 
 def take_groups(run: Run, round: int, *, ended: bool = False) -> SlotRef | None:
-    """The committed intake of a round; None where there are too few groups to decide it.
+    """The committed intake of a round; None while there are too few groups.
 
     With `ended`, no further groups are sampled, and none under way is waited for. Raises
     CommitConflict for groups of a worker with other settings, CorruptObject, StorageError.

@@ -66,7 +66,7 @@ class GroupRequest:
     """Request to sample a group: its example, its name, and the sampling with the request's seed.
 
     Member i is drawn with `sampling.seed + i`; with `greedy`, the last one at temperature 0.
-    `members` are those that are asked for, None for all of them.
+    `members` are the indices to sample; None: all.
     """
 
     group_id: str
@@ -81,7 +81,7 @@ class GroupRequest:
         return tuple(range(self.size)) if self.members is None else self.members
 
     def sampling_of(self, index: int, turn: int = 0) -> Sampling:
-        """Return the sampling of a turn of one member; every turn has a seed of its own."""
+        """Return the sampling of a member's turn; every turn has its own seed."""
         seed = self.sampling.seed
         if seed is not None:
             seed = turn_seed(seed + index, turn)
@@ -312,7 +312,7 @@ class Interruption:
 async def interruptible(
     client: AbstractAsyncContextManager[ChatClient], interruption: Interruption, at_once: int
 ) -> AsyncIterator[ChatClient]:
-    """Yield a client with `at_once` requests under way, whose groups may be interrupted."""
+    """Yield a client with at most `at_once` concurrent requests; groups may be interrupted."""
     async with client as connected:
         yield InterruptibleClient(connected, interruption, at_once)
 
@@ -321,7 +321,7 @@ class InterruptibleClient(ChatClient):
     """Client that begins no group once an interruption is requested between groups.
 
     As many requests as `in_flight_max` are under way at once, so that groups which wait have not
-    begun. Those that have begun go on to their end.
+    begun. Groups that have begun are finished.
     """
 
     def __init__(self, client: ChatClient, interruption: Interruption, in_flight_max: int) -> None:
