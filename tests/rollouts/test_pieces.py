@@ -16,7 +16,7 @@ import pytest
 import yaml
 from support.cases import others_slow, printed_seed
 from support.fake_stores import Fault, fake_gcs, fake_s3
-from support.fakes import FakePolicyServer, served_policy
+from support.fakes import TALKS, FakePolicyServer, served_policy
 from support.fault_injection import inject_faults
 from support.faults import CrashStates, Recording
 
@@ -258,38 +258,13 @@ def test_every_crash_state_keeps_its_finished_groups(
         assert rows(run) == plain, f"state {index}"
 
 
-DIALOGUES = """
-from marin_rl.environments.base_environment import BaseEnvironment
-from marin_rl.environments.episode import StepResult
-from marin_rl.types import Message, RewardComponent
-
-class Talks(BaseEnvironment):
-    workers = 0
-
-    def example(self, seed, index, split):
-        return self.make_example(f"say {index}", str(index), seed=seed, index=index, split=split)
-
-    def score(self, example, completion):
-        return (RewardComponent(name="length", value=float(len(completion))),)
-
-    def episode(self, example):
-        return Talk(example)
-
-class Talk:
-    def __init__(self, example):
-        self.example, self.turns = example, 0
-
-    def start(self):
-        return self.example.messages, ()
-
-    async def step(self, turn):
-        self.turns += 1
+DIALOGUES = (
+    TALKS
+    + """
         again = (Message(role="user", content=f"again {self.turns}"),)
         return StepResult(messages=again, done=self.turns == 3)
-
-    async def close(self):
-        pass
 """
+)
 
 
 def in_dialogues(root: str | Path, *items: str) -> Config:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fakes import FakePolicyServer, bridge, served_policy
+from support.fakes import TALKS, FakePolicyServer, bridge, served_policy
 from support.scripted_policies import call, record, tool_run
 from typer.testing import CliRunner, Result
 
@@ -27,41 +27,16 @@ from marin_rl.types import Message, RolloutGroup, ServedPolicy
 
 DIGEST = "ab" * 32
 MODEL = served_model_id("policy", 0, DIGEST)
-ENVIRONMENT = """
-from marin_rl.environments.base_environment import BaseEnvironment
-from marin_rl.environments.episode import StepResult
-from marin_rl.types import Message, RewardComponent
-
-class Words(BaseEnvironment):
-    workers = 0
-
-    def example(self, seed, index, split):
-        return self.make_example(f"say w{index}", "w", seed=seed, index=index, split=split)
-
-    def score(self, example, completion):
-        return (RewardComponent(name="length", value=float(len(completion))),)
-
-    def episode(self, example):
-        return Talk(example)
-
-class Talk:
-    def __init__(self, example):
-        self.example, self.turns = example, 0
-
-    def start(self):
-        return self.example.messages, ()
-
-    async def step(self, turn):
-        self.turns += 1
+ENVIRONMENT = (
+    TALKS
+    + """
         if self.turns == 3:
             return StepResult(done=True, **({"reward": 1.0} if "1" in turn.content else {}))
         if self.turns == 2 and "?" in turn.content and self.example.seed % 2:
             raise KeyError("who knows")
         return StepResult(messages=(Message(role="user", content=f"again {turn.content}"),))
-
-    async def close(self):
-        pass
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     (folder / "words.py").write_text(ENVIRONMENT)
     (folder / "run.yaml").write_text(
         "run_id: words\nrounds: 1\nroot: " + str(folder / "runs") + "\n"
-        "environment: {name: words.py:Words}\n"
+        "environment: {name: words.py:Talks}\n"
         "policy: {init: random, context_length: 4096}\n"
         "batching: {length_buckets: [4096]}\n"
         "rollouts: {groups_per_round: 4, group_size: 3, shards_per_round: 1}\n"

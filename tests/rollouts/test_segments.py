@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.fakes import TALKS
 from support.run_factories import audit_round
 from support.scripted_policies import record, write_tokenizer
 from support.templates import QWEN
@@ -24,47 +25,22 @@ from marin_rl.tokenizers import load_tokenizer
 from marin_rl.training.replay import replay_round
 from marin_rl.types import Message, NamedReward, Rollout, SlotRef
 
-ENVIRONMENT = """
-from marin_rl.environments.base_environment import BaseEnvironment
-from marin_rl.environments.episode import StepResult
-from marin_rl.types import Message
-
-class Words(BaseEnvironment):
-    workers = 0
-
-    def example(self, seed, index, split):
-        return self.make_example(f"say {index % 3}", "w", seed=seed, index=index, split=split)
-
-    def score(self, example, completion):
-        return ()
-
-    def episode(self, example):
-        return Talk(example)
-
-class Talk:
-    def __init__(self, example):
-        self.example, self.turns = example, 0
-
-    def start(self):
-        return self.example.messages, ()
-
-    async def step(self, turn):
-        self.turns += 1
+ENVIRONMENT = (
+    TALKS.replace("say w{index}", "say {index % 3}")
+    + """
         text = turn.content
         reward = {"vowels": float(sum(map(text.count, "aeiou"))), "short": 1.0 / (1 + len(text))}
         reward["last"] = None if self.turns < 3 else 1.0
         messages = (Message(role="user", content=f"again {self.turns}"),)
         return StepResult(messages=messages, reward=reward, done=self.turns == 3)
-
-    async def close(self):
-        pass
 """
+)
 CONFIG = """
 run_id: words
 rounds: 1
 root: ROOT/runs
 policy: {init: random, tokenizer: ROOT/tokenizer, context_length: 512}
-environment: {name: "words.py:Words", CHOICE}
+environment: {name: "words.py:Talks", CHOICE}
 batching: {length_buckets: [512]}
 rollouts: {groups_per_round: 1, group_size: 2, shards_per_round: 1}
 sampling: {max_tokens: 64}
