@@ -44,6 +44,9 @@ from marin_rl.types import Message, Sampling, ServedPolicy
 STOP = "stop"  # finish reason of a completion that an end token or a stop string ended
 REFUSALS = (NoSuchRoute, RequestRejected, BadResponse)  # of an endpoint that cannot go on from ids
 
+# Policies by model whose endpoints have gone on from ids: they are asked once, until one refuses.
+_proven: dict[str, ServedPolicy] = {}
+
 Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids and finish reason
 
 
@@ -96,8 +99,9 @@ async def piecewise(
     InputError for one that does not.
     """
     async with endpoints as client:
-        if proves and requests:
+        if proves and requests and _proven.get(log.policy.model) != log.policy:
             await _prove_continuation(client, log.policy, requests[0])
+            _proven[log.policy.model] = log.policy
         chains = await asyncio.to_thread(log.read, [r.group_id for r in requests])
         records = records_of(chains, requests, oldest)
         yield PiecewiseClient(client, log, records, tokens, decode, interruption)
@@ -218,7 +222,11 @@ class PiecewiseClient(ChatClient):
             return await self._ask(request, 1, own)
         ids = member.ids if len(member.tokens) else request.prompt_ids
         assert ids is not None, "see above"
-        answer = await self._ask(request, 1, own, ids)
+        try:
+            answer = await self._ask(request, 1, own, ids)
+        except REFUSALS:
+            _proven.pop(self.model, None)  # another server may have taken its place
+            raise
         check_prompt(answer, ids)
         return answer
 
