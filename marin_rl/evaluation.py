@@ -28,7 +28,7 @@ from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.rollouts.clients import Connect
-from marin_rl.rollouts.evaluate import HeldOut, answered, evaluation_metrics, judges_of
+from marin_rl.rollouts.evaluate import HeldOut, answered, evaluation_metrics, extractors_of
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_records import RUN_KEY, seed_from
@@ -278,7 +278,7 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
     return EvaluationResult(
         model=name,
         config=config,
-        metrics=evaluation_metrics(groups, config.evaluation, judges_of(config)),
+        metrics=evaluation_metrics(groups, config.evaluation, extractors_of(config)),
         groups=groups,
         rows=rows,
     )

@@ -24,7 +24,7 @@ from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
 from marin_rl.metrics import KL_OF_REWARDS, LARGEST, Definition, definition_of
 from marin_rl.rollouts.curriculum import RECORD, Curriculum, curriculum_metrics, decide
-from marin_rl.rollouts.evaluate import evaluation_metrics, judges_of
+from marin_rl.rollouts.evaluate import evaluation_metrics, extractors_of
 from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
 from marin_rl.storage.commits import committed_manifest, count_in
 from marin_rl.storage.runs import (
@@ -137,7 +137,7 @@ def evaluation_of(run: Run, manifest: Manifest) -> dict[str, float]:
     groups = [
         group for table in iter_row_groups(run, manifest) for group in groups_of(table)
     ]  # the rows have the shape of rollouts
-    return evaluation_metrics(groups, run.config.evaluation, judges_of(run.config))
+    return evaluation_metrics(groups, run.config.evaluation, extractors_of(run.config))
 
 
 def _of_rollouts(

@@ -54,7 +54,7 @@ from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolic
 from schemas.rollouts import CONTENT_VERSION
 
 # Environments that say what a completion's answer is, by the name that examples carry; None: all.
-Judges = Mapping[str | None, Part]
+Extractors = Mapping[str | None, Part]
 
 
 # Requests at once to the engine in this process, where both ends of a connection are open files.
@@ -114,8 +114,8 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
     )
 
 
-def judges_of(config: Config) -> Judges:
-    """The judges of an evaluation's answers: the run's environment, or that of each named set."""
+def extractors_of(config: Config) -> Extractors:
+    """Extractors of an evaluation's answers: the run's environment, or that of each named set."""
     sets = config.evaluation.sets
     if sets is None:
         parts = parts_of(construct(config.environment), config.environment)
@@ -143,8 +143,8 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     if existing is not None:
         return existing
     groups = await answered(run.config, policy, sets, round_name(round), run.seed_of, round)
-    judges = {held_out.name: held_out.part for held_out in sets}
-    metrics = await asyncio.to_thread(evaluation_metrics, groups, run.config.evaluation, judges)
+    extractors = {held_out.name: held_out.part for held_out in sets}
+    metrics = await asyncio.to_thread(evaluation_metrics, groups, run.config.evaluation, extractors)
     return await asyncio.to_thread(_commit, run, round, groups, metrics, digest, policy)
 
 
@@ -217,22 +217,22 @@ def requests_of(
 def evaluation_metrics(
     groups: Sequence[RolloutGroup],
     evaluation: EvaluationConfig,
-    judges: Judges,
+    extractors: Extractors,
 ) -> dict[str, float]:
     """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward.
 
-    `judges` say what a completion's answer is, where votes are counted. Raises InputError where
+    `extractors` say what a completion's answer is, where votes are counted. Raises InputError where
     their functions cannot be imported.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     lengths = [r.n_completion_tokens for r in rollouts if r.n_completion_tokens]
-    judged = [_judged(group, evaluation.pass_threshold, judges) for group in groups]
+    graded = [_graded(group, evaluation.pass_threshold, extractors) for group in groups]
     result = {
-        "eval/accuracy": sum(int(j.right_N.sum()) for j in judged) / len(rollouts),
+        "eval/accuracy": sum(int(g.right_N.sum()) for g in graded) / len(rollouts),
         "eval/examples": float(len(groups)),
         "eval/errors": sum(r.status == "error" for r in rollouts) / len(rollouts),
-        **_estimates("eval", judged, evaluation.k),
+        **_estimates("eval", graded, evaluation.k),
     }
     if rewards:
         result["eval/reward_mean"] = sum(rewards) / len(rewards)
@@ -241,8 +241,8 @@ def evaluation_metrics(
     turns = [n for n in map(sampled_turns, rollouts) if n]
     if max(turns, default=0) > 1:
         result["eval/mean_turns"] = sum(turns) / len(turns)
-    for name in sorted({judged_group.environment for judged_group in judged}):
-        own = [judged_group for judged_group in judged if judged_group.environment == name]
+    for name in sorted({each.environment for each in graded}):
+        own = [each for each in graded if each.environment == name]
         result |= _estimates(f"eval/{name}", own, evaluation.k)
     return result
 
@@ -253,7 +253,7 @@ def sampled_turns(rollout: Rollout) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _Graded:
     """The N samples of one example: which are right, and what each answered."""
 
     environment: str
@@ -261,25 +261,25 @@ class _Judged:
     answers: tuple[str | None, ...]
 
 
-def _judged(group: RolloutGroup, threshold: float, judges: Judges) -> _Judged:
-    judge = judges[None if None in judges else group.example.environment]
+def _graded(group: RolloutGroup, threshold: float, extractors: Extractors) -> _Graded:
+    extractor = extractors[None if None in extractors else group.example.environment]
     right = [r.reward is not None and r.reward >= threshold for r in group.rollouts]
     # a failed sample has no vote
     votes = [None if r.reward is None else last_completion(r) for r in group.rollouts]
     texts = [text for text in votes if text is not None]
-    extracted = iter(answers_in(judge.environment, judge.config, texts))
+    extracted = iter(answers_in(extractor.environment, extractor.config, texts))
     answers = tuple(None if text is None else next(extracted) for text in votes)
-    return _Judged(group.example.environment, np.array(right, np.bool_), answers)
+    return _Graded(group.example.environment, np.array(right, np.bool_), answers)
 
 
-def _estimates(prefix: str, judged: Sequence[_Judged], ks: Sequence[int]) -> dict[str, float]:
+def _estimates(prefix: str, graded: Sequence[_Graded], ks: Sequence[int]) -> dict[str, float]:
     """pass@k, mean@k and majority@k of examples, with their intervals."""
     result: dict[str, float] = {}
     for k in ks:
         by_example = {
-            "pass": [pass_at_k(j.right_N, k) for j in judged],
-            "mean": [mean_at_k(j.right_N, k) for j in judged],
-            "majority": [majority_at_k(j.right_N, j.answers, k) for j in judged],
+            "pass": [pass_at_k(g.right_N, k) for g in graded],
+            "mean": [mean_at_k(g.right_N, k) for g in graded],
+            "majority": [majority_at_k(g.right_N, g.answers, k) for g in graded],
         }
         for kind, values in by_example.items():
             of, name = estimate(np.array(values, np.float64)), f"{prefix}/{kind}@{k}"

@@ -23,7 +23,7 @@ from marin_rl.config import EnvironmentConfig, outward_keys, parse_config
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import answers_in, scorers
 from marin_rl.errors import ConfigError
-from marin_rl.rollouts.evaluate import judges_of
+from marin_rl.rollouts.evaluate import extractors_of
 from marin_rl.storage.own_runs import remember, remembered, state_folder
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import Run
@@ -357,9 +357,9 @@ def test_a_fork_of_another_users_run_is_not_trusted(tmp_path: Path) -> None:
 def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -> None:
     options = {"path": "none", "extract": "foreign_code:process"}
     config = configuration(str(tmp_path), environment={"name": "chat", "options": options})
-    judge = judges_of(config)[None]
+    extractor = extractors_of(config)[None]
     try:
-        (process,) = answers_in(judge.environment, judge.config, ["a"])
+        (process,) = answers_in(extractor.environment, extractor.config, ["a"])
         assert process is not None
         assert int(process) != os.getpid()
         assert "foreign_code" not in sys.modules

@@ -27,14 +27,14 @@ from marin_rl.errors import ConfigError
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.metrics import is_defined
 from marin_rl.rollouts.estimates import estimate
-from marin_rl.rollouts.evaluate import Judges, evaluate_round, evaluation_metrics, held_out_sets
+from marin_rl.rollouts.evaluate import Extractors, evaluate_round, evaluation_metrics, held_out_sets
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run
 from marin_rl.types import ServedPolicy
 
 CONFIG = EnvironmentConfig(name="echo")
 ECHO = construct(CONFIG)
-JUDGES: Judges = {None: Part(label="", config=CONFIG, environment=ECHO)}
+EXTRACTORS: Extractors = {None: Part(label="", config=CONFIG, environment=ECHO)}
 
 
 def samples(name, rewards, words):
@@ -60,7 +60,7 @@ EVALUATION = EvaluationConfig(samples=4, k=(1, 2, 4))
 
 
 def test_several_samples_by_hand():
-    found = evaluation_metrics(GROUPS, EVALUATION, JUDGES)
+    found = evaluation_metrics(GROUPS, EVALUATION, EXTRACTORS)
     assert all(is_defined(name) for name in found)
     assert found["eval/accuracy"] == 2 / 8
     assert found["eval/errors"] == 1 / 8
@@ -81,13 +81,13 @@ def test_several_samples_by_hand():
 
 def test_sampled_turns_are_counted_where_there_are_several():
     of_two = GROUPS[0].rollouts[0]
-    assert "eval/mean_turns" not in evaluation_metrics(GROUPS, EVALUATION, JUDGES)
+    assert "eval/mean_turns" not in evaluation_metrics(GROUPS, EVALUATION, EXTRACTORS)
     said = next(turn for turn in of_two.turns if turn.inference_metadata is not None)
     answer = replace(
         of_two, turns=(*of_two.turns, replace(said, role="user", inference_metadata=None), said)
     )
     groups = [replace(GROUPS[0], rollouts=(answer, *GROUPS[0].rollouts[1:]))]
-    found = evaluation_metrics(groups, EVALUATION, JUDGES)
+    found = evaluation_metrics(groups, EVALUATION, EXTRACTORS)
     assert is_defined("eval/mean_turns")
     # of four rollouts, one has two turns; the user's turn between them is not counted
     assert found["eval/mean_turns"] == 5 / 4
