@@ -209,8 +209,8 @@ def read_prompts(
     rows: Rows, columns: Columns, path: str, eval_fraction: float, left_out: Sequence[int] = ()
 ) -> PromptSet:
     """Read every row once. Raises InputError that names the file, the row and the remedy."""
-    held_out, demonstrated = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
-    answered, ending, tools = (np.zeros(len(rows), bool) for _ in range(3))
+    facts = np.zeros((5, len(rows)), bool)
+    held_out, answered, demonstrated, ending, tools = facts
     suffixes: dict[int, str] = {}
     seen: dict[str, int] = {}
     for index, (raw, row) in enumerate(_checked_rows(rows, columns)):
@@ -222,11 +222,13 @@ def read_prompts(
             )
         if times > 1:
             suffixes[index] = f"-{times}"
-        held_out[index] = is_held_out(row.row_id, eval_fraction)
-        answered[index] = row.answer is not None
-        demonstrated[index] = row.demonstration is not None
-        ending[index] = row.ends_with_assistant
-        tools[index] = bool(raw.get("tools"))
+        facts[:, index] = (
+            is_held_out(row.row_id, eval_fraction),
+            row.answer is not None,
+            row.demonstration is not None,
+            row.ends_with_assistant,
+            bool(raw.get("tools")),
+        )
     if not seen:
         raise InputError(f"{path} has no rows: expected at least two prompts")
     if columns.answer is not None and not answered.any():

@@ -391,7 +391,14 @@ def _check_rows(rows: Rows, clones: Path, box: Sandbox, command: str | None) -> 
     for repo, rows_of in commits.items():
         _check_commits(rows, clones, repo, rows_of)
     if nodes and command is None:
-        _check_pytest(box)
+        result = box.run([box.python, "-s", "-P", "-c", "import pytest"])
+        if not result.succeeded:
+            said = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ConfigError(
+                f"the rows name tests of pytest, which {box.python} does not import ({said}): "
+                "expected environment.options.interpreter to name a Python with pytest and the "
+                "repository's packages, or a test_command"
+            )
 
 
 def _names_nodes(row: Mapping[str, Any]) -> bool:
@@ -420,15 +427,4 @@ def _check_commits(rows: Rows, clones: Path, repo: str, rows_of: Mapping[str, in
             f"{rows.place(rows_of[missing[0]])}: {clone} lacks the commit {missing[0]} "
             f"({len(missing)} of {len(rows_of)} are not there): git -C {clone} fetch origin "
             f"{missing[0]}"
-        )
-
-
-def _check_pytest(box: Sandbox) -> None:
-    result = box.run([box.python, "-s", "-P", "-c", "import pytest"])
-    if not result.succeeded:
-        said = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ConfigError(
-            f"the rows name tests of pytest, which {box.python} does not import ({said}): expected "
-            "environment.options.interpreter to name a Python with pytest and the repository's "
-            "packages, or a test_command"
         )

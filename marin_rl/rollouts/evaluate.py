@@ -46,9 +46,9 @@ from marin_rl.storage.commits import (
     fingerprint,
     new_attempt,
     parent_of,
-    part_of,
 )
 from marin_rl.storage.runs import Run, evals_slot, round_name
+from marin_rl.storage.tables.parquet import put_part
 from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
 from schemas.rollouts import CONTENT_VERSION
@@ -306,14 +306,14 @@ def _commit(
         fingerprint=digest,
         policy=policy,
     )
-    name = f"evals-{attempt}.parquet"
-    run.store.put_part(f"{slot}/{name}", data)
+    rows = sum(len(group.rollouts) for group in groups)
+    part = put_part(run.store, slot, f"evals-{attempt}.parquet", data, rows=rows)
     return commit_slot(
         run.store,
         slot,
         attempt=attempt,
         fingerprint=digest,
         parents=(parent_of(policy.checkpoint),),
-        parts=(part_of(name, data, rows=sum(len(group.rollouts) for group in groups)),),
+        parts=(part,),
         totals=metrics,
     )

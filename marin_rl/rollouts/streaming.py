@@ -40,7 +40,6 @@ from marin_rl.storage.tables.intakes import (
     settled_before,
 )
 from marin_rl.storage.tables.stream import (
-    Claim,
     GroupStream,
     chunk_size,
     groups_alone,
@@ -95,18 +94,16 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
     chunk, counted = settled.floor // chunk_size(config), 0
     while counted < claimant.most:
         claim, left = stream.claims.get(chunk), settled.left(numbers_of(config, chunk))
-        taken = chunk in claimant.busy or _is_anothers(claim, claimant, config)
-        if not (taken or stream.has(left)):
+        anothers = (
+            claim is not None
+            and claim.worker != claimant.worker
+            and claim.is_live(claimant.now, config.ahead.seconds_of_claims)
+        )
+        if not (anothers or chunk in claimant.busy or stream.has(left)):
             yield chunk
         if claim is None or claim.policy_version >= claimant.oldest:
             counted += len(left)
         chunk += 1
-
-
-def _is_anothers(claim: Claim | None, claimant: Claimant, config: Config) -> bool:
-    if claim is None or claim.worker == claimant.worker:
-        return False
-    return claim.is_live(claimant.now, config.ahead.seconds_of_claims)
 
 
 def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
