@@ -159,9 +159,9 @@ class GrowingRunner(Runner):
             # a lone prompt does not pay for others, and several share each read of the weights
             rows = 1 if len(own) == 1 else prefill_tile(self.plan.prefill_rows, bucket)
             for start in range(0, len(own), rows):
-                self._prefill(fused, bucket, own[start : start + rows], rows)
+                self._run_prompts(fused, bucket, own[start : start + rows], rows)
 
-    def _prefill(self, fused: Decoder, bucket: int, prompts: list[Prompt], rows: int) -> None:
+    def _run_prompts(self, fused: Decoder, bucket: int, prompts: list[Prompt], rows: int) -> None:
         # an array for each: the program before may still read its own
         tokens_RP = np.zeros((rows, bucket), np.int32)
         for row, (tokens, _) in enumerate(prompts):
