@@ -176,7 +176,7 @@ class InMemory(Transport):
             server = self._start(config.inference, weights.model, version, digest)
         else:
             again = config.recompute_kv_cache
-            server.swap(weights.model, version, digest, recompute_kv_cache=again)
+            server.updater.swap(weights.model, version, digest, recompute_kv_cache=again)
         return Published(endpoints=(server.base_url,), model=server.model_id, copies=1)
 
     def _start(

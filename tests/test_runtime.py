@@ -136,7 +136,7 @@ def test_other_weights_under_the_right_id_are_detected(embedded: RunRuntime) -> 
     policy = embedded.serve(checkpoint)
     config = debug(Path("unused"))
     other = build_model(config.policy, len(embedded.tokenizer), seed=7)
-    embedded_server(embedded).swap(other, policy.weight_version, policy.parameters_digest)
+    embedded_server(embedded).updater.swap(other, policy.weight_version, policy.parameters_digest)
     with pytest.raises(StalePolicy, match=r"expected a log-probability of .* found .*tolerance"):
         prove(policy, embedded.trainer.model, config.inference)
     assert embedded.serve(checkpoint) == policy
@@ -145,7 +145,7 @@ def test_other_weights_under_the_right_id_are_detected(embedded: RunRuntime) -> 
 def test_a_round_of_the_past_is_not_served_for_the_present(embedded: RunRuntime) -> None:
     checkpoint = embedded.init_policy()
     policy = embedded.serve(checkpoint)
-    embedded_server(embedded).swap(embedded.trainer.model, 1, "f" * 64)
+    embedded_server(embedded).updater.swap(embedded.trainer.model, 1, "f" * 64)
     with pytest.raises(StalePolicy, match="policy@00001-ffffffff") as caught:
         prove(policy, embedded.trainer.model, debug(Path("unused")).inference)
     assert policy.model in str(caught.value)
@@ -283,7 +283,7 @@ def forgetful_server(run: Run, *, renames: bool) -> PolicyServer:
         tokenizer,
         run.config.inference,
         jnp.float32,
-        server._count_update,
+        server.telemetry,
     )
     updater.first, updater.renames = loaded.model, renames
     server._service.updater = updater

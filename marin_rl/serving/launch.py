@@ -32,7 +32,7 @@ from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.serving.weights.adapters import (
     adapter_checkpoints,
     read_base_of,
-    read_version,
+    version_of,
     with_adapters_room,
 )
 from marin_rl.serving.weights.canary import canary_ids, rehearse
@@ -51,17 +51,14 @@ from marin_rl.serving.weights.following import (
     whole_checkpoints,
 )
 from marin_rl.storage.fleet import FleetBoard
-from marin_rl.storage.runs import Run, latest_checkpoint
+from marin_rl.storage.runs import Run, checkpoint_at, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, add_ends, template_ends, tokenizer_for
 from marin_rl.training.model import parameter_shapes
 from marin_rl.types import ServedPolicy, SlotRef
 
 # Adapters that a server which is given some has room for, and the step of their rank: rows of the
 # bank are then whole vectors of the processor.
-ADAPTERS_ROOM = 4
-RANK_STEP = 8
-# Name of the run's adapter among the adapters that need room.
-RUN_VERSION = "the run's adapter"
+ADAPTERS_ROOM, RANK_STEP = 4, 8
 
 NO_ADAPTERS: Mapping[str, Any] = MappingProxyType({})
 
@@ -93,32 +90,30 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     enable_compilation_cache()
     keep_freed_memory()
     run = Run.open(root, run_id)
-    which = "the latest checkpoint" if round is None else f"checkpoint {round}"
     # a fleet may be started before its trainer
     if register is not None and latest_checkpoint(run) is None:
         _announce(f"waiting for the first checkpoint of {run.folder.url}")
         while latest_checkpoint(run) is None:
             time.sleep(poll_s)
+    which = "the latest checkpoint" if round is None else f"checkpoint {round}"
     _announce(f"loading {which} of {run.folder.url}")
     inference = run.config.inference if config is None else config.inference
     settings = run.config.model_copy(update={"inference": with_update_root(inference, root)})
     board = board_of(inference, run.folder) if follow else None
     registered = register is not None
     follower = proven_follower(run, settings, round, adapters, board, registered=registered)
-    server = follower.server
-    if not follow:
-        return serve_forever(server, host, port, announce=_announce, report=report)
     with ExitStack() as stack:
         answer = None
         if register is not None:
             registration = follower.registration(run, settings, register)
             stack.callback(registration.stop)
             report, answer = _registered(registration, report), registration.answer
-        watcher = CheckpointWatcher(
-            follower.take, run, follower.round, board=board, answer=answer, poll_s=poll_s
-        )
-        stack.enter_context(watcher)
-        return serve_forever(server, host, port, announce=_announce, report=report)
+        if follow:
+            take, first = follower.take, follower.round
+            stack.enter_context(
+                CheckpointWatcher(take, run, first, board=board, answer=answer, poll_s=poll_s)
+            )
+        return serve_forever(follower.server, host, port, announce=_announce, report=report)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +154,7 @@ def proven_follower(
     `serve_checkpoint` does.
     """
     apart = board is not None and _apart(run, settings.inference, registered=registered)
-    version = read_version(run, round) if apart else None
+    version = version_of(run, checkpoint_at(run, round)) if apart else None
     loaded = read_checkpoint(run, round) if version is None else read_base_of(run, version)
     read = read_adapters(loaded.model, adapters)
     if version is None:
@@ -167,7 +162,7 @@ def proven_follower(
     elif registered:  # trainers sample from it: sized as a run's own engine, for equal bits
         roomy = with_adapters_room(settings, version.adapter.rank_max)
     else:
-        roomy = with_room(settings, {RUN_VERSION: version.adapter, **read})
+        roomy = with_room(settings, {"the run's adapter": version.adapter, **read})
     _announce("proving that the engine decodes as trained")
     tokenizer = tokenizer_for(settings.policy)
     server = proven_server(loaded, tokenizer, roomy, read)
@@ -193,8 +188,6 @@ def _apart(run: Run, inference: InferenceConfig, *, registered: bool) -> bool:
 
 
 def _registered(registration: Registration, report: Report | None) -> Report:
-    """A report that announces the server once it is ready, and withdraws it before it drains."""
-
     def tell(state: Mapping[str, Any]) -> None:
         if state["state"] == "ready":
             registration.start(state["url"])
@@ -312,7 +305,6 @@ def _server(
 
 
 def read_adapters(model: LanguageModel, folders: Mapping[str, Path]) -> dict[str, Adapter]:
-    """Adapters of a base by name. Raises InputError for a folder that is none of this base."""
     shapes = parameter_shapes(model)
     return {name: read_peft(folder, shapes) for name, folder in folders.items()}
 

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 import jax.numpy as jnp
 import uvicorn
+from starlette.routing import Router
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.chat_templates import prove
@@ -33,13 +34,14 @@ from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import STOP_TOKENS_MAX
 from marin_rl.models.module import LanguageModel
 from marin_rl.serving.api.service import Service
-from marin_rl.serving.app import Application
-from marin_rl.serving.http.access_log import AccessLog
+from marin_rl.serving.app import all_routes
+from marin_rl.serving.http.access_log import AccessLog, RequestRecord
 from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, listen
+from marin_rl.serving.http.guard import Guard
 from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.weights.adapters import ServedAdapters
-from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
+from marin_rl.serving.weights.weight_updates import WeightUpdater
 from marin_rl.tokenizers import check_vocabulary, end_token_ids
 from marin_rl.training.model import parameter_shapes
 
@@ -92,8 +94,7 @@ class PolicyServer:
             base_id=lambda: self._service.base_id,
             connections=lambda: len(self._uvicorn.server_state.connections) if self._uvicorn else 0,
         )
-        on_update = self._count_update
-        self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, on_update)
+        self.updater = WeightUpdater(self.engine, model, tokenizer, config, dtype, self.telemetry)
         self.adapters = ServedAdapters(
             self.engine,
             parameter_shapes(model),
@@ -101,10 +102,26 @@ class PolicyServer:
             reserved=lambda: [*self._service.names, self._service.base_id],
         )
         self._service = Service(
-            self.engine, tokenizer, detokenizer, config.model, self.updater, self.adapters
+            self.engine,
+            tokenizer,
+            detokenizer,
+            config.model,
+            self.updater,
+            self.adapters,
+            self.settings,
         )
-        origins = self._origins("127.0.0.1")
-        self._app = Application(self._service, self.settings, self._keys, origins, self.telemetry)
+        self.routes = all_routes(self._service, self.telemetry)
+        self._router = Router(list(self.routes))
+        self._origins = self._origins_at("127.0.0.1")
+        self._guard = Guard(
+            self._router,
+            config=self.settings,
+            keys=self._keys,
+            origins=lambda: self._origins,
+            on_start=self.telemetry.request_started,
+            on_end=self._on_end,
+        )
+        self._log: AccessLog | None = None
         self._uvicorn: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._base_url = ""
@@ -118,14 +135,6 @@ class PolicyServer:
         """Base URL for OpenAI clients: `http://host:port/v1`."""
         assert self._base_url, "the server was not started"
         return self._base_url
-
-    @property
-    def routes(self) -> dict[str, set[str]]:
-        """Paths, as templates, with their methods."""
-        methods: dict[str, set[str]] = {}
-        for route in self._app.routes:
-            methods.setdefault(route.path, set()).update(route.methods or ())
-        return methods
 
     def start(
         self,
@@ -141,11 +150,11 @@ class PolicyServer:
         for an address that cannot be bound, or one beyond this machine without a token.
         """
         check_reach(self._keys, host)
-        self._app.origins = self._origins(host)
+        self._origins = self._origins_at(host)
         listener = listen(host, port)
         if warm_up:
             self.engine.warm_up(announce)
-        self._uvicorn = http_server(self._app.guarded, self.settings, host)
+        self._uvicorn = http_server(self._guard, self.settings, host)
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([listener],), name="server", daemon=True
         )
@@ -157,15 +166,14 @@ class PolicyServer:
         return self._base_url
 
     def add_name(self, name: str) -> None:
-        """Let requests call the loaded model by another name too."""
         if name not in self._service.known:
             self._service.aliases += (name,)
 
     def log_requests(self, stream: TextIO | TextIOBase) -> None:
         """Write one JSON line for each request to `stream` from now on."""
         self._close_log()
-        self._app.log = AccessLog(stream)
-        self.telemetry.lines_dropped = self._app.log.lines_dropped
+        self._log = AccessLog(stream)
+        self.telemetry.lines_dropped = self._log.lines_dropped
 
     def how_to_call(self) -> str:
         """Start message for people: address, which tokens are needed, and an example call."""
@@ -185,34 +193,8 @@ class PolicyServer:
         )
         return "\n".join(lines)
 
-    def _origins(self, host: str) -> Origins:
+    def _origins_at(self, host: str) -> Origins:
         return Origins(self.settings, host, has_token=self._keys.api is not None)
-
-    def _count_update(self, update: Update) -> None:
-        source = update.source
-        if update.refused:
-            self.telemetry.count("weight_update_failures_total", 1, source)
-        else:
-            self.telemetry.weights_updated(
-                source=source, bytes=update.bytes, seconds=update.seconds
-            )
-
-    def swap(
-        self,
-        model: LanguageModel,
-        weight_version: int,
-        parameters_digest: str,
-        *,
-        recompute_kv_cache: bool = False,
-    ) -> str:
-        """Serve another model's arrays from the next chunk on, without a copy; the new model id.
-
-        Raises, and keeps the old weights, as `Engine.swap` does.
-        """
-        self.updater.swap(
-            model, weight_version, parameters_digest, recompute_kv_cache=recompute_kv_cache
-        )
-        return self.model_id
 
     def drain(self, timeout_s: float | int | None = None) -> bool:
         """Take no new requests and wait for the running ones; True if all of them finished.
@@ -236,9 +218,14 @@ class PolicyServer:
         self._close_log()
 
     def _close_log(self) -> None:
-        log, self._app.log = self._app.log, None
+        log, self._log = self._log, None
         if log is not None:
             log.close()
+
+    def _on_end(self, record: RequestRecord) -> None:
+        self.telemetry.request_ended(record)
+        if self._log is not None:
+            self._log.add(record)
 
 
 def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[int, ...]:

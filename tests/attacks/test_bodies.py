@@ -6,8 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import printed_seed
-from support.servers import CHAT, CONTEXT, asks_well, raw, serving, talk
+from support.servers import CHAT, CONTEXT, asks_well, raw, serving, talk, wait_until
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.api.requests import ChatBody, CompletionBody, DetokenizeBody
@@ -223,17 +221,8 @@ def unfinished(server: PolicyServer, size: int, sent: int) -> socket.socket:
     return connection
 
 
-def becomes(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def bytes_counted(server: PolicyServer) -> int:
-    return server._app.guarded._budget.bytes_in_use
+    return server._guard._budget.bytes_in_use
 
 
 def test_bodies_that_do_not_end_share_one_budget() -> None:
@@ -244,13 +233,13 @@ def test_bodies_that_do_not_end_share_one_budget() -> None:
             open_ones.enter_context(unfinished(running, MEGABYTE, MEGABYTE - 10))
         # a large body that came before they were read would take the place of one of them
         read = 4 * (MEGABYTE - 10 - FREE_BYTES)
-        assert becomes(lambda: bytes_counted(running) == read)
+        wait_until(lambda: bytes_counted(running) == read)
         status, headers, answer = talk(running, "POST", "/tokenize", large)
         assert (status, answer["error"]["code"]) == (503, "overloaded")
         assert headers["retry-after"] == "1"
         assert asks_well(running)
         open_ones.close()
-        assert becomes(lambda: talk(running, "POST", "/tokenize", large)[0] == 400)
+        wait_until(lambda: talk(running, "POST", "/tokenize", large)[0] == 400)
 
 
 def test_a_body_is_freed_before_its_answer_is_made() -> None:
@@ -264,8 +253,8 @@ def test_a_body_is_freed_before_its_answer_is_made() -> None:
             target=lambda: answers.append(talk(running, "POST", "/v1/completions", data)[0])
         )
         asking.start()
-        assert becomes(lambda: running.engine.queued > 0)
-        assert becomes(lambda: bytes_counted(running) == 0)
+        wait_until(lambda: running.engine.queued > 0)
+        wait_until(lambda: bytes_counted(running) == 0)
         assert answers == []
         running.engine.resume()
         asking.join(60)

@@ -1,11 +1,20 @@
 """Hostile bytes on a connection: after each attack an ordinary request is answered as before."""
 
-import socket
-import time
+import json
 from contextlib import suppress
+from typing import Any
 
 import pytest
-from support.servers import asks_well, raw, read_all, serving, status_of, talk
+from support.servers import (
+    asks_well,
+    chat_body,
+    raw,
+    read_all,
+    serving,
+    status_of,
+    talk,
+    wait_until,
+)
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.server import PolicyServer
@@ -57,9 +66,7 @@ def test_a_connection_beyond_the_limit_is_a_503_until_another_ends() -> None:
         assert talk(server, "GET", "/v1/models")[0] == 503
         for connection in busy:
             connection.close()
-        deadline = time.monotonic() + 60
-        while talk(server, "GET", "/v1/models")[0] == 503:
-            assert time.monotonic() < deadline
+        wait_until(lambda: talk(server, "GET", "/v1/models")[0] != 503)
         assert asks_well(server)
 
 
@@ -84,29 +91,19 @@ def test_a_body_in_chunks_is_cut_off_at_the_limit(server: PolicyServer) -> None:
     assert asks_well(server)
 
 
-def running(server: PolicyServer, connection: socket.socket) -> None:
-    """Send a request for many samples, and wait until it samples."""
-    body = b'{"model":"policy","messages":[{"role":"user","content":""}],"n":64,"max_tokens":90}'
-    connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    deadline = time.monotonic() + 120
-    while not server.engine.active:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("ending", [b"\x00\xff garbage\r\n\r\n" * 100, b""], ids=["garbage", "end"])
 def test_a_client_that_stops_speaking_http_or_leaves_frees_its_slots(
-    server: PolicyServer, ending: bytes
+    server: PolicyServer, ending: bytes, stream: Any
 ) -> None:
+    body = json.dumps(chat_body(n=64, max_tokens=90, stream=stream)).encode()
     with raw(server) as connection:
-        running(server, connection)
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: server.engine.active)
         if ending:
             connection.sendall(ending)
             read_all(connection)
-    deadline = time.monotonic() + 120
-    while server.engine.active or server.engine.queued:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not (server.engine.active or server.engine.queued))
     assert asks_well(server)
 
 

@@ -121,7 +121,8 @@ def test_two_runs_share_a_server_and_leave_each_other_alone(root, server):
 
 def test_an_endpoint_that_speaks_as_sglang_does(root, server, monkeypatch):
     run, adapter = run_of(root, server, "sglang"), adapter_for(tiny_model(), 30)
-    _without_vllms_routes(server, monkeypatch)
+    for route in ("/v1/load", "/v1/unload"):
+        _without_routes(server, monkeypatch, route)
     model = published(run, 0, adapter)
     assert model == f"policy:{server.adapters.names[0]}"
     assert published(run, 0, adapter) == model
@@ -129,14 +130,11 @@ def test_an_endpoint_that_speaks_as_sglang_does(root, server, monkeypatch):
     assert [name.partition("-")[0] for name in server.adapters.names] == ["policy@00002"]
 
 
-def _without_vllms_routes(server: PolicyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = {
-        path: route
-        for path, route in server._app._exact.items()
-        if path not in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-    }
-    monkeypatch.setattr(server._app, "_exact", exact)
-    monkeypatch.setattr(server._app._router, "routes", list(exact.values()))
+def _without_routes(server: PolicyServer, monkeypatch: pytest.MonkeyPatch, paths: str) -> None:
+    """Have the server answer 404 to routes whose paths begin with this."""
+    router = server._router
+    kept = [route for route in router.routes if not route.path.startswith(paths)]
+    monkeypatch.setattr(router, "routes", kept)
 
 
 def test_another_base_is_refused_by_the_digest_of_the_policy(root, server):
@@ -156,8 +154,7 @@ def test_an_endpoint_without_room_says_what_to_start_it_with(root, server):
 
 
 def test_an_endpoint_that_cannot_load_adapters_says_how_to_start_it(root, server, monkeypatch):
-    monkeypatch.setattr(server._app, "_exact", {})
-    routes = [r for r in server._app._router.routes if "lora" not in r.path]
-    monkeypatch.setattr(server._app._router, "routes", routes)
+    for route in ("/v1/load", "/v1/unload", "/load", "/unload"):
+        _without_routes(server, monkeypatch, route)
     with pytest.raises(InputError, match="start vLLM with --enable-lora"):
         published(run_of(root, server, "none"), 0, adapter_for(tiny_model(), 60))

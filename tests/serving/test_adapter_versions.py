@@ -25,12 +25,12 @@ from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.adapters import (
     adapter_checkpoints,
     read_base_of,
-    read_version,
+    version_of,
     with_adapters_room,
 )
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, with_update_root
 from marin_rl.serving.weights.following import Announcement, CheckpointWatcher
-from marin_rl.storage.runs import Run, checkpoint_slot, committed
+from marin_rl.storage.runs import Run, checkpoint_at, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import audit_run
@@ -72,13 +72,13 @@ def served_id(run: Run, round: int) -> str:
 
 def test_a_run_samples_from_the_base_and_the_adapter_next_to_it(played):
     run, models = played
-    base = read_version(run, 0).base_digest
+    base = version_of(run, checkpoint_at(run, 0)).base_digest
     # The version of the round and the one before; the first one went.
     base_id = served_model_id("policy", 0, base)
     assert models == [base_id, "policy", served_id(run, 1), served_id(run, 2)]
     assert all(audit.balanced for audit in audit_run(run))
     # What is given to the engine is the adapter, not the base.
-    adapter = read_version(run, 1).adapter
+    adapter = version_of(run, checkpoint_at(run, 1)).adapter
     size = sum(np.asarray(array).nbytes for array in adapter.arrays.values())
     assert read_metrics(run, [1])["weights/bytes"].to_pylist() == [size]
 
@@ -109,7 +109,7 @@ def test_merged_is_recorded_as_such_and_concerns_adapters_alone(tmp_path):
 def followed(played) -> Iterator[tuple[PolicyServer, CheckpointWatcher, Run]]:
     """A started server of a run's base, with its first version, and what follows the run."""
     run, _ = played
-    tokenizer, version = character_tokenizer(), read_version(run, 0)
+    tokenizer, version = character_tokenizer(), version_of(run, checkpoint_at(run, 0))
     base = read_base_of(run, version)
     server = proven_server(base, tokenizer, with_adapters_room(run.config, 8, adapters=4))
     take = adapter_checkpoints(server.adapters, run, base.model, tokenizer, run.config.inference)
@@ -157,7 +157,7 @@ def test_followers_serve_each_version_by_its_name(followed):
 def test_a_version_that_was_promised_otherwise_is_refused(played):
     run, _ = played
     with pytest.raises(StalePolicy, match="expected the policy with the digest 0000"):
-        read_version(run, 1, "0" * 64)
+        version_of(run, checkpoint_at(run, 1), "0" * 64)
 
 
 def test_a_merged_policy_is_sent_to_our_servers_from_disk(played, tmp_path: Path, monkeypatch):
@@ -229,13 +229,13 @@ def test_registered_followers_sample_each_version_by_name_as_the_run_itself_does
         "the row follows from the version, and so do the last bits"
     )
     assert all(names[1] in row["adapters"] for row in rows)
-    base = read_version(run, 0).base_digest
+    base = version_of(run, checkpoint_at(run, 0)).base_digest
     assert {row["base_digest"] for row in rows} == {base}
     shards = [table["model"].to_pylist() for table in iter_shards(run, 1, ("model",))]
     assert {model for models in shards for model in models} == {names[1]}
     assert {row["model"] for row in rows} == {names[1]}
     # The adapter alone is sent, to those that were there in time; the base once, where it can be.
-    sent = read_version(run, 1).adapter.arrays.values()
+    sent = version_of(run, checkpoint_at(run, 1)).adapter.arrays.values()
     size = sum(np.asarray(array).nbytes for array in sent)
     assert read_metrics(run, [1])["weights/bytes"].to_pylist()[0] in (size, 2 * size)
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.engine_adapters import adapter_for, merged
-from support.models import full_logprobs, tiny_model
-from support.servers import CHAT, ENGINE, chat_body, serving, talk
+from support.models import tiny_model
+from support.servers import CHAT, ENGINE, chat_body, check_sampled, sampled, serving, talk
 
 from marin_rl.config import ServerConfig
 from marin_rl.lora import Adapter, policy_digest, write_peft
@@ -59,20 +58,9 @@ def unload(server: PolicyServer, name: str) -> tuple[int, Any]:
     return status, answer
 
 
-def ask(server: PolicyServer, model: str, **fields: Any) -> dict[str, Any]:
-    body = chat_body(model=model, return_token_ids=True, compact_logprobs=True, logprobs=True)
-    status, _, answer = talk(server, "POST", CHAT, body | fields)
-    assert status == 200, answer
-    return answer
-
-
 def check(answer: dict[str, Any], adapter: Adapter | None) -> None:
     """The tokens were drawn by the base merged with the adapter."""
-    model = tiny_model() if adapter is None else merged(tiny_model(), adapter)
-    choice = answer["choices"][0]
-    prompt, tokens = map(np.asarray, (answer["prompt_token_ids"], choice["token_ids"]))
-    expected = full_logprobs(model, prompt, tokens)
-    np.testing.assert_allclose(choice["token_logprobs"], expected, atol=2e-4)
+    check_sampled(answer, tiny_model() if adapter is None else merged(tiny_model(), adapter))
 
 
 def models(server: PolicyServer) -> dict[str, dict[str, Any]]:
@@ -85,17 +73,17 @@ def test_an_adapter_is_a_model(server, adapters):
         200,
         "Success: LoRA adapter 'first' added successfully.",
     )
-    answer = ask(server, "first")
+    answer = sampled(server, "first")
     assert answer["model"] == "first"
     assert answer["parameters_digest"] == policy_digest(
         "0123456789", adapter.modules, adapter.digest
     )
     check(answer, adapter)
     # the base is asked for as before, and SGLang's spelling names the adapter behind it
-    assert ask(server, "policy")["model"] == BASE
-    check(ask(server, "policy"), None)
-    assert ask(server, "policy:first")["choices"] == answer["choices"]
-    assert ask(server, f"{BASE}:first")["model"] == "first"
+    assert sampled(server, "policy")["model"] == BASE
+    check(sampled(server, "policy"), None)
+    assert sampled(server, "policy:first")["choices"] == answer["choices"]
+    assert sampled(server, f"{BASE}:first")["model"] == "first"
     cards = models(server)
     assert list(cards) == [BASE, "policy", "first"]
     assert (cards["first"]["root"], cards["first"]["parent"]) == ("policy", BASE)
@@ -110,7 +98,7 @@ def test_every_sampling_route_takes_an_adapter(server, adapters):
     folder, adapter = adapters["first"]
     load(server, "policy@00007-abcdef01", folder)
     model = "policy@00007-abcdef01"
-    prompt = ask(server, model)["prompt_token_ids"]
+    prompt = sampled(server, model)["prompt_token_ids"]
     plain = {"model": model, "prompt": prompt, "max_tokens": 4, "seed": 1, "logprobs": 0}
     body = {"return_token_ids": True, "compact_logprobs": True}
     answer = talk(server, "POST", "/v1/completions", plain | body)[2]
@@ -136,7 +124,7 @@ def test_sglang_loads_and_unloads_by_its_own_routes(server, adapters):
     body = {"lora_name": "second", "lora_path": str(adapters["second"][0]), "pinned": False}
     status, _, answer = talk(server, "POST", "/load_lora_adapter", body, ADMIN)
     assert (status, answer) == (200, {"success": True, "loaded_adapters": {"second": "second"}})
-    check(ask(server, "second"), adapters["second"][1])
+    check(sampled(server, "second"), adapters["second"][1])
     body = {"lora_name": "second"}
     status, _, answer = talk(server, "POST", "/unload_lora_adapter", body, ADMIN)
     assert (status, answer) == (200, {"success": True, "loaded_adapters": {}})
@@ -147,11 +135,11 @@ def test_a_name_is_loaded_once_unless_in_place(server, adapters):
     status, answer = load(server, "one", adapters["second"][0])
     assert status == 400
     assert "has already been loaded" in answer["error"]["message"]
-    check(ask(server, "one"), adapters["first"][1])
+    check(sampled(server, "one"), adapters["first"][1])
     assert load(server, "one", adapters["second"][0], load_inplace=True)[0] == 200
-    check(ask(server, "one"), adapters["second"][1])
+    check(sampled(server, "one"), adapters["second"][1])
     assert load(server, "one", adapters["third"][0], load_inplace=True)[0] == 200
-    check(ask(server, "one"), adapters["third"][1])
+    check(sampled(server, "one"), adapters["third"][1])
 
 
 def test_beyond_the_room_it_says_how_many_there_are(server, adapters):
@@ -184,7 +172,7 @@ def test_an_adapter_other_than_promised_is_refused(server, adapters):
     assert (status, answer["error"]["code"]) == (409, "digest_mismatch")
     assert digest in answer["error"]["message"]
     assert load(server, "right", folder, parameters_digest=digest, weight_version="9")[0] == 200
-    assert ask(server, "right")["weight_version"] == 9
+    assert sampled(server, "right")["weight_version"] == 9
 
 
 @pytest.mark.parametrize(
@@ -248,7 +236,7 @@ def test_damaged_folders_are_refused_and_others_go_on(server, adapters, kind, me
     assert (status, answer["error"]["code"]) == (400, "adapter_refused")
     assert message in answer["error"]["message"]
     assert "SECRET" not in answer["error"]["message"]
-    check(ask(server, "second"), adapters["second"][1])
+    check(sampled(server, "second"), adapters["second"][1])
 
 
 def test_adapters_of_another_base_or_rank_are_refused(server, adapters):

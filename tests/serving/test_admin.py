@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,14 +96,14 @@ def update(server: PolicyServer, body: dict[str, Any], path: str = UPDATE) -> An
 
 def refused(server: PolicyServer, body: dict[str, Any]) -> tuple[int, str, str]:
     """Status, code and message of a refused update."""
-    failures = server.updater.stats.failures
+    failures = server.updater.failures
     status, _, answer = update(server, body)
     error = answer["error"]
     assert "Traceback" not in error["message"]
     assert error["message"].startswith("the old weights go on: ")
-    assert server.updater.stats.failures == failures + 1
-    assert server.updater.stats.last is not None
-    assert server.updater.stats.last.refused in error["message"]
+    assert server.updater.failures == failures + 1
+    assert server.updater.last is not None
+    assert server.updater.last.refused in error["message"]
     return status, error["code"], error["message"]
 
 
@@ -444,20 +443,18 @@ def test_paused_requests_wait_and_weights_may_change(server: PolicyServer, run: 
         assert (status, answer["paused"]) == (200, True)
         chunks = server.engine.stats.chunks
         asking.start()
-        deadline = time.monotonic() + 30
-        while server.engine.queued == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        servers.wait_until(lambda: server.engine.queued)
         _, _, answer = talk(server, "GET", "/admin/status")
         assert (answer["running"], answer["queued"]) == (1, 1)
         status, _, answer = talk(server, "POST", "/admin/drain", {})
         assert (status, answer["error"]["code"]) == (409, "paused")
-        model = server.swap(weights(run, 6), 6, parameters_digest(weights(run, 6)))
+        server.updater.swap(weights(run, 6), 6, parameters_digest(weights(run, 6)))
         assert (server.engine.stats.chunks, answers) == (chunks, [])
     finally:
         _, _, answer = talk(server, "POST", "/admin/resume")
     assert answer["paused"] is False
     asking.join(60)
-    assert answers[0][2]["model"] == model
+    assert answers[0][2]["model"] == server.model_id
 
 
 class Held:
@@ -517,8 +514,7 @@ def test_draining_refuses_what_is_new_and_waits_for_what_runs(server: PolicyServ
     body = chat_body(n=400, max_tokens=50)
     asking = threading.Thread(target=lambda: answers.append(talk(server, "POST", CHAT, body)))
     asking.start()
-    while server.engine.queued == 0:
-        time.sleep(0.001)
+    servers.wait_until(lambda: server.engine.queued)
     try:
         status, _, answer = talk(server, "POST", "/admin/drain", {"timeout_s": 0.05})
         assert (status, answer["drained"], answer["draining"]) == (200, False, True)
@@ -541,7 +537,7 @@ def test_a_timeout_of_the_drain_is_a_number_of_seconds(server: PolicyServer, tim
 
 
 def test_status_reports_what_is_served_and_the_load(server: PolicyServer, run: Run) -> None:
-    server.swap(weights(run, 1), 1, parameters_digest(weights(run, 1)))
+    server.updater.swap(weights(run, 1), 1, parameters_digest(weights(run, 1)))
     status, _, answer = talk(server, "GET", "/admin/status")
     last = answer.pop("last_update")
     assert (status, answer) == (
@@ -555,9 +551,9 @@ def test_status_reports_what_is_served_and_the_load(server: PolicyServer, run: R
             "running": 0,
             "queued": 0,
             "updating": False,
-            "transfers": server.updater.stats.transfers,
+            "transfers": server.updater.transfers,
             "adapters": [],
-            "failures": server.updater.stats.failures,
+            "failures": server.updater.failures,
         },
     )
     assert (last["source"], last["outcome"], last["bytes"]) == ("memory", "switched", 0)

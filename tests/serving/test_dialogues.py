@@ -66,7 +66,7 @@ def test_other_ways_of_asking_give_the_same_dialogues() -> None:
         together = play_dialogues(server, request, environment, turns_per_request=64)
         assert_alike(chat, together)
         model = server.model_id
-        server.swap(tiny_model(seed=9), 4, "other")
+        server.updater.swap(tiny_model(seed=9), 4, "other")
         with pytest.raises(StalePolicy, match="but the endpoint has weights of version 4"):
             play_dialogues(server, request, environment, route="sglang", model=model)
     for turn in (turn for trajectory in together for turn in trajectory.turns):

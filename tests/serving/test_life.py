@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from support.models import tiny_model
-from support.servers import CHAT, CONTEXT, asks_well, chat_body, raw, serving, talk
+from support.servers import CHAT, CONTEXT, asks_well, chat_body, raw, serving, talk, wait_until
 from typer.testing import CliRunner
 
 from marin_rl.cli import app
@@ -34,12 +33,6 @@ from marin_rl.tokenizers import character_tokenizer, load_tokenizer
 from marin_rl.types import SlotRef
 
 TESTS = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PolicyServer]:
-    with serving() as running:
-        yield running
 
 
 def test_without_a_token_it_binds_to_loopback_only(server: PolicyServer) -> None:
@@ -175,7 +168,7 @@ def test_weights_that_were_swapped_out_while_a_request_waited_are_a_404() -> Non
         for thread in threads:
             thread.start()
         wait_until(lambda: server.engine.queued == 5)
-        server.swap(tiny_model(seed=9), 4, "fedcba9876")
+        server.updater.swap(tiny_model(seed=9), 4, "fedcba9876")
         server.engine.resume()
         for thread in threads:
             thread.join(timeout=60)
@@ -231,13 +224,6 @@ def assert_ended_properly(text: str) -> None:
     assert events[-1] == "data: [DONE]"
     for event in events[:-1]:
         json.loads(event.removeprefix("data: "))
-
-
-def wait_until(condition, timeout_s: float | int = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """Rates, sizes and deadlines: the arithmetic by hand, then a real server that refuses."""
 
-import time
 from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.servers import CHAT, asks_well, chat_body, serving, talk
+from support.servers import CHAT, asks_well, chat_body, serving, talk, wait_until
 
 from marin_rl.config import ServerConfig
 from marin_rl.inference.generation import GenerationRequest
@@ -162,8 +161,5 @@ def test_an_answer_that_takes_too_long_is_a_504_and_frees_its_slots() -> None:
         assert talk(server, "POST", CHAT, chat_body(max_tokens=1))[0] in (200, 504)  # may compile
         status, _, answer = talk(server, "POST", CHAT, chat_body(n=50_000, max_tokens=80))
         assert (status, answer["error"]["code"]) == (504, "request_timeout")
-        deadline = time.monotonic() + 120
-        while (server.engine.queued or server.engine.active) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (server.engine.queued, server.engine.active) == (0, 0)
+        wait_until(lambda: not (server.engine.queued or server.engine.active))
         assert talk(server, "POST", CHAT, chat_body(max_tokens=1))[0] == 200

@@ -13,38 +13,41 @@ from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePolicy
 from marin_rl.inference.engine import Engine
 from marin_rl.models.spec import Rope
+from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
-    Architecture,
     Loaded,
+    Served,
     Source,
     folder,
     read_checkpoint,
     read_folder,
 )
-from marin_rl.serving.weights.weight_updates import Update, UpdateStats, WeightUpdater
+from marin_rl.serving.weights.weight_updates import WeightUpdater
 from marin_rl.storage.runs import Run
-from marin_rl.tokenizers import character_tokenizer
+from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.hf_folders import save_hf
-from marin_rl.training.model import named_parameters, parameters_digest
+from marin_rl.training.model import named_parameters, parameter_shapes, parameters_digest
 
 CONFIG = InferenceConfig(engine=EngineConfig(slots=2, chunk_steps=2, prefill_rows=1))
 
 
 def test_an_architecture_is_all_but_the_weights() -> None:
-    served = Architecture.of(tiny_model(), 64)
-    served.check(tiny_model(seed=9))
+    model, names = tiny_model(), TokenizerIdentity.of(character_tokenizer())
+    shapes = parameter_shapes(model)
+    served = Served(tokenizer=names, spec=model.spec, shapes=shapes, positions=64)
+    served.check_model(tiny_model(seed=9))
     with pytest.raises(InputError, match=r"parameter lm_head/weight expected .* found absent"):
-        served.check(tiny_model(tied=True))
+        served.check_model(tiny_model(tied=True))
     with pytest.raises(InputError, match="norm_epsilon expected 1e-05, found"):
-        served.check(tiny_model(norm_epsilon=0.1))
+        served.check_model(tiny_model(norm_epsilon=0.1))
     with pytest.raises(InputError, match=r"k_proj/weight expected \(2, 2, .* found \(2, 1, "):
-        served.check(tiny_model("llama3-rope"))
+        served.check_model(tiny_model("llama3-rope"))
     with pytest.raises(InputError, match=r"layer 0 expected .*10000.0.*, found .*500000.0"):
-        served.check(tiny_model(rope=Rope(theta=5e5, size=8)))
+        served.check_model(tiny_model(rope=Rope(theta=5e5, size=8)))
     with pytest.raises(InputError, match=r"at least 64 positions, .* found one for 32"):
-        served.check(tiny_model(context_length=32))
+        served.check_model(tiny_model(context_length=32))
 
 
 def test_a_folder_and_a_checkpoint_of_the_same_weights_are_the_same(tmp_path: Path) -> None:
@@ -112,23 +115,27 @@ def test_the_rehearsal_tells_an_engine_that_computes_something_else(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_every_update_is_counted_and_a_failed_one_changes_nothing() -> None:
+def test_every_update_is_recorded_and_a_failed_one_changes_nothing() -> None:
     model, other = tiny_model(), tiny_model(seed=1)
-    updates: list[Update] = []
     tokenizer = character_tokenizer()
     engine = Engine(model, CONFIG.engine, context_length=64, weight_version=4)
-    updater = WeightUpdater(engine, model, tokenizer, CONFIG, jnp.float32, updates.append)
+    telemetry = Telemetry(engine, base_id=lambda: "policy", connections=lambda: 0)
+    updater = WeightUpdater(engine, model, tokenizer, CONFIG, jnp.float32, telemetry)
     loaded = Loaded(model=other, parameters_digest="b" * 64, bytes=77)
+    updates = []
     try:
-        assert updater.stats == UpdateStats()
-        updater.swap(other, 5, "a" * 64)
+        assert (updater.transfers, updater.failures, updater.last) == (0, 0, None)
+        updates.append(updater.swap(other, 5, "a" * 64))
         with pytest.raises(InputError):
             updater.swap(tiny_model("llama"), 6, "c" * 64)
-        update = updater.load(Source(kind="disk", place="x", read=lambda _: loaded))
-        assert (update.weight_version, engine.policy.weight_version) == (6, 6)
+        updates.append(updater.last)
+        updates.append(updater.load(Source(kind="disk", place="x", read=lambda _: loaded)))
+        assert engine.policy.weight_version == updates[-1].weight_version == 6
         wrong = dataclasses.replace(loaded, model=tiny_model("llama"))
         with pytest.raises(InputError, match="another architecture"):
             updater.load(Source(kind="watcher", place="x", read=lambda _: wrong))
+        updates.append(updater.last)
+        counted = telemetry.exposition().decode()
     finally:
         engine.close()
     assert [(bool(update.refused), update.source, update.bytes) for update in updates] == [
@@ -138,11 +145,17 @@ def test_every_update_is_counted_and_a_failed_one_changes_nothing() -> None:
         (True, "watcher", 0),
     ]
     assert all(update.seconds >= 0 for update in updates)
-    stats = updater.stats
-    assert (stats.transfers, stats.failures, stats.bytes) == (2, 2, 77)
-    assert isinstance(stats.last, Update)
-    assert stats.last.refused.startswith("another architecture")
-    assert stats.last.parameters_digest == "b" * 64  # what goes on
+    assert (updater.transfers, updater.failures) == (2, 2)
+    for line in (
+        'updates_total{source="memory"} 1.0',
+        'updates_total{source="disk"} 1.0',
+        'update_bytes_total{source="disk"} 77.0',
+        'update_failures_total{source="memory"} 1.0',
+        'update_failures_total{source="watcher"} 1.0',
+    ):
+        assert f"marin_rl_weight_{line}" in counted
+    assert updates[-1].refused.startswith("another architecture")
+    assert updates[-1].parameters_digest == "b" * 64  # what goes on
     assert engine.policy.parameters_digest == "b" * 64
 
 

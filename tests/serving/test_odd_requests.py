@@ -2,11 +2,10 @@
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.servers import CHAT, CONTEXT, chat_body, serving, talk
+from support.servers import CHAT, CONTEXT, chat_body, talk
 
 from marin_rl.serving.server import PolicyServer
 
@@ -37,12 +36,6 @@ PLAIN_FIELDS: dict[str, list[Any]] = {
     "logprobs_mode": ["raw_logprobs"],
     "return_token_ids": [True],
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PolicyServer]:
-    with serving() as running:
-        yield running
 
 
 def drawn(chance: random.Random, fields: dict[str, list[Any]]) -> dict[str, Any]:

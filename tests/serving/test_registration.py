@@ -3,14 +3,12 @@
 import logging
 import time
 import uuid
-from collections.abc import Callable
 
 import pytest
 from support.policy_runs import commit, small_run
-from typer.testing import CliRunner
+from support.servers import wait_until
 
-from marin_rl import cli
-from marin_rl.errors import ConfigError, MarinRLError
+from marin_rl.errors import ConfigError
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.serving.weights.following import (
@@ -27,13 +25,6 @@ from marin_rl.storage.runs import Run, committed_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
-def becomes_true(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
 
 
 def target(run: Run, version: int) -> Target:
@@ -69,7 +60,7 @@ def test_a_server_announces_what_it_serves_and_serves_what_is_asked_for(
     try:
         url = server.start()
         registration.start(url)
-        becomes_true(lambda: (heard := beat()) is not None and heard.beat >= 2)
+        wait_until(lambda: (heard := beat()) is not None and heard.beat >= 2)
         first = beat()
         assert first is not None
         assert (first.url, first.labels, first.weight_version) == (url, {"zone": "eu"}, 0)
@@ -84,20 +75,20 @@ def test_a_server_announces_what_it_serves_and_serves_what_is_asked_for(
             time.sleep(0.2)
             assert version() == 0, "round 0 is still being sampled"
             board.aim(target(run, 1))
-            becomes_true(lambda: version() == 1)
+            wait_until(lambda: version() == 1)
             board.aim(target(run, 0))  # a run that is resumed goes back by one
-            becomes_true(lambda: version() == 0)
+            wait_until(lambda: version() == 0)
             commit(run, 2)  # the trainer of that target can be no further: another one is at work
-            becomes_true(lambda: version() == 2)
+            wait_until(lambda: version() == 2)
             board.aim(target(run, 1))
-            becomes_true(lambda: version() == 1)
+            wait_until(lambda: version() == 1)
             board.release()
-            becomes_true(lambda: version() == 2)
+            wait_until(lambda: version() == 2)
             with caplog.at_level(logging.WARNING):
                 FleetBoard(run.folder, "token of another").aim(target(run, 0))
-                becomes_true(lambda: "asks for is ignored" in caplog.text)
+                wait_until(lambda: "asks for is ignored" in caplog.text)
             assert version() == 2
-            becomes_true(lambda: (heard := beat()) is not None and heard.weight_version == 2)
+            wait_until(lambda: (heard := beat()) is not None and heard.weight_version == 2)
     finally:
         registration.stop()
         server.stop()
@@ -111,21 +102,6 @@ def test_an_address_that_means_all_of_a_machine_is_its_name() -> None:
     named = announcement_of(["zone=eu", "rack=3"], "https://engines.example.org/v1/")
     assert named.labels == {"zone": "eu", "rack": "3"}
     assert named.url == "https://engines.example.org/v1"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--model", "m", "--register"], "--register needs a run"),
-        (["RUN", "--register"], "--register needs --follow"),
-        (["RUN", "--follow", "--label", "zone=eu"], "--label needs --register"),
-        (["RUN", "--follow", "--announce", "http://a/v1"], "--announce needs --register"),
-    ],
-)
-def test_flags_of_a_fleet_go_together(arguments: list[str], expected: str) -> None:
-    shown = CliRunner().invoke(cli.app, ["serve", *arguments])
-    assert isinstance(shown.exception, MarinRLError), shown.exception
-    assert expected in str(shown.exception)
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,18 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from support.adapters import random_adapter
 from support.engine_adapters import adapter_for
 from support.forked_python import python
-from support.models import full_logprobs
 from support.policy_runs import commit, play_round, small_run
-from support.servers import CHAT, chat_body, talk
+from support.servers import CHAT, chat_body, check_sampled, sampled, talk, wait_until
 from typer.testing import CliRunner
 
 from marin_rl import cli
@@ -37,7 +34,6 @@ from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.model import build_model
 
 REPOSITORY = Path(__file__).parents[2]
-STARTS_S = 120
 
 
 def refusal(*arguments: str) -> MarinRLError:
@@ -61,12 +57,22 @@ def test_a_run_or_a_round_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert told in str(error)
 
 
-def test_flags_that_do_not_go_together_are_refused() -> None:
-    assert "a RUN or --model FOLDER" in str(refusal())
-    for option in (["--follow"], ["--round", "3"]):
-        error = refusal("--model", "somewhere", *option)
-        assert isinstance(error, ConfigError)
-        assert f"{option[0]} needs a run" in str(error)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "a RUN or --model FOLDER"),
+        (["--model", "m", "--follow"], "--follow needs a run"),
+        (["--model", "m", "--round", "3"], "--round needs a run"),
+        (["--model", "m", "--register"], "--register needs a run"),
+        (["RUN", "--register"], "--register needs --follow"),
+        (["RUN", "--follow", "--label", "zone=eu"], "--label needs --register"),
+        (["RUN", "--follow", "--announce", "http://a/v1"], "--announce needs --register"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(arguments: list[str], expected: str) -> None:
+    error = refusal(*arguments)
+    assert isinstance(error, ConfigError)
+    assert expected in str(error)
 
 
 def test_the_environment_stands_for_the_flags(
@@ -206,10 +212,7 @@ def test_following_a_run_serves_its_next_checkpoint_by_itself(tmp_path: Path) ->
     with served(run, "--follow", "--poll-s", "0.1", "--json") as (process, url):
         assert loaded_id(url).startswith("policy@00000-")
         commit(run, 1)
-        deadline = time.monotonic() + STARTS_S
-        while loaded_id(url).startswith("policy@00000-"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not loaded_id(url).startswith("policy@00000-"))
         status, _, answer = talk(url, "POST", CHAT, chat_body())
         assert (status, answer["weight_version"]) == (200, 1)
         assert answer["model"] == loaded_id(url)
@@ -231,12 +234,9 @@ def test_following_a_run_with_an_adapter_serves_each_version_by_name(tmp_path: P
                 "policy", "policy@00000",
             ]  # fmt: skip
             play_round(runtime, run, 0, first)
-            deadline = time.monotonic() + STARTS_S
-            while not any(name.startswith("policy@00001-") for name in served_ids(url)):
-                assert time.monotonic() < deadline, served_ids(url)
-                time.sleep(0.05)
+            wait_until(lambda: "policy@00001-" in " ".join(served_ids(url)))
             *_, before, last = served_ids(url)
-            answers = {name: sample(url, name) for name in ("policy", last, before)}
+            answers = {name: sampled(url, name) for name in ("policy", last, before)}
             assert answers["policy"]["model"] == last
             check_sampled(answers[last], read_checkpoint(run, 1).model)
             check_sampled(answers[before], read_checkpoint(run, 0).model)
@@ -249,20 +249,3 @@ def test_following_a_run_with_an_adapter_serves_each_version_by_name(tmp_path: P
 def served_ids(url: str) -> list[str]:
     """Ids of all served models."""
     return [card["id"] for card in talk(url, "GET", "/v1/models")[2]["data"]]
-
-
-def sample(url: str, model: str) -> dict[str, Any]:
-    """A few tokens of a served model, with their logprobs."""
-    body = chat_body(model=model, return_token_ids=True, compact_logprobs=True, logprobs=True)
-    status, _, answer = talk(url, "POST", CHAT, body)
-    assert status == 200, answer
-    return answer
-
-
-def check_sampled(answer: dict[str, Any], model: Any) -> None:
-    """The tokens were drawn by this model."""
-    choice = answer["choices"][0]
-    prompt, tokens = map(np.asarray, (answer["prompt_token_ids"], choice["token_ids"]))
-    np.testing.assert_allclose(
-        choice["token_logprobs"], full_logprobs(model, prompt, tokens), atol=2e-4
-    )

@@ -5,7 +5,7 @@ import io
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn
 
 import jax
@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
 from support.models import tiny_model
-from support.servers import CHAT, asks_well, chat_body, raw, serving, talk
+from support.servers import CHAT, asks_well, chat_body, raw, serving, talk, wait_until
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.http.access_log import (
@@ -28,12 +28,6 @@ from marin_rl.serving.http.prometheus import METRICS
 from marin_rl.serving.server import PolicyServer
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PolicyServer]:
-    with serving() as running:
-        yield running
 
 
 @pytest.fixture
@@ -113,7 +107,7 @@ def test_paths_never_become_labels(server: PolicyServer) -> None:
 
 def test_weights_are_counted_by_source(server: PolicyServer) -> None:
     before = scraped(server)
-    server.swap(tiny_model(), 4, "ab" * 32)
+    server.updater.swap(tiny_model(), 4, "ab" * 32)
     after = scraped(server)
     for name in ("swaps_total", "weight_updates_total"):
         assert total(after, name) - total(before, name) == 1
@@ -162,9 +156,7 @@ def test_an_abandoned_request_is_logged_with_its_cost(server: PolicyServer, log)
             pass
         server.engine.pause()
     try:
-        deadline = time.monotonic() + 30
-        while not log() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(log)
     finally:
         server.engine.resume()
     (line,) = log()
@@ -182,9 +174,7 @@ def test_prompts_tokens_and_paths_are_never_logged(server: PolicyServer, log) ->
     talk(server, "GET", f"/v1/models/{secret}?key={secret}")
     talk(server, "GET", f"/{secret}")
     talk(server, "POST", CHAT, b"{" + secret.encode())
-    deadline = time.monotonic() + 30
-    while len(log()) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(log()) == 4)
     assert [line["status"] for line in log()] == [200, 404, 404, 400]
     assert secret not in json.dumps(log())
 

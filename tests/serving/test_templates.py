@@ -1,17 +1,16 @@
 """Chat templates: rendered as transformers does, under limits, and with nothing let out."""
 
-import json
 from typing import Any
 
 import pytest
-from support.templates import CALLING, CHATML, QWEN, TALK, TEMPLATES, TOOLS
+from support.templates import CALLING, CHATML, QWEN, TALK, TEMPLATES
 
 from marin_rl.chat_templates import prove
 from marin_rl.errors import InputError
 from marin_rl.isolated.templates import CHARACTERS_MAX
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.text.templates import ChatPrompts, conversation_of
-from marin_rl.tokenizers import character_tokenizer, encoder_of
+from marin_rl.tokenizers import character_tokenizer
 
 
 def tokenizer_with(template: str) -> Any:
@@ -19,38 +18,6 @@ def tokenizer_with(template: str) -> Any:
     tokenizer.chat_template = template
     tokenizer.bos_token = "<|pad|>"
     return tokenizer
-
-
-def as_transformers_expects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls' arguments as objects: what transformers' documentation asks for."""
-    messages = json.loads(json.dumps(messages))
-    for message in messages:
-        for call in message.get("tool_calls", []):
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return messages
-
-
-TALKS = [(name, TALK) for name in TEMPLATES]
-TALKS += [(name, CALLING) for name in ("llama3", "qwen", "mistral")]
-
-
-@pytest.mark.parametrize("opening", [True, False])
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-@pytest.mark.parametrize(("name", "messages"), TALKS)
-def test_rendering_equals_that_of_transformers(name, messages, tools, opening):
-    tokenizer = tokenizer_with(TEMPLATES[name])
-    expected = tokenizer.apply_chat_template(
-        as_transformers_expects(messages),
-        tools=tools,
-        add_generation_prompt=opening,
-        tokenize=False,
-    )
-    text = ChatPrompts(tokenizer).text(messages, tools=tools, opening=opening)
-    assert text == expected
-    ids = tokenizer.apply_chat_template(
-        as_transformers_expects(messages), tools=tools, add_generation_prompt=opening
-    )
-    assert encoder_of(tokenizer)(text, False) == ids
 
 
 FEATURES = """{% macro shout(x) %}{{ x | upper }}{% endmacro %}

@@ -3,7 +3,8 @@
 import http.client
 import json
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support.fakes import FakePolicyServer
-from support.models import tiny_model
+from support.models import full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig, ServerConfig
 from marin_rl.models.module import LanguageModel
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
+from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.logprobs import token_logprobs
@@ -70,10 +72,33 @@ def talk(
         connection.close()
 
 
+def wait_until(condition: Callable[[], object], timeout_s: float | int = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
 def asks_well(server: PolicyServer, headers: dict[str, str] | None = None) -> bool:
     """True if an ordinary request is answered as it should be."""
     status, _, answer = talk(server, "POST", CHAT, chat_body(), headers)
     return status == 200 and answer["usage"]["completion_tokens"] >= 1
+
+
+def sampled(server: PolicyServer | str, model: str) -> dict[str, Any]:
+    """An answer of a few tokens of a served model, with their ids and logprobs."""
+    body = chat_body(model=model, return_token_ids=True, compact_logprobs=True, logprobs=True)
+    status, _, answer = talk(server, "POST", CHAT, body)
+    assert status == 200, answer
+    return answer
+
+
+def check_sampled(answer: dict[str, Any], model: LanguageModel) -> None:
+    """The tokens were drawn by this model."""
+    choice = answer["choices"][0]
+    prompt, tokens = map(np.asarray, (answer["prompt_token_ids"], choice["token_ids"]))
+    expected = full_logprobs(model, prompt, tokens)
+    np.testing.assert_allclose(choice["token_logprobs"], expected, atol=2e-4)
 
 
 def raw(server: PolicyServer, timeout_s: float | int = 30) -> socket.socket:
@@ -100,28 +125,30 @@ def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
-class Deaf(PolicyServer):
-    """A server that acknowledges new weights and goes on with the old ones."""
+class Deaf(WeightUpdater):
+    """An updater that acknowledges new weights and goes on with the old ones."""
 
     first: LanguageModel
 
-    def swap(self, model: LanguageModel, *args: Any, **options: Any) -> str:
-        """The new id for the old arrays."""
+    def swap(self, model: LanguageModel, *args: Any, **options: Any) -> Update:
         return super().swap(self.first, *args, **options)
 
 
-def deaf_server(run: Run, round: int) -> Deaf:
+def deaf_server(run: Run, round: int) -> PolicyServer:
     """A started one, of a round's checkpoint."""
-    loaded = read_checkpoint(run, round)
-    server = Deaf(
-        loaded.model,
-        character_tokenizer(),
-        run.config.inference,
+    loaded, inference = read_checkpoint(run, round), run.config.inference
+    model, tokenizer = loaded.model, character_tokenizer()
+    server = PolicyServer(
+        model,
+        tokenizer,
+        inference,
         context_length=run.config.policy.context_length,
         weight_version=round,
         parameters_digest=loaded.parameters_digest,
     )
-    server.first = loaded.model
+    deaf = Deaf(server.engine, model, tokenizer, inference, jnp.float32, server.telemetry)
+    deaf.first = model
+    server.updater = deaf
     server.start()
     return server
 

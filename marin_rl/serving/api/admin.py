@@ -150,7 +150,6 @@ def _post(
 
 
 async def _read(kind: type[B], request: Request) -> B:
-    """Read a short body; none stands for an empty object. Raises ApiError as `parse` does."""
     data = await read_body(request.scope, request.receive, BODY_BYTES_MAX)
     return parse(kind, data or b"{}")
 
@@ -200,7 +199,6 @@ def admin_routes(service: Service) -> list[ApiRoute]:
 
 
 def _check_goes_on(service: Service) -> None:
-    """ApiError 409 where the server ends: its last requests must, too."""
     if service.stopping:
         raise ApiError(409, "the server is shutting down: start another", code="stopping")
 
@@ -221,12 +219,12 @@ async def _drain(service: Service, timeout_s: float) -> bool:
 def status(service: Service) -> dict[str, Any]:
     """Return the served weights and the load: `running` requests, `queued` samples."""
     engine, updater = service.engine, service.updater
-    policy, stats = engine.policy, updater.stats
+    policy, last = engine.policy, updater.last
     last_update: dict[str, Any] | None = None
-    if stats.last is not None:
-        last_update = dataclasses.asdict(stats.last)
-        last_update["outcome"] = "refused" if stats.last.refused else "switched"
-        last_update["seconds_ago"] = max(0.0, time.time() - stats.last.ended_at)
+    if last is not None:
+        last_update = dataclasses.asdict(last)
+        last_update["outcome"] = "refused" if last.refused else "switched"
+        last_update["seconds_ago"] = max(0.0, time.time() - last.ended_at)
     return {
         "model": service.model_id,
         "weight_version": policy.weight_version,
@@ -236,8 +234,8 @@ def status(service: Service) -> dict[str, Any]:
         "running": service.running,
         "queued": engine.queued,
         "updating": updater.busy,
-        "transfers": stats.transfers,
-        "failures": stats.failures,
+        "transfers": updater.transfers,
+        "failures": updater.failures,
         "adapters": service.adapters.names,
         "last_update": last_update,
     }
@@ -271,7 +269,6 @@ def adapter_routes(service: Service) -> list[ApiRoute]:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' {done} successfully.")
 
     def loaded(body: Any, done: str) -> Response:
-        """SGLang's answer. It gives each adapter's path; here a name stands for it."""
         names = {name: name for name in service.adapters.names}
         return json_response({"success": True, "loaded_adapters": names})
 

@@ -13,7 +13,7 @@ from marin_rl.inference.generation import Delta, GenerationResult, Sample
 from marin_rl.serving.api.dialect import TextDialect
 from marin_rl.serving.api.requests import ChatBody, ChatTokensBody
 from marin_rl.serving.api.response_models import ChatCompletion
-from marin_rl.serving.api.responses import Scores, chat_logprobs, event, timings
+from marin_rl.serving.api.responses import chat_logprobs, event, sampled_tokens, timings
 from marin_rl.serving.api.service import Prompt, Service
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.text.constraints import MakeWalker, forced_calls_grammar
@@ -24,8 +24,6 @@ from marin_rl.types import ToolCall
 
 @dataclass(slots=True)
 class _SampleState:
-    """State of a sample's stream."""
-
     text: IncrementalDetokenizer
     calls: ToolCallStream | None
     started: bool = False
@@ -119,8 +117,8 @@ class Chat(TextDialect[ChatBody]):
         return choice
 
     def _logprobs(self, sampled: Sample | Delta) -> dict[str, Any]:
-        scores = Scores.of(sampled, raw=self._body.raw)
-        return chat_logprobs(self._service.detokenizer, scores)
+        tokens = sampled_tokens(sampled, raw=self._body.raw)
+        return chat_logprobs(self._service.detokenizer, tokens)
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         body, state = self._body, self._states.get(delta.index)

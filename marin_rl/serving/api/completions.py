@@ -16,7 +16,13 @@ from marin_rl.inference.generation import Delta, GenerationResult, PromptScores,
 from marin_rl.serving.api.dialect import TextDialect
 from marin_rl.serving.api.requests import CompletionBody
 from marin_rl.serving.api.response_models import TextCompletion
-from marin_rl.serving.api.responses import Scores, event, plain_logprobs, timings
+from marin_rl.serving.api.responses import (
+    event,
+    plain_logprobs,
+    sampled_tokens,
+    scored_tokens,
+    timings,
+)
 from marin_rl.serving.api.service import Prompt, Service
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer, Offsets
 
@@ -29,8 +35,6 @@ _NOTHING = Sample(
 
 @dataclass(slots=True)
 class _SampleState:
-    """State of a sample's stream."""
-
     text: IncrementalDetokenizer
     offsets: Offsets
 
@@ -106,15 +110,15 @@ class Completions(TextDialect[CompletionBody]):
 
         `offsets` are those of the sampled tokens.
         """
-        detokenizer, parts = self._service.detokenizer, []
+        detokenizer, tokens, places = self._service.detokenizer, [], []
         if prompt_scores is not None and self._scored:
-            scores = Scores.of_prompt(self._prompts[prompt], prompt_scores)
-            parts.append(plain_logprobs(detokenizer, scores, Offsets(detokenizer)))
+            ids, scores = self._prompts[prompt], prompt_scores
+            tokens += scored_tokens(ids, scores.logprobs, scores.top_ids, scores.top_logprobs)
+            places += Offsets(detokenizer).of(ids.tolist())
         if len(sampled.token_ids):
-            scores = Scores.of(sampled, raw=self._body.raw)
-            parts.append(plain_logprobs(detokenizer, scores, offsets))
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return {name: [item for part in parts for item in part[name]] for name in names}
+            tokens += sampled_tokens(sampled, raw=self._body.raw)
+            places += offsets.of(sampled.token_ids.tolist())
+        return plain_logprobs(detokenizer, tokens, places)
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         body, index = self._body, prompt * self._body.samples + delta.index

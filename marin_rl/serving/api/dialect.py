@@ -60,8 +60,7 @@ class TextDialect(Dialect, Generic[B]):
 
     def __init__(self, service: Service, data: bytes) -> None:
         body: B = parse(self.request_model, data)  # type: ignore[assignment] - each has its own
-        self._body, target = service.checked(body, body.model)
-        self.model, self._adapter = target.model, target.load
+        self._body, (self.model, self._adapter) = service.checked(body, body.model)
         self.stream, self._service = bool(body.stream), service
         self._id, self._created = f"{self.id_prefix}-{new_id()}", int(time.time())
         self._prompts = self._encoded()

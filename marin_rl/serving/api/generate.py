@@ -20,7 +20,7 @@ from marin_rl.serving.api.requests import (
     SGLangParameters,
 )
 from marin_rl.serving.api.response_models import Generated, SGLangGenerated
-from marin_rl.serving.api.responses import Scores, complete_response, dumps
+from marin_rl.serving.api.responses import complete_response, dumps, sampled_tokens
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.errors import new_id, parse
 
@@ -36,8 +36,8 @@ class IdsToIds(Dialect):
     def __init__(self, service: Service, data: bytes) -> None:
         body = parse(GenerateBody, data)
         given = body.sampling_params or GenerateParameters()
-        parameters, target = service.checked(given, body.model)
-        self.model, self._service = target.model, service
+        parameters, (self.model, adapter) = service.checked(given, body.model)
+        self._service = service
         self._prompt = service.prompt(body.token_ids, "token_ids")
         limit = service.new_tokens(self._prompt, parameters.max_tokens, param="token_ids")
         logprobs = parameters.logprobs
@@ -45,7 +45,7 @@ class IdsToIds(Dialect):
         # 0 and 1 ask for the logprob of the sampled token only
         likeliest = logprobs if logprobs is not None and logprobs > 1 else 0
         self.requests = [
-            parameters.request(self._prompt, limit, top_logprobs=likeliest, adapter=target.load)
+            parameters.request(self._prompt, limit, top_logprobs=likeliest, adapter=adapter)
         ]
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
@@ -87,7 +87,7 @@ def _content(sample: Sample) -> list[dict[str, Any]]:
     return [
         scored(token, logprob)
         | {"top_logprobs": [scored(*other) for other in zip(ids, logprobs, strict=True)]}
-        for token, logprob, ids, logprobs in Scores.of(sample, raw=False).rows()
+        for token, logprob, ids, logprobs in sampled_tokens(sample)
     ]
 
 
@@ -102,8 +102,7 @@ class SGLang(Dialect):
         # without `lora_path` the base; the name of the server where that stands for an adapter
         model = body.lora_path or service.name
         given = body.sampling_params or SGLangParameters()
-        parameters, target = service.checked(given, model, param="lora_path")
-        self.model = target.model
+        parameters, (self.model, adapter) = service.checked(given, model, param="lora_path")
         if body.input_ids is None:
             prompt = service.prompt(body.text or "", "prompt")
         else:
@@ -114,7 +113,7 @@ class SGLang(Dialect):
         special = parameters.skip_special_tokens is False
         self._decoding = service.decoding(parameters, special=special)
         self._scored = bool(body.return_logprob)
-        self.requests = [parameters.request(prompt, limit, adapter=target.load)]
+        self.requests = [parameters.request(prompt, limit, adapter=adapter)]
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
         (result,) = results

@@ -139,10 +139,7 @@ class RequestHandler:
         service.running += 1
 
     def begin(self, dialect: type[Dialect], data: bytes) -> None:
-        """Have a body prepared and submitted: here where it is short, else on a thread.
-
-        The queue gets the response, or an ApiError.
-        """
+        """Have a body prepared and submitted; the queue gets the response, or an ApiError."""
         self._service.preparer.add(data, partial(self._begin, dialect, data))
 
     def _begin(self, dialect: type[Dialect], data: bytes) -> None:
@@ -184,7 +181,7 @@ class RequestHandler:
         """Note the wait for a slot. ApiError 404 where others than the weights asked for answer."""
         if self._scheduled_at is None:
             self._scheduled_at = time.monotonic()
-        self._service.check_model(model, policy)
+        self._service.check_answers(policy, model)
         self._version = policy.weight_version
 
     def _on_delta(self, write: Callable[[Delta], bytes] | None, delta: Delta) -> None:
@@ -219,7 +216,7 @@ class RequestHandler:
             return ApiError(507, str(error), code=OUT_OF_MEMORY)
         if not isinstance(error, InferenceError):
             return error
-        # `check_model` refused it in `on_scheduled`: the client gets that 404.
+        # `check_answers` refused it in `on_scheduled`: the client gets that 404.
         if isinstance(error.__cause__, ApiError):
             return error.__cause__
         if self._service.stopping:

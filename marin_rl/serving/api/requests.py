@@ -127,7 +127,6 @@ class SamplingFields(Body):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Stop strings: they end the text and are cut from it."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

@@ -5,7 +5,7 @@ of all dialects have in common. Pure functions, run on the writer's thread.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +16,9 @@ from jaxtyping import Float32, Int32
 from starlette.responses import Response
 
 from marin_rl.inference.client.answers import ServerTimings
-from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
+from marin_rl.inference.generation import Delta, GenerationResult, Sample
 from marin_rl.inference.stops import text_before_stop
-from marin_rl.serving.text.detokenizer import Detokenizer, IncrementalDetokenizer, Offsets
+from marin_rl.serving.text.detokenizer import Detokenizer, IncrementalDetokenizer
 
 # What OpenAI gives for a token that cannot be drawn: JSON has no minus infinity.
 NEVER = -9999.0
@@ -54,46 +54,31 @@ class TextDecoding:
         return text_before_stop(decode, ids, self.stop)
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Tokens with log-probabilities: the token's own, and the likeliest `top_ids` in its place."""
-
-    ids: list[int]
-    logprobs: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
-
-    @classmethod
-    def of(cls, sampled: Sample | Delta, *, raw: bool) -> "Scores":
-        chosen = sampled.raw_logprobs if raw else sampled.logprobs
-        assert chosen is not None, "raw logprobs were not asked of the engine"
-        return cls._of(sampled.token_ids, chosen, sampled.top_ids, sampled.top_logprobs)
-
-    @classmethod
-    def of_prompt(cls, prompt: Int32[np.ndarray, " P"], scores: PromptScores) -> "Scores":
-        """Scores of a prompt; the first token's is nan."""
-        return cls._of(prompt, scores.logprobs, scores.top_ids, scores.top_logprobs)
-
-    @classmethod
-    def _of(
-        cls,
-        ids: Int32[np.ndarray, " T"],
-        logprobs: Float32[np.ndarray, " T"],
-        top_ids: Int32[np.ndarray, "T K"] | None,
-        top_logprobs: Float32[np.ndarray, "T K"] | None,
-    ) -> "Scores":
-        if top_ids is None or top_logprobs is None:
-            top_ids, top_logprobs = np.zeros((len(ids), 0), np.int32), np.zeros((len(ids), 0), "f4")
-        # clamped for JSON; nan, of a prompt's first token, stays
-        clamped = np.maximum(top_logprobs, np.float32(NEVER))
-        return cls(ids.tolist(), logprobs.tolist(), top_ids.tolist(), clamped.tolist())
-
-    def rows(self) -> Iterator[tuple[int, float, list[int], list[float]]]:
-        """(token, logprob, likeliest tokens, their logprobs) of each token."""
-        return zip(self.ids, self.logprobs, self.top_ids, self.top_logprobs, strict=True)
+# a token and its logprob, the likeliest tokens in its place and their logprobs
+ScoredToken = tuple[int, float, list[int], list[float]]
 
 
-def chat_logprobs(detokenizer: Detokenizer, scores: Scores) -> dict[str, Any]:
+def scored_tokens(
+    ids: Int32[np.ndarray, " T"],
+    logprobs: Float32[np.ndarray, " T"],
+    top_ids: Int32[np.ndarray, "T K"] | None,
+    top_logprobs: Float32[np.ndarray, "T K"] | None,
+) -> list[ScoredToken]:
+    if top_ids is None or top_logprobs is None:
+        top_ids, top_logprobs = np.zeros((len(ids), 0), np.int32), np.zeros((len(ids), 0), "f4")
+    # clamped for JSON; nan, of a prompt's first token, stays
+    clamped = np.maximum(top_logprobs, np.float32(NEVER))
+    columns = ids.tolist(), logprobs.tolist(), top_ids.tolist(), clamped.tolist()
+    return list(zip(*columns, strict=True))
+
+
+def sampled_tokens(sampled: Sample | Delta, *, raw: bool = False) -> list[ScoredToken]:
+    chosen = sampled.raw_logprobs if raw else sampled.logprobs
+    assert chosen is not None, "raw logprobs were not asked of the engine"
+    return scored_tokens(sampled.token_ids, chosen, sampled.top_ids, sampled.top_logprobs)
+
+
+def chat_logprobs(detokenizer: Detokenizer, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
     """Log-probabilities as chat has them."""
 
     def scored(token: int, logprob: float) -> dict[str, Any]:
@@ -101,14 +86,16 @@ def chat_logprobs(detokenizer: Detokenizer, scores: Scores) -> dict[str, Any]:
         return {"token": piece.text, "logprob": logprob, "bytes": piece.data}
 
     content = []
-    for token, logprob, ids, logprobs in scores.rows():
+    for token, logprob, ids, logprobs in tokens:
         top = [scored(*likely) for likely in zip(ids, logprobs, strict=True)]
         content.append(scored(token, logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def plain_logprobs(detokenizer: Detokenizer, scores: Scores, offsets: Offsets) -> dict[str, Any]:
-    """Log-probabilities as plain completions have them; `offsets` continues."""
+def plain_logprobs(
+    detokenizer: Detokenizer, tokens: Sequence[ScoredToken], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """Log-probabilities as plain completions have them."""
 
     def likely(token: int, logprob: float, ids: list[int], logprobs: list[float]) -> Any:
         """Logprobs of the likeliest tokens, and of the one that is there, by text."""
@@ -120,10 +107,10 @@ def plain_logprobs(detokenizer: Detokenizer, scores: Scores, offsets: Offsets) -
         return by_text
 
     return {
-        "tokens": [detokenizer.piece(token).text for token in scores.ids],
-        "token_logprobs": [None if math.isnan(value) else value for value in scores.logprobs],
-        "top_logprobs": [likely(*row) for row in scores.rows()],
-        "text_offset": offsets.of(scores.ids),
+        "tokens": [detokenizer.piece(token).text for token, *_ in tokens],
+        "token_logprobs": [None if math.isnan(value) else value for _, value, *_ in tokens],
+        "top_logprobs": [likely(*scored) for scored in tokens],
+        "text_offset": offsets,
     }
 
 
@@ -160,10 +147,7 @@ def complete_response(
     """The JSON of a response that is sent at once; it names the weights of the last prompt."""
     last = results[-1]
     body = {"choices": choices, "usage": usage(prompts, results), **more}
-    identity = {
-        "weight_version": last.weight_version,
-        "parameters_digest": last.parameters_digest,
-    }
+    identity = {"weight_version": last.weight_version, "parameters_digest": last.parameters_digest}
     return dumps(top | body | identity)
 
 

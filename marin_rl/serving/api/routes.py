@@ -139,7 +139,7 @@ def server_routes(service: Service) -> list[ApiRoute]:
     async def model(request: Request) -> Response:
         """Return one served model."""
         name = request.path_params["model"]
-        service.check_model(name)
+        service.target(name)
         return json_response(model_card(name))
 
     not_ready = ERROR | {503: {"model": Status, "description": "not ready"}}
@@ -177,7 +177,7 @@ def tokenizer_routes(service: Service) -> list[ApiRoute]:
 def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
     body = parse(TokenizeBody, data)
     if body.model is not None:
-        service.check_model(body.model)
+        service.target(body.model)
     if body.messages is None:
         tokens = service.encode(body.prompt or "", special=body.add_special_tokens is not False)
     else:
@@ -200,7 +200,7 @@ def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
 def _detokenize(service: Service, data: bytes) -> dict[str, Any]:
     body = parse(DetokenizeBody, data)
     if body.model is not None:
-        service.check_model(body.model)
+        service.target(body.model)
     service.check_length(len(body.tokens), "tokens")
     service.check_ids(body.tokens, "tokens")
     return {"prompt": service.detokenizer.of(body.tokens, special=True)}

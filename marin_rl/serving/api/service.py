@@ -7,10 +7,10 @@ is accepted (`requests`) and how responses look (`responses`).
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 import marin_rl
 from marin_rl.chat_templates import WORKERS_MAX
 from marin_rl.config import ServerConfig
-from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.engine import Engine, Policy
 from marin_rl.inference.generation import STOP_TOKENS_MAX, Delta, GenerationResult
@@ -52,14 +51,10 @@ F = TypeVar("F", bound=SamplingFields)
 
 
 class RequestedModel(NamedTuple):
-    """Model that a request names, and the adapter that it stands for; None: the base model."""
+    """Model that a request names, and the number of its adapter in the engine; 0 is the base."""
 
     model: str
-    adapter: LoadedAdapter | None
-
-    @property
-    def load(self) -> int:
-        return 0 if self.adapter is None else self.adapter.number
+    adapter: int
 
 
 @dataclass
@@ -72,7 +67,7 @@ class Service:
     name: str
     updater: WeightUpdater
     adapters: ServedAdapters
-    limits: ServerConfig = field(default_factory=ServerConfig)
+    limits: ServerConfig
     aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -81,47 +76,29 @@ class Service:
     writer: ResponseWriter = field(default_factory=ResponseWriter)
 
     def __post_init__(self) -> None:
+        engine, tokenizer = self.engine, self.tokenizer
+        self.chat_prompts = ChatPrompts(tokenizer)
+        self.constraints = Constraints(
+            tokenizer, vocabulary=engine.spec.vocabulary, stop_tokens=engine.stop_token_ids
+        )
+        self._encode = encoder_of(tokenizer)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {token.content: id for id, token in added if token.special}
+        self._architecture = repr(engine.spec)
         self.worker = ThreadPoolExecutor(1, "tokenizer")
         # these wait for other processes: for a grammar's check, for a template's rendering
         self.forms = ThreadPoolExecutor(FORM_THREADS, "forms")
         self.chats = ThreadPoolExecutor(WORKERS_MAX, "chats")
-
-    @cached_property
-    def preparer(self) -> TokenizeWorker:
-        """Has requests prepared, by those threads where they take long."""
-        return TokenizeWorker(
+        self.preparer = TokenizeWorker(
             self.worker,
-            alone=not is_direct(self.tokenizer),
+            alone=not is_direct(tokenizer),
             forms=self.forms,
             chats=self.chats if self.chat_prompts.waits else None,
         )
 
     @cached_property
-    def chat_prompts(self) -> ChatPrompts:
-        return ChatPrompts(self.tokenizer)
-
-    @cached_property
-    def _encode(self) -> Callable[[str, bool], list[int]]:
-        return encoder_of(self.tokenizer)
-
-    @cached_property
     def tool_format(self) -> ToolFormat | None:
         return tool_format(self.tokenizer)
-
-    @cached_property
-    def constraints(self) -> Constraints:
-        stops = self.engine.stop_token_ids
-        vocabulary = self.engine.spec.vocabulary
-        return Constraints(self.tokenizer, vocabulary=vocabulary, stop_tokens=stops)
-
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        tokens = self.tokenizer.added_tokens_decoder.items()
-        return {token.content: id for id, token in tokens if token.special}
-
-    @cached_property
-    def _architecture(self) -> str:
-        return repr(self.engine.spec)
 
     def close(self) -> None:
         for executor in (self.worker, self.forms, self.chats):
@@ -137,12 +114,10 @@ class Service:
 
     @property
     def base_id(self) -> str:
-        """The id of the loaded weights, without an adapter."""
         return self.id_of(self.engine.policy)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stable names of whatever is loaded: the configured one, then its aliases."""
         return (self.name, *self.aliases)
 
     @property
@@ -168,27 +143,28 @@ class Service:
         """
         base, _, name = model.partition(":")
         if model in self.names:
-            return RequestedModel(model, self.adapters.current)
+            current = self.adapters.current
+            return RequestedModel(model, 0 if current is None else current.number)
         if model == self.base_id:
-            return RequestedModel(model, None)
+            return RequestedModel(model, 0)
         bases = (*self.names, self.base_id)
         adapter = self.adapters.get(name if name and base in bases else model)
         if adapter is None:
             raise _unknown(model, self.known, param)
-        return RequestedModel(adapter.name, adapter)
+        return RequestedModel(adapter.name, adapter.number)
 
-    def check_model(self, model: str, policy: Policy | None = None) -> None:
-        """ApiError 404, with the known ids, for a model that is not served, or not by a policy."""
-        if policy is None:
-            self.target(model)
-        elif model not in (self.id_of(policy), *self.names):
-            raise _unknown(model, [self.id_of(policy), *self.names])
+    def check_answers(self, policy: Policy, model: str) -> None:
+        """ApiError 404, with the known ids, where a policy is not the model that was asked for."""
+        known = [self.id_of(policy), *self.names]
+        if model not in known:
+            raise _unknown(model, known)
 
     # -------------------------------------------------------------- responses
 
     def fingerprint(self, parameters_digest: str) -> str:
         """OpenAI's `system_fingerprint`: of this version, the architecture and the parameters."""
-        return _fingerprint(self._architecture, parameters_digest)
+        text = "\n".join((marin_rl.__version__, self._architecture, parameters_digest))
+        return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def decoding(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
         """Conversion of a request's samples to text."""
@@ -286,7 +262,6 @@ class Service:
         return self.encode(text, special=False, param="messages")
 
     def check_ids(self, tokens: Sequence[int], param: str) -> None:
-        """ApiError 400 for ids outside the vocabulary."""
         vocabulary, largest = self.engine.spec.vocabulary, max(tokens, default=0)
         if largest >= vocabulary:
             message = f"expected token ids below {vocabulary}, found {largest}"
@@ -335,9 +310,3 @@ def _unknown(model: str, known: list[str], param: str = "model") -> ApiError:
         code="model_not_found",
         param=param,
     )
-
-
-@lru_cache(maxsize=16)
-def _fingerprint(architecture: str, digest: str) -> str:
-    text = "\n".join((marin_rl.__version__, architecture, digest))
-    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from queue import Empty, SimpleQueue
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -143,7 +144,7 @@ Written = tuple[ResponseQueue, bytes, bool, BaseException | None]
 
 
 class ResponseWriter:
-    """The thread that writes responses, in the order in which it is asked to."""
+    """The thread that writes the responses of one server, in the order in which it is asked to."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[ResponseQueue, Write] | None] = SimpleQueue()
@@ -162,24 +163,14 @@ class ResponseWriter:
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            batch = [item]
-            try:
-                while (item := self._waiting.get_nowait()) is not None:
-                    batch.append(item)
-            except Empty:
-                pass
-            else:
+            written = [_written(*item)]
+            while not self._waiting.empty() and (item := self._waiting.get()) is not None:
+                written.append(_written(*item))
+            if item is None:
                 self._waiting.put(None)
-            self._deliver([_written(queue, write) for queue, write in batch])
-
-    def _deliver(self, written: list[Written]) -> None:
-        """Wake each event loop once for all its responses: a wake-up costs more than most bytes."""
-        loops = {id(queue.loop): queue.loop for queue, *_ in written}
-        for loop in loops.values():
-            try:
-                loop.call_soon_threadsafe(_hand_over, [w for w in written if w[0].loop is loop])
-            except RuntimeError:  # the loop is closed: no request waits any more
-                continue
+            # the event loop of the server: waking it costs more than most bytes
+            with suppress(RuntimeError):  # it is closed: no request waits any more
+                written[0][0].loop.call_soon_threadsafe(_hand_over, written)
 
 
 def _written(queue: ResponseQueue, write: Write) -> Written:

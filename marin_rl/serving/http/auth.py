@@ -222,7 +222,6 @@ class Origins:
             )
 
     def is_listed(self, headers: Mapping[bytes, list[bytes]]) -> bool:
-        """Return True for a request of a web page that may read responses (CORS)."""
         origins = headers.get(b"origin", [])
         return len(origins) == 1 and _text(origins[0]) in self._listed
 
@@ -246,7 +245,6 @@ class Origins:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for a host name or address of this machine's loopback."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
 

@@ -37,10 +37,7 @@ CONTAINERS_MAX = 2**16
 # Schemas of forms have at most 32 levels, inside of six levels of a request.
 DEPTH_MAX = 64
 LIMITS = JsonLimits(
-    values_max=VALUES_MAX,
-    names_max=NAMES_MAX,
-    containers_max=CONTAINERS_MAX,
-    depth_max=DEPTH_MAX,
+    values_max=VALUES_MAX, names_max=NAMES_MAX, containers_max=CONTAINERS_MAX, depth_max=DEPTH_MAX
 )
 
 

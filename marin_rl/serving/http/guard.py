@@ -90,6 +90,7 @@ class Guard:
         )
         share = BodyShare(self._budget, self._config.body_bytes_max)
         state = scope.setdefault("state", {})
+        scope["app"] = self  # which makes Starlette raise its refusals
         state |= {"record": record, "headers": headers, "body_share": share}
         added = (
             (b"x-request-id", record.request_id.encode()),
@@ -158,7 +159,6 @@ class CutShort(Exception):
 
 
 def internal_error(request_id: str) -> ApiError:
-    """Internal error (500); details are in the log only."""
     message = f"internal error; the server's log has it as {request_id}"
     return ApiError(500, message, code="internal_error")
 

@@ -7,7 +7,7 @@ at each scrape, never in between. Leaves out the access log (`access_log`).
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -129,8 +129,6 @@ class Telemetry(Collector):
         buckets = partial(Histogram, buckets=SECONDS)
         self._phases = {phase: self._made(f"{phase}_seconds", buckets) for phase in PHASES}
         self._seconds = self._made("request_seconds", buckets)
-        # children by (route, status): `labels` takes a lock and builds a key for each call
-        self._children = lru_cache(maxsize=None)(self._bound)
         self._registry.register(self)
         self.lines_dropped: Callable[[], int] = lambda: 0
 
@@ -140,9 +138,8 @@ class Telemetry(Collector):
     def request_ended(self, record: RequestRecord) -> None:
         """Count a request and what it cost. Called once, when its answer is complete."""
         self._running -= 1
-        requests, latency = self._children(record.route, record.status)
-        requests.inc()
-        latency.observe(record.latency_s)
+        self.count("requests_total", 1, record.route, str(record.status))
+        self._seconds.labels(record.route).observe(record.latency_s)
         if record.reason:
             self.count("requests_rejected_total", 1, record.reason)
         for phase, histogram in self._phases.items():
@@ -153,12 +150,7 @@ class Telemetry(Collector):
             self.count("prompt_tokens_total", record.prompt_tokens)
             self.count("completion_tokens_total", record.completion_tokens)
 
-    def _bound(self, route: str, status: int) -> tuple[Counter, Histogram]:
-        requests = self._counters["requests_total"].labels(route, str(status))
-        return requests, self._seconds.labels(route)
-
     def count(self, name: str, amount: float | int = 1, *labels: str) -> None:
-        """Increase a counter of COUNTED by `amount`; thread safe."""
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc(amount)
 

@@ -256,7 +256,6 @@ def _as_text(schema: Any) -> str:
 
 
 def _error_text(matcher: LLMatcher) -> str:
-    """The error message of llguidance, on one line."""
     first = matcher.get_error().partition("\n<")[0]
     if first.startswith("NoExtension"):
         return "a form that no text has"

@@ -9,27 +9,13 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-@runtime_checkable
-class Decodes(Protocol):
-    """A tokenizer, as far as its decoder is used."""
-
-    @property
-    def all_special_ids(self) -> list[int]: ...
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002 - transformers' signature
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +30,7 @@ class Piece:
 class Detokenizer:
     """A tokenizer's decoder. May be used by several threads."""
 
-    def __init__(self, tokenizer: Decodes) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._decode = _decoder(tokenizer)
         self._special = frozenset(tokenizer.all_special_ids)
         vocabulary = tokenizer.get_vocab()
@@ -60,11 +46,9 @@ class Detokenizer:
         self._pieces: dict[int, Piece] = {}
 
     def of(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of some tokens; `special` keeps special tokens in it."""
         return self._decode(ids, not special)
 
     def name(self, token: int) -> str:
-        """Vocabulary entry of a token; empty for a row of the model that has no token."""
         return self._names.get(token, "")
 
     def piece(self, token: int) -> Piece:
@@ -93,7 +77,7 @@ class Detokenizer:
         return open_ids
 
 
-def _decoder(tokenizer: Decodes) -> Callable[[Sequence[int], bool], str]:
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], bool], str]:
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         backend = tokenizer.backend_tokenizer
         # a padding or truncation that a file sets would be unset by the first call, under others
@@ -128,7 +112,6 @@ class Offsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, ids: Sequence[int]) -> list[int]:
-        """The offsets of the next tokens."""
         offsets = []
         for token in ids:
             offsets.append(self._at)

@@ -14,24 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, StalePolicy
 from marin_rl.inference.adapters import AdapterGone, LoadedAdapter
-from marin_rl.inference.client.protocol import (
-    is_version_of,
-    parse_served_model_id,
-    served_model_id,
-)
+from marin_rl.inference.client.protocol import is_version_of, parse_served_model_id, served_model_id
 from marin_rl.inference.engine import Engine
 from marin_rl.lora import Adapter, Shapes, check_adapter_name, policy_digest, read_peft
 from marin_rl.models.module import LanguageModel
 from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import Loaded
-from marin_rl.serving.weights.weight_updates import Update, UpdateRunning
+from marin_rl.serving.weights.weight_updates import UpdateRunning
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.model import digest_of, with_parameters
@@ -220,17 +215,12 @@ class AdapterVersion:
     parameters_digest: str
 
 
-def read_version(run: Run, round: int | None, promised: str | None = None) -> AdapterVersion:
-    """The adapter of a committed checkpoint (None: the latest), verified by its digest.
-
-    Raises ObjectMissing where it is not committed, CorruptObject for a checkpoint that is damaged
-    or no adapter, StalePolicy where it is another one than its manifest, or the caller, promises.
-    """
-    return version_of(run, checkpoint_at(run, round), promised)
-
-
 def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVersion:
-    """The adapter in a committed slot, verified. Raises as `read_version` does."""
+    """The adapter in a committed slot, verified by its digest.
+
+    Raises CorruptObject for a checkpoint that is damaged or no adapter, StalePolicy where it is
+    another one than its manifest, or the caller, promises.
+    """
     identity = identity_of(run, ref)
     if identity.adapter is None:
         raise CorruptObject(
@@ -269,29 +259,19 @@ def adapter_checkpoints(
     base: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     inference: InferenceConfig,
-) -> Callable[[int, str | None], Update]:
+) -> Callable[[int, str | None], None]:
     """Take the adapter of a round as a version next to its base.
 
     It is proven first, by an engine that no request reaches: it decodes with the adapter what the
-    merged model computes. Raises as `read_version`, `rehearse` and `serve_version` do.
+    merged model computes. Raises as `version_of`, `rehearse` and `serve_version` do.
     """
     dtype = jnp.dtype(run.config.policy.compute_dtype)
     ids = canary_ids(tokenizer)  # now, for two threads must not use one tokenizer
 
-    def take(round: int, promised: str | None = None) -> Update:
-        began = time.monotonic()
-        version = read_version(run, round, promised)
-        digest, adapter = version.parameters_digest, version.adapter
-        rehearse(base, ids, inference, dtype, adapter)
-        adapters.serve_version(inference.model, version.round, digest, adapter)
-        return Update(
-            source="watcher",
-            weight_version=version.round,
-            parameters_digest=digest,
-            refused="",
-            bytes=sum(np.asarray(array).nbytes for array in adapter.arrays.values()),
-            seconds=time.monotonic() - began,
-            ended_at=time.time(),
-        )
+    def take(round: int, promised: str | None = None) -> None:
+        version = version_of(run, checkpoint_at(run, round), promised)
+        rehearse(base, ids, inference, dtype, version.adapter)
+        digest = version.parameters_digest
+        adapters.serve_version(inference.model, version.round, digest, version.adapter)
 
     return take

@@ -75,11 +75,9 @@ class Gap:
     measured: float
 
     def within(self, tolerance: float) -> bool:
-        """True if they agree within the tolerance; NaN agrees with nothing."""
         return self.nats <= tolerance
 
     def message(self) -> str:
-        """The difference as part of an error message."""
         return (
             f"expected a log-probability of {self.expected:.6f} for token {self.token} of the "
             f"canary, found {self.measured:.6f}; {self.nats:.6f} nats apart on average of its "
@@ -261,13 +259,8 @@ def _sampled(
     connect: Connect,
     size: CanarySize,
 ) -> list[ChatAnswer]:
-    """The canary's answer from every endpoint, in order."""
     request = ChatRequest(
-        model=policy.model,
-        messages=PROMPT,
-        n=size.samples,
-        sampling=sampling,
-        probe=size.probe,
+        model=policy.model, messages=PROMPT, n=size.samples, sampling=sampling, probe=size.probe
     )
 
     async def ask(endpoint: str) -> ChatAnswer:

@@ -36,42 +36,32 @@ _LOCAL_SCHEMES = ("file", "local")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """Architecture of a model: everything that decides its outputs except the weights.
+class Served:
+    """What new weights must have in common with the served ones.
 
-    Models that are equal here run the same compiled programs, so their weights may take each
-    other's place. Both are made for `positions` at least.
+    The tokenizer, and everything that decides a model's outputs except the weights: models that
+    agree here run the same compiled programs. Both are made for `positions` at least.
     """
 
+    tokenizer: TokenizerIdentity
     spec: Spec
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    shapes: Mapping[str, tuple[int, ...]]
     positions: int
 
-    @classmethod
-    def of(cls, model: LanguageModel, positions: int) -> "Architecture":
-        """Return the architecture of a model, or of a template without weights.
-
-        Raises InputError for a model that is made for less positions.
-        """
-        check_positions(model, positions)
-        shapes = tuple(sorted(parameter_shapes(model).items()))
-        return cls(spec=model.spec, shapes=shapes, positions=positions)
-
-    def check(self, model: LanguageModel) -> None:
-        """Raise InputError, saying what differs, unless `model` is of this architecture."""
-        other = Architecture.of(model, self.positions)
-        if other == self:
-            return
-        expected_shapes, found_shapes = dict(self.shapes), dict(other.shapes)
-        differing = {name for name, _ in expected_shapes.items() ^ found_shapes.items()}
+    def check_model(self, model: LanguageModel) -> None:
+        """Raise InputError, saying what differs, for a model of another architecture."""
+        check_positions(model, self.positions)
+        shapes = parameter_shapes(model)
+        differing = {name for name, _ in self.shapes.items() ^ shapes.items()}
         if differing:
             name = min(differing)
             raise InputError(
                 f"another architecture: parameter {name} expected "
-                f"{expected_shapes.get(name, 'absent')}, found {found_shapes.get(name, 'absent')} "
+                f"{self.shapes.get(name, 'absent')}, found {shapes.get(name, 'absent')} "
                 f"({len(differing)} such parameters)"
             )
-        raise InputError(f"another architecture: {self.spec.difference(other.spec)}")
+        if self.spec != model.spec:
+            raise InputError(f"another architecture: {self.spec.difference(model.spec)}")
 
 
 def check_positions(model: LanguageModel, positions: int) -> None:
@@ -84,21 +74,12 @@ def check_positions(model: LanguageModel, positions: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """Tokenizer and architecture of the served model, which new weights must match."""
-
-    tokenizer: TokenizerIdentity
-    architecture: Architecture
-
-
 def _check_tokenizer(expected: TokenizerIdentity, other: TokenizerIdentity) -> None:
     """Raise InputError unless texts and messages become the same ids with both."""
-    pairs = {
-        "tokenizer": (expected.tokenizer_digest, other.tokenizer_digest),
-        "chat template": (expected.chat_template_digest, other.chat_template_digest),
-    }
-    for what, (ours, theirs) in pairs.items():
+    for what, ours, theirs in (
+        ("tokenizer", expected.tokenizer_digest, other.tokenizer_digest),
+        ("chat template", expected.chat_template_digest, other.chat_template_digest),
+    ):
         if ours != theirs:
             raise InputError(
                 f"expected the {what} that is served (digest {ours[:12]}), found another "
@@ -177,7 +158,7 @@ def read_folder(path: str, promised: str | None = None, served: Served | None = 
         if served is not None:
             _check_tokenizer(served.tokenizer, TokenizerIdentity.of(load_tokenizer(path)))
             # by its settings: no weights are read for a model that does not fit
-            served.architecture.check(hf_template(path))
+            served.check_model(hf_template(path))
         model = load_hf(path)
     # ours say what is wrong already; a lack of memory is no fault of the folder
     except (MarinRLError, MemoryError):
@@ -193,10 +174,7 @@ def read_folder(path: str, promised: str | None = None, served: Served | None = 
 
 
 def read_checkpoint(
-    run: Run,
-    round: int | None,
-    promised: str | None = None,
-    served: Served | None = None,
+    run: Run, round: int | None, promised: str | None = None, served: Served | None = None
 ) -> Loaded:
     """The parameters of a committed checkpoint (None: the latest), verified as `read_folder` does.
 
@@ -208,10 +186,7 @@ def read_checkpoint(
 
 
 def read_slot(
-    run: Run,
-    ref: SlotRef,
-    promised: str | None = None,
-    served: Served | None = None,
+    run: Run, ref: SlotRef, promised: str | None = None, served: Served | None = None
 ) -> Loaded:
     """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does."""
     try:
@@ -231,7 +206,7 @@ def read_slot(
     template = template_of(run.config.policy, tokenizer)
     dtype = dtype_of(run)
     if served is not None:
-        served.architecture.check(served_template(identity, template, dtype))
+        served.check_model(served_template(identity, template, dtype))
     policy = read_policy(run, ref, template)
     promises = identity.parameters_digest, promised
     digest = _verified(policy.digest, policy.trained, promises)
@@ -282,7 +257,6 @@ class Places:
         self._urls = [root.rstrip("/") for root, folder in folders.items() if folder is None]
 
     def holds(self, place: str) -> bool:
-        """Return True for a place at or below one of the roots."""
         folder = _local(place)
         if folder is not None:
             return any(folder.is_relative_to(root) for root in self._folders)
@@ -305,13 +279,11 @@ class Places:
         return dataclasses.replace(source, read=read)
 
     def _check_links(self, folder: Path) -> None:
-        """Raise InputError for a file of a model folder that is a link out of the roots."""
         for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
             if path.is_file() and not self.holds(str(path)):
                 raise InputError(f"{path} is a link that leads out of the server's roots: copy it")
 
     def check(self, place: str) -> None:
-        """Raise InputError for a place that no root holds."""
         if not self.holds(place):
             raise InputError(
                 f"expected a place below a root that this server was started with, found "

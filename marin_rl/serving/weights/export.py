@@ -82,7 +82,6 @@ def _replace(folder: Path, partial: Path, is_complete: Callable[[Path], bool]) -
 
 
 def check_new_folder(folder: Path) -> None:
-    """Raise InputError for a file, and for a folder that has something in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         kind = "is not empty" if folder.is_dir() else "is a file"
         raise InputError(f"{folder} {kind}: expected a new folder; nothing is overwritten")

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from marin_rl.config import Config
@@ -31,7 +31,7 @@ from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.inference.engine import Engine
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, read_checkpoint
-from marin_rl.serving.weights.weight_updates import Update, UpdateRunning, WeightUpdater
+from marin_rl.serving.weights.weight_updates import UpdateRunning, WeightUpdater
 from marin_rl.storage.fleet import FleetBoard, Heartbeat, Identity, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint, round_of
 from marin_rl.tokenizers import TokenizerIdentity
@@ -45,27 +45,24 @@ STOP_S = 30.0  # for an update that is under way
 _log = logging.getLogger(__name__)
 
 
-Take = Callable[[int, str | None], Update]  # serves a round, with the digest promised of it
+Take = Callable[[int, str | None], None]  # serves a round, with the digest promised of it
 Answer = Callable[[Target], None]
 
 
 def whole_checkpoints(updater: WeightUpdater, run: Run) -> Take:
     """Take the checkpoint of a round as new weights of the engine: see `WeightUpdater.load`."""
 
-    def take(round: int, promised: str | None) -> Update:
+    def take(round: int, promised: str | None) -> None:
         def read(served: Served) -> Loaded:
             return read_checkpoint(run, round, promised, served)
 
         source = Source(kind="watcher", place=run.store.url, read=read)
-        return updater.load(source, recompute_kv_cache=run.config.recompute_kv_cache)
+        updater.load(source, recompute_kv_cache=run.config.recompute_kv_cache)
 
     return take
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A checkpoint that was refused: when to look at it again, and after how long a pause."""
-
+class Refusal(NamedTuple):
     again_at: float
     pause_s: float
 
@@ -177,9 +174,9 @@ class CheckpointWatcher:
             return True  # and refused, with a word on why, by those who load it
 
     def _load(self, round: int, promised: str | None = None) -> bool:
-        run = self._run
+        run, began = self._run, time.monotonic()
         try:
-            update = self._take(round, promised)
+            self._take(round, promised)
         except UpdateRunning:
             return True  # nothing older is wanted either: next time
         except MarinRLError as error:
@@ -195,7 +192,8 @@ class CheckpointWatcher:
                 *(round, run.run_id, self.round, pause_s, error),
             )
             return False
-        _log.info("round %d of %s is served after %.3g s", round, run.run_id, update.seconds)
+        took_s = time.monotonic() - began
+        _log.info("round %d of %s is served after %.3g s", round, run.run_id, took_s)
         self.round = round
         # Older refusals are forgotten, since older rounds are not looked at again.
         self._refused = {r: refusal for r, refusal in self._refused.items() if r > round}
@@ -324,7 +322,6 @@ class Registration:
 
 
 def reachable(base_url: str) -> str:
-    """Replace a wildcard address in a base URL by this machine's name."""
     parts = urlsplit(base_url)
     if parts.hostname not in _WILDCARDS:
         return base_url

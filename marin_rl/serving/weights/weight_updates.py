@@ -22,9 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
-import equinox as eqx
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
@@ -32,14 +30,11 @@ from marin_rl.config import InferenceConfig
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine
 from marin_rl.models.module import LanguageModel
+from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.weights.canary import canary_ids, rehearse
-from marin_rl.serving.weights.checkpoint_loader import (
-    Architecture,
-    Served,
-    Source,
-    check_positions,
-)
+from marin_rl.serving.weights.checkpoint_loader import Served, Source, check_positions
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.model import parameter_shapes
 
 Switched = tuple[int, str, int]  # version, digest, bytes that were read
 
@@ -67,21 +62,10 @@ class Update:
     ended_at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateStats:
-    """Sums since the start: applied and refused updates, and bytes read; the last update."""
-
-    transfers: int = 0
-    failures: int = 0
-    bytes: int = 0
-    last: Update | None = None
-
-
 class WeightUpdater:
-    """Changes the weights of one engine. Safe from any thread.
+    """Changes the weights of one engine, and counts applied and refused updates since the start.
 
-    `on_update` gets the record of each update, also of a refused one. Raises InputError
-    where the model that is served first is none that could be updated.
+    Safe from any thread. Raises InputError for a first model that could not be updated.
     """
 
     def __init__(
@@ -91,20 +75,24 @@ class WeightUpdater:
         tokenizer: PreTrainedTokenizerBase,
         config: InferenceConfig,
         dtype: jnp.dtype | type,
-        on_update: Callable[[Update], None],
+        telemetry: Telemetry,
     ) -> None:
         self._engine, self._config, self._dtype = engine, config, dtype
-        self._on_update = on_update
+        self._telemetry = telemetry
         check_positions(model, engine.context_length)
         # all that is asked of the tokenizer is asked now: two threads must not use one
-        self._tokenizer = TokenizerIdentity.of(tokenizer)
-        # only shapes: a reference to the first weights would keep them in memory
-        self._template: LanguageModel = eqx.filter_eval_shape(lambda model: model, model)
+        self._served = Served(
+            tokenizer=TokenizerIdentity.of(tokenizer),
+            spec=model.spec,
+            shapes=parameter_shapes(model),
+            positions=engine.context_length,
+        )
         self._canary_ids = canary_ids(tokenizer)
         self._update_lock = threading.Lock()
         # another lock: a swap in memory may end while an update from disk does
         self._stats_lock = threading.Lock()
-        self.stats = UpdateStats()
+        self.transfers = self.failures = 0
+        self.last: Update | None = None
 
     @property
     def busy(self) -> bool:
@@ -133,11 +121,7 @@ class WeightUpdater:
         return self._recorded("memory", str, switch)
 
     def load(
-        self,
-        source: Source,
-        weight_version: int | None = None,
-        *,
-        recompute_kv_cache: bool = False,
+        self, source: Source, weight_version: int | None = None, *, recompute_kv_cache: bool = False
     ) -> Update:
         """Read weights, prove them, and switch to them; errors are raised as they are.
 
@@ -149,7 +133,7 @@ class WeightUpdater:
         def switch() -> Switched:
             loaded = source.read(self._served)
             # The model itself: what `read` could check before was a template without arrays.
-            self._served.architecture.check(loaded.model)
+            self._served.check_model(loaded.model)
             # Before the swap: a model that decodes to something else is never served.
             rehearse(loaded.model, self._canary_ids, self._config, self._dtype)
             version = loaded.round if weight_version is None else weight_version
@@ -167,40 +151,34 @@ class WeightUpdater:
         finally:
             self._update_lock.release()
 
-    @cached_property
-    def _served(self) -> Served:
-        """Computed at the first update: many servers never load from disk."""
-        architecture = Architecture.of(self._template, self._engine.context_length)
-        return Served(tokenizer=self._tokenizer, architecture=architecture)
-
     def _recorded(
         self, source: str, error_text: Callable[[Exception], str], switch: Callable[[], Switched]
     ) -> Update:
-        """Do and time a switch, and keep how it ended."""
         started, failure = time.monotonic(), None
         try:
             version, digest, size = switch()
         except Exception as error:  # noqa: BLE001 - recorded, and raised again
             failure, policy = error, self._engine.policy
             version, digest, size = policy.weight_version, policy.parameters_digest, 0
+        seconds, refused = time.monotonic() - started, ""
+        if failure is None:
+            self._telemetry.weights_updated(source=source, bytes=size, seconds=seconds)
+        else:
+            refused = error_text(failure)
+            self._telemetry.count("weight_update_failures_total", 1, source)
         update = Update(
             source=source,
             weight_version=version,
             parameters_digest=digest,
-            refused="" if failure is None else error_text(failure),
+            refused=refused,
             bytes=size,
-            seconds=time.monotonic() - started,
+            seconds=seconds,
             ended_at=time.time(),
         )
         with self._stats_lock:
-            self.stats = UpdateStats(
-                transfers=self.stats.transfers + (failure is None),
-                failures=self.stats.failures + (failure is not None),
-                bytes=self.stats.bytes + size,
-                last=update,
-            )
-        # Outside of the lock, for it is the caller's code.
-        self._on_update(update)
+            self.transfers += failure is None
+            self.failures += failure is not None
+            self.last = update
         if failure is not None:
             raise failure
         return update
