@@ -183,7 +183,6 @@ class Scorer:
         self._environment = environment
         self._timeout_s = config.reward_timeout_s
         self._pool: EnvironmentPool | None = None
-        self._style: tuple[bool, bool] | None = None
         if environment.workers:
             self._pool = EnvironmentPool("score", environment, config, config.reward_timeout_s)
             self._pool.start(environment.workers)
@@ -210,14 +209,15 @@ class Scorer:
     async def scores_groups(self) -> bool:
         if self._pool is None:
             return self._environment.scores_groups
-        return (await asyncio.to_thread(self._call_style))[0]
+        by_group, _ = await asyncio.to_thread(self._pool.ready)
+        return by_group
 
     def check(self) -> None:
         """Load the reward in a worker. Raises InputError where it cannot be, or does not fit."""
         if self._pool is None:
             self._environment.load_scorer()
         else:
-            self._call_style()
+            self._pool.ready()
 
     def extract(self, completions: Sequence[str]) -> list[str | None]:
         """The answer in each completion, extracted in a worker; None where that fails or hangs.
@@ -249,7 +249,9 @@ class Scorer:
         dialogues: Dialogues,
     ) -> list[Score]:
         """Score in a worker: completion by completion, or in one call that has the time of all."""
-        by_group, wants_ids = self._call_style()
+        assert self._pool is not None, "others score where they are asked"
+        # Only a worker knows: this process does not import the function.
+        by_group, wants_ids = self._pool.ready()
         n = len(completions)
         calls: list[dict[str, Any]] = [{"completions": [text], "ids": []} for text in completions]
         if by_group and n:
@@ -261,7 +263,6 @@ class Scorer:
         where = f"{environment.reward_name or environment.name}, example {example.example_id}"
         wall_s = self._timeout_s * (n if by_group else 1)
         scores: list[Score] = []
-        assert self._pool is not None, "others score where they are asked"
         for answer in self._pool.ask(requests, wall_s):
             if isinstance(answer, WorkerFault):
                 reason = _explained(answer, wall_s)
@@ -277,17 +278,6 @@ class Scorer:
                     for each in answer
                 ]
         return scores
-
-    def _call_style(self) -> tuple[bool, bool]:
-        """Return whether a group is scored in one call, and whether it reads token ids.
-
-        Only a worker knows: this process does not import the function. Raises InputError.
-        """
-        if self._style is None:
-            assert self._pool is not None, "others score where they are asked"
-            by_group, wants_ids = self._pool.ready()
-            self._style = by_group, wants_ids
-        return self._style
 
 
 def _explained(fault: WorkerFault, wall_s: float) -> str:

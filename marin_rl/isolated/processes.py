@@ -38,6 +38,7 @@ EXIT_TIMEOUT_S = 10.0  # for a supervisor to kill what there is; it takes millis
 PRINTED_BYTES_MAX = 64 * 1024  # at once, and then
 PRINTED_BYTES_PER_S = 256.0  # at most 22 MB a day for each worker
 _PRINTED_READ_BYTES = 1 << 16
+_LAST_PRINTS_S = 1.0  # for text of a process that has ended; one it left may hold the pipe open
 _STARTING_POLL_S = 0.25  # while the limit of the worker's calls is not known
 _ENVELOPE_BYTES_MAX = 256  # of a line, in addition to the answer
 
@@ -280,7 +281,7 @@ class Worker:
         self.alive = False
         # The kernel may take its time to end a process: never in the thread of the wires.
         code = await asyncio.to_thread(self._end)
-        await asyncio.wait([printing], timeout=EXIT_TIMEOUT_S)
+        await asyncio.wait([printing], timeout=_LAST_PRINTS_S)
         printing.cancel()
         self._writer.close()
         self._fail_pending(code)

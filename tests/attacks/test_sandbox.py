@@ -371,11 +371,12 @@ os._exit(7)
     assert play("print(attempt(os.kill, 1, 9)); sys.exit(5)").exit_status == 5
 
 
-def test_a_killed_parent_leaves_no_program():
+@pytest.mark.parametrize("mode", ["bubblewrap", "rlimits_only"])
+def test_a_killed_parent_leaves_no_program(mode: str):
     program = f"""
 import sys; sys.path.insert(0, {str(TOP)!r})
 from marin_rl.isolated.sandbox import Sandbox, SandboxLimits
-box = Sandbox(SandboxLimits(wall_s=1000))
+box = Sandbox(SandboxLimits(wall_s=1000), mode={mode!r})
 print("ready", flush=True)
 box.run(["sleep", "987654"])
 """
@@ -387,7 +388,7 @@ box.run(["sleep", "987654"])
     while not (sleeping := _named(b"sleep", b"987654")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # The first process of the namespace asks to die with its parent, and then sleeps.
+    # The process around it asks to die with its parent, and then sleeps.
     (program_id,) = sleeping
     while _stat(_stat(program_id)[1])[0] != "S":
         assert time.monotonic() < deadline

@@ -16,7 +16,6 @@ from click.testing import Result
 from support.run_factories import configuration, whole_run
 from typer.testing import CliRunner
 
-from marin_rl.analysis.verify import verify_run
 from marin_rl.cli import app
 from marin_rl.commands.serve import serving_config
 from marin_rl.config import EnvironmentConfig, outward_keys, parse_config
@@ -372,9 +371,3 @@ def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -
         assert answers_in(construct(hanging), hanging, texts) == ["A", None, "B", None, "C"]
     finally:
         scorers.close()
-
-
-@pytest.mark.slow
-def test_verified_metrics_of_ones_own_run_are_as_before(tmp_path: Path) -> None:
-    run = whole_run(str(tmp_path), 1, evaluated=[0])
-    assert [found for found in verify_run(run) if found.metric.startswith("eval/")]
