@@ -23,7 +23,7 @@ import time
 from dataclasses import replace
 
 from marin_rl.environments.base_environment import BaseEnvironment
-from marin_rl.environments.episode import FinishedMessage, FinishedRollout
+from marin_rl.environments.finished import FinishedMessage, FinishedRollout
 from marin_rl.errors import EndpointUnavailable, RewardFault
 from marin_rl.types import RewardComponent
 
