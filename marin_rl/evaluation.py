@@ -22,7 +22,7 @@ from marin_rl.config import (
     pin_files,
 )
 from marin_rl.environments.base import Environment
-from marin_rl.environments.registry import Part, construct
+from marin_rl.environments.registry import EnvironmentPart, construct
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
@@ -261,7 +261,7 @@ def _evaluate(served: Served, config: Config, environment: Environment) -> Evalu
     """Sample the held-out examples, score the samples, and summarise them."""
     policy, connect = served
     name = policy.model
-    part = Part(label="", config=config.environment, environment=environment)
+    part = EnvironmentPart(label="", config=config.environment, environment=environment)
     held_out = HeldOut(part=part, examples=config.evaluation.examples)
     seed_of, version = partial(seed_from, config), policy.weight_version
     groups = asyncio.run(answered(config, policy, [held_out], name, seed_of, version, connect))

@@ -310,7 +310,7 @@ def order_in(entries: Sequence[MixtureEntry]) -> Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class EnvironmentPart:
     """An environment of a run with its own settings; the label is "" where it is the only one."""
 
     label: str
@@ -329,9 +329,9 @@ class Mixture(Environment):
         self._seed = config.train_seed, config.eval_seed
         self._order = order_in(config.mixture)
         alone = [(entry.shown_label, entry_alone(config, entry)) for entry in config.mixture]
-        self._take([Part(label=a, config=c, environment=construct(c)) for a, c in alone])
+        self._take([EnvironmentPart(label=a, config=c, environment=construct(c)) for a, c in alone])
 
-    def _take(self, parts: Sequence[Part]) -> None:
+    def _take(self, parts: Sequence[EnvironmentPart]) -> None:
         self.parts = tuple(parts)
         self.version = "; ".join(f"{part.label} {part.environment.version}" for part in parts)
 
@@ -351,13 +351,13 @@ class Mixture(Environment):
         part = next(part for part in self.parts if part.label == label)
         return self._example_of(part, seed, index, split)
 
-    def _example_of(self, part: "Part", seed: int, own: int, split: Split) -> Example:
+    def _example_of(self, part: "EnvironmentPart", seed: int, own: int, split: Split) -> Example:
         first = part.config.train_seed if split == "train" else part.config.eval_seed
         outer = self._seed[0] if split == "train" else self._seed[1]
         example = part.environment.example(first + seed - outer, own, split)
         return labelled(example, part.label)
 
-    def part_of(self, example: Example) -> Part:
+    def part_of(self, example: Example) -> EnvironmentPart:
         return next(part for part in self.parts if part.label == example.environment)
 
     def demonstration(self, example: Example) -> str | None:
@@ -371,16 +371,18 @@ def labelled(example: Example, label: str) -> Example:
     return replace(example, environment=label, example_id=f"{label}/{example.example_id}")
 
 
-def parts_of(environment: Environment, config: EnvironmentConfig) -> tuple[Part, ...]:
+def parts_of(environment: Environment, config: EnvironmentConfig) -> tuple[EnvironmentPart, ...]:
     if isinstance(environment, Mixture):
         return environment.parts
-    return (Part(label="", config=config, environment=environment),)
+    return (EnvironmentPart(label="", config=config, environment=environment),)
 
 
-def part_for(environment: Environment, config: EnvironmentConfig, example: Example) -> Part:
+def part_for(
+    environment: Environment, config: EnvironmentConfig, example: Example
+) -> EnvironmentPart:
     if isinstance(environment, Mixture):
         return environment.part_of(example)
-    return Part(label="", config=config, environment=environment)
+    return EnvironmentPart(label="", config=config, environment=environment)
 
 
 def entry_alone(outer: EnvironmentConfig, entry: MixtureEntry) -> EnvironmentConfig:

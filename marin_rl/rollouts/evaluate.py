@@ -22,7 +22,7 @@ from marin_rl.environments.checks import (
     environment_of,
 )
 from marin_rl.environments.registry import (
-    Part,
+    EnvironmentPart,
     construct,
     labelled,
     loaded_environment,
@@ -54,7 +54,7 @@ from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolic
 from schemas.rollouts import CONTENT_VERSION
 
 # Environments that say what a completion's answer is, by the name that examples carry; None: all.
-Extractors = Mapping[str | None, Part]
+Extractors = Mapping[str | None, EnvironmentPart]
 
 
 # Requests at once to the engine in this process, where both ends of a connection are open files.
@@ -68,7 +68,7 @@ class HeldOut:
     A named set's examples carry its label as their environment's, which separates metrics and rows.
     """
 
-    part: Part
+    part: EnvironmentPart
     examples: int
     of_list: bool = False  # one of the run's own list, whose examples have ids with its label
 
@@ -109,7 +109,7 @@ def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
                 )
     loaded = {name: loaded_environment(named[name], "eval") for name in sorted(named)}
     return tuple(
-        _held_out(Part(label=name, config=named[name], environment=environment), config)
+        _held_out(EnvironmentPart(label=name, config=named[name], environment=environment), config)
         for name, environment in loaded.items()
     )
 
@@ -121,12 +121,12 @@ def extractors_of(config: Config) -> Extractors:
         parts = parts_of(construct(config.environment), config.environment)
         return {part.label or None: part for part in parts}
     return {
-        name: Part(label=name, config=chosen, environment=construct(chosen))
+        name: EnvironmentPart(label=name, config=chosen, environment=construct(chosen))
         for name, chosen in sets.items()
     }
 
 
-def _held_out(part: Part, config: Config, *, of_list: bool = False) -> HeldOut:
+def _held_out(part: EnvironmentPart, config: Config, *, of_list: bool = False) -> HeldOut:
     examples, size = config.evaluation.examples, part.environment.eval_size
     examples = examples if size is None else min(examples, size)
     return HeldOut(part=part, examples=examples, of_list=of_list)

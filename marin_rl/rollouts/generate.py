@@ -19,7 +19,7 @@ from typing import Any
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.registry import Part, part_for, parts_of, sampling_for
+from marin_rl.environments.registry import EnvironmentPart, part_for, parts_of, sampling_for
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import (
     Abstained,
@@ -35,15 +35,15 @@ from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.clients import policy_client
 from marin_rl.rollouts.curriculum import Curriculum, chosen_example, decide
 from marin_rl.rollouts.episode import Bridge, EpisodeDriver
-from marin_rl.rollouts.finished import FinishedDriver
 from marin_rl.rollouts.partial import in_pieces
 from marin_rl.rollouts.rewards import STAMP, RewardScorer, add_model_reward
+from marin_rl.rollouts.rollout_producer import RolloutProducer
 from marin_rl.rollouts.sampler import (
     CommittedMembers,
     EarlyGroups,
     FirstDone,
     GroupSampler,
-    Meter,
+    ProgressMeter,
     pushed_groups,
 )
 from marin_rl.rollouts.tool_turns import ToolTurns
@@ -263,7 +263,7 @@ async def sample_groups(
     can bear: StalePolicy, InputError. Cancelling cancels every request.
     """
     log, settings = log or EarlyGroups(), job.config.environment
-    meter = Meter(replace(job.progress, total=len(requests)))
+    meter = ProgressMeter(replace(job.progress, total=len(requests)))
     async with client as connected:
         finished = await asyncio.to_thread(log.read, [request.group_id for request in requests])
         samplers = {
@@ -281,12 +281,14 @@ async def sample_groups(
         return await log.collect([samplers[label].sample(request) for label, request in pairs])
 
 
-def _driver_of(job: SamplingJob, part: Part, client: ChatClient) -> EpisodeDriver | FinishedDriver:
+def _driver_of(
+    job: SamplingJob, part: EnvironmentPart, client: ChatClient
+) -> EpisodeDriver | RolloutProducer:
     config = job.config
     if not part.environment.returns_rollouts:
         segments = part.config.on_broken_prefix == "segments"
         return episode_driver(config, part, client, job.policy, job.bridge, segments=segments)
-    return FinishedDriver(
+    return RolloutProducer(
         policy=job.policy,
         environment=part.environment,
         settings=part.config,
@@ -297,7 +299,7 @@ def _driver_of(job: SamplingJob, part: Part, client: ChatClient) -> EpisodeDrive
 
 def episode_driver(
     config: Config,
-    part: Part,
+    part: EnvironmentPart,
     client: ChatClient,
     policy: ServedPolicy,
     bridge: Bridge | None,

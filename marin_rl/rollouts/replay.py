@@ -21,7 +21,7 @@ from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import Environment, reward_of
 from marin_rl.environments.episode import StepResult
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
-from marin_rl.environments.registry import Part, construct, loaded_environment, part_for
+from marin_rl.environments.registry import EnvironmentPart, construct, loaded_environment, part_for
 from marin_rl.environments.scoring import Score, Scorer, fault_of, scorer_for
 from marin_rl.errors import InputError, MarinRLError, RewardFault
 from marin_rl.rollouts.tool_turns import ToolTurns, score_recorded
@@ -163,7 +163,7 @@ def _check_replayable(environment: Environment) -> None:
 class _Replayer:
     """Plays the episodes of one environment again; `places` bounds those at once."""
 
-    def __init__(self, config: Config, part: Part, places: asyncio.Semaphore) -> None:
+    def __init__(self, config: Config, part: EnvironmentPart, places: asyncio.Semaphore) -> None:
         self._environment, self._settings, self._places = part.environment, part.config, places
         self._tool_turns = ToolTurns(config.policy, part.config)
         learned = config.environment.reward_model

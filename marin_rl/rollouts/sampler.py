@@ -21,7 +21,7 @@ from marin_rl.errors import EnvironmentTimeout
 from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.episode import EpisodeDriver
-from marin_rl.rollouts.finished import FinishedDriver
+from marin_rl.rollouts.rollout_producer import RolloutProducer
 from marin_rl.rollouts.trajectories import (
     REQUEST_FAULTS,
     GroupRequest,
@@ -137,7 +137,7 @@ class CommittedMembers(EarlyGroups):
 class GroupSampler:
     """Samples and scores groups; `finished` are members that `log` had, by group and index."""
 
-    driver: EpisodeDriver | FinishedDriver
+    driver: EpisodeDriver | RolloutProducer
     scorer: Scorer
     count: Callable[[RolloutGroup], None]
     log: EarlyGroups
@@ -225,7 +225,7 @@ class _PlayedGroup:
 
 
 @dataclass(slots=True)
-class Meter:
+class ProgressMeter:
     """Counts groups as they are done, and publishes progress."""
 
     event: ProgressEvent

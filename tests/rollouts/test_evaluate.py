@@ -22,7 +22,7 @@ from marin_rl.config import (
     load_config,
 )
 from marin_rl.environments.base import answer_in
-from marin_rl.environments.registry import Part, construct
+from marin_rl.environments.registry import EnvironmentPart, construct
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.metrics import is_defined
@@ -34,7 +34,7 @@ from marin_rl.types import ServedPolicy
 
 CONFIG = EnvironmentConfig(name="echo")
 ECHO = construct(CONFIG)
-EXTRACTORS: Extractors = {None: Part(label="", config=CONFIG, environment=ECHO)}
+EXTRACTORS: Extractors = {None: EnvironmentPart(label="", config=CONFIG, environment=ECHO)}
 
 
 def samples(name, rewards, words):

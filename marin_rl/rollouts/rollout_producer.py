@@ -34,7 +34,7 @@ from marin_rl.types import Message, Sampling, ServedPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedDriver:
+class RolloutProducer:
     """Asks an environment for the rollouts of groups, sampled from one served policy.
 
     `vocabulary` is the number of ids of the policy.
