@@ -68,7 +68,7 @@ def _with_tools(kind: type, config: EnvironmentConfig) -> Environment:
         )
     options = parse_options(create_model("Options", __base__=ToolOptions, **fields), config)
     arguments = {name: getattr(options, name) for name in fields}
-    tool_class = ToolClass.of(kind, config, options, arguments)
+    tool_class = ToolClass(kind, arguments, options, config)
     tool_class.check()
     return ToolsOverRows(config, tool_class) if options.path else ToolsOverExamples(tool_class)
 

@@ -82,7 +82,7 @@ def shipped_tools(
     kind: type, config: EnvironmentConfig, options: MalformedCallOptions
 ) -> ToolClass:
     malformed = {name: getattr(options, name) for name in MalformedCallOptions.model_fields}
-    return ToolClass.of(kind, config, ToolOptions(**malformed), {})
+    return ToolClass(kind, {}, ToolOptions(**malformed), config)
 
 
 def run_tool(

@@ -13,7 +13,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -72,30 +72,16 @@ def is_tool_class(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class ToolClass:
-    """A user's class with the arguments that its instances are made with, and its options."""
+    """A user's class with the arguments of its instances, and its environment's settings."""
 
     kind: type
     arguments: Mapping[str, Any]
     options: ToolOptions
-    turns_max: int | None = None
-    characters_max: int = OUTPUT_CHARACTERS_MAX
+    config: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
-    @classmethod
-    def of(
-        cls,
-        kind: type,
-        config: EnvironmentConfig,
-        options: ToolOptions,
-        arguments: Mapping[str, Any],
-    ) -> "ToolClass":
-        """Return `kind` with the limits of an environment's configuration."""
-        return cls(
-            kind=kind,
-            arguments=arguments,
-            options=options,
-            turns_max=config.turns_max,
-            characters_max=config.tool_output_characters_max or OUTPUT_CHARACTERS_MAX,
-        )
+    @property
+    def characters_max(self) -> int:
+        return self.config.tool_output_characters_max or OUTPUT_CHARACTERS_MAX
 
     @property
     def name(self) -> str:
@@ -315,7 +301,7 @@ class ToolEpisode:
         ends = not messages or (wrong and options.malformed == "end")
         penalty = -options.malformed_penalty if wrong and options.malformed == "penalty" else None
         reward = None
-        if self._class.rewards_itself and (ends or self._turns == self._class.turns_max):
+        if self._class.rewards_itself and (ends or self._turns == self._class.config.turns_max):
             reward = number(await settled(self._instance.get_reward()))
         values = [value for value in (reward, penalty) if value is not None]
         return StepResult(

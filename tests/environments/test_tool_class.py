@@ -82,9 +82,8 @@ class Odd:
 
 
 def odd(**options: Any) -> ToolEpisode:
-    tool_class = ToolClass(
-        kind=Odd, arguments={}, options=ToolOptions(**options), turns_max=3, characters_max=1000
-    )
+    limits = EnvironmentConfig(turns_max=3, tool_output_characters_max=1000)
+    tool_class = ToolClass(Odd, {}, ToolOptions(**options), limits)
     tool_class.check()
     episode = ToolsOverExamples(tool_class)
     made = episode.episode(episode.example(0, 0, "train"))

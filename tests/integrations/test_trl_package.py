@@ -150,8 +150,6 @@ def shop_tools() -> list[Any]:
     """Schemas of the tools of the class, as a run offers them."""
     scope: dict[str, type] = {}
     exec(SHOP, scope)
-    kind = ToolClass(
-        kind=scope["Shop"], arguments={}, options=ToolOptions(), turns_max=3, characters_max=1000
-    )
+    kind = ToolClass(kind=scope["Shop"], arguments={}, options=ToolOptions())
     kind.check()
     return sorted(kind.schemas, key=lambda tool: tool["function"]["name"])
