@@ -44,12 +44,6 @@ def examples(environment: Chat) -> list[Example]:
     )
 
 
-def test_the_page_shows_every_format() -> None:
-    assert len(ROWS) == 9
-    assert len(blocks("python")) == 4
-    assert len(SECTIONS) == 5
-
-
 @pytest.mark.parametrize("text", ROWS)
 def test_rows_of_the_page_give_two_examples(tmp_path: Path, text: str) -> None:
     environment = loaded(tmp_path / "p.jsonl", text)

@@ -12,7 +12,6 @@ import pytest
 from support.fakes import END, FakePolicyServer, echo_script, logprob_of, prompt_ids, served_policy
 
 from marin_rl.config import Config, load_config, override, parse_config
-from marin_rl.environments.checks import environment_of
 from marin_rl.errors import (
     BadResponse,
     CommitConflict,
@@ -321,13 +320,6 @@ def test_two_evaluations_differ_by_the_policy_alone(run: Run, server: FakePolicy
         return sorted((body["seed"], body["messages"][0]["content"]) for body in server.requests)
 
     assert asked(4) == asked(6)
-
-
-def test_held_out_examples_are_not_trained_on(run: Run) -> None:
-    environment = environment_of(run.config)
-    trained = {environment.example(0, i, "train").seed for i in range(12)}
-    base = run.config.environment.eval_seed
-    assert not trained & {environment.example(base, i, "eval").seed for i in range(4)}
 
 
 def test_the_last_member_is_greedy_where_it_is_the_baseline(
