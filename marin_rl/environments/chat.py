@@ -108,12 +108,10 @@ class RowEnvironment(Environment):
             metadata=metadata_of(raw, row, self._columns, where),
         )
 
-    def first_of_each_split(
-        self, config: EnvironmentConfig, most: int = ROWS_CHECKED_MAX
-    ) -> list[tuple[str, Example]]:
+    def first_of_each_split(self, config: EnvironmentConfig) -> list[tuple[str, Example]]:
         """Return the first examples of a run and of its evaluation, by place, in file order."""
-        place = self._loaded.rows.place
-        return [(place(row), example) for row, example in self.numbered(config, most)]
+        numbered = self.numbered(config, ROWS_CHECKED_MAX)
+        return [(self._loaded.rows.place(row), example) for row, example in numbered]
 
     def numbered(self, config: EnvironmentConfig, most: int) -> list[tuple[int, Example]]:
         """Return the first `most` examples of both splits by the numbers of their rows, sorted."""

@@ -130,7 +130,17 @@ class Relay:
         except BadResponse as error:
             rollout = maker.failed(0, error)
         if rollout.reward is None or not len(rollout.token_ids):
-            return self._failed(client, example, rollout.error or rollout.status)
+            prompt = client.prompt
+            return {
+                "prompt_ids": self.template.prompt(example.messages) if prompt is None else prompt,
+                "response_ids": [self._ends[0]],
+                "response_mask": [0],
+                "response_logprobs": [0.0],
+                "reward": 0.0,
+                "turns": len(example.messages),
+                "finish_reason": "error",
+                "fault": rollout.error or rollout.status,
+            }
         (sample,) = samples_of(rollout)
         return {
             "prompt_ids": sample.prompt_ids,
@@ -141,21 +151,6 @@ class Relay:
             "turns": len(sample.prompt) + len(sample.response),
             "finish_reason": rollout.finish_reason,
             "fault": None,
-        }
-
-    def _failed(self, client: RelayClient, example: Example, fault: str) -> dict[str, Any]:
-        prompt = client.prompt
-        if prompt is None:
-            prompt = self.template.prompt(example.messages)
-        return {
-            "prompt_ids": prompt,
-            "response_ids": [self._ends[0]],
-            "response_mask": [0],
-            "response_logprobs": [0.0],
-            "reward": 0.0,
-            "turns": len(example.messages),
-            "finish_reason": "error",
-            "fault": fault,
         }
 
     async def score(self, example: Example, completion: str) -> dict[str, Any]:
