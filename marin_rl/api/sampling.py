@@ -18,9 +18,8 @@ from marin_rl.config import Config, Overrides, as_overrides, override, parse_con
 from marin_rl.errors import InputError
 from marin_rl.inference.generation import GenerationRequest, Sample
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
-from marin_rl.serving.api.responses import TextDecoding
 from marin_rl.serving.launch import folder_tokenizer, proven_server
-from marin_rl.serving.text.detokenizer import Detokenizer
+from marin_rl.serving.text.detokenizer import Detokenizer, TextDecoding
 from marin_rl.serving.text.templates import conversation_of
 from marin_rl.serving.weights.checkpoint_loader import (
     Loaded,

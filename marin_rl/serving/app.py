@@ -10,12 +10,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from marin_rl.serving.api.admin import adapter_routes, admin_routes
-from marin_rl.serving.api.chat import Chat, ChatTokens
-from marin_rl.serving.api.completions import Completions
-from marin_rl.serving.api.dialect import Dialect
+from marin_rl.serving.api.completions import Chat, ChatTokens, Completions
+from marin_rl.serving.api.dialect import Dialect, dumps
 from marin_rl.serving.api.generate import IdsToIds, SGLang
 from marin_rl.serving.api.request_handler import SamplingEndpoint
-from marin_rl.serving.api.responses import dumps
 from marin_rl.serving.api.routes import (
     ERROR,
     STREAM,

@@ -75,6 +75,12 @@ class PolicyServer:
     ) -> None:
         check_vocabulary(tokenizer, model.spec.vocabulary)
         prove(tokenizer)
+        stops, vocabulary = end_token_ids(tokenizer), model.spec.vocabulary
+        if len(stops) > STOP_TOKENS_MAX or max(stops) >= vocabulary:
+            raise InputError(
+                f"expected at most {STOP_TOKENS_MAX} end tokens, with ids below {vocabulary}, in "
+                f"the generation_config.json of {tokenizer.name_or_path}, found {list(stops)}"
+            )
         self.settings = config.server
         self._keys = Keys.from_environment(config)
         detokenizer = Detokenizer(tokenizer)
@@ -84,7 +90,7 @@ class PolicyServer:
             context_length=context_length,
             weight_version=weight_version,
             parameters_digest=parameters_digest,
-            stop_token_ids=_stop_token_ids(tokenizer, model.spec.vocabulary),
+            stop_token_ids=stops,
             decode=detokenizer.of,
             dtype=dtype,
             grows=grows,
@@ -226,17 +232,6 @@ class PolicyServer:
         self.telemetry.request_ended(record)
         if self._log is not None:
             self._log.add(record)
-
-
-def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[int, ...]:
-    """Token ids that end a completion; InputError where the model or a slot has no room for one."""
-    ids = end_token_ids(tokenizer)
-    if len(ids) > STOP_TOKENS_MAX or max(ids) >= vocabulary:
-        raise InputError(
-            f"expected at most {STOP_TOKENS_MAX} end tokens, with ids below {vocabulary}, in the "
-            f"generation_config.json of {tokenizer.name_or_path}, found {list(ids)}"
-        )
-    return ids
 
 
 def serve_forever(

@@ -26,7 +26,7 @@ from marin_rl.serving.http.errors import (
     ApiError,
     parse,
 )
-from marin_rl.serving.http.limits import FREE_BYTES, TRIM_BYTES, BodyBudget, BodyShare
+from marin_rl.serving.http.guard import FREE_BYTES, TRIM_BYTES, BodyBudget, BodyShare
 from marin_rl.serving.server import PolicyServer
 from schemas import strict_json
 from schemas.strict_json import JsonLimits, TooMuchJson, check_bounds

@@ -1,7 +1,12 @@
-"""Texts that grow: never half a character, never part of a stop string, and in the end the same."""
+"""Texts and responses as they grow, and the threads that prepare and write them."""
 
 import asyncio
+import json
 import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +15,14 @@ from hypothesis import strategies as st
 from support.templates import byte_fallback_tokenizer, byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from marin_rl.serving.api.responses import TextDecoding
-from marin_rl.serving.api.worker_threads import ResponseQueue, ResponseWriter
-from marin_rl.serving.text.detokenizer import Detokenizer, Offsets
+from marin_rl.serving.api.worker_threads import (
+    SHORT_BYTES,
+    SHORT_S,
+    ResponseQueue,
+    ResponseWriter,
+    TokenizeWorker,
+)
+from marin_rl.serving.text.detokenizer import Detokenizer, Offsets, TextDecoding
 from marin_rl.tokenizers import character_tokenizer
 
 TOKENIZERS = {
@@ -208,3 +218,102 @@ def test_a_response_whose_loop_is_closed_is_dropped() -> None:
     writer.put(gone, lambda: (reached.set(), (b"", True))[1])
     assert reached.wait(10)
     writer.close()
+
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "reverse abc"}], "n": 4}
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def where(preparer: TokenizeWorker, body: Any) -> threading.Thread:
+    """The thread on which a body is prepared."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    found: list[threading.Thread] = []
+    done = threading.Event()
+
+    def work() -> None:
+        found.append(threading.current_thread())
+        done.set()
+
+    preparer.add(data, work)
+    assert done.wait(10)
+    return found[0]
+
+
+def used(worker: ThreadPoolExecutor, **options: Any) -> TokenizeWorker:
+    """One that has seen that requests take no time."""
+    preparer = TokenizeWorker(worker, **options)
+    for _ in range(40):
+        where(preparer, CHAT)
+    return preparer
+
+
+def test_the_first_are_the_threads_and_short_ones_then_are_not(worker: ThreadPoolExecutor) -> None:
+    here = threading.current_thread()
+    assert where(TokenizeWorker(worker), CHAT) is not here
+    assert where(used(worker), CHAT) is here
+    assert where(used(worker, alone=True), CHAT) is not here
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT | {"tools": []},
+        CHAT | {"response_format": {"type": "json_object"}},
+        b'{"t\\u006fols": []}',
+        CHAT | {"user": "x" * SHORT_BYTES},
+        {"prompt": ["a"] * 200},
+        {"prompt": [[5]] * 200},
+    ],
+    ids=["tools", "form", "hidden", "large", "prompts", "lists"],
+)
+def test_long_bodies_go_to_the_thread(worker: ThreadPoolExecutor, body: Any) -> None:
+    preparer = used(worker)
+    assert where(preparer, body) is not threading.current_thread()
+    assert where(preparer, CHAT) is threading.current_thread()
+
+
+def spin(seconds: float) -> Callable[[], None]:
+    def work() -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    return work
+
+
+def test_slow_bodies_go_to_the_thread_until_they_are_fast_again(
+    worker: ThreadPoolExecutor,
+) -> None:
+    preparer, here = used(worker), threading.current_thread()
+    data = json.dumps(CHAT).encode()
+    preparer.add(data, spin(10 * SHORT_S))
+    assert where(preparer, CHAT) is not here
+    assert any(where(preparer, CHAT) is here for _ in range(40))
+
+
+def test_results_and_errors_reach_the_caller(worker: ThreadPoolExecutor) -> None:
+    async def made(preparer: TokenizeWorker) -> int:
+        with pytest.raises(KeyError):
+            await preparer.run(b"{}", lambda: {}["absent"])
+        return await preparer.run(b"{}", lambda: 7)
+
+    for preparer in (TokenizeWorker(worker), used(worker)):
+        assert asyncio.run(made(preparer)) == 7
+
+
+def test_nothing_is_read_that_comes_after_the_end() -> None:
+    """Two threads may each find that they finished a request."""
+
+    async def read() -> list[bytes | None]:
+        reply = ResponseQueue()
+        for _ in range(2):
+            reply.add(b"all", last=True)
+        reply.fail(ValueError("late"))
+        return [await reply.read(), await reply.read()]
+
+    assert asyncio.run(read()) == [b"all", None]

@@ -113,12 +113,6 @@ def test_weights_are_counted_by_source(server: PolicyServer) -> None:
         assert total(after, name) - total(before, name) == 1
     assert total(after, "weight_update_age_seconds") < 60
     assert total(after, "policy_version") == 4
-    server.telemetry.count("weight_update_failures_total", 1, "folder")
-    server.telemetry.weights_updated(source="folder", bytes=1000, seconds=2.0)
-    last = scraped(server)
-    assert total(last, "weight_update_failures_total", source="folder") == 1
-    assert total(last, "weight_update_bytes_total", source="folder") == 1000
-    assert total(last, "weight_update_seconds_total", source="folder") == 2.0
 
 
 def test_the_table_names_exactly_what_is_exposed(server: PolicyServer) -> None:

@@ -26,8 +26,8 @@ from marin_rl.inference.client.protocol import (
     UPDATE_WEIGHTS_ROUTE,
 )
 from marin_rl.inference.engine import VersionInUse
+from marin_rl.serving.api.dialect import json_response
 from marin_rl.serving.api.response_models import SGLangAdapters
-from marin_rl.serving.api.responses import json_response
 from marin_rl.serving.api.routes import ERROR, ApiRoute
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.auth import Endpoint, for_admin

@@ -1,8 +1,9 @@
-"""POST /v1/completions: one prompt or a list of them, as text or ids, with or without their scores.
+"""OpenAI's completions: of chats, with a twin that takes the prompt's exact ids, and of prompts.
 
-Owns what plain completions ask of the engine and how their responses are written, whole or in
-chunks. Prompt p's samples have the indices p * n + i, and draw with the seeds seed + p * n + i, or
-with seeds[p] + i.
+Owns what they ask of the engine (a rendered prompt, a form or calls that must be kept, scores of a
+prompt) and how their responses are written, whole or in chunks. Prompt p's samples have the indices
+p * n + i, and draw with the seeds seed + p * n + i, or with seeds[p] + i. Leaves out rendering
+(`templates`) and forms (`constraints`).
 """
 
 from collections.abc import Sequence
@@ -11,20 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from marin_rl.inference.client.protocol import COMPLETIONS_ROUTE
+from marin_rl.inference.client.protocol import (
+    CHAT_ROUTE,
+    CHAT_TOKENS_ROUTE,
+    COMPLETIONS_ROUTE,
+    call_body,
+)
 from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
-from marin_rl.serving.api.dialect import TextDialect
-from marin_rl.serving.api.requests import CompletionBody
-from marin_rl.serving.api.response_models import TextCompletion
-from marin_rl.serving.api.responses import (
+from marin_rl.serving.api.dialect import (
+    TextDialect,
+    chat_logprobs,
     event,
     plain_logprobs,
     sampled_tokens,
     scored_tokens,
     timings,
 )
+from marin_rl.serving.api.requests import ChatBody, ChatTokensBody, CompletionBody
+from marin_rl.serving.api.response_models import ChatCompletion, TextCompletion
 from marin_rl.serving.api.service import Prompt, Service
+from marin_rl.serving.http.errors import ApiError
+from marin_rl.serving.text.constraints import MakeWalker, forced_calls_grammar
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer, Offsets
+from marin_rl.tool_calls import ParsedAnswer, ToolCallStream, parse_tool_calls
+from marin_rl.types import ToolCall
 
 NEW_TOKENS = 16  # OpenAI's default
 # What a response with max_tokens 0 holds for each sample.
@@ -34,7 +45,171 @@ _NOTHING = Sample(
 
 
 @dataclass(slots=True)
-class _SampleState:
+class _ChatState:
+    text: IncrementalDetokenizer
+    calls: ToolCallStream | None
+    started: bool = False
+    called: int = 0
+
+
+class Chat(TextDialect[ChatBody]):
+    """POST /v1/chat/completions."""
+
+    path, request_model, response_model = CHAT_ROUTE, ChatBody, ChatCompletion
+    summary = "Samples of a conversation's next message."
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    param = "messages"
+
+    def __init__(self, service: Service, data: bytes) -> None:
+        super().__init__(service, data)
+        body, self._states = self._body, dict[int, _ChatState]()
+        self._names = [tool["function"]["name"] for tool in self._tools]
+        self._form = service.tool_format if self._tools else None
+        self._calls_max = 1 if body.parallel_tool_calls is False else None
+        if self._form is not None and self._form.special:
+            self._decoding = service.decoding(body, special=True)
+        (prompt,) = self._prompts
+        request = body.request(
+            prompt,
+            service.new_tokens(prompt, body.new_tokens_max, param=self.param),
+            top_logprobs=body.top_logprobs or 0,
+            raw_logprobs=body.raw,
+            constraint=self._constraint(),
+            adapter=self._adapter,
+            probe=bool(body.probe),
+        )
+        self.requests = [request]
+
+    def _encoded(self) -> list[Prompt]:
+        body = self._body
+        self._tools = [] if body.tool_choice == "none" else body.offered
+        options = body.chat_template_kwargs
+        return [self._service.chat_ids(body.messages, tools=self._tools, options=options)]
+
+    def _constraint(self) -> MakeWalker | None:
+        """The constraint on the form of the response, or None. ApiError 400 for a wrong one."""
+        body, constraints = self._body, self._service.constraints
+        if not body.must_call:
+            return constraints.response_format(body.form)
+        if self._form is None:
+            raise ApiError(
+                400,
+                "tool_choice: the chat template of this model defines no form of calls that could "
+                "be enforced; expected 'auto' or 'none'",
+                param="tool_choice",
+            )
+        if body.form is not None and body.form["type"] != "text":
+            raise ApiError(
+                400,
+                "response_format: expected none together with a tool_choice that asks for a call",
+                param="response_format",
+            )
+        tool_choice = body.tool_choice
+        named = None if isinstance(tool_choice, str | None) else tool_choice.function.name
+        tools = [tool for tool in self._tools if named in (None, tool["function"]["name"])]
+        several = self._calls_max is None and named is None
+        grammar = forced_calls_grammar(self._form, tools, self._service.tokenizer, several=several)
+        return constraints.grammar(grammar, param="tools")
+
+    def _more(self, result: GenerationResult) -> dict[str, Any]:
+        ids = {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else {}
+        return {"timings": timings(result), **ids}
+
+    def _choice(self, prompt: int, result: GenerationResult, sample: Sample) -> dict[str, Any]:
+        body = self._body
+        text = self._decoding.text(sample.token_ids.tolist(), sample.finish_reason)
+        parsed = ParsedAnswer(content=text, calls=())
+        if self._form is not None:
+            parsed = parse_tool_calls(self._form, text, self._names, most=self._calls_max)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.calls:
+            message["tool_calls"] = [call_body(call) for call in parsed.calls]
+        choice: dict[str, Any] = {
+            "message": message,
+            "finish_reason": _finish_reason(sample.finish_reason, len(parsed.calls)),
+            "logprobs": None,
+            "policy_versions": sample.policy_versions,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = sample.token_ids
+        if body.logprobs and body.compact_logprobs:
+            choice["token_logprobs"] = sample.raw_logprobs if body.raw else sample.logprobs
+        elif body.logprobs:
+            choice["logprobs"] = self._logprobs(sample)
+        return choice
+
+    def _logprobs(self, sampled: Sample | Delta) -> dict[str, Any]:
+        tokens = sampled_tokens(sampled, raw=self._body.raw)
+        return chat_logprobs(self._service.detokenizer, tokens)
+
+    def delta(self, prompt: int, delta: Delta) -> bytes:
+        body, state = self._body, self._states.get(delta.index)
+        first = not self._states
+        if state is None:
+            calls = None if self._form is None else ToolCallStream(self._form, self._names)
+            state = _ChatState(self._decoding.incremental(), calls)
+            self._states[delta.index] = state
+        message = self._message_delta(state, delta)
+        state.started = True
+        if not (message or delta.finish_reason or body.logprobs or body.return_token_ids):
+            return b""
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "delta": message,
+            "logprobs": self._logprobs(delta) if body.logprobs else None,
+            "finish_reason": _finish_reason(delta.finish_reason, state.called) or None,
+        }
+        more: dict[str, Any] = {}
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                more["prompt_token_ids"] = self._prompts[0]
+        return event(self._chunk(delta, [choice], **more))
+
+    def _message_delta(self, state: _ChatState, delta: Delta) -> dict[str, Any]:
+        """The fields of the message that one delta adds."""
+        text = self._decoding.new_text(state.text, delta.token_ids.tolist(), delta.finish_reason)
+        fields: dict[str, Any] = {} if state.started else {"role": "assistant"}
+        if state.calls is None:
+            if text or not state.started:
+                fields["content"] = text
+            return fields
+        pieces = state.calls.feed(text) if text else []
+        if delta.finish_reason:
+            pieces += state.calls.finish()
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+        if self._calls_max is not None:
+            calls = calls[: self._calls_max - state.called]
+        if content:
+            fields["content"] = content
+        if calls:
+            numbered = enumerate(calls, state.called)
+            fields["tool_calls"] = [{"index": index, **call_body(call)} for index, call in numbered]
+            state.called += len(calls)
+        return fields
+
+
+class ChatTokens(Chat):
+    """POST /v1/chat/completions/tokens."""
+
+    path, request_model = CHAT_TOKENS_ROUTE, ChatTokensBody
+    summary = "The same, where the caller knows the prompt's ids: the messages are not rendered."
+    param = "tokens"
+
+    def _encoded(self) -> list[Prompt]:
+        body = self._body
+        assert isinstance(body, ChatTokensBody)
+        self._tools = [] if body.tool_choice == "none" else body.offered
+        return [self._service.prompt(body.tokens, "tokens")]
+
+
+def _finish_reason(reason: str, calls: int) -> str:
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+@dataclass(slots=True)
+class _PlainState:
     text: IncrementalDetokenizer
     offsets: Offsets
 
@@ -48,7 +223,7 @@ class Completions(TextDialect[CompletionBody]):
 
     def __init__(self, service: Service, data: bytes) -> None:
         super().__init__(service, data)
-        body, self._states = self._body, dict[int, _SampleState]()
+        body, self._states = self._body, dict[int, _PlainState]()
         # the response contains the logprobs of the prompts
         self._scored = bool(body.echo) and body.logprobs is not None
         self.requests = []
@@ -127,7 +302,7 @@ class Completions(TextDialect[CompletionBody]):
         if state is None:
             echoed = self._echoed(prompt)
             offsets = Offsets(self._service.detokenizer, len(echoed))
-            state = self._states[index] = _SampleState(self._decoding.incremental(), offsets)
+            state = self._states[index] = _PlainState(self._decoding.incremental(), offsets)
         ids = delta.token_ids.tolist()
         text = echoed + self._decoding.new_text(state.text, ids, delta.finish_reason)
         if not (text or delta.finish_reason or body.return_token_ids or body.logprobs is not None):

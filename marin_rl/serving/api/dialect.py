@@ -1,24 +1,35 @@
 """Dialects: what a route that samples asks of the engine, and how it words the response.
 
-Owns the steps that chat and plain completions have in common. Each route is a class (`chat`,
-`completions`, `generate`) and each request an instance of it. Leaves out threads and deadlines
-(`request_handler`).
+Each route is a class (`completions`, `generate`) and each request an instance of it. Owns the steps
+that chat and plain completions have in common, and what responses of all dialects do: usage,
+log-probabilities in OpenAI's two shapes, and JSON, complete or as server-sent events. Leaves out
+threads and deadlines (`request_handler`).
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+import orjson
+from jaxtyping import Float32, Int32
 from pydantic import BaseModel
+from starlette.responses import Response
 
+from marin_rl.inference.client.answers import ServerTimings
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult, Sample
 from marin_rl.serving.api.requests import SamplingBody
-from marin_rl.serving.api.responses import DONE, TextDecoding, complete_response, event, usage
 from marin_rl.serving.api.service import Prompt, Service
 from marin_rl.serving.http.errors import Body, new_id, parse
+from marin_rl.serving.text.detokenizer import Detokenizer
 
 B = TypeVar("B", bound=SamplingBody)
+
+# What OpenAI gives for a token that cannot be drawn: JSON has no minus infinity.
+NEVER = -9999.0
+DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 
 
 class Dialect(ABC):
@@ -64,7 +75,7 @@ class TextDialect(Dialect, Generic[B]):
         self.stream, self._service = bool(body.stream), service
         self._id, self._created = f"{self.id_prefix}-{new_id()}", int(time.time())
         self._prompts = self._encoded()
-        self._decoding: TextDecoding = service.decoding(self._body)
+        self._decoding = service.decoding(self._body)
 
     @abstractmethod
     def _encoded(self) -> list[Prompt]:
@@ -121,3 +132,112 @@ class TextDialect(Dialect, Generic[B]):
         pending = {"usage": None} if self._body.include_usage else {}
         version = {"weight_version": source.weight_version}
         return self._top(self.chunk_kind, source) | pending | version | more | {"choices": choices}
+
+
+# a token and its logprob, the likeliest tokens in its place and their logprobs
+ScoredToken = tuple[int, float, list[int], list[float]]
+
+
+def scored_tokens(
+    ids: Int32[np.ndarray, " T"],
+    logprobs: Float32[np.ndarray, " T"],
+    top_ids: Int32[np.ndarray, "T K"] | None,
+    top_logprobs: Float32[np.ndarray, "T K"] | None,
+) -> list[ScoredToken]:
+    if top_ids is None or top_logprobs is None:
+        top_ids, top_logprobs = np.zeros((len(ids), 0), np.int32), np.zeros((len(ids), 0), "f4")
+    # clamped for JSON; nan, of a prompt's first token, stays
+    clamped = np.maximum(top_logprobs, np.float32(NEVER))
+    columns = ids.tolist(), logprobs.tolist(), top_ids.tolist(), clamped.tolist()
+    return list(zip(*columns, strict=True))
+
+
+def sampled_tokens(sampled: Sample | Delta, *, raw: bool = False) -> list[ScoredToken]:
+    chosen = sampled.raw_logprobs if raw else sampled.logprobs
+    assert chosen is not None, "raw logprobs were not asked of the engine"
+    return scored_tokens(sampled.token_ids, chosen, sampled.top_ids, sampled.top_logprobs)
+
+
+def chat_logprobs(detokenizer: Detokenizer, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """Log-probabilities as chat has them."""
+
+    def scored(token: int, logprob: float) -> dict[str, Any]:
+        piece = detokenizer.piece(token)
+        return {"token": piece.text, "logprob": logprob, "bytes": piece.data}
+
+    content = []
+    for token, logprob, ids, logprobs in tokens:
+        top = [scored(*likely) for likely in zip(ids, logprobs, strict=True)]
+        content.append(scored(token, logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def plain_logprobs(
+    detokenizer: Detokenizer, tokens: Sequence[ScoredToken], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """Log-probabilities as plain completions have them."""
+
+    def likely(token: int, logprob: float, ids: list[int], logprobs: list[float]) -> Any:
+        """Logprobs of the likeliest tokens, and of the one that is there, by text."""
+        if math.isnan(logprob):
+            return None
+        by_text: dict[str, float] = {}
+        for other, value in [*zip(ids, logprobs, strict=True), (token, logprob)]:
+            by_text.setdefault(detokenizer.piece(other).text, value)
+        return by_text
+
+    return {
+        "tokens": [detokenizer.piece(token).text for token, *_ in tokens],
+        "token_logprobs": [None if math.isnan(value) else value for _, value, *_ in tokens],
+        "top_logprobs": [likely(*scored) for scored in tokens],
+        "text_offset": offsets,
+    }
+
+
+def usage(
+    prompts: Sequence[Int32[np.ndarray, " _"]], results: Sequence[GenerationResult]
+) -> dict[str, Any]:
+    """Token usage: prompt, completion, total, and the prompts' tokens that were in the cache."""
+    prompted, sampled = sum(map(len, prompts)), tokens_of(results)
+    return {
+        "prompt_tokens": prompted,
+        "completion_tokens": sampled,
+        "total_tokens": prompted + sampled,
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in results)},
+    }
+
+
+def tokens_of(results: Sequence[GenerationResult]) -> int:
+    return sum(len(sample.token_ids) for result in results for sample in result.samples)
+
+
+def timings(result: GenerationResult) -> ServerTimings:
+    return ServerTimings(
+        queue_s=result.queue_s, prefill_s=result.prefill_s, decode_s=result.decode_s
+    )
+
+
+def complete_response(
+    top: dict[str, Any],
+    choices: list[dict[str, Any]],
+    prompts: Sequence[Int32[np.ndarray, " _"]],
+    results: Sequence[GenerationResult],
+    **more: Any,
+) -> bytes:
+    """The JSON of a response that is sent at once; it names the weights of the last prompt."""
+    last = results[-1]
+    body = {"choices": choices, "usage": usage(prompts, results), **more}
+    identity = {"weight_version": last.weight_version, "parameters_digest": last.parameters_digest}
+    return dumps(top | body | identity)
+
+
+def dumps(body: Any) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + dumps(body) + b"\n\n"
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    return Response(dumps(body), status, media_type="application/json")

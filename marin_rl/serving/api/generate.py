@@ -12,7 +12,7 @@ from typing import Any
 
 from marin_rl.inference.client.protocol import GENERATE_ROUTE, SGLANG_GENERATE_ROUTE
 from marin_rl.inference.generation import GenerationResult, Sample
-from marin_rl.serving.api.dialect import Dialect
+from marin_rl.serving.api.dialect import Dialect, complete_response, dumps, sampled_tokens
 from marin_rl.serving.api.requests import (
     GenerateBody,
     GenerateParameters,
@@ -20,7 +20,6 @@ from marin_rl.serving.api.requests import (
     SGLangParameters,
 )
 from marin_rl.serving.api.response_models import Generated, SGLangGenerated
-from marin_rl.serving.api.responses import complete_response, dumps, sampled_tokens
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.errors import new_id, parse
 

@@ -39,14 +39,12 @@ from marin_rl.inference.adapters import AdapterGone
 from marin_rl.inference.engine import Policy
 from marin_rl.inference.generation import Delta, GenerationResult
 from marin_rl.machine import OUT_OF_MEMORY
-from marin_rl.serving.api.dialect import Dialect
-from marin_rl.serving.api.responses import DONE, event, tokens_of
+from marin_rl.serving.api.dialect import DONE, Dialect, event, tokens_of
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue
 from marin_rl.serving.http.access_log import RequestRecord, record_of
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.guard import CLIENT_LEFT, client_left, internal_error, read_body
-from marin_rl.serving.http.limits import BodyShare, draining_error, queue_timeout, request_timeout
+from marin_rl.serving.http.guard import CLIENT_LEFT, BodyShare, failure, internal_error, read_body
 
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -72,7 +70,7 @@ class SamplingEndpoint:
         arrived_at = asyncio.get_running_loop().time()
         data = await read_body(scope, receive)
         if self._service.draining or self._service.stopping:
-            raise draining_error()
+            raise failure("draining")
         handler = RequestHandler(self._service, scope, receive, arrived_at)
         try:
             handler.begin(self._dialect, data)
@@ -220,7 +218,7 @@ class RequestHandler:
         if isinstance(error.__cause__, ApiError):
             return error.__cause__
         if self._service.stopping:
-            return draining_error()
+            return failure("draining")
         request_id = self.record.request_id
         _log.error("request %s failed: %s (%r)", request_id, error, error.__cause__)
         message = f"{error}; the server's log has it as {request_id}"
@@ -231,16 +229,16 @@ class RequestHandler:
         now, total_at = self.queue.loop.time(), self._total_at
         queue_at = self._queue_at if self._scheduled_at is None else math.inf
         if now >= total_at:
-            self._fail(request_timeout())
+            self._fail(failure("request_timeout"))
         elif now >= queue_at:
-            self._fail(queue_timeout())
+            self._fail(failure("queue_timeout"))
         else:
             self._timer = self.queue.loop.call_at(min(queue_at, total_at), self._on_timer)
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._fail(client_left())
+        self._fail(failure("client_left"))
 
     def _fail(self, error: ApiError) -> None:
         self._cancel()

@@ -1,6 +1,6 @@
 """Models of the responses, as the API description shows them.
 
-Routes that sample write these shapes by hand, as bytes (`responses`); tests hold every response to
+Routes that sample write these shapes by hand, as bytes (`dialect`); tests hold every response to
 its model.
 """
 

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 import marin_rl
 from marin_rl.inference.client.protocol import DETOKENIZE_ROUTE, MODELS_ROUTE, TOKENIZE_ROUTE
+from marin_rl.serving.api.dialect import json_response
 from marin_rl.serving.api.requests import DetokenizeBody, TokenizeBody
 from marin_rl.serving.api.response_models import (
     Detokenized,
@@ -29,7 +30,6 @@ from marin_rl.serving.api.response_models import (
     Status,
     Tokenized,
 )
-from marin_rl.serving.api.responses import json_response
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.auth import OPEN_PATHS
 from marin_rl.serving.http.errors import parse
@@ -155,26 +155,22 @@ def server_routes(service: Service) -> list[ApiRoute]:
 def tokenizer_routes(service: Service) -> list[ApiRoute]:
     """Routes from text to ids, and back."""
 
-    async def tokenize(request: Request) -> Response:
-        """Ids of a conversation, as the chat route would render it, or of plain text."""
-        data = await read_body(request.scope, request.receive)
-        return json_response(await service.preparer.run(data, partial(_tokenize, service, data)))
+    def post(path: str, work: Callable[[Service, bytes], Any], **described: Any) -> ApiRoute:
+        async def endpoint(request: Request) -> Response:
+            data = await read_body(request.scope, request.receive)
+            return json_response(await service.preparer.run(data, partial(work, service, data)))
 
-    async def detokenize(request: Request) -> Response:
-        """The text of ids, special tokens included."""
-        data = await read_body(request.scope, request.receive)
-        return json_response(await service.preparer.run(data, partial(_detokenize, service, data)))
-
-    def post(path: str, endpoint: Callable[..., Any], **models: Any) -> ApiRoute:
-        return ApiRoute(path, endpoint, methods=["POST"], **models)
+        summary = inspect.getdoc(work) or ""
+        return ApiRoute(path, endpoint, methods=["POST"], summary=summary, **described)
 
     return [
-        post(TOKENIZE_ROUTE, tokenize, request=TokenizeBody, response=Tokenized),
-        post(DETOKENIZE_ROUTE, detokenize, request=DetokenizeBody, response=Detokenized),
+        post(TOKENIZE_ROUTE, _tokenize, request=TokenizeBody, response=Tokenized),
+        post(DETOKENIZE_ROUTE, _detokenize, request=DetokenizeBody, response=Detokenized),
     ]
 
 
 def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
+    """Ids of a conversation, as the chat route would render it, or of plain text."""
     body = parse(TokenizeBody, data)
     if body.model is not None:
         service.target(body.model)
@@ -198,6 +194,7 @@ def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
 
 
 def _detokenize(service: Service, data: bytes) -> dict[str, Any]:
+    """The text of ids, special tokens included."""
     body = parse(DetokenizeBody, data)
     if body.model is not None:
         service.target(body.model)

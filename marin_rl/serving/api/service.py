@@ -2,7 +2,7 @@
 
 Owns the served names, the limits that follow from model and configuration, and the threads that
 parse and tokenize. Leaves out the way of a request (`request_handler`), who may call (`auth`), what
-is accepted (`requests`) and how responses look (`responses`).
+is accepted (`requests`) and how responses look (`dialect`).
 """
 
 import hashlib
@@ -25,12 +25,11 @@ from marin_rl.inference.engine import Engine, Policy
 from marin_rl.inference.generation import STOP_TOKENS_MAX, Delta, GenerationResult
 from marin_rl.serving.api.messages import ChatMessage
 from marin_rl.serving.api.requests import SamplingFields
-from marin_rl.serving.api.responses import TextDecoding
 from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.limits import check_samples, check_tokens
+from marin_rl.serving.http.guard import check_samples, check_tokens
 from marin_rl.serving.text.constraints import Constraints
-from marin_rl.serving.text.detokenizer import Detokenizer
+from marin_rl.serving.text.detokenizer import Detokenizer, TextDecoding
 from marin_rl.serving.text.templates import ChatPrompts
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import WeightUpdater

@@ -3,7 +3,7 @@
 Another thread costs more than most of what it is woken for (0.3 ms of CPU for 0.1 ms of work,
 measured), so what is short is prepared where it is read, and what is written for many requests is
 handed over at once. The engine only queues what it made; decoding and JSON happen on the writer's
-thread. Leaves out the content of responses (`responses`) and the order of steps
+thread. Leaves out the content of responses (`dialect`) and the order of steps
 (`request_handler`).
 """
 

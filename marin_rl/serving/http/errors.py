@@ -5,7 +5,7 @@ field is refused by name rather than ignored: an option that silently does nothi
 none.
 
 Values, names and containers are counted before a body is parsed (`schemas.strict_json`). Leaves out
-the number of bytes (`limits`), what conversations hold (`messages`) and what may be asked for
+the number of bytes (`guard`), what conversations hold (`messages`) and what may be asked for
 (`requests`).
 """
 

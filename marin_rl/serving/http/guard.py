@@ -1,14 +1,20 @@
-"""ASGI middleware around all routes: request ids, access, limits, errors, and a record of each.
+"""ASGI middleware around all routes, and the limits that it and the routes hold requests to.
 
-Everything is closed but the health routes, by a rule that knows no paths besides them, so that
-a new route cannot be forgotten. Connections, heads of requests and clients that read slowly are
-uvicorn's, and beyond this machine a reverse proxy's. Leaves out what is checked (`auth`,
-`limits`), the metrics (`prometheus`) and the lines of the log (`access_log`).
+`Guard` gives each request an id and a record, checks who calls and how often, and words its errors.
+Everything is closed but the health routes, by a rule that knows no paths besides them, so that a
+new route cannot be forgotten. Limits are rates, the sizes and the queue that a configuration
+allows, and the memory that the bodies of all requests may hold together: each body is bounded, but
+2,048 at once could fill 32 GB. Connections, heads of requests and clients that read slowly are
+uvicorn's, and beyond this machine a reverse proxy's. Leaves out who may call (`auth`), the shape of
+a body (`errors`), the metrics (`prometheus`) and the lines of the log (`access_log`).
 """
 
 import asyncio
+import gc
 import logging
+import math
 import re
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,23 +24,25 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.serving.http.access_log import RequestRecord, record_of
 from marin_rl.serving.http.auth import OPEN_PATHS, Keys, Origins
 from marin_rl.serving.http.errors import ApiError, new_id
-from marin_rl.serving.http.limits import (
-    BodyBudget,
-    BodyShare,
-    Rates,
-    body_too_large,
-    request_timeout,
-)
 
-CLIENT_LEFT = 499  # never sent; for the log and the metrics
 # A route ends its own answer at `request_timeout_s`; what still runs this much later is cancelled.
 ENDING_S = 5.0
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _log = logging.getLogger(__name__)
+
+# A rate is met if the bucket misses a whole token by no more than floating point does.
+_ROUNDING = 1e-9
+
+# The part of each body that is not counted: ordinary requests go on when the budget is spent.
+FREE_BYTES = 2**16
+# Freed memory is handed back after a peak of this size, this long after it was released.
+TRIM_BYTES = 2**25
+TRIM_DELAY_S = 1.0
 
 
 class Guard:
@@ -128,7 +136,7 @@ class Guard:
             if record.status:  # too late for another status: an answer cut short is seen as such
                 raise CutShort from None
             if timeout.expired():
-                refusal = request_timeout()
+                refusal = failure("request_timeout")
             elif isinstance(error, HTTPException):  # no such route, or no such method
                 message = f"{scope['method'][:16]} {scope['path'][:200]}: {error.detail}"
                 refusal = ApiError(error.status_code, message, headers=dict(error.headers or {}))
@@ -163,10 +171,6 @@ def internal_error(request_id: str) -> ApiError:
     return ApiError(500, message, code="internal_error")
 
 
-def client_left() -> ApiError:
-    return ApiError(CLIENT_LEFT, "the client went away", code="client_left")
-
-
 async def read_body(scope: Scope, receive: Receive, bytes_max: int | None = None) -> bytes:
     """Return the whole body.
 
@@ -180,7 +184,7 @@ async def read_body(scope: Scope, receive: Receive, bytes_max: int | None = None
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise client_left()
+            raise failure("client_left")
         data += message.get("body", b"")
         if bytes_max is not None and len(data) > bytes_max:
             raise body_too_large(bytes_max)
@@ -189,3 +193,168 @@ async def read_body(scope: Scope, receive: Receive, bytes_max: int | None = None
     if record.body is not None:
         record.body = data.decode("utf-8", "replace")
     return bytes(data)
+
+
+class TokenBucket:
+    """`burst` requests at once, `per_second` in the long run; used from one thread."""
+
+    def __init__(
+        self, per_second: float, burst: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_second = per_second
+        self._burst = float(burst)
+        self._clock = clock
+        self._level = self._burst
+        self._at = clock()
+
+    def take(self) -> float:
+        """Admit a request and return 0, or return the seconds until one will be admitted."""
+        now = self._clock()
+        self._level = min(self._burst, self._level + (now - self._at) * self._per_second)
+        self._at = now
+        if self._level >= 1 - _ROUNDING:
+            self._level -= 1
+            return 0.0
+        return (1 - self._level) / self._per_second
+
+
+class Rates:
+    """Rate limit by kind of caller; admin is not limited, so that it can always act."""
+
+    def __init__(
+        self, config: ServerConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        rate = self._rate = config.requests_per_second
+        self._buckets: dict[str, TokenBucket] = {}
+        if rate is not None:
+            burst = config.requests_burst or max(1, math.ceil(rate))
+            for caller in ("api", "local"):
+                self._buckets[caller] = TokenBucket(rate, burst, clock=clock)
+
+    def check(self, caller: str) -> None:
+        """Raise ApiError 429, with the time to retry at, for a caller above its rate."""
+        bucket = self._buckets.get(caller)
+        wait_s = 0.0 if bucket is None else bucket.take()
+        if wait_s:
+            raise ApiError(
+                429,
+                f"expected at most {self._rate:g} requests a second: try again in {wait_s:.3g} s",
+                code="rate_limit_exceeded",
+                headers={
+                    "Retry-After": str(math.ceil(wait_s)),
+                    "Retry-After-Ms": str(math.ceil(1000 * wait_s)),  # what `openai` reads first
+                },
+            )
+
+
+def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) -> None:
+    """Refuse more samples than a request may ask for (400), or than may wait (503)."""
+    if n > config.samples_max:
+        raise _too_many("n", "samples", n, config.samples_max)
+    if prompts > config.prompts_max:
+        raise _too_many("prompt", "prompts", prompts, config.prompts_max)
+    if n * prompts > config.samples_queued_max:
+        raise _too_many("n", "samples of all prompts", n * prompts, config.samples_queued_max)
+    if queued + n * prompts > config.samples_queued_max:
+        raise _overloaded(f"more than {config.samples_queued_max} samples would wait")
+
+
+def check_tokens(
+    config: ServerConfig, *, prompt_tokens: int, new_tokens: int | None, param: str = "prompt"
+) -> None:
+    """Refuse a prompt, or a requested number of new tokens, beyond the configured limits (400)."""
+    for name, what, count, most in (
+        (param, "prompt tokens", prompt_tokens, config.prompt_tokens_max),
+        ("max_tokens", "new tokens", new_tokens, config.new_tokens_max),
+    ):
+        if most is not None and count is not None and count > most:
+            raise _too_many(name, what, count, most)
+
+
+def _too_many(param: str, what: str, count: int, allowed: int) -> ApiError:
+    message = f"{param}: expected at most {allowed} {what}, found {count}"
+    return ApiError(400, message, param=param, code="limit_exceeded")
+
+
+def _overloaded(message: str) -> ApiError:
+    return ApiError(503, f"{message}: try again later", code="overloaded", retry_s=1)
+
+
+def body_too_large(bytes_max: int) -> ApiError:
+    return ApiError(413, f"expected a body of at most {bytes_max} bytes", code="body_too_large")
+
+
+CLIENT_LEFT = 499  # never sent; for the log and the metrics
+# status, message, and the seconds after which to try again
+_FAILURES: dict[str, tuple[int, str, int | None]] = {
+    "draining": (503, "the server is shutting down: try again", 5),
+    "queue_timeout": (503, "no slot became free in time: try again later", 5),
+    "request_timeout": (
+        504, "the answer was not complete in time: ask for fewer tokens or samples", None
+    ),
+    "client_left": (CLIENT_LEFT, "the client went away", None),
+}  # fmt: skip
+
+
+def failure(code: str) -> ApiError:
+    """Return the error of a request that was let in, but not answered."""
+    status, message, retry_s = _FAILURES[code]
+    return ApiError(status, message, code=code, retry_s=retry_s)
+
+
+def give_back_bodies() -> None:
+    """Free what requests left, and hand it back to the kernel."""
+    # The error of a request refers to frames that have its body, and they to the error: such cycles
+    # would wait for a collection that a server at rest never comes to.
+    gc.collect()
+    give_back_freed_memory()
+
+
+class BodyBudget:
+    """Bytes that the bodies of all requests may hold together. Safe from any thread."""
+
+    def __init__(self, bytes_max: int, *, give_back: Callable[[], None] = give_back_bodies) -> None:
+        self._bytes_max = bytes_max
+        self._give_back = give_back
+        self.lock = threading.Lock()
+        self._peak = 0
+        self.bytes_in_use = 0
+
+    def add(self, count: int) -> None:
+        """Reserve `count` bytes; ApiError 503 where too little is left. Negative: return them."""
+        with self.lock:
+            in_use = self.bytes_in_use + count
+            if count > 0 and in_use > self._bytes_max:
+                raise _overloaded("the server is busy with other large bodies")
+            self.bytes_in_use, self._peak = in_use, max(self._peak, in_use)
+            trim = in_use == 0 and self._peak >= TRIM_BYTES
+            if in_use == 0:
+                self._peak = 0
+        if trim:  # the process keeps what is freed, for training steps (see `compilation`)
+            timer = threading.Timer(TRIM_DELAY_S, self._give_back)
+            timer.daemon = True
+            timer.start()
+
+
+class BodyShare:
+    """Share of one body, of at most `bytes_max`, in the budget, until it is released."""
+
+    def __init__(self, budget: BodyBudget, bytes_max: int) -> None:
+        self._budget = budget
+        self._bytes_max = bytes_max
+        self._bytes = 0
+
+    def grow_to(self, size: int) -> None:
+        """Reserve room for `size` bytes. ApiError: 413 for too large a body, 503 for no room."""
+        if size > self._bytes_max:
+            raise body_too_large(self._bytes_max)
+        if (count := size - FREE_BYTES - self._bytes) > 0:
+            self._budget.add(count)
+            self._bytes += count
+
+    def release(self) -> None:
+        """Return the share: the body was parsed, or refused. Idempotent."""
+        with self._budget.lock:  # a thread and the event loop may both come here
+            count, self._bytes = self._bytes, 0
+        if count:
+            self._budget.add(-count)

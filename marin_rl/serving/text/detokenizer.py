@@ -2,16 +2,19 @@
 
 Owns the texts and bytes of single tokens, and which part of an unfinished text can be shown because
 nothing that follows can change it. Leaves out encoding (`templates`, `service`) and how a response
-looks (`responses`).
+looks (`dialect`).
 """
 
 import codecs
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
+
+from marin_rl.inference.stops import text_before_stop
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
@@ -185,3 +188,32 @@ def _overlap(text: str, stop: Sequence[str]) -> int:
                 longest = length
                 break
     return longest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDecoding:
+    """Conversion of samples to text: stop strings, and special tokens kept or left out."""
+
+    detokenizer: Detokenizer
+    stop_token_ids: frozenset[int]
+    stop: tuple[str, ...] = ()
+    special: bool = False
+
+    def incremental(self) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.detokenizer, self.stop, special=self.special)
+
+    def new_text(self, text: IncrementalDetokenizer, ids: Sequence[int], finish_reason: str) -> str:
+        """Text that a sample gains by more tokens; all the remaining text if they are the last."""
+        if not finish_reason:
+            return text.feed(ids)
+        text.ids.extend(ids)
+        return text.finish(self.text(text.ids, finish_reason))
+
+    def text(self, ids: Sequence[int], finish_reason: str) -> str:
+        """The text of a finished sample: without its stop token, and cut before a stop string."""
+        if finish_reason != "stop" or not ids:
+            return self.detokenizer.of(ids, special=self.special)
+        if ids[-1] in self.stop_token_ids:
+            return self.detokenizer.of(ids[:-1], special=self.special)
+        decode = partial(self.detokenizer.of, special=self.special)
+        return text_before_stop(decode, ids, self.stop)

@@ -9,8 +9,7 @@ engine's room (`marin_rl.inference.adapters`), and the routes (`admin`).
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from marin_rl.models.module import LanguageModel
 from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import Loaded
-from marin_rl.serving.weights.weight_updates import UpdateRunning
+from marin_rl.serving.weights.weight_updates import one_at_a_time
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.model import digest_of, with_parameters
@@ -36,6 +35,7 @@ from marin_rl.types import SlotRef
 
 # Room of a run's own engine: this version and the one before, on which requests may still run.
 VERSIONS_ROOM = 2
+LOADING = "another adapter is being loaded or unloaded"
 
 
 class NameTaken(InputError):
@@ -88,7 +88,7 @@ class ServedAdapters:
         """
         started = time.monotonic()
         try:
-            with self._one_at_a_time():
+            with one_at_a_time(self._loading, LOADING):
                 self._check_name(name, in_place=in_place)  # before a large file is read
                 if isinstance(adapter, str):
                     adapter = read_peft(adapter, self._shapes)
@@ -118,7 +118,7 @@ class ServedAdapters:
 
         Raises AdapterGone for a name that no adapter has.
         """
-        with self._one_at_a_time():
+        with one_at_a_time(self._loading, LOADING):
             adapter = self._by_name.pop(name, None)
             if adapter is None:
                 known = ", ".join(self._by_name) or "none"
@@ -174,16 +174,6 @@ class ServedAdapters:
                 f"The lora adapter '{name}' has already been loaded. If you want to load the "
                 "adapter in place, set 'load_inplace' to True."
             )
-
-    @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        # refused rather than queued, as updates of the weights are
-        if not self._loading.acquire(blocking=False):
-            raise UpdateRunning("another adapter is being loaded or unloaded")
-        try:
-            yield
-        finally:
-            self._loading.release()
 
 
 def _row_of(version: int) -> int:

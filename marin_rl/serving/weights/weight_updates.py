@@ -20,7 +20,8 @@ its slot after the switch, however long it waited, is the new model's from its f
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -43,6 +44,20 @@ class UpdateRunning(InferenceError):
     """Another update of the weights is under way."""
 
     transient = True
+
+
+@contextmanager
+def one_at_a_time(lock: threading.Lock, message: str) -> Iterator[None]:
+    """Hold a lock; UpdateRunning where another has it.
+
+    Refused rather than queued: by the time of its turn, the weights it names may be old.
+    """
+    if not lock.acquire(blocking=False):
+        raise UpdateRunning(message)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +158,8 @@ class WeightUpdater:
             self._engine.swap(loaded.model, version, digest, recompute_kv_cache=recompute_kv_cache)
             return version, digest, loaded.bytes
 
-        # Refused rather than queued: by the time of its turn, the weights it names may be old.
-        if not self._update_lock.acquire(blocking=False):
-            raise UpdateRunning("another update of the weights is under way")
-        try:
+        with one_at_a_time(self._update_lock, "another update of the weights is under way"):
             return self._recorded(source.kind, source.error_text, switch)
-        finally:
-            self._update_lock.release()
 
     def _recorded(
         self, source: str, error_text: Callable[[Exception], str], switch: Callable[[], Switched]
