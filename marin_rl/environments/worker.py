@@ -5,7 +5,7 @@ Nothing is unpickled: requests and answers are JSON, and are validated by their 
 """
 
 import importlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import cache
@@ -38,8 +38,6 @@ from marin_rl.types import Example, Turn, message_of
 from marin_rl.user_code import PRIVATE, offer_packed
 
 _EXAMPLE, _POLICY = TypeAdapter(Example), TypeAdapter(PolicyAddress)
-
-Work = tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]
 
 
 def begin(settings: Mapping[str, Any]) -> "Scores | Episodes":
@@ -109,7 +107,9 @@ class Episodes:
         self._episodes: dict[int, EpisodeHere] = {}
         self._random: dict[int, RandomState] = {}
 
-    def call(self, request: Mapping[str, Any]) -> Work:
+    def call(
+        self, request: Mapping[str, Any]
+    ) -> tuple[Coroutine[Any, Any, bytes], AbstractContextManager[object]]:
         """See `isolated.worker.Handler`."""
         number, operation, argument = (request[k] for k in ("episode", "operation", "argument"))
         state = self._random.get(number, nullcontext())
@@ -119,7 +119,7 @@ class Episodes:
             self._episodes[number] = EpisodeHere(self._environment, example)
         elif operation == "rollouts":
             state = RandomState(argument["example"]["seed"])
-        return self._answer(number, operation, argument), lambda: state
+        return self._answer(number, operation, argument), state
 
     async def _answer(self, number: int, operation: str, argument: Any) -> bytes:
         try:

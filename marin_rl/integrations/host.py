@@ -48,13 +48,13 @@ class Host:
         self._states: dict[int, Any] = {}
 
     def call(self, request: dict[str, Any]) -> Any:
-        """The call that answers a request, and what surrounds its slices."""
+        """The call that answers a request, and the context around its slices."""
         state = self._states.get(request.get("episode", -1), nullcontext())
         if "seed" in request:
             state = worker.RandomState(request["seed"])
         if request["call"] == "start":
             self._states[request["episode"]] = state
-        return self._answer(request), lambda: state
+        return self._answer(request), state
 
     async def _answer(self, request: dict[str, Any]) -> bytes:
         try:

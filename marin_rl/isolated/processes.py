@@ -85,7 +85,7 @@ def sealed_environment() -> dict[str, str]:
 
 
 class PrintedText:
-    """Forward what workers print to standard error, within a budget; count what is dropped.
+    """Forward what workers print to standard error, within a budget.
 
     The budget refills with time, so that a worker that is started again has no new one.
     """
@@ -95,7 +95,6 @@ class PrintedText:
         self._budget, self._refilled_at = float(PRINTED_BYTES_MAX), time.monotonic()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._muted = False
-        self.dropped_bytes = 0
 
     def forward(self, data: bytes) -> None:
         """Write the part of `data` that the budget allows, without control characters."""
@@ -105,7 +104,6 @@ class PrintedText:
         self._refilled_at = now
         allowed = data[: int(self._budget)]
         self._budget -= len(allowed)
-        self.dropped_bytes += len(data) - len(allowed)
         text = self._decoder.decode(allowed)
         shown = "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
         if len(allowed) < len(data) and not self._muted:

@@ -41,11 +41,11 @@ _READ_BYTES = 1 << 20
 
 @runtime_checkable
 class Handler(Protocol):
-    """Work whose calls interleave: a coroutine for each, and what surrounds each of its slices."""
+    """Work whose calls interleave: a coroutine for each, and a context around all its slices."""
 
     def call(
         self, request: Any
-    ) -> tuple[Coroutine[Any, Any, bytes], Callable[[], AbstractContextManager[object]]]:
+    ) -> "tuple[Coroutine[Any, Any, bytes], AbstractContextManager[object]]":
         """The call that answers a request, as JSON. Its coroutine raises MemoryError alone."""
         ...
 
@@ -309,10 +309,7 @@ class _Call(_Charge):
     """A call in progress of a worker."""
 
     def __init__(
-        self,
-        worker: "_Interleaved",
-        number: int,
-        around: Callable[[], AbstractContextManager[object]],
+        self, worker: "_Interleaved", number: int, around: "AbstractContextManager[object]"
     ) -> None:
         self.number, self.around = number, around
         self.own_s = 0.0
@@ -414,7 +411,7 @@ class _Interleaved:
         self._last = call.number
         began = time.monotonic()
         try:
-            with self._parent.slice(call.number, self.limit_s), call.around():
+            with self._parent.slice(call.number, self.limit_s), call.around:
                 try:
                     return False, run()
                 except StopIteration as end:
