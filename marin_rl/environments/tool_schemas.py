@@ -11,12 +11,11 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from marin_rl.environments.episode import function_tool
 from marin_rl.errors import ConfigError
 
 _SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -39,45 +38,43 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [item for item in listed if item.kind not in VARIADIC]
 
 
-@dataclass(frozen=True)
 class ToolMethod:
-    """A method that a model may call.
+    """A method that a model may call; `schema` is as OpenAI's clients and chat templates have it.
 
     Raises ConfigError for one without a docstring, and for parameters without types.
     """
 
-    name: str
-    function: Callable[..., Any]
-
-    def __post_init__(self) -> None:
-        _ = self.schema
-
-    @cached_property
-    def schema(self) -> dict[str, Any]:
-        """The tool as OpenAI's clients and chat templates have it."""
-        text = inspect.getdoc(self.function) or ""
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, text = name, inspect.getdoc(function)
         if not text:
             raise ConfigError(
-                f"tool {self.name}: expected a docstring, which tells the model what the tool does"
+                f"tool {name}: expected a docstring, which tells the model what the tool does"
             )
-        words, arguments = _parsed(text)
-        definitions: dict[str, Any] = {}
-        properties = {
-            name: _described(_schema_of(hint, self._where(name), definitions), arguments.get(name))
-            for name, hint in self._hints.items()
-        }
-        parameters: dict[str, Any] = {"type": "object", "properties": properties}
+        try:
+            parameters = parameters_of(function)[1:]  # without self
+        except ValueError as error:
+            raise ConfigError(f"tool {name}: its signature: {error}") from error
+        description, words = _parsed(text)
+        properties, definitions = dict[str, Any](), dict[str, Any]()
+        for item in parameters:
+            where = f"tool {name}: parameter {item.name}"
+            if item.annotation is item.empty:
+                raise ConfigError(f"{where}: expected a type, as in `{item.name}: str`")
+            schema = _schema_of(item.annotation, where, definitions)
+            properties[item.name] = _described(schema, words.get(item.name))
+        self._types = {item.name: TypeAdapter(item.annotation) for item in parameters}
+        self._required = [item.name for item in parameters if item.default is item.empty]
+        arguments: dict[str, Any] = {"type": "object", "properties": properties}
         if self._required:
-            parameters["required"] = self._required
+            arguments["required"] = self._required
         if definitions:
-            parameters["$defs"] = definitions
-        function = {"name": self.name, "description": words, "parameters": parameters}
-        return {"type": "function", "function": function}
+            arguments["$defs"] = definitions
+        self.schema = function_tool(name, description, arguments)
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call as the method's types. Raises ValueError."""
-        known = ", ".join(self._hints) or "no arguments"
-        if unknown := sorted(arguments.keys() - self._hints.keys()):
+        known = ", ".join(self._types) or "no arguments"
+        if unknown := sorted(arguments.keys() - self._types.keys()):
             raise ValueError(f"{self.name} takes {known}, found {', '.join(unknown)}")
         if missing := [name for name in self._required if name not in arguments]:
             raise ValueError(f"{self.name} takes {known}: {', '.join(missing)} is missing")
@@ -85,37 +82,10 @@ class ToolMethod:
 
     def _validated(self, name: str, value: Any) -> Any:
         try:
-            return self._adapters[name].validate_python(value)
+            return self._types[name].validate_python(value)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise ValueError(f"{self.name}: {name}: {first['msg']}, found {value!r:.80}") from None
-
-    def _where(self, parameter: str) -> str:
-        return f"tool {self.name}: parameter {parameter}"
-
-    @cached_property
-    def _parameters(self) -> list[inspect.Parameter]:
-        try:
-            return parameters_of(self.function)[1:]  # without self
-        except ValueError as error:
-            raise ConfigError(f"tool {self.name}: its signature: {error}") from error
-
-    @cached_property
-    def _hints(self) -> dict[str, Any]:
-        for item in self._parameters:
-            if item.annotation is item.empty:
-                raise ConfigError(
-                    f"{self._where(item.name)}: expected a type, as in `{item.name}: str`"
-                )
-        return {item.name: item.annotation for item in self._parameters}
-
-    @cached_property
-    def _required(self) -> list[str]:
-        return [item.name for item in self._parameters if item.default is item.empty]
-
-    @cached_property
-    def _adapters(self) -> dict[str, Any]:  # pydantic adapters
-        return {name: TypeAdapter(hint) for name, hint in self._hints.items()}
 
 
 def _parsed(text: str) -> tuple[str, dict[str, str]]:
