@@ -228,15 +228,10 @@ class ToolsOverExamples(HasTools):
             read = read_row(row, Columns())
         except ValueError as error:
             raise InputError(f"{where}: {error}") from None
-        return Example(
-            environment=self.name,
-            environment_version=self.version,
-            example_id=f"{split}-{seed}-{index}",
-            split=split,
-            seed=seed + index,
-            messages=read.messages,
-            answer=None if read.answer is None else str(read.answer),
-            metadata=metadata_of(row, read, Columns(), where),
+        answer = None if read.answer is None else str(read.answer)
+        metadata = metadata_of(row, read, Columns(), where)
+        return self.make_example(
+            read.messages, answer, seed=seed, index=index, split=split, metadata=metadata
         )
 
     def demonstration(self, example: Example) -> str | None:
