@@ -61,6 +61,10 @@ class ToolCallBody(Body):
     function: CalledFunction
 
 
+TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=CONTENT_PARTS_MAX)]
+ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=TOOL_CALLS_MAX)]
+
+
 class ChatMessage(Body):
     """One message. Content in parts is joined; only an assistant's may be null or left out.
 
@@ -69,13 +73,9 @@ class ChatMessage(Body):
     """
 
     role: Role
-    content: (
-        str | Annotated[list[TextPart], Field(fail_fast=True, max_length=CONTENT_PARTS_MAX)] | None
-    ) = None
+    content: str | TextParts | None = None
     name: Label | None = None
-    tool_calls: (
-        Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=TOOL_CALLS_MAX)] | None
-    ) = None
+    tool_calls: ToolCalls | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
     refusal: None = None

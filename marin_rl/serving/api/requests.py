@@ -57,13 +57,20 @@ Messages = Annotated[
 ]
 Tools = Annotated[list[ToolBody], Field(fail_fast=True, max_length=TOOLS_MAX)]
 PromptText = Annotated[str, Field(min_length=1)]
+PromptTexts = Annotated[
+    list[PromptText], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)
+]
+ManyTokens = Annotated[
+    list[SomeTokens], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)
+]
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=STOP_STRINGS_MAX)]
+StopTokens = Annotated[list[Token], Field(fail_fast=True, max_length=STOP_TOKENS_MAX)]
 TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Seeds = Annotated[list[Seed], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
-
-
 # Values of variables that the chat template reads; which there are, the service knows.
 TemplateKwargs = Annotated[
     dict[Annotated[str, Field(max_length=64)], JsonValue], Field(max_length=64)
@@ -104,14 +111,8 @@ class SamplingFields(Body):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: Seed | None = None
-    stop: (
-        StopString
-        | Annotated[list[StopString], Field(fail_fast=True, max_length=STOP_STRINGS_MAX)]
-        | None
-    ) = None
-    stop_token_ids: (
-        Annotated[list[Token], Field(fail_fast=True, max_length=STOP_TOKENS_MAX)] | None
-    ) = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: StopTokens | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=PENALTY_MIN, le=10)
@@ -264,21 +265,14 @@ class ChatTokensBody(ChatBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions: one prompt or a list of them, as text or as token ids."""
 
-    prompt: (
-        PromptText
-        | Annotated[list[PromptText], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
-        | SomeTokens
-        | Annotated[list[SomeTokens], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
-    )
+    prompt: PromptText | PromptTexts | SomeTokens | ManyTokens
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1)
     suffix: None = None
     compact_logprobs: bool | None = None
-    seeds: (
-        Annotated[list[Seed], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)] | None
-    ) = None
+    seeds: Seeds | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "CompletionBody":
