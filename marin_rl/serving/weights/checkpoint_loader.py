@@ -37,9 +37,9 @@ _LOCAL_SCHEMES = ("file", "local")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What new weights must have in common with the served ones.
+    """Facts in which new weights must agree with the served ones.
 
-    The tokenizer, and everything that decides a model's outputs except the weights: models that
+    Of the tokenizer, and of all that decides a model's outputs except the weights: models that
     agree here run the same compiled programs. Both are made for `positions` at least.
     """
 
