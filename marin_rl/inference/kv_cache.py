@@ -298,7 +298,7 @@ def copy_prompt(
     blocks: tuple[Block, ...], keys: Array, values: Array, source: Any, seq_slot: Any
 ) -> tuple[Block, ...]:
     """A layer's cache in which the slot has prompt `source` of `keys` [R, K, H, P] and `values`."""
-    size, length = blocks[0].keys.shape[-1] if blocks else 0, keys.shape[-1]
+    size, length = blocks[0].keys.shape[-1], keys.shape[-1]
     return tuple(
         _copy_block(block, keys, values, number * size, source, seq_slot)
         if number * size < length

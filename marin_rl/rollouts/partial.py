@@ -44,8 +44,8 @@ from marin_rl.types import Message, Sampling, ServedPolicy
 STOP = "stop"  # finish reason of a completion that an end token or a stop string ended
 REFUSALS = (NoSuchRoute, RequestRejected, BadResponse)  # of an endpoint that cannot go on from ids
 
-# Policies by model whose endpoints have gone on from ids: they are asked once, until one refuses.
-_proven: dict[str, ServedPolicy] = {}
+# The latest policy whose endpoints have gone on from ids, if any: asked once, until one refuses.
+_proven: list[ServedPolicy] = []
 
 Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids and finish reason
 
@@ -99,9 +99,9 @@ async def piecewise(
     InputError for one that does not.
     """
     async with endpoints as client:
-        if proves and requests and _proven.get(log.policy.model) != log.policy:
+        if proves and requests and log.policy not in _proven:
             await _prove_continuation(client, log.policy, requests[0])
-            _proven[log.policy.model] = log.policy
+            _proven[:] = [log.policy]
         chains = await asyncio.to_thread(log.read, [r.group_id for r in requests])
         records = records_of(chains, requests, oldest)
         yield PiecewiseClient(client, log, records, tokens, decode, interruption)
@@ -225,7 +225,7 @@ class PiecewiseClient(ChatClient):
         try:
             answer = await self._ask(request, 1, own, ids)
         except REFUSALS:
-            _proven.pop(self.model, None)  # another server may have taken its place
+            _proven.clear()  # another server may have taken its place
             raise
         check_prompt(answer, ids)
         return answer

@@ -8,6 +8,7 @@ p * n + i, and draw with the seeds seed + p * n + i, or with seeds[p] + i. Leave
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,10 +81,12 @@ class Chat(TextDialect[ChatBody]):
         )
         self.requests = [request]
 
+    @cached_property
+    def _tools(self) -> list[dict[str, Any]]:
+        return [] if self._body.tool_choice == "none" else self._body.offered
+
     def _encoded(self) -> list[Prompt]:
-        body = self._body
-        self._tools = [] if body.tool_choice == "none" else body.offered
-        options = body.chat_template_kwargs
+        body, options = self._body, self._body.chat_template_kwargs
         return [self._service.chat_ids(body.messages, tools=self._tools, options=options)]
 
     def _constraint(self) -> MakeWalker | None:
@@ -198,10 +201,8 @@ class ChatTokens(Chat):
     param = "tokens"
 
     def _encoded(self) -> list[Prompt]:
-        body = self._body
-        assert isinstance(body, ChatTokensBody)
-        self._tools = [] if body.tool_choice == "none" else body.offered
-        return [self._service.prompt(body.tokens, "tokens")]
+        assert isinstance(self._body, ChatTokensBody)
+        return [self._service.prompt(self._body.tokens, "tokens")]
 
 
 def _finish_reason(reason: str, calls: int) -> str:

@@ -9,7 +9,8 @@ threads and deadlines (`request_handler`).
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -56,9 +57,9 @@ class Dialect(ABC):
     def end(self, results: Sequence[GenerationResult]) -> bytes:
         """The bytes that are sent when every prompt has its samples."""
 
-    def delta(self, prompt: int, delta: Delta) -> bytes:
-        """The bytes of a stream for what a chunk added to a sample; empty if nothing shows yet."""
-        raise NotImplementedError
+    def chunk_writer(self, prompt: int) -> Callable[[Delta], bytes] | None:
+        """Writer of a stream's chunks of a prompt's samples; None where the response is whole."""
+        return None
 
 
 class TextDialect(Dialect, Generic[B]):
@@ -76,6 +77,13 @@ class TextDialect(Dialect, Generic[B]):
         self._id, self._created = f"{self.id_prefix}-{new_id()}", int(time.time())
         self._prompts = self._encoded()
         self._decoding = service.decoding(self._body)
+
+    @abstractmethod
+    def delta(self, prompt: int, delta: Delta) -> bytes:
+        """The bytes of a stream for what a chunk added to a sample; empty if nothing shows yet."""
+
+    def chunk_writer(self, prompt: int) -> Callable[[Delta], bytes] | None:
+        return partial(self.delta, prompt) if self.stream else None
 
     @abstractmethod
     def _encoded(self) -> list[Prompt]:

@@ -163,7 +163,7 @@ class RequestHandler:
         submit = self._service.engine.submit
         try:
             for index, prompt in enumerate(request.requests):
-                write = partial(request.delta, index) if request.stream else None
+                write = request.chunk_writer(index)
                 on_delta = partial(self._on_delta, write)
                 future = submit(prompt, on_delta, on_scheduled, streams=request.stream)
                 self._futures.append(future)
