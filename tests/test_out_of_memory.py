@@ -115,6 +115,7 @@ def test_other_faults_of_a_program_stay_what_they_are() -> None:
     assert is_out_of_memory(MemoryError())
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_a_step_that_does_not_fit_is_one_error_with_its_keys() -> None:
     config = load_config(DEBUG)
     backend = DeviceBackend.of(config, character_tokenizer())

@@ -1,5 +1,6 @@
 """A cache that follows use: what is compiled for whom, and sequences that move as it grows."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import others_slow
 from support.engines import CONTEXT, amid, prompt_of, request_of, together, wait_until
 from support.family_folders import golden, write_folder
 from support.models import tiny_model
@@ -18,8 +20,10 @@ from marin_rl.inference.generation import GenerationRequest, GenerationResult
 from marin_rl.inference.growing_runner import CHUNKS_BEFORE_SHRINKING, POSITIONS_MIN, GrowingRunner
 from marin_rl.inference.programs import runs_of
 from marin_rl.models.module import LanguageModel
-from marin_rl.models.spec import LayerKind
+from marin_rl.models.spec import LayerKind, Rope
 from marin_rl.training.hf_folders import load_hf
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 SLOW = pytest.mark.slow
 SLOTS = 6
@@ -108,6 +112,7 @@ def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, positi
         assert_alike(ours, theirs)
 
 
+@SLOW
 def test_a_running_sequence_moves_to_a_cache_of_larger_blocks() -> None:
     engine, runner = growing_engine(LONGER)
     short, long = request_of(10, max_tokens=60), request_of(1100, prompt_seed=1)
@@ -165,12 +170,24 @@ def test_caches_that_were_given_back_come_again() -> None:
     assert_alike(first, again)
 
 
-@pytest.mark.parametrize("name", ["gemma-3-1b", pytest.param("gpt-oss-20b", marks=SLOW)])
-def test_layers_of_several_kinds_and_stop_tokens_decode_alike(name: str, tmp_path: Path) -> None:
-    case = golden()[name]
-    write_folder(tmp_path, case["config"], case["shapes"])
-    character_tokenizer().save_pretrained(str(tmp_path))
-    model = load_hf(tmp_path)
+def two_kinds(folder: Path) -> LanguageModel:
+    """A layer with a window before one that sees everything."""
+    rope = Rope(theta=10_000.0, size=8)
+    return tiny_model(kinds=(LayerKind(rope=rope, window=8), LayerKind(rope=rope)))
+
+
+def gpt_oss(folder: Path) -> LanguageModel:
+    case = golden()["gpt-oss-20b"]
+    write_folder(folder, case["config"], case["shapes"])
+    character_tokenizer().save_pretrained(str(folder))
+    return load_hf(folder)
+
+
+@pytest.mark.parametrize("made", others_slow([two_kinds, gpt_oss], first=1))
+def test_layers_of_several_kinds_and_stop_tokens_decode_alike(
+    made: Callable[[Path], LanguageModel], tmp_path: Path
+) -> None:
+    model = made(tmp_path)
     request = request_of(10, max_tokens=20, seed=3)
     first = of_fixed([request], model=model)[0].samples[0].token_ids
     # One that ends in the middle of a chunk, of which the host hears a step late.

@@ -47,7 +47,7 @@ NAMES = (
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
-@pytest.fixture(scope="module", params=others_slow(NAMES, "gemma-3-1b"))
+@pytest.fixture(scope="module", params=others_slow(NAMES, "gemma-2-2b"))
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> LanguageModel:
@@ -85,7 +85,7 @@ def adapted(model: LanguageModel, scheme: str | None) -> LanguageModel:
     return policy_module(template, base | arrays)
 
 
-@pytest.mark.parametrize("scheme", [None, "int8", "nf4"])
+@pytest.mark.parametrize("scheme", others_slow([None, "int8", "nf4"], "nf4"))
 def test_adapters_and_quantised_bases_compute_what_merged_weights_do(
     model: LanguageModel, scheme: str | None
 ) -> None:

@@ -38,7 +38,7 @@ LENGTH = 64
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
-@pytest.fixture(scope="module", params=others_slow(GOLDEN, "gemma-3-1b", "phi-3-mini-4k"))
+@pytest.fixture(scope="module", params=others_slow(GOLDEN, "gemma-2-2b", "phi-3-mini-4k"))
 def case(request: pytest.FixtureRequest) -> Mapping[str, Any]:
     return GOLDEN[request.param]
 

@@ -37,6 +37,8 @@ THEIRS: dict[str, Any] = {
     "gemma-7b": GemmaConfig,
 }
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
@@ -97,7 +99,7 @@ def test_masks_that_are_not_causal_are_refused(folder: Path) -> None:
         model(ids_of_batch(), attn_mask=AttentionMask(is_causal=False))
 
 
-@pytest.mark.parametrize("packed", [0, 1])
+@pytest.mark.parametrize("packed", others_slow([0, 1], 1))
 @pytest.mark.parametrize("folder", ["gemma-2-2b"], indirect=True)
 def test_rows_score_by_the_attention_of_a_tpu_as_by_that_of_a_cpu(
     folder: Path, packed: int, monkeypatch: pytest.MonkeyPatch
