@@ -23,7 +23,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-ROWS = blocks("jsonl")
+def two_rows(row: str) -> str:
+    """A row of a table of the page, and one like it with another sum."""
+    other = row.replace("2 + 2", "2 + 3").replace('"4"', '"5"').replace('"id": "a"', '"id": "b"')
+    return f"{row}\n{other}\n"
+
+
+ROWS = [two_rows(row) for row in re.findall(r"^\| .* \| `(\{.*\})` \|$", PAGE, re.MULTILINE)]
+PRINTED = blocks("text")[-1].splitlines()
 SECTIONS = [yaml.safe_load(text) for text in blocks("yaml")]
 
 
@@ -87,27 +94,35 @@ def test_sections_of_the_page_are_valid(section: dict[str, Any]) -> None:
             assert environment.options.items() <= options.items()
 
 
-def test_errors_of_rows_are_as_printed(tmp_path: Path) -> None:
-    printed = blocks("text")[-2].splitlines()
-    rows = [
-        '{"query": "a", "gold": "b"}',
-        '{"prompt": "a", "label": "1", "target": "2"}',
-    ]
-    for line, row in zip(printed, rows, strict=False):
-        with pytest.raises(InputError) as caught:
-            loaded(tmp_path / "prompts.jsonl", row)
-        assert str(caught.value).removeprefix(f"{tmp_path}/") == line
-    text = '{"prompt": "a", "answer": "b"}\n{"prompt": "c", "hint": "d"}\n'
-    environment = loaded(tmp_path / "prompts.jsonl", text, eval_fraction=1e-9)
-    with pytest.raises(InputError) as caught:
+def row_error(path: Path, *rows: str) -> str:
+    def check() -> None:
+        environment = loaded(path / "prompts.jsonl", "\n".join(rows), eval_fraction=1e-9)
         environment.check_demonstrations(0, 2)
-    assert str(caught.value).removeprefix(f"{tmp_path}/") == printed[2]
+
+    with pytest.raises(InputError) as caught:
+        check()
+    return str(caught.value).removeprefix(f"{path}/")
+
+
+def test_errors_of_rows_are_as_printed(tmp_path: Path) -> None:
+    assert row_error(tmp_path, '{"prompt": "a", "label": "1", "target": "2"}') == PRINTED[0]
+    assert row_error(tmp_path, '{"query": "a", "gold": "b"}') == (
+        "prompts.jsonl, line 1: expected a prompt in one of the columns messages, prompt, "
+        "question, problem, instruction, input; its columns are query, gold; name it by "
+        "environment.options.prompt_key"
+    )
+    demonstrated = '{"prompt": "a", "answer": "b"}', '{"prompt": "c", "hint": "d"}'
+    assert row_error(tmp_path, *demonstrated) == (
+        "prompts.jsonl, line 2: a warm start needs a demonstration: expected a column completion, "
+        "messages that end with the assistant's, or a column answer; its columns are prompt, hint. "
+        "Name one by options.completion_key or options.answer_key, or choose another "
+        "sft.environment"
+    )
 
 
 def test_errors_of_rewards_are_as_printed(tmp_path: Path) -> None:
     environment = loaded(tmp_path / "p.jsonl", ROWS[0])
     example = examples(environment)[0]
-    printed = [re.sub(r"example \w+", "example", line) for line in blocks("text")[-1].splitlines()]
 
     def error(function: Any, name: str, n: int) -> str:
         environment._rewards = [(environment._entries[0], RewardFunction(function, name))]
@@ -115,6 +130,12 @@ def test_errors_of_rewards_are_as_printed(tmp_path: Path) -> None:
         fault, *_ = score_here(environment, example, ["4"] * n)
         return re.sub(r"example \w+", "example", str(fault))
 
-    assert error(lambda completions, **_: [1.0], "rewards.py:right", 8) == printed[0]
-    assert error(lambda example, completion: "1.0", "rewards.py:exact", 1) == printed[1]
-    assert error(lambda example, completion: float("nan"), "rewards.py:exact", 1) == printed[2]
+    printed = re.sub(r"example \w+", "example", PRINTED[1])
+    assert error(lambda completions, **_: [1.0], "rewards.py:right", 8) == printed
+    exact = "rewards.py:exact, example: ValueError: expected"
+    assert error(lambda example, completion: "1.0", "rewards.py:exact", 1) == (
+        f"{exact} a number, found '1.0'"
+    )
+    assert error(lambda example, completion: float("nan"), "rewards.py:exact", 1) == (
+        f"{exact} finite numbers, found reward = nan with weight 1.0"
+    )
