@@ -8,10 +8,11 @@ device without compiling a program, and float32 is float32 on accelerators too.
 
 import gc
 import logging
+import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ CACHE_VARIABLE = "MARIN_RL_COMPILATION_CACHE"
 _NEVER = 2**31 - 1
 
 _MIN_COMPILE_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"  # JAX's own
+# Of memory that XLA's CPU client reads in place.
+ALIGNMENT_BYTES = 64
 # New objects before the collector looks at them; Python's own number is 700.
 _YOUNG_OBJECTS = 10_000
 
@@ -108,6 +111,14 @@ def device_array(array: Any, dtype: Any = None) -> jax.Array:
     if isinstance(array, jax.Array):
         return array.astype(dtype or array.dtype)
     return jax.device_put(np.array(array, dtype))
+
+
+def aligned_empty(shape: Sequence[int]) -> np.ndarray:
+    """An array of float32 without values, which a CPU's device takes as it is: no copy is made."""
+    size = 4 * math.prod(shape)
+    block = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+    start = -block.ctypes.data % ALIGNMENT_BYTES
+    return block[start : start + size].view(np.float32).reshape(shape)
 
 
 def compiled_apart(jitted: Any, name: str) -> Callable[..., Any]:

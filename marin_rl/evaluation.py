@@ -303,7 +303,7 @@ def _is_yaml(environment: str | None) -> bool:
 
 def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> Config:
     """Return the configuration of a folder; its context is, by default, the model's, bounded."""
-    from marin_rl.training.hf_folders import hf_template
+    from marin_rl.training.hf_weights import hf_template
 
     base = _base(target, request)
     tree: dict[str, Any] = content_fields(base) | {"root": base.root}

@@ -20,12 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AddedToken,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+import transformers
+from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from marin_rl.chat_templates import (
     CHAT_TEMPLATE,
@@ -51,8 +47,9 @@ from marin_rl.tokenizer_files import (
     tokenizer_folder,
 )
 
-# The class of transformers 5 that is defined by tokenizer.json alone.
+# The class of transformers 5 that is defined by tokenizer.json alone, and its name in 4.
 TOKENIZERS_BACKEND = "TokenizersBackend"
+PLAIN_CLASSES = (TOKENIZERS_BACKEND, PreTrainedTokenizerFast.__name__)
 # transformers 4 warns that the folder names another class, on which nothing depends.
 logging.getLogger("transformers.tokenization_utils_base").addFilter(
     lambda record: TOKENIZERS_BACKEND not in record.getMessage()
@@ -132,7 +129,7 @@ def _from_folder(path: Path) -> PreTrainedTokenizerBase:
     """
     file = path / "tokenizer_config.json"
     settings = read_object(file) if file.is_file() else {}
-    backend = settings.get("tokenizer_class") == TOKENIZERS_BACKEND
+    plain = settings.get("tokenizer_class") in PLAIN_CLASSES
     renamed: dict[str, Any] = {}
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, list):
@@ -140,7 +137,8 @@ def _from_folder(path: Path) -> PreTrainedTokenizerBase:
         tokens = [AddedToken(**_plain(t)) if isinstance(t, dict) else t for t in (*own, *extra)]
         named = settings.get("model_specific_special_tokens") or {}
         renamed = {"extra_special_tokens": named, "additional_special_tokens": tokens}
-    reader = PreTrainedTokenizerFast if backend else AutoTokenizer
+    # Its own classes of models take a second to import, which plain files do not need.
+    reader = PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
     return reader.from_pretrained(str(path), local_files_only=True, **renamed)
 
 
@@ -436,7 +434,7 @@ def template_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 def add_ends(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
     """Have `end_token_ids` list these tokens too. Raises InputError for a text that is no token."""
-    vocabulary = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab() if texts else {}
     if unknown := [text for text in texts if text not in vocabulary]:
         raise InputError(
             f"policy.end_tokens: {unknown[0]!r} is no token of the policy's tokenizer: "

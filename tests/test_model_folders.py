@@ -23,7 +23,8 @@ from marin_rl.errors import InputError
 from marin_rl.plain_files import WEIGHTS_FILE, WEIGHTS_INDEX, weight_files
 from marin_rl.planning import plan
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
-from marin_rl.training.hf_folders import hf_template, load_hf, save_hf
+from marin_rl.training.hf_folders import load_hf, save_hf
+from marin_rl.training.hf_weights import hf_template
 from marin_rl.training.model import parameters_digest
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

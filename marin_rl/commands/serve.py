@@ -1,5 +1,6 @@
 """`marin-rl serve`: an OpenAI-compatible server of a run's checkpoints or of a model folder."""
 
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -88,6 +89,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     compiling, ready (with url and model), draining, ended.
     """
     share_one_heap()
+    gc.disable()  # while modules are imported
     check_flags(
         run_name,
         model,
@@ -98,15 +100,22 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     adapters = adapters_named(adapter or ())
     keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
     config = serving_config(config_file, [*(overrides or ()), *keys], root, run_name, trust=trust)
+    from marin_rl.chat_templates import start_worker
     from marin_rl.serving.http.auth import check_address
 
     check_address(config.inference, host, port)
     if model is not None:
         check_folder(model)
+        start_worker()
     print_error(f"starting the server of {run_name or model}", style="")
     with phase("importing JAX"):
+        from marin_rl.training.hf_weights import begin_reading
+
+        begun = None if model is None else begin_reading(model)  # while the rest is imported
         from marin_rl.serving.launch import serve_checkpoint, serve_folder
 
+    gc.freeze()  # modules live as long as the process: no collection is to look at them
+    gc.enable()
     report = print_json if as_json else None
     if run_name is not None:
         from marin_rl.serving.weights.following import announcement_of
@@ -126,7 +135,10 @@ def serve(  # noqa: PLR0913 - each is an option that people type
         )
         raise typer.Exit(code)
     if model is not None:
-        raise typer.Exit(serve_folder(model, config, host, port, adapters=adapters, report=report))
+        code = serve_folder(
+            model, config, host, port, adapters=adapters, report=report, begun=begun
+        )
+        raise typer.Exit(code)
 
 
 def adapters_named(options: Sequence[str]) -> dict[str, Path]:

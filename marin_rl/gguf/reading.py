@@ -22,7 +22,8 @@ from marin_rl.models.module import model_of
 from marin_rl.progress import phase
 from marin_rl.serving.weights.export import check_new_folder
 from marin_rl.tokenizers import check_vocabulary
-from marin_rl.training.hf_folders import special_ids, tensor_shapes, write_folder, write_json
+from marin_rl.training.hf_folders import special_ids, write_folder, write_json
+from marin_rl.training.hf_weights import tensor_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from marin_rl.gguf.tensors import ROPE_FREQS, gguf_names, heads_of, interleaved
 from marin_rl.gguf.tokenizer import tokenizer_metadata
 from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
-from marin_rl.training.hf_folders import exported, tensor_shapes
+from marin_rl.training.hf_weights import exported, tensor_shapes
 
 _BLOCK = 32  # of Q8_0
 # llama.cpp's numbers of what most tensors of a file are.

@@ -186,8 +186,9 @@ def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder 
     host = host._replace(
         output=host.output._replace(weight=output), down=host.down._replace(weight=down)
     )
-    layers = tuple(
-        layer_of(spec, jax.tree.map(lambda leaf, i=index: jax.device_put(leaf[i]), host))
-        for index in range(spec.layers)
+    # all at once: a call for each array takes longer than a prompt's first layers
+    layers = jax.device_put(
+        [jax.tree.map(lambda leaf, i=index: leaf[i], host) for index in range(spec.layers)]
     )
+    layers = tuple(layer_of(spec, layer) for layer in layers)
     return Decoder(layers=layers, **weights.ends._asdict())

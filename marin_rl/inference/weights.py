@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax.nn import Linear
 from jaxtyping import Array, Float, Float32
 
@@ -188,13 +189,13 @@ def _matrix(linear: Linear | LoraLinear | QuantizedLinear | Matrix) -> Affine:
 
 def rotary_table(spec: Spec, length: int) -> Rotary:
     """Cosines and sines [length, size] of every position."""
-    return _rotary_table(jnp.arange(length, dtype=jnp.int32), spec=spec)
+    return _rotary_table(np.arange(length, dtype=np.int32), spec=spec)
 
 
 @partial(jax.jit, static_argnames="spec")
-def _rotary_table(positions: Array, spec: Spec) -> Rotary:
+def _rotary_table(positions: Array | np.ndarray, spec: Spec) -> Rotary:
     # Positions are an argument, so that the table is not computed while it compiles.
-    return tuple(angles_of(rope, positions) for rope in spec.ropes)
+    return tuple(angles_of(rope, jnp.asarray(positions)) for rope in spec.ropes)
 
 
 def quantized_layers(layers: Layers) -> QuantizedLayers | None:

@@ -65,6 +65,17 @@ _ROPE_OPTIONAL |= {"truncate"}
 # Sizes, for which transformers' defaults would stand in for what a folder leaves out.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _SIZES_GPT2 = ("vocab_size", "n_embd", "n_layer", "n_head")
+# Defaults of transformers' LlamaConfig, as far as they decide what is computed.
+LLAMA_DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
 # Settings whose other values compute what no family here does.
 _PLAIN = {
     "clip_qkv": None,
@@ -126,15 +137,24 @@ def described(tree: Mapping[str, Any], path: Path) -> Spec:
     partial = own.get("partial_rotary_factor", tree.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0) and family != "phi3":
         raise _unsupported(path, family, f"partial_rotary_factor {partial}", "none")
-    # Its configuration classes take a second to import, which a model of our own does not need.
-    transformers = importlib.import_module("transformers")
     try:
-        hf: Any = transformers.CONFIG_MAPPING[family](**json.loads(text) | own)
+        hf = _settings(family, json.loads(text) | own)
         spec = _gpt2(hf) if family == "gpt2" else _of_llama_kind(hf, scaling)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InputError(f"{path}: expected a {family} model's config.json: {error!r}") from error
     _check(spec, hf, path)
     return replace(spec, family=family, hf=text)
+
+
+def _settings(family: str, tree: dict[str, Any]) -> Any:
+    """Settings of a config.json, with transformers' defaults of those that it leaves out.
+
+    Its configuration classes take a second to import, which most folders do not need.
+    """
+    if family == "llama":
+        return SimpleNamespace(**LLAMA_DEFAULTS | tree)
+    transformers = importlib.import_module("transformers")
+    return transformers.CONFIG_MAPPING[family](**tree)
 
 
 def _check(spec: Spec, hf: Any, path: Path) -> None:

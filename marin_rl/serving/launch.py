@@ -10,6 +10,7 @@ Inside a run the server lives in the flow's process instead and takes the traine
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ from marin_rl.serving.weights.following import (
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, checkpoint_at, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, add_ends, template_ends, tokenizer_for
+from marin_rl.training.hf_weights import Weights, begin_reading
 from marin_rl.training.model import parameter_shapes
 from marin_rl.types import ServedPolicy, SlotRef
 
@@ -207,9 +209,11 @@ def serve_folder(
     *,
     adapters: Mapping[str, Path] = NO_ADAPTERS,
     report: Report | None = None,
+    begun: "Future[Weights] | None" = None,
 ) -> int:
     """Serve a Hugging Face folder with a configuration's engine and context length.
 
+    `begun` are its weights, where they are being read already.
     Where the configuration does not say how long, it is as long as the model is made for, up to
     CONTEXT_TOKENS_MAX, and there are no more slots than CACHE_BYTES_MAX hold. `adapters` are PEFT
     folders by name. Raises InputError for a folder that cannot be served exactly, InferenceError
@@ -218,7 +222,8 @@ def serve_folder(
     enable_compilation_cache()
     keep_freed_memory()
     _announce(f"loading {folder}")
-    loaded = read_folder(str(folder))
+    tokenizer = folder_tokenizer(folder, config.policy)
+    loaded = read_folder(str(folder), begun=begun or begin_reading(folder))
     if "context_length" not in config.policy.model_fields_set:
         longest = min(loaded.model.spec.context_length, CONTEXT_TOKENS_MAX)
         known = {"init": "hf", "hf_path": str(folder), "context_length": longest}
@@ -228,7 +233,6 @@ def serve_folder(
     read = read_adapters(loaded.model, adapters)
     config = with_room(config.model_copy(update={"inference": inference}), read)
     _announce("proving that the engine decodes as the model computes")
-    name, tokenizer = folder.resolve().name, folder_tokenizer(folder, config.policy)
     engine = config.inference.engine
     fixed = engine.lanes or engine.prefix_cache or engine.adapters_max
     # On a CPU the cache follows use, where nothing asks for a fixed one.
@@ -236,7 +240,7 @@ def serve_folder(
         server = proven_server(loaded, tokenizer, config, read)
     else:
         server = growing_server(loaded, tokenizer, config)
-    server.add_name(name)
+    server.add_name(folder.resolve().name)
     return serve_forever(server, host, port, announce=_announce, report=report)
 
 

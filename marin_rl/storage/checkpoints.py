@@ -17,11 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pyarrow as pa
 from etils import epath
 
@@ -43,6 +42,9 @@ from marin_rl.storage.tables.parquet import digest_of, load
 from marin_rl.storage.tables.tombstones import array_parts, pruned_parts
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Part
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 SCHEMA_VERSION = 1
 # Each is read whole to be hashed or uploaded, so this bounds the memory of a commit.
@@ -132,8 +134,13 @@ def restore_checkpoint(
     return tree
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax handler for few, uncompressed files: its fastest layout once every file is synced."""
+def _handler() -> "ocp.PyTreeCheckpointHandler":
+    """Orbax handler for few, uncompressed files: its fastest layout once every file is synced.
+
+    Imported here: that takes half a second, and packed checkpoints do not need it.
+    """
+    import orbax.checkpoint as ocp
+
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
 
 
@@ -196,7 +203,7 @@ def _save(folder: Path, arrays: Tree) -> None:
     need_room(folder, _bytes_of(arrays))
     handler = _handler()
     try:
-        handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(arrays))
+        handler.save(epath.Path(folder), arrays)
         # Merges the OCDBT files of the process; only an Orbax Checkpointer calls it by itself.
         handler.finalize(epath.Path(folder))
     except ValueError as error:  # of a full disk, with the code in its text

@@ -13,6 +13,7 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from jax.lax import dynamic_slice_in_dim
 from jaxtyping import Array, Float, Int
 
 from marin_rl.models.block import (
@@ -61,10 +62,12 @@ def states_before_last_mlp(
     prompts_BT: Int[Array, "B T"] | None,
     *,
     alone: bool = False,
+    in_place: bool = False,
 ) -> Float[Array, "B T E"]:
     """Activations up to where positions stop exchanging anything.
 
-    `alone`: every row is one sequence, followed by padding.
+    `alone`: every row is one sequence, followed by padding. `in_place`: many layers are read where
+    they lie, for passes without gradients, which would be added up over whole stacks of them.
     """
     spec = model.spec
     states = embedded(spec, token_ids_BT, model.embedding, positions_BT, model.positions)
@@ -81,7 +84,7 @@ def states_before_last_mlp(
     # Positions within a sequence and not within the row: a packed completion is rotated as it was
     # when it was sampled.
     turn = _turn(spec, positions_BT, shared=prompts_BT is not None)
-    states = _through_layers(model, states, attention, turn)
+    states = _through_layers(model, states, attention, turn, in_place=in_place)
     # Without the last MLP, which works on each token by itself: `_Tail` runs it on the mask only.
     last = last_layer(model)
     return _attended(spec, spec.kinds[-1], last, states, attention, turn)
@@ -163,7 +166,9 @@ def _attended(
     return after_attention(spec, linears, states, attended)
 
 
-def _through_layers(model: LanguageModel, states: Array, attention: Attend, turn: Turn) -> Array:
+def _through_layers(
+    model: LanguageModel, states: Array, attention: Attend, turn: Turn, *, in_place: bool
+) -> Array:
     """The states after all layers but the last, many of which run in a scan."""
     spec, layers, count = model.spec, model.layers, model.spec.layers - 1
     blocks = Blocks(layers)
@@ -182,7 +187,7 @@ def _through_layers(model: LanguageModel, states: Array, attention: Attend, turn
     # What is left of the last period, or of the only one, runs layer by layer.
     scanned = count - count % spec.period
     if scanned:
-        states = _scanned(spec, blocks, scanned, states, run, kept)
+        states = _scanned(spec, blocks, scanned, states, run, kept, in_place=in_place)
     for index in range(scanned, count):
         step = kept(partial(run, kind=spec.kinds[index]))
         states = step(states, blocks[index])
@@ -196,12 +201,16 @@ def _scanned(
     states: Array,
     run: Callable[[Array, DecoderLayer, LayerKind], Array],
     kept: Callable[[Any], Any],
+    *,
+    in_place: bool,
 ) -> Array:
     """The states after `count` layers, in a scan over periods: what is compiled is one of them."""
     period = spec.period
 
     def body(states: Array, own: tuple[Array, list[Array]]) -> tuple[Array, None]:
         first, arrays = own
+        if in_place:
+            arrays = [dynamic_slice_in_dim(array, first, period) for array in blocks.arrays]
         for place, kind in enumerate(spec.kinds[:period]):
 
             def step(states: Array, parts: list[Array], at: int = place, of: Any = kind) -> Array:
@@ -211,5 +220,6 @@ def _scanned(
         return states, None
 
     # Codes and scales are not among what the scan cuts: a layer reads its part by its index.
-    cut = [array[:count].reshape(-1, period, *array.shape[1:]) for array in blocks.arrays]
+    arrays = [] if in_place else blocks.arrays
+    cut = [array[:count].reshape(-1, period, *array.shape[1:]) for array in arrays]
     return jax.lax.scan(body, states, (jnp.arange(0, count, period), cut))[0]

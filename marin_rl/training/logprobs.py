@@ -75,6 +75,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     packing: Packing = ALONE,
+    in_place: bool = False,
 ) -> TokenScores:
     """Log-probability (nats) of each masked token given its predecessors, and the entropy there.
 
@@ -82,10 +83,11 @@ def token_logprobs(
     mask. A token sees itself and what precedes it in its own segment; with `shared_prompts`, a
     segment that begins at a position above 0 also sees the one that it continues, and its first
     token is predicted from that one's last. The mask must be False where a segment begins
-    otherwise, for nothing predicts a first token.
+    otherwise, for nothing predicts a first token. `in_place` is for passes without gradients.
     """
     rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
-    return TokenScores(*_scored(model, rows, temperature=temperature, packing=packing))
+    options: dict[str, Any] = {"packing": packing, "in_place": in_place}
+    return TokenScores(*_scored(model, rows, temperature=temperature, **options))
 
 
 def token_values(
@@ -121,6 +123,7 @@ def _scored(
     words: bool = True,
     temperature: float = 1.0,
     packing: Packing = ALONE,
+    in_place: bool = False,
 ) -> tuple[Array, ...]:
     """Score the masked tokens of rows (ids, segments, positions, mask).
 
@@ -139,6 +142,7 @@ def _scored(
         positions_BT,
         prompts_BT,
         alone=packing == ALONE,
+        in_place=in_place,
     )
     # The axes of the mesh that rows are spread over. One of size 1 spreads nothing: left out, the
     # program is the same as on a single device.
@@ -434,6 +438,23 @@ def sequence_logprobs(
 
     For comparisons with an engine's.
     """
+    rows = _rows_of(prompt, samples)
+    return np.asarray(sequence_scores(model, *rows, temperature))[rows[2] > 0]
+
+
+def compile_sequence_logprobs(
+    model: LanguageModel, prompt_tokens: int, sample_tokens: int, temperature: float
+) -> None:
+    """Compile the program of `sequence_logprobs` for one sample; its first call finds it."""
+    prompt, sample = (np.zeros(size, np.int32) for size in (prompt_tokens, sample_tokens))
+    jitted: Any = sequence_scores
+    jitted.lower(model, *_rows_of(prompt, [sample]), temperature).compile()
+
+
+def _rows_of(
+    prompt: Int32[np.ndarray, " P"], samples: Sequence[Int32[np.ndarray, " _"]]
+) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
+    """Ids, segments and mask of a prompt with each of its samples."""
     longest = max(map(len, samples))
     token_ids = np.zeros((len(samples), rounded_up(len(prompt) + longest)), np.int32)
     mask, segments = np.zeros_like(token_ids), np.zeros_like(token_ids)
@@ -442,7 +463,7 @@ def sequence_logprobs(
         token_ids[row, :used] = np.concatenate([prompt, sampled])
         mask[row, len(prompt) : used] = 1
         segments[row, :used] = 1
-    return np.asarray(sequence_scores(model, token_ids, segments, mask, temperature))[mask > 0]
+    return token_ids, segments, mask
 
 
 def rounded_up(length: int) -> int:
@@ -463,4 +484,4 @@ def sequence_scores(
     positions_BT = jnp.broadcast_to(positions, token_ids_BT.shape)
     ids_BT, segments_BT = jnp.asarray(token_ids_BT), jnp.asarray(segment_ids_BT)
     rows = ids_BT, segments_BT, positions_BT, jnp.asarray(mask_BT) > 0
-    return token_logprobs(model, *rows, temperature=temperature).logprobs
+    return token_logprobs(model, *rows, temperature=temperature, in_place=True).logprobs

@@ -35,7 +35,8 @@ from marin_rl.storage.runs import Run, checkpoint_named, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
 from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.critic import Critic
-from marin_rl.training.hf_folders import hf_template, load_hf
+from marin_rl.training.hf_folders import load_hf
+from marin_rl.training.hf_weights import hf_template
 from marin_rl.training.model import build_model, digest_of, model_template, named_parameters
 from marin_rl.training.optimizer import first_moments
 from marin_rl.training.step_types import CriticState, Parameters, TrainState

@@ -23,7 +23,8 @@ from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.checkpoint_loader import Loaded, Places, with_update_root
 from marin_rl.tokenizers import character_tokenizer, load_tokenizer
-from marin_rl.training.hf_folders import hf_template, load_hf, save_hf
+from marin_rl.training.hf_folders import load_hf, save_hf
+from marin_rl.training.hf_weights import hf_template
 from marin_rl.training.model import parameters_digest
 
 KEY = {"Authorization": "Bearer manage"}

@@ -16,15 +16,23 @@ from safetensors.numpy import load_file
 from support.cases import others_slow
 from support.family_folders import KEPT, golden, probe_of, tensors_of, tokens, write_folder
 from support.run_factories import character_tokenizer
+from transformers import LlamaConfig
 
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
 from marin_rl.inference.kv_cache import empty_cache
 from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table
-from marin_rl.models.families import ARCHITECTURES, check_peft_names, described, described_folder
+from marin_rl.models.families import (
+    ARCHITECTURES,
+    LLAMA_DEFAULTS,
+    check_peft_names,
+    described,
+    described_folder,
+)
 from marin_rl.models.module import LanguageModel
-from marin_rl.training.hf_folders import exported, load_hf, save_hf
+from marin_rl.training.hf_folders import load_hf, save_hf
+from marin_rl.training.hf_weights import exported
 from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
 from marin_rl.training.model import named_parameters, with_parameters
 
@@ -178,6 +186,13 @@ def _row(found: re.Match[str], measured: Mapping[str, Mapping[str, float]]) -> s
     name, examples, *_, rest = found.groups()
     shown = " | ".join(f"{measured[name][by]:.1e}" for by in ("trainer", "engine"))
     return f"| `{name}` | {examples} | {shown.replace('e-0', 'e-')} | {rest} |"
+
+
+def test_defaults_of_llama_are_those_of_transformers() -> None:
+    theirs = LlamaConfig()
+    # It writes the number of heads for None, and has no rotary base where there is none to name.
+    defaults = LLAMA_DEFAULTS | {"num_key_value_heads": theirs.num_attention_heads}
+    assert {name: getattr(theirs, name) for name in defaults} == defaults
 
 
 def test_a_description_leaves_a_config_as_it_is() -> None:

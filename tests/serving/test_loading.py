@@ -6,6 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.models import tiny_model
 from support.policy_runs import commit, small_run, weights
 
@@ -28,9 +29,34 @@ from marin_rl.serving.weights.weight_updates import WeightUpdater
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.hf_folders import save_hf
+from marin_rl.training.hf_weights import begin_reading
 from marin_rl.training.model import named_parameters, parameter_shapes, parameters_digest
 
 CONFIG = InferenceConfig(engine=EngineConfig(slots=2, chunk_steps=2, prefill_rows=1))
+
+
+def test_weights_that_are_read_early_are_checked_as_others(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_hf(weights(small_run(tmp_path), 1), character_tokenizer(), path)
+    early, late = read_folder(str(path), begun=begin_reading(path)), read_folder(str(path))
+    assert early.parameters_digest == late.parameters_digest == parameters_digest(late.model)
+    with pytest.raises(StalePolicy, match="expected parameters with the digest 00, found"):
+        read_folder(str(path), "00", begun=begin_reading(path))
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, file)
+    refusals = set[str]()
+    for begun in (None, begin_reading(path)):
+        with pytest.raises(InputError, match=r"model.norm.weight has 1 values of") as refused:
+            read_folder(str(path), begun=begun)
+        refusals.add(str(refused.value))
+    (path / "config.json").unlink()
+    for begun in (None, begin_reading(path)):
+        with pytest.raises(InputError, match=r"config\.json") as refused:
+            read_folder(str(path), begun=begun)
+        refusals.add(str(refused.value))
+    assert len(refusals) == 2
 
 
 def test_an_architecture_is_all_but_the_weights() -> None:

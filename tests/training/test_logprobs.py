@@ -120,6 +120,15 @@ def test_one_layer_scores_with_gradient_checkpointing_as_without():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_layers_score_alike_where_a_scan_reads_them_in_place(monkeypatch):
+    model, batch = uneven(model_of(layers=3)), random_batch(2)
+    expected = jitted(model, *arrays_of(batch))
+    monkeypatch.setattr(hidden_states, "UNROLLED_LAYERS_MAX", 0)
+    scan_in_place = jax.jit(partial(token_logprobs, in_place=True))
+    for mine, theirs in zip(scan_in_place(model, *arrays_of(batch)), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", others_slow(FAMILIES, "qwen2"))
 def test_every_family_scores_and_has_gradients_as_its_whole_forward_pass(family):

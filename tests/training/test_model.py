@@ -14,7 +14,8 @@ from support.cases import others_slow
 
 from marin_rl.errors import InputError
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer
-from marin_rl.training.hf_folders import hf_template, load_hf, save_hf
+from marin_rl.training.hf_folders import load_hf, save_hf
+from marin_rl.training.hf_weights import hf_template
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import (
     build_model,

@@ -7,12 +7,8 @@ Starlette routes requests and FastAPI describes them, from the very models that 
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import Security
-from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
-from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -34,6 +30,9 @@ from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.auth import OPEN_PATHS
 from marin_rl.serving.http.errors import parse
 from marin_rl.serving.http.guard import read_body
+
+if TYPE_CHECKING:
+    from fastapi.routing import APIRoute
 
 # Before OpenAPI 3.2 the schema of a stream describes each of its events.
 EVENT = {
@@ -67,8 +66,6 @@ class ApiRoute(Route):
         self._parameters: dict[str, Any] = dict.fromkeys(self.param_convertors, str)
         if request is not None:
             self._parameters["body"] = request
-        opened: dict[str, Any] = {"openapi_extra": {"security": []}}
-        closed: dict[str, Any] = {"dependencies": [Security(HTTPBearer(scheme_name="bearer"))]}
         name = self.path_format.strip("/")
         for old, new in (("/", "_"), ("{", ""), ("}", ""), (".", "")):
             name = name.replace(old, new)
@@ -80,12 +77,21 @@ class ApiRoute(Route):
             "response_class": JSONResponse,
             "response_description": "the answer",
             "responses": ERROR,
-            **(opened if path in OPEN_PATHS else closed),
             **details,
         }
 
-    def as_fastapi(self) -> APIRoute:
-        """Return the route as FastAPI describes it; it is never called."""
+    def as_fastapi(self) -> "APIRoute":
+        """Return the route as FastAPI describes it; it is never called.
+
+        FastAPI is imported here, because that takes half a second, and few ask for a description.
+        """
+        from fastapi import Security
+        from fastapi.routing import APIRoute
+        from fastapi.security import HTTPBearer
+
+        opened: dict[str, Any] = {"openapi_extra": {"security": []}}
+        closed: dict[str, Any] = {"dependencies": [Security(HTTPBearer(scheme_name="bearer"))]}
+        access = opened if self.path in OPEN_PATHS else closed
 
         def endpoint() -> None: ...
 
@@ -95,11 +101,13 @@ class ApiRoute(Route):
                 for name, kind in self._parameters.items()
             ]
         )
-        return APIRoute(self.path_format, endpoint, **self._described)
+        return APIRoute(self.path_format, endpoint, **{**access, **self._described})
 
 
 def describe(routes: Sequence[ApiRoute]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes."""
+    from fastapi.openapi.utils import get_openapi
+
     return get_openapi(
         title="marin-rl",
         version=marin_rl.__version__,

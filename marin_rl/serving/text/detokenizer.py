@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from marin_rl.inference.stops import text_before_stop
 
@@ -92,7 +92,10 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], boo
     )
 
 
-BYTE_LETTERS: dict[int, str] = bytes_to_unicode()  # GPT-2's letters for bytes
+# GPT-2's letters for bytes: a printable one stands for itself, the others follow from 256 on.
+_LETTERS = sorted(ByteLevel.alphabet())
+_FURTHER = iter(letter for letter in _LETTERS if ord(letter) >= 256)
+BYTE_LETTERS = {b: chr(b) if chr(b) in _LETTERS else next(_FURTHER) for b in range(256)}
 _ALPHABET = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 
 

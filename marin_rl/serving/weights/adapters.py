@@ -29,8 +29,6 @@ from marin_rl.serving.weights.weight_updates import one_at_a_time
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.model import digest_of, with_parameters
-from marin_rl.training.policy_source import read_base, read_trained
-from marin_rl.training.state import identity_of, template_of
 from marin_rl.types import SlotRef
 
 # Room of a run's own engine: this version and the one before, on which requests may still run.
@@ -211,6 +209,9 @@ def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVe
     Raises CorruptObject for a checkpoint that is damaged or no adapter, StalePolicy where it is
     another one than its manifest, or the caller, promises.
     """
+    from marin_rl.training.policy_source import read_trained
+    from marin_rl.training.state import identity_of, template_of
+
     identity = identity_of(run, ref)
     if identity.adapter is None:
         raise CorruptObject(
@@ -236,6 +237,9 @@ def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVe
 
 def read_base_of(run: Run, version: AdapterVersion) -> Loaded:
     """The base of a run's adapter as a model to be served. Raises as `read_base` does."""
+    from marin_rl.training.policy_source import read_base
+    from marin_rl.training.state import template_of
+
     template = template_of(run.config.policy, tokenizer_for(run.config.policy))
     parameters = read_base(run, version.base_digest, template)
     size = sum(array.nbytes for array in parameters.values())

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,9 @@ from marin_rl.models.module import LanguageModel
 from marin_rl.models.spec import Spec
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
-from marin_rl.training.hf_folders import hf_template, load_hf
-from marin_rl.training.model import digest_of, named_parameters, parameter_shapes
-from marin_rl.training.policy_source import dtype_of, read_policy, served_template
-from marin_rl.training.state import identity_of, template_of
+from marin_rl.training.hf_folders import load_hf
+from marin_rl.training.hf_weights import Weights, hf_template
+from marin_rl.training.model import named_parameters, parameter_shapes, parameters_digest
 from marin_rl.types import SlotRef
 
 # Not what follows a word, a colon or another slash: those are URLs and fractions.
@@ -148,10 +148,16 @@ def checkpoint(root: str, run_id: str, round: int | None, promised: str | None =
     return Source(kind="disk", place=root, read=read)
 
 
-def read_folder(path: str, promised: str | None = None, served: Served | None = None) -> Loaded:
+def read_folder(
+    path: str,
+    promised: str | None = None,
+    served: Served | None = None,
+    begun: "Future[Weights] | None" = None,
+) -> Loaded:
     """Read and verify the weights of a Hugging Face folder, to replace the `served` ones if any.
 
-    `promised` is the parameters' digest that the caller expects, if any. Raises InputError for a
+    `promised` is the parameters' digest that the caller expects, if any. `begun` are its weights,
+    where they are being read already; its tokenizer is then the caller's. Raises InputError for a
     folder that is unfit, StalePolicy for one with other weights than promised.
     """
     try:
@@ -159,7 +165,11 @@ def read_folder(path: str, promised: str | None = None, served: Served | None = 
             _check_tokenizer(served.tokenizer, TokenizerIdentity.of(load_tokenizer(path)))
             # by its settings: no weights are read for a model that does not fit
             served.check_model(hf_template(path))
-        model = load_hf(path)
+        if begun is None:
+            model = load_hf(path)
+            digest = parameters_digest(model)
+        else:
+            model, digest = begun.result()
     # ours say what is wrong already; a lack of memory is no fault of the folder
     except (MarinRLError, MemoryError):
         raise
@@ -168,9 +178,9 @@ def read_folder(path: str, promised: str | None = None, served: Served | None = 
         raise InputError(
             f"cannot load {path}: {type(error).__name__} while reading it ({error}); copy it again"
         ) from error
-    parameters = {name: np.asarray(array) for name, array in named_parameters(model).items()}
-    digest = _verified(digest_of(parameters), parameters, (promised,))
-    return Loaded(model=model, parameters_digest=digest, bytes=_bytes_of(parameters))
+    _check_digest(digest, (promised,))  # its numbers were checked as they were read
+    size = _bytes_of(named_parameters(model))
+    return Loaded(model=model, parameters_digest=digest, bytes=size)
 
 
 def read_checkpoint(
@@ -188,7 +198,13 @@ def read_checkpoint(
 def read_slot(
     run: Run, ref: SlotRef, promised: str | None = None, served: Served | None = None
 ) -> Loaded:
-    """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does."""
+    """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does.
+
+    The trainer's modules are imported here, because a server of a folder starts sooner without.
+    """
+    from marin_rl.training.policy_source import dtype_of, read_policy, served_template
+    from marin_rl.training.state import identity_of, template_of
+
     try:
         identity = identity_of(run, ref)
     except KeyError as error:
@@ -209,7 +225,9 @@ def read_slot(
         served.check_model(served_template(identity, template, dtype))
     policy = read_policy(run, ref, template)
     promises = identity.parameters_digest, promised
-    digest = _verified(policy.digest, policy.trained, promises)
+    digest = policy.digest
+    _check_digest(digest, promises)
+    _check_finite(policy.trained)
     model = policy.served(template, dtype)
     return Loaded(
         model=model,
@@ -219,21 +237,21 @@ def read_slot(
     )
 
 
-def _verified(
-    digest: str, parameters: Mapping[str, np.ndarray], promises: Sequence[str | None]
-) -> str:
-    """Return the digest; raise unless it is the promised one and all numbers are finite."""
+def _check_digest(digest: str, promises: Sequence[str | None]) -> None:
+    """Raise StalePolicy unless parameters with this digest are the promised ones."""
     for promised in promises:
         if promised not in (None, digest):
             raise StalePolicy(
                 f"expected parameters with the digest {promised}, found {digest}: these are other "
                 "weights than promised, or they were damaged; copy them again, or ask for theirs"
             )
+
+
+def _check_finite(parameters: Mapping[str, np.ndarray]) -> None:
     for name, array in parameters.items():
         wrong = int(array.size - np.isfinite(array).sum())
         if wrong:
             raise InputError(f"parameter {name} has {wrong} values of {array.size} not finite")
-    return digest
 
 
 def _bytes_of(parameters: Mapping[str, Any]) -> int:

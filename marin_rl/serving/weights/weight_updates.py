@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
@@ -95,19 +96,24 @@ class WeightUpdater:
         self._engine, self._config, self._dtype = engine, config, dtype
         self._telemetry = telemetry
         check_positions(model, engine.context_length)
-        # all that is asked of the tokenizer is asked now: two threads must not use one
-        self._served = Served(
-            tokenizer=TokenizerIdentity.of(tokenizer),
-            spec=model.spec,
-            shapes=parameter_shapes(model),
-            positions=engine.context_length,
-        )
+        # what changes a tokenizer is asked of it now: two threads must not use one
         self._canary_ids = canary_ids(tokenizer)
+        self._tokenizer, self._spec, self._shapes = tokenizer, model.spec, parameter_shapes(model)
         self._update_lock = threading.Lock()
         # another lock: a swap in memory may end while an update from disk does
         self._stats_lock = threading.Lock()
         self.transfers = self.failures = 0
         self.last: Update | None = None
+
+    @cached_property
+    def _served(self) -> Served:
+        # on first use, for it takes half a second; all of it is only read
+        return Served(
+            tokenizer=TokenizerIdentity.of(self._tokenizer),
+            spec=self._spec,
+            shapes=self._shapes,
+            positions=self._engine.context_length,
+        )
 
     @property
     def busy(self) -> bool:
