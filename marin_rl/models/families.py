@@ -67,15 +67,10 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 _SIZES_GPT2 = ("vocab_size", "n_embd", "n_layer", "n_head")
 # Defaults of transformers' LlamaConfig, as far as they decide what is computed.
 LLAMA_DEFAULTS = {
-    "max_position_embeddings": 2048,
-    "intermediate_size": 11008,
-    "num_key_value_heads": None,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+    "max_position_embeddings": 2048, "intermediate_size": 11008, "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "initializer_range": 0.02,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
 # Settings whose other values compute what no family here does.
 _PLAIN = {
     "clip_qkv": None,
@@ -147,12 +142,10 @@ def described(tree: Mapping[str, Any], path: Path) -> Spec:
 
 
 def _settings(family: str, tree: dict[str, Any]) -> Any:
-    """Settings of a config.json, with transformers' defaults of those that it leaves out.
-
-    Its configuration classes take a second to import, which most folders do not need.
-    """
+    """Settings of a config.json, with transformers' defaults of those that it leaves out."""
     if family == "llama":
         return SimpleNamespace(**LLAMA_DEFAULTS | tree)
+    # Its configuration classes take a second to import, which most folders do not need.
     transformers = importlib.import_module("transformers")
     return transformers.CONFIG_MAPPING[family](**tree)
 

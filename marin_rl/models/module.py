@@ -93,10 +93,14 @@ class DecoderLayer(eqx.Module):
 
 
 class Layers(eqx.Module):
-    """All layers; `recomputed`: with activations computed again in the backward pass."""
+    """All layers; `recomputed`: with activations computed again in the backward pass.
+
+    `in_place`: read where they lie, for passes without gradients.
+    """
 
     stacked: DecoderLayer
     recomputed: bool = eqx.field(static=True, default=False)
+    in_place: bool = eqx.field(static=True, default=False)
 
 
 class Transformer(eqx.Module):

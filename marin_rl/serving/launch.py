@@ -54,7 +54,7 @@ from marin_rl.serving.weights.following import (
 from marin_rl.storage.fleet import FleetBoard
 from marin_rl.storage.runs import Run, checkpoint_at, latest_checkpoint
 from marin_rl.tokenizers import TokenizerIdentity, add_ends, template_ends, tokenizer_for
-from marin_rl.training.hf_weights import Weights, begin_reading
+from marin_rl.training.hf_weights import begin_reading
 from marin_rl.training.model import parameter_shapes
 from marin_rl.types import ServedPolicy, SlotRef
 
@@ -209,7 +209,7 @@ def serve_folder(
     *,
     adapters: Mapping[str, Path] = NO_ADAPTERS,
     report: Report | None = None,
-    begun: "Future[Weights] | None" = None,
+    begun: "Future[tuple[LanguageModel, str]] | None" = None,
 ) -> int:
     """Serve a Hugging Face folder with a configuration's engine and context length.
 

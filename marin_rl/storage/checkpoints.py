@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,9 +42,6 @@ from marin_rl.storage.tables.parquet import digest_of, load
 from marin_rl.storage.tables.tombstones import array_parts, pruned_parts
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Part
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 SCHEMA_VERSION = 1
 # Each is read whole to be hashed or uploaded, so this bounds the memory of a commit.
@@ -134,11 +131,9 @@ def restore_checkpoint(
     return tree
 
 
-def _handler() -> "ocp.PyTreeCheckpointHandler":
-    """Orbax handler for few, uncompressed files: its fastest layout once every file is synced.
-
-    Imported here: that takes half a second, and packed checkpoints do not need it.
-    """
+def _handler() -> Any:
+    """Orbax handler for few, uncompressed files: its fastest layout once every file is synced."""
+    # here, because that takes half a second, and packed checkpoints do not need it
     import orbax.checkpoint as ocp
 
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)

@@ -7,13 +7,12 @@ it imports the rest.
 
 import math
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +43,6 @@ _XIELU = re.compile(r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Weights(NamedTuple):
-    """A model that was read from a folder, and the digest of its parameters."""
-
-    model: LanguageModel
-    digest: str
-
-
 def hf_template(folder: str | Path) -> LanguageModel:
     """The module of `load_hf` with shapes in place of arrays; raises InputError as it does."""
     return model_of(described_folder(folder))
@@ -66,19 +58,17 @@ def read_weights(template: LanguageModel, folder: str | Path) -> LanguageModel:
     return with_parameters(template, _read_parameters(template, path, prefix))
 
 
-def begin_reading(folder: str | Path) -> "Future[Weights]":
-    """Read the weights of a folder in a thread, which ends with the process."""
-    weights: Future[Weights] = Future()
+def begin_reading(folder: str | Path) -> "Future[tuple[LanguageModel, str]]":
+    """Read a folder's model, and compute the digest of its parameters, in a thread."""
 
-    def read() -> None:
-        try:
-            model = read_weights(hf_template(folder), folder)
-            weights.set_result(Weights(model, parameters_digest(model)))
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            weights.set_exception(error)
+    def read() -> tuple[LanguageModel, str]:
+        model = read_weights(hf_template(folder), folder)
+        return model, parameters_digest(model)
 
-    threading.Thread(target=read, name="weights", daemon=True).start()
-    return weights
+    with_thread = ThreadPoolExecutor(1, "weights")
+    begun = with_thread.submit(read)
+    with_thread.shutdown(wait=False)  # once it has read
+    return begun
 
 
 def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[str, jax.Array]:

@@ -62,12 +62,10 @@ def states_before_last_mlp(
     prompts_BT: Int[Array, "B T"] | None,
     *,
     alone: bool = False,
-    in_place: bool = False,
 ) -> Float[Array, "B T E"]:
     """Activations up to where positions stop exchanging anything.
 
-    `alone`: every row is one sequence, followed by padding. `in_place`: many layers are read where
-    they lie, for passes without gradients, which would be added up over whole stacks of them.
+    `alone`: every row is one sequence, followed by padding.
     """
     spec = model.spec
     states = embedded(spec, token_ids_BT, model.embedding, positions_BT, model.positions)
@@ -84,7 +82,7 @@ def states_before_last_mlp(
     # Positions within a sequence and not within the row: a packed completion is rotated as it was
     # when it was sampled.
     turn = _turn(spec, positions_BT, shared=prompts_BT is not None)
-    states = _through_layers(model, states, attention, turn, in_place=in_place)
+    states = _through_layers(model, states, attention, turn)
     # Without the last MLP, which works on each token by itself: `_Tail` runs it on the mask only.
     last = last_layer(model)
     return _attended(spec, spec.kinds[-1], last, states, attention, turn)
@@ -166,9 +164,7 @@ def _attended(
     return after_attention(spec, linears, states, attended)
 
 
-def _through_layers(
-    model: LanguageModel, states: Array, attention: Attend, turn: Turn, *, in_place: bool
-) -> Array:
+def _through_layers(model: LanguageModel, states: Array, attention: Attend, turn: Turn) -> Array:
     """The states after all layers but the last, many of which run in a scan."""
     spec, layers, count = model.spec, model.layers, model.spec.layers - 1
     blocks = Blocks(layers)
@@ -187,7 +183,7 @@ def _through_layers(
     # What is left of the last period, or of the only one, runs layer by layer.
     scanned = count - count % spec.period
     if scanned:
-        states = _scanned(spec, blocks, scanned, states, run, kept, in_place=in_place)
+        states = _scanned(model, blocks, scanned, states, run, kept)
     for index in range(scanned, count):
         step = kept(partial(run, kind=spec.kinds[index]))
         states = step(states, blocks[index])
@@ -195,17 +191,15 @@ def _through_layers(
 
 
 def _scanned(
-    spec: Spec,
+    model: LanguageModel,
     blocks: Blocks,
     count: int,
     states: Array,
     run: Callable[[Array, DecoderLayer, LayerKind], Array],
     kept: Callable[[Any], Any],
-    *,
-    in_place: bool,
 ) -> Array:
     """The states after `count` layers, in a scan over periods: what is compiled is one of them."""
-    period = spec.period
+    spec, period = model.spec, model.spec.period
 
     def body(states: Array, own: tuple[Array, list[Array]]) -> tuple[Array, None]:
         first, arrays = own
@@ -219,7 +213,9 @@ def _scanned(
             states = kept(step)(states, [array[place] for array in arrays])
         return states, None
 
-    # Codes and scales are not among what the scan cuts: a layer reads its part by its index.
-    arrays = [] if in_place else blocks.arrays
+    # Codes and scales are not among what the scan cuts: a layer reads its part by its index. Of
+    # weights, whose gradients would then be added up over whole stacks, only without gradients.
+    in_place = model.layers.in_place
+    arrays = () if in_place else blocks.arrays
     cut = [array[:count].reshape(-1, period, *array.shape[1:]) for array in arrays]
     return jax.lax.scan(body, states, (jnp.arange(0, count, period), cut))[0]

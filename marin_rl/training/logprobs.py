@@ -30,6 +30,7 @@ from marin_rl.models.spec import Spec
 from marin_rl.training.attention import on_tpu
 from marin_rl.training.hidden_states import last_layer, states_before_last_mlp
 from marin_rl.training.losses import scores_of_logits
+from marin_rl.training.model import with_layers
 
 # A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
 TOKENS_PER_CHUNK = 256
@@ -75,7 +76,6 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     packing: Packing = ALONE,
-    in_place: bool = False,
 ) -> TokenScores:
     """Log-probability (nats) of each masked token given its predecessors, and the entropy there.
 
@@ -83,11 +83,10 @@ def token_logprobs(
     mask. A token sees itself and what precedes it in its own segment; with `shared_prompts`, a
     segment that begins at a position above 0 also sees the one that it continues, and its first
     token is predicted from that one's last. The mask must be False where a segment begins
-    otherwise, for nothing predicts a first token. `in_place` is for passes without gradients.
+    otherwise, for nothing predicts a first token.
     """
     rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
-    options: dict[str, Any] = {"packing": packing, "in_place": in_place}
-    return TokenScores(*_scored(model, rows, temperature=temperature, **options))
+    return TokenScores(*_scored(model, rows, temperature=temperature, packing=packing))
 
 
 def token_values(
@@ -123,7 +122,6 @@ def _scored(
     words: bool = True,
     temperature: float = 1.0,
     packing: Packing = ALONE,
-    in_place: bool = False,
 ) -> tuple[Array, ...]:
     """Score the masked tokens of rows (ids, segments, positions, mask).
 
@@ -142,7 +140,6 @@ def _scored(
         positions_BT,
         prompts_BT,
         alone=packing == ALONE,
-        in_place=in_place,
     )
     # The axes of the mesh that rows are spread over. One of size 1 spreads nothing: left out, the
     # program is the same as on a single device.
@@ -443,10 +440,9 @@ def sequence_logprobs(
 
 
 def compile_sequence_logprobs(
-    model: LanguageModel, prompt_tokens: int, sample_tokens: int, temperature: float
+    model: LanguageModel, prompt: Any, sample: Any, temperature: float
 ) -> None:
-    """Compile the program of `sequence_logprobs` for one sample; its first call finds it."""
-    prompt, sample = (np.zeros(size, np.int32) for size in (prompt_tokens, sample_tokens))
+    """Compile the program of `sequence_logprobs` for a sample of this length."""
     jitted: Any = sequence_scores
     jitted.lower(model, *_rows_of(prompt, [sample]), temperature).compile()
 
@@ -484,4 +480,5 @@ def sequence_scores(
     positions_BT = jnp.broadcast_to(positions, token_ids_BT.shape)
     ids_BT, segments_BT = jnp.asarray(token_ids_BT), jnp.asarray(segment_ids_BT)
     rows = ids_BT, segments_BT, positions_BT, jnp.asarray(mask_BT) > 0
-    return token_logprobs(model, *rows, temperature=temperature, in_place=True).logprobs
+    model = with_layers(model, in_place=True)
+    return token_logprobs(model, *rows, temperature=temperature).logprobs

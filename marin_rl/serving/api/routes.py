@@ -7,7 +7,7 @@ Starlette routes requests and FastAPI describes them, from the very models that 
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -30,9 +30,6 @@ from marin_rl.serving.api.service import Service
 from marin_rl.serving.http.auth import OPEN_PATHS
 from marin_rl.serving.http.errors import parse
 from marin_rl.serving.http.guard import read_body
-
-if TYPE_CHECKING:
-    from fastapi.routing import APIRoute
 
 # Before OpenAPI 3.2 the schema of a stream describes each of its events.
 EVENT = {
@@ -80,18 +77,16 @@ class ApiRoute(Route):
             **details,
         }
 
-    def as_fastapi(self) -> "APIRoute":
-        """Return the route as FastAPI describes it; it is never called.
-
-        FastAPI is imported here, because that takes half a second, and few ask for a description.
-        """
+    def as_fastapi(self) -> Any:
+        """Return the route as FastAPI describes it; it is never called."""
+        # here, because that takes half a second, and few ask for a description
         from fastapi import Security
         from fastapi.routing import APIRoute
         from fastapi.security import HTTPBearer
 
-        opened: dict[str, Any] = {"openapi_extra": {"security": []}}
-        closed: dict[str, Any] = {"dependencies": [Security(HTTPBearer(scheme_name="bearer"))]}
-        access = opened if self.path in OPEN_PATHS else closed
+        access: dict[str, Any] = {"dependencies": [Security(HTTPBearer(scheme_name="bearer"))]}
+        if self.path in OPEN_PATHS:
+            access = {"openapi_extra": {"security": []}}
 
         def endpoint() -> None: ...
 

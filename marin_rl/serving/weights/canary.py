@@ -41,11 +41,7 @@ from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint
 from marin_rl.storage.fleet import ProvenVersion, run_sha256
 from marin_rl.storage.runs import Run
-from marin_rl.training.logprobs import (
-    compile_sequence_logprobs,
-    rounded_up,
-    sequence_logprobs,
-)
+from marin_rl.training.logprobs import compile_sequence_logprobs, rounded_up, sequence_logprobs
 from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.types import Canary, Sampling, ServedPolicy
 
@@ -231,8 +227,8 @@ def rehearse(
         request = GenerationRequest(prompt_ids=prompt_ids, sampling=sampling, adapter=load)
         decoded = decoding.submit(request)
         # The trainer's program is compiled while the engine's are.
-        sizes = len(prompt_ids), REHEARSED_TOKENS
-        compile_sequence_logprobs(trained, *sizes, sampling.temperature)
+        any_ids = np.zeros(REHEARSED_TOKENS, np.int32)
+        compile_sequence_logprobs(trained, prompt_ids, any_ids, sampling.temperature)
         (sample,) = decoded.result(timeout=config.request_timeout_s).samples
     except TimeoutError:
         raise InferenceError(

@@ -26,7 +26,7 @@ from marin_rl.models.spec import Spec
 from marin_rl.storage.runs import Run, checkpoint_at, round_of
 from marin_rl.tokenizers import TokenizerIdentity, load_tokenizer, tokenizer_for
 from marin_rl.training.hf_folders import load_hf
-from marin_rl.training.hf_weights import Weights, hf_template
+from marin_rl.training.hf_weights import hf_template
 from marin_rl.training.model import named_parameters, parameter_shapes, parameters_digest
 from marin_rl.types import SlotRef
 
@@ -152,7 +152,7 @@ def read_folder(
     path: str,
     promised: str | None = None,
     served: Served | None = None,
-    begun: "Future[Weights] | None" = None,
+    begun: "Future[tuple[LanguageModel, str]] | None" = None,
 ) -> Loaded:
     """Read and verify the weights of a Hugging Face folder, to replace the `served` ones if any.
 
@@ -178,7 +178,7 @@ def read_folder(
         raise InputError(
             f"cannot load {path}: {type(error).__name__} while reading it ({error}); copy it again"
         ) from error
-    _check_digest(digest, (promised,))  # its numbers were checked as they were read
+    _verified(digest, {}, (promised,))  # its numbers were checked as they were read
     size = _bytes_of(named_parameters(model))
     return Loaded(model=model, parameters_digest=digest, bytes=size)
 
@@ -198,10 +198,8 @@ def read_checkpoint(
 def read_slot(
     run: Run, ref: SlotRef, promised: str | None = None, served: Served | None = None
 ) -> Loaded:
-    """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does.
-
-    The trainer's modules are imported here, because a server of a folder starts sooner without.
-    """
+    """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does."""
+    # here, because a server of a folder starts sooner without the trainer's modules
     from marin_rl.training.policy_source import dtype_of, read_policy, served_template
     from marin_rl.training.state import identity_of, template_of
 
@@ -225,9 +223,7 @@ def read_slot(
         served.check_model(served_template(identity, template, dtype))
     policy = read_policy(run, ref, template)
     promises = identity.parameters_digest, promised
-    digest = policy.digest
-    _check_digest(digest, promises)
-    _check_finite(policy.trained)
+    digest = _verified(policy.digest, policy.trained, promises)
     model = policy.served(template, dtype)
     return Loaded(
         model=model,
@@ -237,21 +233,21 @@ def read_slot(
     )
 
 
-def _check_digest(digest: str, promises: Sequence[str | None]) -> None:
-    """Raise StalePolicy unless parameters with this digest are the promised ones."""
+def _verified(
+    digest: str, parameters: Mapping[str, np.ndarray], promises: Sequence[str | None]
+) -> str:
+    """Return the digest; raise unless it is the promised one and all numbers are finite."""
     for promised in promises:
         if promised not in (None, digest):
             raise StalePolicy(
                 f"expected parameters with the digest {promised}, found {digest}: these are other "
                 "weights than promised, or they were damaged; copy them again, or ask for theirs"
             )
-
-
-def _check_finite(parameters: Mapping[str, np.ndarray]) -> None:
     for name, array in parameters.items():
         wrong = int(array.size - np.isfinite(array).sum())
         if wrong:
             raise InputError(f"parameter {name} has {wrong} values of {array.size} not finite")
+    return digest
 
 
 def _bytes_of(parameters: Mapping[str, Any]) -> int:
