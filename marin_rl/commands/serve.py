@@ -89,7 +89,6 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     compiling, ready (with url and model), draining, ended.
     """
     share_one_heap()
-    gc.disable()  # while modules are imported
     check_flags(
         run_name,
         model,
@@ -108,6 +107,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
         check_folder(model)
         start_worker()
     print_error(f"starting the server of {run_name or model}", style="")
+    gc.disable()
     with phase("importing JAX"):
         from marin_rl.training.hf_weights import begin_reading
 
