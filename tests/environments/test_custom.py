@@ -16,9 +16,9 @@ from marin_rl.errors import ConfigError, InputError
 from marin_rl.types import Message, RewardComponent, Turn
 
 PAGE = (Path(__file__).parents[2] / "docs/your-environment.md").read_text(encoding="utf-8")
-BLOCKS = dict(
-    re.findall(r"```\w+\n# (envs\.py|counting\.yaml|guess\.py|race\.py)\n(.*?)```", PAGE, re.DOTALL)
-)
+NAMES = r"envs\.py|counting\.yaml|guess\.py|further down in guess\.py"
+BLOCKS = dict(re.findall(rf"```\w+\n# ({NAMES})\n(.*?)```", PAGE, re.DOTALL))
+RACE = BLOCKS["guess.py"] + BLOCKS["further down in guess.py"]
 OTHERS = """
 from pydantic import BaseModel
 from marin_rl.config import EnvironmentConfig
@@ -194,8 +194,8 @@ def test_the_episodes_of_the_docs_answer_guesses(tmp_path: Path) -> None:
 
 
 def test_the_members_of_the_docs_are_compared_by_their_dialogues(tmp_path: Path) -> None:
-    (tmp_path / "race.py").write_text(BLOCKS["race.py"])
-    config = settings(tmp_path, "environment={name: race.py:Race}")
+    (tmp_path / "guess.py").write_text(RACE)
+    config = settings(tmp_path, "environment={name: guess.py:Race}")
     environment = environment_of(config)
     example = environment.example(5, 2, "train")
     answer = example.answer or ""

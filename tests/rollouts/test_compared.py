@@ -1,6 +1,7 @@
 """Rewards that compare the members of a group by their dialogues, played, replayed and rescored."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,21 +20,21 @@ PAGE = (Path(__file__).parents[2] / "docs/your-environment.md").read_text(encodi
 
 
 def configured(folder: Path, environment: str, groups: int) -> Config:
-    for name in ("race.py", "shop.py"):
-        text = PAGE.partition(f"# {name}\n")[2].partition("```")[0]
+    for name in ("guess.py", "shop.py"):
+        text = "".join(re.findall(rf"```python\n# [\w ]*{name}\n(.*?)```", PAGE, re.DOTALL))
         (folder / name).write_text(text)
     return tool_run(folder, yaml.safe_load(environment), groups, 3)
 
 
 def test_doctor_says_that_groups_are_compared(tmp_path: Path) -> None:
-    verdict = reward(configured(tmp_path, "{name: 'race.py:Race'}", 1)).splitlines()[0]
+    verdict = reward(configured(tmp_path, "{name: 'guess.py:Race'}", 1)).splitlines()[0]
     assert verdict == (
         "episodes of several turns: score_group compares the finished ones, and none is played here"
     )
 
 
 def test_members_of_an_environment_of_a_list_are_compared_and_played_again(tmp_path: Path) -> None:
-    config = configured(tmp_path, "[{name: echo}, {name: 'race.py:Race'}]", 2)
+    config = configured(tmp_path, "[{name: echo}, {name: 'guess.py:Race'}]", 2)
     race = next(e for e in examples_of(config, 0, 0) if e.environment == "Race")
 
     def script(messages: Sequence[Message], member: int) -> str:
