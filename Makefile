@@ -109,11 +109,6 @@ docs: install ## Write the generated pages of docs/ again
 	$(BIN)/marin-rl config reference > docs/configuration.md
 	$(BIN)/marin-rl config metrics > docs/metrics.md
 
-.PHONY: library-facts
-library-facts: install ## Try the environments of other libraries again, and write what docs/other-libraries.md says of them
-	rm -f docs/data/libraries.json
-	MARIN_RL_WRITE_FACTS=1 $(BIN)/python -m pytest -m slow tests/integrations tests/flows/test_atropos.py -k "package or verifiers_v1 or atropos"
-
 .PHONY: site
 site: install ## Build the documentation as a site: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f docs/site/mkdocs.yml

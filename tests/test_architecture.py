@@ -11,6 +11,7 @@ DATA_SIDE = (
     "marin_rl.storage.tables.rollouts",
     "marin_rl.storage.tables.batches",
     "marin_rl.storage.upkeep.audit",
+    "marin_rl.rollouts.evaluate",
     "marin_rl.rollouts.generate",
     "marin_rl.batching.build",
     "marin_rl.environments.base",
@@ -25,6 +26,15 @@ EVERYTHING = (
     "marin_rl.serving.weights.canary",
     "marin_rl.training.loop",
     "marin_rl.training.sft",
+)
+# Modules of environments of other libraries, and of what only they use.
+FOREIGN = (
+    "marin_rl.integrations.",
+    "marin_rl.rollouts.relay",
+    "websockets",
+    "zmq",
+    "verifiers",
+    "gymnasium",
 )
 HEAVY = ("jax", "levanter", "haliax", "orbax", "torch")
 
@@ -41,10 +51,19 @@ def python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_data_side_imports_nothing_of_accelerators():
-    lines = [*(f"import {module}" for module in DATA_SIDE), "import sys"]
-    lines.append(f"print([name for name in {HEAVY!r} if name in sys.modules])")
-    assert python("\n".join(lines)) == "[]"
+def test_the_data_side_imports_nothing_of_accelerators_or_integrations():
+    """Nor do its checks of an environment start a process."""
+    code = f"""
+import sys
+from marin_rl.config import Config
+from marin_rl.environments.checks import environment_of
+from marin_rl.environments.episode_pool import pools
+import {", ".join(DATA_SIDE)}
+environment_of(Config(run_id="r"))
+assert not pools
+print([name for name in sys.modules if name in {HEAVY!r} or name.startswith({FOREIGN!r})])
+"""
+    assert python(code) == "[]"
 
 
 def test_parquet_files_are_opened_in_storage_alone():
@@ -65,10 +84,9 @@ def test_importing_touches_no_device():
     assert python(f"{code}\nprint('imported')", JAX_PLATFORMS="nowhere", XLA_FLAGS="") == "imported"
 
 
-@pytest.mark.parametrize("module", ["marin_rl.cli", "marin_rl.display"])
-def test_commands_start_without_heavy_imports(module):
-    code = f"import {module}, sys; print([n for n in (*{HEAVY!r}, 'prefect') if n in sys.modules])"
-    assert python(code) == "[]"
+def test_commands_start_without_heavy_imports():
+    heavy = f"[n for n in (*{HEAVY!r}, 'prefect') if n in sys.modules]"
+    assert python(f"import marin_rl.cli, marin_rl.display, sys; print({heavy})") == "[]"
 
 
 @pytest.mark.slow

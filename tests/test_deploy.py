@@ -3,7 +3,6 @@
 No container is built here: images, volumes and networks are checked by their files alone.
 """
 
-import json
 import os
 import re
 import shlex
@@ -45,23 +44,6 @@ def test_the_image_runs_as_an_ordinary_user_and_copies_what_there_is() -> None:
     assert [name for name in copied_from_the_context() if not (TOP / name).exists()] == []
 
 
-def test_own_runs_are_remembered_on_a_volume_that_is_not_that_of_the_runs() -> None:
-    """Else a run is another person's to the container that comes after the one that began it."""
-    dockerfile = (DEPLOY / "Dockerfile").read_text()
-    (place,) = re.findall(r"\bXDG_STATE_HOME=(\S+)", dockerfile)
-    (volumes,) = re.findall(r"^VOLUME (.+)$", dockerfile, re.MULTILINE)
-    assert place in json.loads(volumes)
-    made = re.search(r"mkdir (.+?) \\\n +&& chown marin (.+)\n", dockerfile)
-    assert made is not None
-    assert all(place in folders.split() for folders in made.groups())
-    mounts = dict(mount.split(":") for mount in COMPOSE["x-marin"]["volumes"])
-    assert mounts["state"] == place
-    assert mounts["runs"] == "/runs"
-    for name in ("worker", "engine"):
-        (container,) = pods()[name]["containers"]
-        assert {"name": "state", "mountPath": place} in container["volumeMounts"]
-
-
 def copied_from_the_context() -> list[str]:
     """Names of the files and folders that the Dockerfile takes from this checkout."""
     names: list[str] = []
@@ -70,12 +52,6 @@ def copied_from_the_context() -> list[str]:
             *sources, _ = [word for word in line.split()[1:] if not word.startswith("--")]
             names += sources
     return names
-
-
-def test_the_builder_is_sent_what_it_copies_and_nothing_else() -> None:
-    lines = (TOP / ".dockerignore").read_text().splitlines()
-    assert "*" in lines
-    assert {line[1:] for line in lines if line.startswith("!")} == set(copied_from_the_context())
 
 
 def test_the_library_begins_without_git(tmp_path: Path) -> None:
@@ -90,20 +66,6 @@ def test_the_library_begins_without_git(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
-
-
-def test_the_services_are_a_server_a_database_a_worker_and_a_fleet() -> None:
-    services = COMPOSE["services"]
-    assert set(services) == {"database", "prefect", "deployments", "worker", "engine"}
-    assert COMPOSE["volumes"].keys() == {"runs", "cache", "state", "database"}
-    assert "engine" in services
-    for name in ("database", "prefect", "engine"):
-        assert services[name]["healthcheck"]["test"], name
-    for name, service in services.items():
-        for needed in service.get("depends_on", {}):
-            assert needed in services, f"{name} depends on {needed}"
-    assert (TOP / COMPOSE["x-marin"]["build"]["dockerfile"]).is_file()
-    assert "127.0.0.1:4200:4200" in services["prefect"]["ports"], "reachable from here alone"
 
 
 def test_pods_are_ordinary_users_and_their_probes_are_routes_of_the_server() -> None:

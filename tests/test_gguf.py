@@ -92,7 +92,7 @@ def test_a_model_comes_in_as_it_is(case: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("case", others_slow(LOGITS, "llama-3.1-8b", "gemma-2-2b"))
+@pytest.mark.parametrize("case", others_slow(LOGITS, "llama-3.1-8b"))
 def test_an_imported_model_has_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
     chat = {"keys": {"tokenizer.chat_template": CHAT_TEMPLATE}}
     import_gguf(written(tmp_path / "m.gguf", case, **chat), tmp_path / "m", "float32")

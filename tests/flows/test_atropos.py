@@ -20,7 +20,6 @@ import httpx
 import pytest
 from support.flow_runs import DEBUG, REPOSITORY
 from support.libraries import interpreter_with
-from support.library_facts import note
 
 from marin_rl.config import load_config
 from marin_rl.storage.runs import Run, shard_key
@@ -240,9 +239,6 @@ def test_groups_of_atropos_survive_kills_of_every_process(api: str, setting: Set
         assert four.running["run"].returncode == 0, four.said()
     counts = checked(Run.create_or_open(load_config(DEBUG, setting.settings)), setting.journal)
     assert set(counts["acknowledged"]) <= set(counts["committed"])
-    # groups come scored, and with the ids that are committed
-    seen = ("runs", "group rewards", "exact ids")
-    note("atropos", *seen, python=setting.python, package="atroposlib")
 
 
 @pytest.mark.slow

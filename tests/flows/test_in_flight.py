@@ -211,15 +211,6 @@ def assert_logprobs(rollout: Rollout, models: Mapping[int, Loaded]) -> None:
         assert gap < 1e-4
 
 
-def test_weights_that_go_back_are_refused(
-    served: tuple[Run, RunRuntime, ServedPolicy],
-) -> None:
-    run, runtime, _ = served
-    later = runtime.serve(checkpoint(run, 1))
-    with pytest.raises(StalePolicy, match="expected tokens of version 1 or later, found some of 0"):
-        sampled_over(run, runtime, later, CHUNK + 1, 0)
-
-
 @contextmanager
 def server_of(run: Run) -> Iterator[PolicyServer]:
     """A server of checkpoint 0, as `marin-rl serve RUN`."""
@@ -428,19 +419,3 @@ class Unproven:
     def serve(self, ref: SlotRef) -> None:
         with pytest.raises(StalePolicy, match="does not sample from"):
             self._runtime.serve(ref)
-
-
-def test_a_round_of_one_policy_is_sampled_by_the_same_route(api: str, tmp_path: Path) -> None:
-    with vllm_of(debug(tmp_path)) as vllm:
-        config = debug(
-            tmp_path,
-            "rounds=2",
-            "policy.init=random",
-            f"inference.endpoints={vllm.url}",
-            "inference.publish=vllm_reload",
-            "inference.route=vllm_generate",
-        )
-        start(config)
-        assert vllm.label.startswith("00002-")  # the last one is evaluated
-    rows = read_metrics(Run.open(config.root, config.run_id)).to_pylist()
-    assert max(row["sampling/logp_difference/max"] for row in rows[:2]) < 1e-4

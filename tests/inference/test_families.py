@@ -1,25 +1,17 @@
-"""Every family of the engine: against Hugging Face's own numbers, in bfloat16, and what is refused.
+"""Families of the engine in bfloat16, next to the trainer's own forward and to float32.
 
-tests/golden/hf-greedy.json is written by tests/golden/make_hf_golden.py with transformers.
+tests/models/ compares families with transformers.
 """
 
-import json
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import others_slow
 from support.hf_models import (
     CONTEXT,
-    PARTICULARS,
-    config_of,
-    digest_of,
-    tensors_of,
-    write_checkpoint,
 )
 from support.models import full_logits, tiny_model
 
@@ -27,15 +19,11 @@ from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest, Sample
 from marin_rl.models.module import LanguageModel
-from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.hf_folders import load_hf
 from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.types import Sampling
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-GOLDEN = Path(__file__).parents[1] / "golden/hf-greedy.json"
 
 
 def engine_of(model: LanguageModel, dtype: Any = jnp.float32) -> Engine:
@@ -66,52 +54,6 @@ def scored(model: LanguageModel, token_ids: np.ndarray, dtype: Any = jnp.float32
 @jax.jit
 def _trainer(model: LanguageModel, *arrays: jax.Array) -> jax.Array:
     return token_logprobs(model, *arrays).logprobs
-
-
-def ids_of(tokens: list[int]) -> np.ndarray:
-    return np.asarray(tokens, np.int32)
-
-
-# ---------------------------------------------------------------- Hugging Face
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint of the golden file: what transformers said, and the model as we load it."""
-
-    golden: dict[str, Any]
-    model: LanguageModel
-
-
-@pytest.fixture(scope="module", params=others_slow(PARTICULARS, "llama-gqa"))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory) -> Checkpoint:
-    golden = json.loads(GOLDEN.read_text())["checkpoints"][request.param]
-    assert golden["config"] == config_of(request.param), "run make_hf_golden.py again"
-    assert golden["digest"] == digest_of(tensors_of(request.param, golden["seed"]))
-    folder = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(folder, request.param, golden["seed"])
-    character_tokenizer().save_pretrained(str(folder))
-    return Checkpoint(golden, load_hf(folder))
-
-
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(checkpoint):
-    cases = checkpoint.golden["greedy"]
-    assert min(len(case["tokens"]) for case in cases) >= 48
-    assert {len(case["prompt"]) for case in cases} >= {1, 2}
-    with closing(engine_of(checkpoint.model)) as engine:
-        samples = completed(engine, [ids_of(c["prompt"]) for c in cases], len(cases[0]["tokens"]))
-    for case, sample in zip(cases, samples, strict=True):
-        assert sample.token_ids.tolist() == case["tokens"]
-        np.testing.assert_allclose(sample.logprobs, case["logprobs"], atol=1e-4, rtol=0)
-
-
-def test_given_tokens_score_as_in_transformers(checkpoint):
-    given = checkpoint.golden["given"]
-    tokens = ids_of(given["tokens"])
-    np.testing.assert_allclose(
-        scored(checkpoint.model, tokens), given["logprobs"], atol=1e-4, rtol=0
-    )
-    last = full_logits(checkpoint.model, tokens)[-1]
-    np.testing.assert_allclose(last, given["last_logits"], atol=1e-4, rtol=0)
 
 
 # ---------------------------------------------------------------- bfloat16

@@ -1,4 +1,4 @@
-"""Facts that are listed of environments, and that a run without integrations imports none."""
+"""Environments that score groups say so, and a run without integrations imports none."""
 
 import re
 import shutil
@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.library_facts import COLUMNS, read_facts
 
 from marin_rl.environments import registry
 from marin_rl.environments.base_environment import BaseEnvironment
-from marin_rl.environments.registry import described_environments
 
 TOP = Path(__file__).parents[2]
 # Modules of environments of other libraries, and of what only they use.
@@ -30,68 +28,16 @@ FILES = {
     if path.stem not in ("__init__", "__pycache__", "host", "verl_files")
     and not path.stem.endswith(("_host", "_session"))
 }
-# Names in the page's table, and those of environments and in the file of facts.
-NAMES = {
-    "gymnasium": "gymnasium", "TextArena": "textarena", "verifiers": "verifiers",
-    "verifiers v1": "verifiers_v1", "OpenEnv": "openenv", "NeMo Gym": "nemo_gym",
-}  # fmt: skip
-GROUP_REWARDS = frozenset({"chat", "judge", "verifiers"})
-OTHERS = {"TRL": "trl", "atropos": "atropos", "verl": "verl"}
+# Of some environments, those that score groups first.
+GROUP_REWARDS = ("chat", "judge", "verifiers")
+NAMES = (*GROUP_REWARDS, "gymnasium", "textarena", "verifiers_v1", "openenv", "nemo_gym")
 
 
-@pytest.mark.parametrize("name", sorted({*GROUP_REWARDS, *NAMES.values()}))
+@pytest.mark.parametrize("name", NAMES)
 def test_environments_that_score_groups_say_so(name: str) -> None:
     made = registry._factory(name)
     scores_groups = getattr(made, "score_group", None) is not BaseEnvironment.score_group
     assert scores_groups == (name in GROUP_REWARDS)
-
-
-def rows() -> dict[str, list[str]]:
-    """Cells of the page's table of libraries, by the library's name."""
-    page = (TOP / "docs/other-libraries.md").read_text(encoding="utf-8")
-    table = page[page.index("| library | tried") :].partition("\n\n")[0].splitlines()[2:]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    found = {}
-    for cells in lines:
-        match = re.match(r"\[([^\]]+)\]", cells[0])
-        assert match is not None, cells
-        found[match[1]] = cells[1:]
-    return found
-
-
-def test_the_table_of_libraries_says_what_the_tests_have_seen() -> None:
-    facts, table = read_facts(), rows()
-    names = {**NAMES, **OTHERS}
-    assert table.keys() == names.keys()
-    assert facts.keys() == set(names.values())
-    for library, name in names.items():
-        seen = [facts[name].get(column, "no") for column in COLUMNS]
-        assert table[library] == seen, f"{library}: the page differs from docs/data/libraries.json"
-
-
-def test_listed_abilities_were_seen_by_tests() -> None:
-    facts, listed = read_facts(), {entry.name: entry for entry in described_environments()}
-    for name in NAMES.values():
-        assert (facts[name]["turns"] == "yes") == (listed[name].turns == "several"), name
-        assert ("group rewards" in facts[name]) <= (name in GROUP_REWARDS), name
-        assert ("tools" in facts[name]) <= (listed[name].tools == "yes"), name
-
-
-def test_a_run_without_them_imports_and_starts_nothing_of_them() -> None:
-    script = f"""
-import sys
-from marin_rl.config import Config
-from marin_rl.environments.checks import environment_of
-from marin_rl.environments.episode_pool import pools
-import marin_rl.rollouts.evaluate, marin_rl.rollouts.generate, marin_rl.storage.upkeep.audit
-environment_of(Config(run_id="r"))
-assert not pools
-print([name for name in sys.modules if name.startswith({FOREIGN!r})])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.slow
@@ -146,7 +92,6 @@ def test_an_integration_that_was_deleted_is_not_listed_and_breaks_nothing(tmp_pa
     script = """
 from marin_rl.config import Config
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.registry import described_environments
 from marin_rl.errors import ConfigError
 from marin_rl.integrations import integration
 print(sorted(entry.name for entry in described_environments()))

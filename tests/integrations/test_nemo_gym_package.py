@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from integrations.test_nemo_gym import configuration
 from support.libraries import interpreter_with, site_packages
-from support.library_facts import note, seen_in
 from support.scripted_policies import call, record
 
 from marin_rl import run, scan_rollouts
@@ -111,5 +110,3 @@ def test_its_own_rows_are_played_scored_and_trained_on(
     print(
         f"nemo_gym: rewards {rollouts['reward'].to_list()}, {rollouts['finish_reason'].to_list()}"
     )
-    seen = seen_in(groups)
-    note("nemo_gym", "runs", "replayable", *seen, python=python, package="nemo-gym")

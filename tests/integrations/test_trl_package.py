@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.libraries import interpreter_with, site_packages
-from support.library_facts import note, seen_in
 from support.library_runs import configuration
 from support.scripted_policies import call, record
 
@@ -111,8 +110,6 @@ def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
         del tool["function"]["return"]  # templates of models show it to no model
     assert seen["tools"] == shop_tools()
     assert len(seen["tools"]) == 2
-    # its functions get all completions of a group in one call
-    note("trl", "group rewards", *seen_in(groups), python=python, package="trl")
 
 
 def test_a_round_is_trained_on_its_reward_functions(
@@ -124,7 +121,6 @@ def test_a_round_is_trained_on_its_reward_functions(
     assert trained.metrics["completions/mean_length"] > 0
     rollouts = scan_rollouts(config.root).collect()
     assert rollouts["reward"].to_list() == [0.0] * 6
-    note("trl", "runs")
 
 
 def test_a_class_of_tools_plays_episodes(tmp_path: Path) -> None:
@@ -143,7 +139,6 @@ def test_a_class_of_tools_plays_episodes(tmp_path: Path) -> None:
         assert [turn.content for turn in group.rollouts[0].turns if turn.role == "tool"] == [
             "spent 2"
         ]
-    note("trl", "replayable", *seen_in(groups))
 
 
 def shop_tools() -> list[Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.libraries import interpreter_with, site_packages
-from support.library_facts import note
 from support.library_runs import configuration
 
 from marin_rl import run, scan_rollouts
@@ -226,7 +225,6 @@ def test_a_round_is_trained_on_rollouts_of_an_environment_server(
     stored = Run.open(config.root, config.run_id)
     assert all(audit.balanced for audit in audit_run(stored))
     print(f"verifiers v1: rewards {rollouts['reward'].to_list()}")
-    note("verifiers_v1", "runs", "turns", "exact ids", python=python, package="verifiers")
 
 
 def test_a_server_of_another_protocol_version_is_named(

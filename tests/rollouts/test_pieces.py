@@ -2,21 +2,15 @@
 
 import asyncio
 import random
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support.cases import others_slow, printed_seed
 from support.fake_stores import Fault, fake_gcs, fake_s3
-from support.fakes import TALKS, FakePolicyServer, served_policy
+from support.fakes import FakePolicyServer, served_policy
 from support.fault_injection import inject_faults
 from support.faults import CrashStates, Recording
 
@@ -24,7 +18,6 @@ from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import EndpointUnavailable
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.rollouts.trajectories import turn_seed
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.tables.rollouts import decode_shard
@@ -41,15 +34,6 @@ TIMES = [
     "attempt", "replica", "worker", "started_at", "finished_at", "queue_s", "prefill_s", "decode_s",
     "start_s",
 ]  # fmt: skip
-CHILD = """
-import asyncio, json, sys
-from marin_rl.rollouts.generate import generate_shard
-from marin_rl.storage.runs import Run
-sys.path.insert(0, {tests!r})
-from rollouts.test_pieces import ROUND, in_dialogues, policy_at
-config = in_dialogues({root!r})
-asyncio.run(generate_shard(Run.create_or_open(config), ROUND, 0, policy_at({url!r})))
-"""
 
 
 def configured(root: str | Path, *items: str) -> Config:
@@ -256,69 +240,3 @@ def test_every_crash_state_keeps_its_finished_groups(
         generate(run, server)
         assert len(server.requests) == (0 if committed else GROUPS - finished), f"state {index}"
         assert rows(run) == plain, f"state {index}"
-
-
-DIALOGUES = (
-    TALKS
-    + """
-        again = (Message(role="user", content=f"again {self.turns}"),)
-        return StepResult(messages=again, done=self.turns == 3)
-"""
-)
-
-
-def in_dialogues(root: str | Path, *items: str) -> Config:
-    """A run of one group of dialogues of three turns."""
-    tree = configured(root).model_dump(mode="json")
-    tree |= {"environment": {"name": "talks.py:Talks"}}
-    tree["rollouts"] |= {"groups_per_round": 1}
-    tree["policy"] |= {"context_length": 4096}
-    tree["batching"] |= {"length_buckets": [4096]}
-    folder = Path(root).parent
-    (folder / "talks.py").write_text(DIALOGUES)
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    return load_config(str(folder / "run.yaml"), items)
-
-
-def members_of(run: Run) -> int:
-    """Number of members that are durable."""
-    return sum(decode_shard(run.store.read(key)).num_rows for key in pieces(run))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_kill_within_a_group_costs_its_members_in_flight(
-    tmp_path: Path, server: FakePolicyServer
-) -> None:
-    """SIGKILL while one member waits for its second turn, and the others have ended."""
-    folders = [tmp_path / name for name in ("plain", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    undisturbed, killed = (folder / "runs" for folder in folders)
-    plain = Run.create_or_open(in_dialogues(undisturbed, "rollouts.commit_groups=null"))
-    generate(plain, server)
-    (last,) = (row["sampling"]["seed"] for row in rows(plain) if row["index_in_group"] == SIZE - 1)
-    server.requests.clear()
-    release = threading.Event()
-
-    def hold(body: Any) -> None:
-        if body["seed"] == turn_seed(last, 1):
-            release.wait()
-
-    server.fault = hold
-    run = Run.create_or_open(in_dialogues(killed))
-    tests = str(Path(__file__).parents[1])
-    script = CHILD.format(tests=tests, root=str(killed), url=server.url)
-    child = subprocess.Popen([sys.executable, "-c", script])
-    try:
-        while members_of(run) < SIZE - 1 and child.poll() is None:
-            time.sleep(0.1)
-    finally:
-        child.kill()
-        release.set()
-    assert child.wait() == -signal.SIGKILL
-    server.fault = lambda _: None
-    server.requests.clear()
-    generate(run, server)
-    assert [body["seed"] for body in server.requests] == [turn_seed(last, n) for n in range(3)]
-    assert rows(run) == rows(plain)

@@ -70,7 +70,7 @@ def samples(draw: st.DrawFn) -> tuple[str, list[int], list[int], tuple[str, ...]
     return name, ids, cuts, stop
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(samples())
 def test_the_pieces_put_together_are_the_whole(
     sample: tuple[str, list[int], list[int], tuple[str, ...]],

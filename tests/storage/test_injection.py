@@ -11,23 +11,19 @@ from types import SimpleNamespace
 import pytest
 from support.fault_injection import (
     DELAY_S,
-    FaultyStore,
     Operations,
     inject_faults,
     parse,
 )
-from support.faults import NamedOperations
 
 from marin_rl.errors import StoreUnavailable
 from marin_rl.storage.stores import filesystem
 from marin_rl.storage.stores.filesystem import (
-    MemoryStore,
     ObjectStore,
     PutOutcome,
     open_store,
     probe,
 )
-from marin_rl.storage.stores.local import LocalStore
 
 CREATED, EXISTS, UNKNOWN = PutOutcome.CREATED, PutOutcome.EXISTS, PutOutcome.UNKNOWN
 
@@ -46,13 +42,6 @@ def faulty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opened]:
             return open_store(where if request.param == "local" else f"memory:/{where}")
 
         yield opened
-
-
-def test_no_store_is_faulty_unless_asked_for(tmp_path: Path) -> None:
-    with inject_faults(Operations(parse("fail:1"))):
-        assert isinstance(open_store(str(tmp_path)), FaultyStore)
-    assert isinstance(open_store(str(tmp_path)), LocalStore)
-    assert isinstance(open_store("memory://x"), MemoryStore)
 
 
 @pytest.mark.parametrize(
@@ -93,15 +82,6 @@ def test_a_late_create_arrives_after_its_caller_stopped_waiting(faulty: Opened) 
     assert store.read("slot") == b"second"
 
 
-@pytest.mark.parametrize("kind", ["fail", "lose-reply", "late"])
-def test_other_operations_get_no_answer(faulty: Opened, kind: str) -> None:
-    store = faulty(kind).at("run")
-    store.put_part("a", b"a")
-    with pytest.raises(StoreUnavailable, match=r"run/a: no answer, for a fault"):
-        store.read("a")
-    assert store.read("a") == b"a"
-
-
 def test_a_probe_is_not_fooled_by_its_own_create_sent_twice(faulty: Opened) -> None:
     store = faulty("duplicate")
     store.put_part("a", b"a")
@@ -124,30 +104,6 @@ def test_a_probe_without_an_answer_is_made_again(
     store.put_part("b", b"b")
     probe(store)
     assert [name for name in store.children() if not name.startswith(".")] == ["a", "b"]
-
-
-def test_operations_of_all_stores_are_counted(tmp_path: Path) -> None:
-    told = []
-
-    class Told(Operations):
-        def next(self, name: str, url: str) -> str | None:
-            told.append((name, url))
-            return super().next(name, url)
-
-    with inject_faults(Told()) as operations:
-        store = open_store(str(tmp_path))
-    inside = store.at("run")
-    inside.put_part("x/a", b"a")
-    inside.put_if_absent("x/b", b"b")
-    assert store.list() == ["run/x/a", "run/x/b"]
-    assert inside.children("x") == ["a", "b"]
-    assert inside.size("x/a") == 1
-    inside.delete("x/a")
-    assert inside.local_path("x/b") is not None
-    names = ["write", "create", "list", "children", "size", "delete", "path"]
-    assert [name for name, _ in told] == names
-    assert operations.count == len(told)
-    assert told[0][1] == inside.url_of("x/a")
 
 
 CREATE = """
@@ -185,22 +141,3 @@ def test_a_kill_leaves_what_a_real_one_would(fault: str, left: dict, tmp_path: P
     assert all(
         any(p.match(name) and found[p] == size for p in found) for name, size in left.items()
     )
-
-
-def test_operations_are_known_by_what_they_are_asked_for(tmp_path: Path) -> None:
-    """Another attempt's names, in another run, with a fault that is met at a retry."""
-    seen = []
-    for attempt in ("20261121T231145-1c4fd9803ee54856", "20261122T000000-5b608889f75334c8"):
-        root = tmp_path / attempt
-        met = tmp_path / f"{attempt}.met"
-        operations = NamedOperations(str(root), {"write run/a/*/x #2": "fail"}, met)
-        with inject_faults(operations):
-            store = open_store(str(root)).at("run")
-        store.put_part(f"a/{attempt}/x", b"x")
-        with pytest.raises(StoreUnavailable):
-            store.put_part(f"a/{attempt}/x", b"x")
-        store.put_part(f"a/{attempt}/x", b"x")
-        assert met.read_text() == "write run/a/*/x #2\n"
-        assert operations.names.waiting == {}
-        seen.append(operations.names.seen)
-    assert seen[0] == seen[1] == [f"write run/a/*/x #{n}" for n in (1, 2, 3)]

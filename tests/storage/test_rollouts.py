@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.run_factories import (
     CHECKPOINT,
@@ -105,7 +105,6 @@ GROUPS = st.lists(
 )
 
 
-@settings(max_examples=30)
 @given(GROUPS)
 def test_nothing_is_lost_on_the_way_to_disk_and_back(drawn: list[list[dict[str, Any]]]) -> None:
     groups = [
@@ -206,7 +205,6 @@ def test_identity_is_in_the_footer() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(0, 7))
 def test_a_flipped_bit_is_never_read_as_if_nothing_had_happened(place: int, bit: int) -> None:
     data = bytearray(_encoded([group("g", [1.0, 0.0], completion=range(40))]))

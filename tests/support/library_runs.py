@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
-from support.library_facts import note, seen_in
 from support.scripted_policies import Script, record, write_tokenizer
 from support.templates import QWEN
 
 from marin_rl import run, scan_rollouts
 from marin_rl.config import Config, load_config
 from marin_rl.rollouts.replay import replay_rollouts
-from marin_rl.types import Message, RolloutGroup
+from marin_rl.types import Message, Rollout, RolloutGroup
 
 
 def configuration(tmp_path: Path, python: Path | None, name: str, **options: Any) -> Config:
@@ -59,10 +59,18 @@ def played(config: Config, script: Script) -> list[RolloutGroup]:
     replays = replay_rollouts(recorded, 0)
     assert replays.equal, replays
     assert len(replays.episodes) == 6
-    name, options = config.environment.name, config.environment.options
-    note(name, "replayable", *seen_in(groups))
-    note(name, *(["group rewards"] if options.get("group_rewards") else []))
+    assert all(has_sampled_ids(r) for group in groups for r in group.rollouts if len(r.token_ids))
     return groups
+
+
+def has_sampled_ids(rollout: Rollout) -> bool:
+    """True where what is trained on are the ids and logprobs (-1, a script's) of its own turns."""
+    spans = np.zeros(len(rollout.token_ids), np.int32)
+    for turn in rollout.turns:
+        if turn.role == "assistant":
+            spans[turn.start : turn.end] = 1
+    logprobs = rollout.logprobs[spans == 1]
+    return np.array_equal(spans, rollout.loss_mask) and bool(np.all(logprobs == -1.0))
 
 
 def following(*ways: str) -> Script:
@@ -94,6 +102,4 @@ def trained(python: Path, package: str, config: Config) -> list[str]:
     assert set(rollouts["environment"]) == {config.environment.name}
     ends = rollouts["finish_reason"].to_list()
     print(f"{package}: rewards {rollouts['reward'].to_list()}, {Counter(ends)}")
-    if not FAILED & set(ends):
-        note(config.environment.name, "runs", python=python, package=package)
     return ends

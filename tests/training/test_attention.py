@@ -1,5 +1,7 @@
 """Attention over blocks that are seen, against a softmax over everything with the rest masked."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,9 +44,10 @@ def positions_of(segments, prompts):
     return positions
 
 
-def dense(query, keys, values, segments, prompts, window=None, cap=None):
+def dense(query, keys, values, rows, window=None, cap=None):
     """The same by the definition, over every pair of positions."""
-    index, positions = np.arange(segments.shape[1]), positions_of(segments, prompts)
+    segments, prompts, positions = rows
+    index = np.arange(segments.shape[1])
     others = segments[:, None, :]
     seen = (segments[..., None] == others) | (prompts[..., None] == others)
     seen &= (others > 0) & (index[:, None] >= index)
@@ -58,14 +61,22 @@ def dense(query, keys, values, segments, prompts, window=None, cap=None):
     return jnp.einsum("bkgts,bskh->btkgh", weights, values)
 
 
-def gradients(attended):
-    """Gradients of a random combination of what is attended to, and all of that."""
+@cache
+def gradients(attended, limits, block):
+    """Gradients of a random combination of what is attended to, and all of that.
 
-    def combined(query, keys, values, weights):
-        found = attended(query, keys, values)
+    `block` is read while it is traced.
+    """
+
+    def combined(query, keys, values, weights, *rows):
+        found = attended(query, keys, values, rows, *limits)
         return jnp.sum(found * weights), found
 
     return jax.jit(jax.grad(combined, argnums=(0, 1, 2), has_aux=True))
+
+
+def ours(query, keys, values, rows, *limits):
+    return attend(query, keys, values, sight_of(*rows), *limits)
 
 
 @pytest.mark.parametrize(
@@ -79,18 +90,11 @@ def test_values_and_gradients_are_those_of_the_whole_softmax(length, block, limi
     segments, prompts = rows_of(rng, length)
     query, weights = rng.standard_normal((2, 2, length, HEADS, GROUP, SIZE)).astype(np.float32)
     keys, values = rng.standard_normal((2, 2, length, HEADS, SIZE)).astype(np.float32)
-    rows = [jnp.asarray(each) for each in (segments, prompts, positions_of(segments, prompts))]
-
-    def ours(*arrays):
-        return attend(*arrays, sight_of(*rows), *limits)
-
-    def theirs(*arrays):
-        return dense(*arrays, segments, prompts, *limits)
-
+    given = (query, keys, values, weights, segments, prompts, positions_of(segments, prompts))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "POSITIONS_PER_BLOCK", block)  # read while it is traced
-        by_ours, found = gradients(ours)(query, keys, values, weights)
-    by_theirs, expected = gradients(theirs)(query, keys, values, weights)
+        patch.setattr(attention, "POSITIONS_PER_BLOCK", block)
+        by_ours, found = gradients(ours, limits, block)(*given)
+    by_theirs, expected = gradients(dense, limits, block)(*given)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     for mine, other in zip(by_ours, by_theirs, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
@@ -132,7 +136,7 @@ def test_attention_of_a_gpu_sees_the_same_pairs():
     found = attention.attend_fused(
         jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), pairs, None, "xla"
     )
-    expected = dense(query, keys, values, segments, prompts)
+    expected = dense(query, keys, values, (segments, prompts, None))
     inside = segments > 0  # padding gets some finite mean
     np.testing.assert_allclose(np.asarray(found)[inside], np.asarray(expected)[inside], atol=2e-5)
     assert np.isfinite(np.asarray(found)).all()
