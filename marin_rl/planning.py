@@ -2,8 +2,8 @@
 
 Used by `marin-rl run --dry-run`, by the checks before a run, and where a folder is served without a
 configured context length. Token counts are upper bounds (every prompt and completion at its limit);
-bytes per token are those measured on committed shards and batches (docs/on-disk-format.md). Bytes
-of memory are those of one device.
+bytes per token are those measured on committed shards and batches. Bytes of memory are those of one
+device.
 Reads a Hugging Face `config.json` for the parameter count when the folder is here; loads no model.
 """
 
