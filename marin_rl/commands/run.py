@@ -261,7 +261,7 @@ def checkpoints_kept(config: Config, plan: "Plan") -> str:
     written = f"{size(plan.checkpoint_written_bytes)} are written in all"
     if config.retention.checkpoints_last is None:
         each = size(plan.checkpoint_bytes or 0)
-        several = f"all {plan.checkpoints_kept:,} of {each} are kept"
+        several = f"all {plan.checkpoints_kept:,} of at most {each} are kept"
         remedy = "retention.checkpoints_last keeps fewer"
         return f"{size(plan.checkpoint_disk_bytes)}: {several} ({remedy})"
     kept = f"of at most {plan.checkpoints_kept:,} checkpoints"

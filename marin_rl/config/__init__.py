@@ -35,6 +35,7 @@ from marin_rl.config.loading import (
 )
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
+    CheckpointsConfig,
     EvaluationConfig,
     FlowConfig,
     RetentionConfig,
@@ -93,10 +94,10 @@ from marin_rl.config.training import (
 
 __all__ = [
     "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "WITHDRAWN", "WITHDRAWN_CONTENT",
-    "AsynchronyConfig", "BatchingConfig", "CodeName", "Config", "Count", "CriticConfig",
-    "EngineConfig", "EntrySampling", "EnvironmentConfig", "EvaluationConfig", "FiltersConfig",
-    "FlowConfig", "InferenceConfig", "LearnedRewardConfig", "LoraConfig", "MeshConfig",
-    "MixtureEntry", "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides",
+    "AsynchronyConfig", "BatchingConfig", "CheckpointsConfig", "CodeName", "Config", "Count",
+    "CriticConfig", "EngineConfig", "EntrySampling", "EnvironmentConfig", "EvaluationConfig",
+    "FiltersConfig", "FlowConfig", "InferenceConfig", "LearnedRewardConfig", "LoraConfig",
+    "MeshConfig", "MixtureEntry", "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides",
     "PolicyConfig", "Recipe", "ReplayConfig", "RetentionConfig", "RewardModelConfig",
     "RolloutsConfig", "SFTConfig", "SamplingConfig", "Seconds", "Section", "ServerConfig",
     "TrackersConfig", "TrainingConfig", "as_overrides", "closest", "code_in", "content_fields",

@@ -1,11 +1,11 @@
-"""Settings around the rounds: evaluation, trackers, retries, and retention of old rounds.
+"""Settings around the rounds: evaluation, trackers, retries, checkpoints, and their retention.
 
 Leaves out what a round does, which is all in the other sections.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
 from marin_rl.config.section import (
@@ -19,6 +19,10 @@ from marin_rl.config.section import (
     runtime_field,
 )
 
+# Of a training state, from which writing it takes as long as training a round does on a CPU.
+STATE_BYTES_LARGE = 2**28
+# Each is a level of calls when a state is found again, besides the time.
+EveryRounds = Annotated[int, Field(ge=1, le=100)]
 PENDING_S = 600.0  # a busy machine takes minutes to start a process and import
 
 
@@ -116,6 +120,23 @@ class FlowConfig(Section):
     @property
     def seconds_pending(self) -> float:
         return self.pending_timeout_s or PENDING_S
+
+
+class CheckpointsConfig(Section):
+    """Arrays of checkpoints, one of which is committed after every round."""
+
+    optimizer_every_rounds: Literal["auto"] | EveryRounds = plan_field(
+        "auto",
+        "rounds from a checkpoint that holds the optimizer's state to the next. Those between hold "
+        "the policy's parameters; whoever continues from one trains the rounds since again, to the "
+        "same bits. auto: 8 on a CPU for a training state of 256 MB or more, else 1",
+    )
+
+    def optimizer_every(self, state_bytes: int, *, on_host: bool) -> int:
+        """Rounds from one optimizer state to the next, for a training state of so many bytes."""
+        if self.optimizer_every_rounds != "auto":
+            return self.optimizer_every_rounds
+        return 8 if on_host and state_bytes >= STATE_BYTES_LARGE else 1
 
 
 class RetentionConfig(Section):

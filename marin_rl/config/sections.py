@@ -16,6 +16,7 @@ from marin_rl.config.asynchrony import AsynchronyConfig
 from marin_rl.config.files import section_at
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
+    CheckpointsConfig,
     EvaluationConfig,
     FlowConfig,
     RetentionConfig,
@@ -90,6 +91,7 @@ class RunSections(Section):
     mesh: MeshConfig = MeshConfig()
     trackers: TrackersConfig = TrackersConfig()
     flow: FlowConfig = FlowConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     retention: RetentionConfig = RetentionConfig()
 
     @property

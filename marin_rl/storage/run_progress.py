@@ -12,9 +12,12 @@ from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.layout import checkpoint_slot, round_of
 from marin_rl.storage.runs import Run
+from schemas.manifests import Manifest
 
 ROUNDS_PLANNED = "rounds_planned"  # in a checkpoint's `extra`: `rounds`, as its writer had it
 RETENTION = "retention"  # likewise the rule of retention
+# Likewise the latest checkpoint that holds the optimizer's state, where this one does not.
+OPTIMIZER_ROUND = "optimizer_round"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,22 @@ def rounds_planned(run: Run, trained: int) -> int:
             f"{str(planned)[:100]!r}"
         )
     return max(planned, trained)
+
+
+def optimizer_round(checkpoint: Manifest) -> int | None:
+    """The earlier checkpoint that holds the optimizer's state, by number; None: this one does.
+
+    The rounds since that one are trained again for what a checkpoint of parameters leaves out.
+    Raises CorruptObject.
+    """
+    whole = checkpoint.extra.get(OPTIMIZER_ROUND)
+    number = checkpoint_slot.first(checkpoint.slot) or 0
+    if not (whole is None or (isinstance(whole, int) and 0 <= whole < number)):
+        raise CorruptObject(
+            f"{checkpoint.slot}: expected the number of an earlier checkpoint as "
+            f"{OPTIMIZER_ROUND}, found {str(whole)[:100]!r}"
+        )
+    return whole
 
 
 def as_continued(run: Run) -> dict[str, Any]:

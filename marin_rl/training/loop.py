@@ -4,23 +4,28 @@ This phase is one of rounds (see phases.py). What its loss needs of the policy b
 update is computed first (precompute.py). A Trainer also makes checkpoint 0 of a run.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, fingerprint_fields
+from marin_rl.errors import CorruptObject, InputError
 from marin_rl.lora import Adapter
-from marin_rl.machine import give_back_freed_memory
+from marin_rl.machine import changed_facts, computes_on_host, give_back_freed_memory
 from marin_rl.metrics import over_steps
 from marin_rl.models.module import LanguageModel
+from marin_rl.progress import phase
 from marin_rl.storage.checkpoints import ExtraParts
-from marin_rl.storage.commits import new_attempt
-from marin_rl.storage.run_progress import as_continued
-from marin_rl.storage.runs import Run, checkpoint_slot, committed
+from marin_rl.storage.commits import manifest_of, new_attempt
+from marin_rl.storage.run_progress import as_continued, optimizer_round
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter
 from marin_rl.training.adapters import changes_nothing
@@ -49,6 +54,7 @@ from marin_rl.training.state import (
     identity_of,
     restore_parameters,
     sft_result,
+    tree_of,
 )
 from marin_rl.training.step import combine, trainable_of
 from marin_rl.training.step_types import (
@@ -59,7 +65,9 @@ from marin_rl.training.step_types import (
     TrainableParams,
     TrainState,
 )
+from marin_rl.trust import Consent, check_named
 from marin_rl.types import SlotRef, TrainingBatch
+from schemas.manifests import Manifest
 
 # Counts up when the same batches would train other parameters, or leave other scores.
 PROGRAM_VERSION = 4
@@ -109,11 +117,38 @@ class Trainer(Phase):
     def load(self, checkpoint: SlotRef) -> None:
         """Make `checkpoint` the current one; from memory when it is that already.
 
-        Raises CorruptObject, ObjectMissing, or InputError for another tokenizer's checkpoint.
+        One without the optimizer's state is trained again from the last that has it. Raises
+        CorruptObject, ObjectMissing, InputError for another tokenizer's checkpoint or for one that
+        is not the same when trained again, and as `train_round` does.
         """
-        if self.checkpoint != checkpoint:
+        if self.checkpoint == checkpoint:
+            return
+        manifest = manifest_of(self._run.store, checkpoint)
+        if optimizer_round(manifest) is None:
             state = self._committed.load(checkpoint)
-            self.identity = Identity.of(state, self._names, self._base.adapter)
+        else:
+            state = self._trained_again(manifest)
+            self._committed.keep(state, checkpoint)
+        self.identity = Identity.of(state, self._names, self._base.adapter)
+
+    def _trained_again(self, checkpoint: Manifest) -> TrainState:
+        """The whole state of a checkpoint that has the parameters only."""
+        round = (checkpoint_slot.first(checkpoint.slot) or 0) - 1
+        # Rounds before a fork are trained as the run that played them says.
+        player = self._run.at_round(round)
+        if player is not self._run:
+            check_named(player, player.config, Consent(), ("objective",))
+        trainer = self if player is self._run else Trainer(player, self._tokenizer)
+        before, batches = trained_from(player, checkpoint, round)
+        # First of all the state before it, which may take rounds of its own.
+        trainer.load(before)
+        with phase(f"training round {round} again, for the optimizer's state after it"):
+            state, _ = trainer.replay_round(round, batches, before)
+        again = Identity.of(state, self._names, self._base.adapter).as_dict()
+        digests = [name for name in again if name.endswith("_digest")]
+        if any(again[name] != checkpoint.extra.get(name) for name in digests):
+            raise InputError(_not_the_same(self._run, round, checkpoint, again))
+        return state
 
     def digest_of(self, state: TrainState) -> str:
         """The identity of a state's policy, as a checkpoint's manifest has it."""
@@ -161,6 +196,7 @@ class Trainer(Phase):
         slot = self._slot(checkpoint_slot(round + 1), content, (checkpoint, batches))
         if (existing := slot.find()) is not None:
             return existing
+        slot = replace(slot, optimizer_round=self._optimizer_round(round + 1, checkpoint))
         # One attempt names scores and checkpoint: both are parts of one slot, committed by one
         # manifest.
         account, attempt = RoundAccount(self._tokenizer), new_attempt()
@@ -168,6 +204,17 @@ class Trainer(Phase):
             backend, totals = self._updated(round, batches, checkpoint, account, scores.write)
             extra_parts = ExtraParts(attempt=attempt, parts=scores.parts)
             return self._commit(backend, slot, totals, extra_parts)
+
+    def _optimizer_round(self, number: int, before: SlotRef) -> int | None:
+        """The last checkpoint with the optimizer's state; None where `number` is to have it."""
+        config = self._run.config
+        shapes = jax.tree.leaves(tree_of(self._program.like))
+        state_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in shapes)
+        every = config.checkpoints.optimizer_every(state_bytes, on_host=computes_on_host())
+        earlier = optimizer_round(manifest_of(self._run.store, before))
+        last = number - 1 if earlier is None else earlier
+        # The last of a run is whole: it is what others go on from.
+        return None if number - last >= every or number == config.rounds else last
 
     def replay_round(
         self, round: int, batches: SlotRef, checkpoint: SlotRef
@@ -347,6 +394,39 @@ class Trainer(Phase):
             self._committed.keep(backend.close(), ref)
             self.identity = identity
         return ref
+
+
+def _not_the_same(run: Run, round: int, checkpoint: Manifest, again: Mapping[str, Any]) -> str:
+    """Text of an error: a round that was trained again is not what was committed of it."""
+    changed = changed_facts(checkpoint.extra.get("machine", {})).items()
+    facts = "; ".join(f"{name}: {then}, now {now}" for name, (then, now) in changed)
+    pair = [str(each["parameters_digest"])[:12] for each in (again, checkpoint.extra)]
+    return (
+        f"{run.store.url_of(checkpoint.slot)} holds no optimizer state, and training round {round} "
+        f"again gives parameters with digest {pair[0]}, expected {pair[1]} "
+        f"({facts or 'no recorded fact of the machine differs'}): continue on a machine like the "
+        f"recorded one, or fork the run from round {optimizer_round(checkpoint)}, whose checkpoint "
+        "holds one. checkpoints.optimizer_every_rounds: 1 writes it every round"
+    )
+
+
+def trained_from(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, SlotRef]:
+    """The checkpoint and the batches of a round, as `recorded`, what they made, names them.
+
+    Raises CorruptObject where others are committed there now.
+    """
+    named = {parent.slot: parent.sha256 for parent in recorded.parents}
+    parents: list[SlotRef] = []
+    for slot in (checkpoint_slot(round), batches_slot(round)):
+        ref = committed(run, slot)
+        # A slot that was made again would be compared with an update that never saw it.
+        if ref is None or ref.sha256 != named.get(slot):
+            raise CorruptObject(
+                f"{run.store.url_of(recorded.slot)} was made from {slot} with SHA-256 "
+                f"{named.get(slot)}, found {ref.sha256 if ref else 'nothing'} there: run fsck"
+            )
+        parents.append(ref)
+    return parents[0], parents[1]
 
 
 def decisive_content(config: Config) -> dict[str, Any]:

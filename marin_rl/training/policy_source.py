@@ -21,7 +21,6 @@ from marin_rl.models.module import LanguageModel
 from marin_rl.storage.checkpoints import (
     checkpoint_fingerprint,
     commit_checkpoint,
-    restore_checkpoint,
 )
 from marin_rl.storage.commits import find_commit, manifest_of
 from marin_rl.storage.runs import Run, base_slot, checkpoint_slot, committed
@@ -38,19 +37,16 @@ from marin_rl.training.adapters import (
 )
 from marin_rl.training.compiled_step import Program
 from marin_rl.training.hf_folders import load_hf
-from marin_rl.training.model import digest_of, matrix_mask, named_parameters, with_parameters
-from marin_rl.training.optimizer import make_optimizer, policy_adamw
+from marin_rl.training.model import digest_of, named_parameters, with_parameters
 from marin_rl.training.state import (
-    UNSERVED,
     AdapterOf,
     Identity,
     check_restored,
     first_parameters,
     identity_of,
     other_run,
+    read_parameters,
     sft_result,
-    state_like,
-    tree_of,
 )
 from marin_rl.training.step_types import Parameters
 from marin_rl.types import SlotRef
@@ -146,10 +142,8 @@ def read_trained(run: Run, ref: SlotRef, template: LanguageModel) -> Mapping[str
     identity = identity_of(run, ref)
     if identity.adapter is not None:
         template = with_adapter(template, identity.adapter.modules, dtype_of(run))
-    optimizer = make_optimizer(policy_adamw(run.config.training), matrix_mask(template))
-    like = tree_of(state_like(template, optimizer))
     try:
-        return restore_checkpoint(run, ref, like, unasked=UNSERVED)["parameters"]
+        return read_parameters(run, ref, trained_shapes(template))
     except MarinRLError:
         raise
     except (OSError, ValueError, KeyError) as error:
@@ -247,7 +241,7 @@ def read_base(run: Run, digest: str, template: LanguageModel) -> dict[str, Any]:
     # A base without arrays is in a folder, which anyone may have changed since: the digest
     # decides.
     if array_parts(manifest):
-        return restore_checkpoint(run, ref, {"parameters": trained_shapes(template)})["parameters"]
+        return read_parameters(run, ref, trained_shapes(template))
     folder = run.config.policy.hf_path or ""
     parameters = {name: np.asarray(a) for name, a in named_parameters(load_hf(folder)).items()}
     if (found := digest_of(parameters)) != digest:

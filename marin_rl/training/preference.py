@@ -30,7 +30,6 @@ from marin_rl.errors import CorruptObject
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.models.module import LanguageModel
 from marin_rl.rollouts.rewards import RewardIdentity, RewardModelSlot
-from marin_rl.storage.checkpoints import restore_checkpoint
 from marin_rl.training.adapters import HEAD, Modules, trained_shapes
 from marin_rl.training.compiled_step import Passes, Program, frozen_parameters, with_adapter_of
 from marin_rl.training.critic import TRUNK, ScalarModel
@@ -38,7 +37,7 @@ from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import digest_of, parameter_shapes, with_parameters
 from marin_rl.training.optimizer import AdamW
 from marin_rl.training.policy_source import read_base
-from marin_rl.training.state import identity_of, template_of
+from marin_rl.training.state import identity_of, read_parameters, template_of
 from marin_rl.training.step import Gradients
 from marin_rl.training.step_metrics import Metrics
 from marin_rl.training.step_types import (
@@ -237,9 +236,6 @@ ROWS_MAX = 64
 TOKENS_MAX = 16_384
 BUCKETS = BatchingConfig()  # the default's
 
-# What a checkpoint of a reward model holds besides its parameters.
-BESIDE_PARAMETERS = ("optimizer", "step", "rng", "refused")
-
 
 class SequenceScorer:
     """The compiled programs of one architecture, a fixed number of rows per padded length."""
@@ -282,9 +278,8 @@ class LearnedReward:
         policy, adapter = slot.run.config.policy, identity_of(slot.run, slot.ref).adapter
         trunk = template_of(policy, tokenizer)
         template = scalar_template(policy, trunk, adapter.modules if adapter else {})
-        like = {"parameters": trained_shapes(template)}
-        tree = restore_checkpoint(slot.run, slot.ref, like, unasked=BESIDE_PARAMETERS)
-        own, expected = digest_of(tree["parameters"]), slot.identity.parameters_digest
+        parameters = read_parameters(slot.run, slot.ref, trained_shapes(template))
+        own, expected = digest_of(parameters), slot.identity.parameters_digest
         digest = adapter.policy_digest(own) if adapter else own
         if digest != expected:
             raise CorruptObject(
@@ -293,7 +288,7 @@ class LearnedReward:
             )
         self.identity: RewardIdentity = slot.identity
         base = read_base(slot.run, adapter.base_digest, trunk) if adapter else {}
-        arrays = frozen_trunk(policy, template, base) | tree["parameters"]
+        arrays = frozen_trunk(policy, template, base) | parameters
         self._parameters = {name: device_array(array) for name, array in arrays.items()}
         self._scorer = SequenceScorer(template, policy)
         self._lock = threading.Lock()

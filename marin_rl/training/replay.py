@@ -13,18 +13,17 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from marin_rl.errors import CorruptObject
 from marin_rl.machine import changed_facts, request_threads
 from marin_rl.storage.checkpoints import Tree, restore_checkpoint
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.provenance import code_version, library_versions
-from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
+from marin_rl.storage.run_progress import optimizer_round
+from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.tombstones import pruned_parts
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.training.loop import Trainer
+from marin_rl.training.loop import Trainer, trained_from
 from marin_rl.training.state import tree_of
 from marin_rl.trust import Consent, check_named
-from marin_rl.types import SlotRef
 from schemas.manifests import Manifest
 
 # A record from elsewhere may ask for no more threads than this.
@@ -75,7 +74,7 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
     check_named(player, player.config, Consent(trust=trust), ("objective",))
     hint = f"expected a trained round; `marin-rl status {player.run_id}` shows which there are"
     recorded = committed_manifest(player.store, checkpoint_slot(round + 1), hint)
-    start, batches = _parents(player, recorded, round)
+    start, batches = trained_from(player, recorded, round)
     # Before JAX starts: sums of another thread pool differ in their last bits.
     # Another size than the recorded one stays where JAX has started; `changed` names it then.
     threads = str(recorded.extra.get("machine", {}).get("threads", ""))
@@ -83,7 +82,8 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
         request_threads(int(threads))
     trainer = Trainer(player, tokenizer_for(player.config.policy))
     state, metrics = trainer.replay_round(round, batches, start)
-    tree = jax.tree.map(np.asarray, tree_of(state))
+    whole = optimizer_round(recorded) is None
+    tree = jax.tree.map(np.asarray, tree_of(state, whole=whole))
     # Where retention took the arrays, the digest of the parameters still decides.
     differing, compared = (), 0
     if not pruned_parts(player.store, recorded.slot):
@@ -102,22 +102,6 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
         metrics=_apart(recorded.totals, finite),
         changed=_changed(recorded),
     )
-
-
-def _parents(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, SlotRef]:
-    """The checkpoint and the batches, as they were named when they were trained on."""
-    named = {parent.slot: parent.sha256 for parent in recorded.parents}
-    parents: list[SlotRef] = []
-    for slot in (checkpoint_slot(round), batches_slot(round)):
-        ref = committed(run, slot)
-        # A slot that was made again would be compared with an update that never saw it.
-        if ref is None or ref.sha256 != named.get(slot):
-            raise CorruptObject(
-                f"{run.store.url_of(recorded.slot)} was made from {slot} with SHA-256 "
-                f"{named.get(slot)}, found {ref.sha256 if ref else 'nothing'} there: run fsck"
-            )
-        parents.append(ref)
-    return parents[0], parents[1]
 
 
 def _differences(recorded: Tree, now: Tree) -> tuple[ArrayDifference, ...]:

@@ -1,7 +1,8 @@
 """Training states in memory and in checkpoints: restored, continued from, committed.
 
-A checkpoint has `parameters` by path in the model, `optimizer` by path in optax's own state, and
-the counters. Also here: a run's architecture, and where its first parameters come from.
+A whole checkpoint has `parameters` by path in the model, `optimizer` by path in optax's own state,
+and the counters; others leave out what training their rounds again gives. Also here: a run's
+architecture, and where its first parameters come from.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from marin_rl.storage.checkpoints import (
 )
 from marin_rl.storage.commits import find_commit, manifest_of
 from marin_rl.storage.layout import POLICY_SLOTS
+from marin_rl.storage.run_progress import OPTIMIZER_ROUND
 from marin_rl.storage.runs import Run, checkpoint_named, committed, sft_slot
 from marin_rl.tokenizers import TokenizerIdentity, check_vocabulary
 from marin_rl.training.adapters import trained_shapes
@@ -42,8 +44,8 @@ from marin_rl.training.optimizer import first_moments
 from marin_rl.training.step_types import CriticState, Parameters, TrainState
 from marin_rl.types import SlotRef
 
-# Branches of a checkpoint that only the trainer reads, and that not every run has.
-UNSERVED = ("average", "critic")
+# Branches of a checkpoint that only the trainer reads; not every checkpoint has all of them.
+BESIDE_PARAMETERS = ("optimizer", "step", "rng", "refused", "average", "critic")
 
 
 def vocabulary_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -115,8 +117,11 @@ def state_like(
     return like._replace(critic=None if critic is None else critic.state_like())
 
 
-def tree_of(state: TrainState) -> dict[str, Any]:
-    """Return the state as nested dicts of arrays: what a checkpoint holds."""
+def tree_of(state: TrainState, *, whole: bool = True) -> dict[str, Any]:
+    """Return the state as nested dicts of arrays: what a checkpoint holds, whole or not."""
+    if not whole:
+        counters = {"step": state.step, "rng": state.rng, "refused": state.refused}
+        return {"parameters": dict(state.parameters), **counters}
     # Left out rather than empty: checkpoints of runs without a branch have the same arrays as ever.
     average = {} if state.average is None else {"average": dict(state.average)}
     critic = {} if state.critic is None else {"critic": _trained_tree(state.critic)}
@@ -263,20 +268,15 @@ def identity_of(run: Run, ref: SlotRef) -> Identity:
 
 
 def restore_state(
-    run: Run,
-    ref: SlotRef,
-    like: TrainState,
-    tokenizer: TokenizerIdentity,
-    *,
-    unasked: Sequence[str] = (),
+    run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
 ) -> TrainState:
-    """The state of a checkpoint. Raises InputError if it belongs to another tokenizer.
+    """The state of a whole checkpoint. Raises InputError if it belongs to another tokenizer.
 
     Raises CorruptObject where files are damaged, or where the arrays are those of another model.
     """
     # By the manifest, before gigabytes of arrays are read.
     check_restored(run, ref, tokenizer)
-    return state_of(restore_checkpoint(run, ref, tree_of(like), unasked=unasked), like)
+    return state_of(restore_checkpoint(run, ref, tree_of(like)), like)
 
 
 def check_restored(run: Run, ref: SlotRef, tokenizer: TokenizerIdentity) -> None:
@@ -294,9 +294,15 @@ def restore_parameters(
     run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
 ) -> Parameters:
     """Only the trained parameters of a checkpoint. Raises as `restore_state` does."""
-    # Which other branches there are is up to the run that wrote the checkpoint.
-    policy = like._replace(average=None, critic=None)
-    return restore_state(run, ref, policy, tokenizer, unasked=UNSERVED).parameters
+    check_restored(run, ref, tokenizer)
+    arrays = read_parameters(run, ref, like.parameters)
+    return {name: device_array(array) for name, array in arrays.items()}
+
+
+def read_parameters(run: Run, ref: SlotRef, like: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Parameters of a checkpoint on the host, whatever else it holds. Raises CorruptObject."""
+    like = {"parameters": dict(like)}
+    return restore_checkpoint(run, ref, like, unasked=BESIDE_PARAMETERS)["parameters"]
 
 
 def sft_result(run: Run) -> SlotRef:
@@ -321,7 +327,8 @@ class CheckpointSlot:
     """A slot of a run that a training state is committed as.
 
     `content` is what decides the state besides the `parents`. `tokenizer` goes into the identity,
-    and so does `adapter`, where the state is one.
+    and so does `adapter`, where the state is one. With `optimizer_round`, the policy's parameters
+    and the counters are all that is written: see `marin_rl.storage.run_progress`.
     """
 
     run: Run
@@ -330,6 +337,7 @@ class CheckpointSlot:
     content: Mapping[str, Any]
     parents: Sequence[SlotRef] = ()
     adapter: AdapterOf | None = None
+    optimizer_round: int | None = None
 
     def find(self) -> SlotRef | None:
         """Return the slot if it is committed. Raises CommitConflict if it holds something else."""
@@ -347,15 +355,18 @@ class CheckpointSlot:
 
         Raises CommitConflict, and StorageError of the store.
         """
+        whole = self.optimizer_round is None
+        earlier = {} if whole else {OPTIMIZER_ROUND: self.optimizer_round}
+        identity = Identity.of(state, self.tokenizer, self.adapter).as_dict()
         return commit_checkpoint(
             self.run,
             self.slot,
-            tree_of(state),
+            tree_of(state, whole=whole),
             content=self.content,
             parents=self.parents,
             # A manifest is strict JSON, which has neither NaN nor infinities.
             totals={name: value for name, value in totals.items() if math.isfinite(value)},
-            extra={**Identity.of(state, self.tokenizer, self.adapter).as_dict(), **(extra or {})},
+            extra={**identity, **earlier, **(extra or {})},
             extra_parts=extra_parts,
             # A few small arrays: Orbax takes ten times as long for them as one file does.
             pack=self.adapter is not None,

@@ -18,7 +18,8 @@ from marin_rl.config import (
     pin_files,
 )
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
-from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.commits import committed_manifest, read_manifest
+from marin_rl.storage.run_progress import optimizer_round
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, create_record, read_record
 from marin_rl.storage.runs import (
     Run,
@@ -48,7 +49,9 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     own, or those of the reference policy of the fork's objective.
     """
     config = _forked_config(parent, run_id, overrides)
-    needed = sorted({round, *reference_checkpoints(config.objective, round)})
+    _check_whole(parent, round)
+    references = reference_checkpoints(config.objective, round)
+    needed = sorted({round, *references, *_before(parent, round)})
     for number in needed:
         _check_whole(parent, number)
     # Before anything is written: a name that is taken by a failed fork cannot be used again.
@@ -82,6 +85,17 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
             f"checkpoints from being pruned. Delete {own.url}, then fork from another round"
         ) from None
     return run
+
+
+def _before(parent: Run, round: int) -> set[int]:
+    """Checkpoints that are read to find the optimizer's state of one that leaves it out."""
+    manifest = committed_manifest(parent.store, checkpoint_slot(round))
+    whole = optimizer_round(manifest)
+    if whole is None:
+        return set()
+    rounds = range(whole, round)
+    references = [reference_checkpoints(parent.at_round(n).config.objective, n) for n in rounds]
+    return {whole}.union(*references)
 
 
 def reference_checkpoints(objective: ObjectiveConfig, round: int) -> frozenset[int]:

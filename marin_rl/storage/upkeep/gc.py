@@ -160,13 +160,17 @@ def retire(run: Run) -> None:
     if rule.checkpoints_last is None:
         return
     slots: list[Slot] = []
+    last = 0
     for number in reversed(rounds_in(run.folder, "checkpoints")):
+        if number < last:
+            break
         slot = checkpoint_slot(number)
         names = [key.removeprefix(f"{slot}/") for key in run.folder.list(slot)]
         slots.append(read_slot(run.folder, slot, names))
-        # Older checkpoints were judged when this one was pruned, so each round looks at few.
+        # Older checkpoints were judged when this one was pruned, so each round looks at few. One
+        # that had what this one leaves out may have been kept for a later one, which is gone now.
         if slots[-1].pruned and slots[-1].pruned.isdisjoint(names):
-            break
+            last = max(last, slots[-1].whole)
     inventory = Inventory(keys=(), slots=slots[::-1])
     _delete(run, inventory, rule, _retired(run, inventory, rule))
 
@@ -329,7 +333,14 @@ def _unpinned(
     _known[run.folder.url] = borrowed.reaches
     pinned = {slot.slot for slot in _checkpoints(inventory) if borrowed.has(slot.slot)}
     latest = max((slot.number for slot in inventory.of_kind("checkpoints")), default=0)
-    for round in (max(latest - 1, 0), latest):  # the last one may be played again
+    played = {max(latest - 1, 0), latest}  # the last one may be played again
+    retired = {item.slot for item in garbage if item.reason == "retention"} - pinned
+    for slot in inventory.of_kind("checkpoints"):
+        # One that stays needs what it leaves out: the rounds since the whole one are played again.
+        if slot.slot not in retired and not slot.pruned and slot.whole < slot.number:
+            pinned.add(checkpoint_slot(slot.whole))
+            played.update(range(slot.whole, slot.number))
+    for round in played:
         references = reference_checkpoints(run.config.objective, round)
         pinned |= {checkpoint_slot(number) for number in references}
     return [i for i in garbage if i.reason != "retention" or i.slot not in pinned]

@@ -27,6 +27,7 @@ from marin_rl.storage.layout import (
     shard_of,
     shard_of_piece,
 )
+from marin_rl.storage.run_progress import optimizer_round
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.store import is_private
 from marin_rl.storage.tables.parquet import TableReader, load_readable
@@ -99,6 +100,12 @@ class Slot:
     def number(self) -> int:
         """Its round, or its step; 0 for slots that have neither."""
         return _number(self.slot)
+
+    @property
+    def whole(self) -> int:
+        """The checkpoint that has the optimizer's state which this one leaves out; else itself."""
+        earlier = None if self.manifest is None else optimizer_round(self.manifest)
+        return self.number if earlier is None else earlier
 
     @property
     def seen(self) -> bool:
