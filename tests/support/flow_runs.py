@@ -41,7 +41,8 @@ ROUNDS, SHARDS = 3, 2
 
 def debug(root: Path, *overrides: str) -> Config:
     """The configuration below `root`, always under one name: samples depend on it."""
-    return load_config(DEBUG, [f"root={root}", "run_id=whole", "policy.init=sft", *overrides])
+    settings = ("run_id=whole", "policy.init=sft", "checkpoints.optimizer_every_rounds=2")
+    return load_config(DEBUG, [f"root={root}", *settings, *overrides])
 
 
 def latest_flow_run(name: str) -> FlowRun:
