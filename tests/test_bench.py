@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 
 import pytest
-from support.bench_modes import BENCH, MODES, MODES_OF_RUNS, ROOT, check_mode, forked_scripts
+from bench_modes import BENCH, MODES, MODES_OF_RUNS, ROOT, check_mode, forked_scripts
 
 SCRIPTS = sorted(BENCH.glob("*.py"))
 OURS = ("marin_rl", "flows", "tasks", "schemas")

@@ -1,7 +1,7 @@
 """Benchmarks that play whole runs run, in each of their modes, at the smallest size."""
 
 import pytest
-from support.bench_modes import MODES_OF_RUNS, check_mode, forked_scripts
+from bench_modes import MODES_OF_RUNS, check_mode, forked_scripts
 
 
 @pytest.fixture(scope="module")

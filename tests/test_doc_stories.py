@@ -38,8 +38,8 @@ ELSEWHERE = {
         "run CONFIG --set flow.runner=ray": "flows/test_runners.py",
     },
     "docs/asynchrony.md": {
-        "run CONFIG --set asynchrony.curriculum": "flows/test_reuse.py",
-        "run CONFIG --set asynchrony.replay": "flows/test_reuse.py",
+        "run CONFIG --set asynchrony.curriculum": "flows/test_choices.py",
+        "run CONFIG --set asynchrony.replay": "flows/test_choices.py",
         "run CONFIG --set asynchrony.partial_tokens": "flows/test_windowed.py",
         "run CONFIG --set asynchrony.in_flight_updates": "flows/test_in_flight.py",
     },

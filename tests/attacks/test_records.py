@@ -20,8 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.cases import printed_seed
-from support.forgeries import (
+from attacks.forgeries import (
     COMMANDS,
     DEEP,
     FORGERIES,
@@ -33,6 +32,7 @@ from support.forgeries import (
     outcomes,
     sealed,
 )
+from support.cases import printed_seed
 from support.run_factories import whole_run
 
 from marin_rl.analysis.status import RunStatus, Unreadable, each_run, run_status

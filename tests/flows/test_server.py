@@ -44,10 +44,6 @@ def test_an_api_that_answers_is_used(api: str) -> None:
         assert get_current_settings().api.url == api
 
 
-def test_no_server_answers_on_a_free_port() -> None:
-    assert not healthy(f"http://127.0.0.1:{free_port()}/api")
-
-
 @pytest.mark.slow
 def test_a_server_that_cannot_start_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,7 +1,6 @@
 """Configuration of a flow, and its resume point: from committed slots alone."""
 
 import asyncio
-import sys
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,15 +13,13 @@ from support.flow_runs import REPOSITORY, debug
 from support.run_factories import whole_run
 
 from flows.evaluate import evaluate_run, round_after
-from flows.session import open_session, pause_if_suspended, resolve_config, resume_point
-from flows.sft import steps_of
+from flows.session import pause_if_suspended, resolve_config, resume_point
 from marin_rl.config import load_config, parse_config
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.commits import commit_manifest, fingerprint, new_attempt, new_manifest
-from marin_rl.storage.runs import Run, checkpoint_slot, runs_under, sft_slot
+from marin_rl.storage.runs import Run, checkpoint_slot, runs_under
 from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.storage.upkeep.forks import fork_run
-from marin_rl.types import SlotRef
 
 
 @pytest.fixture
@@ -45,17 +42,6 @@ def close(run: Run, round: int) -> None:
 def point(run: Run) -> int | None:
     found = resume_point(run)
     return None if found is None else round_after(found)
-
-
-def test_modules_that_every_flow_needs_are_imported_before_it_has_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "needed_by_flows.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("flows.session.HEAVY", ("needed_by_flows",))
-    config = parse_config({"root": str(tmp_path), "run_id": "session"})
-    with open_session(config, "no flow"):
-        assert "needed_by_flows" in sys.modules
 
 
 def test_a_new_run_has_nowhere_to_go_on_from(run: Run) -> None:
@@ -91,31 +77,6 @@ def test_parameters_of_a_flow_override_the_file(tmp_path: Path) -> None:
     assert (config.run_id, config.rounds, config.seed) == ("given", 5, 9)
     assert config.training.learning_rate == 1e-4
     assert resolve_config(str(file)) == load_config(file)
-
-
-def test_a_tree_is_as_good_as_a_file() -> None:
-    config = parse_config({"run_id": "a", "rounds": 3})
-    assert resolve_config(config.model_dump(mode="json")) == config
-    assert resolve_config(config.model_dump(mode="json"), rounds=4).rounds == 4
-
-
-def test_a_run_id_that_looks_like_a_number_stays_text() -> None:
-    assert resolve_config({}, "0123").run_id == "0123"
-    assert resolve_config({}, "1e5").run_id == "1e5"
-
-
-def test_wrong_keys_are_named() -> None:
-    with pytest.raises(ConfigError, match="did you mean rounds"):
-        resolve_config({"round": 3})
-
-
-def test_steps_and_rounds_are_read_off_slots() -> None:
-    def ref(slot: str) -> SlotRef:
-        return SlotRef(slot=slot, sha256="0" * 64)
-
-    assert steps_of(None) == 0
-    assert steps_of(ref(sft_slot(250))) == 250
-    assert round_after(ref(checkpoint_slot(12))) == 12
 
 
 def test_the_default_configuration_survives_the_trip_through_flow_parameters() -> None:

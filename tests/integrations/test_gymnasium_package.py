@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from integrations.library_runs import FAILED, configuration, following, played, texts, trained
 from support.libraries import interpreter_with
-from support.library_runs import FAILED, configuration, following, played, texts, trained
 from test_doc_stories import first
 
 from marin_rl import run

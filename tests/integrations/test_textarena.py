@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from support.chat_stand_in import chat_stand_in
+from integrations.chat_stand_in import chat_stand_in
 
 from marin_rl.errors import EndpointUnavailable, RewardFault
 from marin_rl.integrations.textarena import PolicyPlayer

@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from support.chat_stand_in import chat_stand_in
+from integrations.chat_stand_in import chat_stand_in
+from integrations.library_runs import FAILED, configuration, following, played, trained
 from support.libraries import interpreter_with
-from support.library_runs import FAILED, configuration, following, played, trained
 
 from marin_rl import run, scan_rollouts
 from marin_rl.environments.checks import make_environment

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from rollouts.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
 from support.run_factories import audit_round, checkpoint, train
-from support.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.servers import serving
 
 from marin_rl.analysis.lineage import trace

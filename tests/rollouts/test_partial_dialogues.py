@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollouts.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.cases import others_slow
 from support.fakes import served_policy
 from support.flow_runs import DEBUG
-from support.scripted_pieces import MODEL, ScriptedClient, text_of
 from support.servers import serving
 from support.streams import groups_in
 

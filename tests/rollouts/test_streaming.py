@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.fakes import served_policy
-from support.held_server import HeldServer, until
+from support.fakes import FakePolicyServer, Script, echo_script, served_policy
 from support.streams import made, stream_of
 
 from marin_rl.config import load_config
@@ -22,6 +23,47 @@ from marin_rl.storage.tables.group_log import groups_of_chunk
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
 from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.types import RolloutGroup, ServedPolicy
+
+
+class HeldServer(FakePolicyServer):
+    """Answers what `holds` names once `released` is set, and the rest once `others` is.
+
+    `asked` is set by the first request that waits for `released`. `others` is set from the start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        script: Script = echo_script,
+        *,
+        holds: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
+        super().__init__(model, script)
+        self.holds = holds
+        self.released, self.others = threading.Event(), threading.Event()
+        self.asked = threading.Event()
+        self.others.set()
+
+    def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
+        """The chat completion, once its event is set."""
+        held = self.holds(body)
+        if held:
+            self.asked.set()
+        assert (self.released if held else self.others).wait(60)
+        return super().answer(body, fault)
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    """Wait for something, at most a minute."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while not happened():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    await asyncio.to_thread(wait)
+
 
 MODEL = served_model_id("policy", 0, "ab" * 32)
 

@@ -1,6 +1,5 @@
 """New weights: which are accepted, and the messages of refusals."""
 
-import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,20 +11,15 @@ from support.policy_runs import commit, small_run, weights
 
 from marin_rl.config import EngineConfig, InferenceConfig
 from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePolicy
-from marin_rl.inference.engine import Engine
 from marin_rl.models.spec import Rope
-from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.weights.canary import canary_ids, rehearse
 from marin_rl.serving.weights.checkpoint_loader import (
-    Loaded,
     Served,
-    Source,
     folder,
     read_checkpoint,
     read_folder,
 )
-from marin_rl.serving.weights.weight_updates import WeightUpdater
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.hf_folders import save_hf
@@ -138,51 +132,6 @@ def test_the_rehearsal_tells_an_engine_that_computes_something_else(tmp_path: Pa
     exact = CONFIG.model_copy(update={"canary_tolerance": 1e-5})
     with pytest.raises(InferenceError, match=r"expected a log-probability .* found .* bfloat16"):
         rehearse(model, ids, exact, jnp.bfloat16)
-
-
-@pytest.mark.slow
-def test_every_update_is_recorded_and_a_failed_one_changes_nothing() -> None:
-    model, other = tiny_model(), tiny_model(seed=1)
-    tokenizer = character_tokenizer()
-    engine = Engine(model, CONFIG.engine, context_length=64, weight_version=4)
-    telemetry = Telemetry(engine, base_id=lambda: "policy", connections=lambda: 0)
-    updater = WeightUpdater(engine, model, tokenizer, CONFIG, jnp.float32, telemetry)
-    loaded = Loaded(model=other, parameters_digest="b" * 64, bytes=77)
-    updates = []
-    try:
-        assert (updater.transfers, updater.failures, updater.last) == (0, 0, None)
-        updates.append(updater.swap(other, 5, "a" * 64))
-        with pytest.raises(InputError):
-            updater.swap(tiny_model("llama"), 6, "c" * 64)
-        updates.append(updater.last)
-        updates.append(updater.load(Source(kind="disk", place="x", read=lambda _: loaded)))
-        assert engine.policy.weight_version == updates[-1].weight_version == 6
-        wrong = dataclasses.replace(loaded, model=tiny_model("llama"))
-        with pytest.raises(InputError, match="another architecture"):
-            updater.load(Source(kind="watcher", place="x", read=lambda _: wrong))
-        updates.append(updater.last)
-        counted = telemetry.exposition().decode()
-    finally:
-        engine.close()
-    assert [(bool(update.refused), update.source, update.bytes) for update in updates] == [
-        (False, "memory", 0),
-        (True, "memory", 0),
-        (False, "disk", 77),
-        (True, "watcher", 0),
-    ]
-    assert all(update.seconds >= 0 for update in updates)
-    assert (updater.transfers, updater.failures) == (2, 2)
-    for line in (
-        'updates_total{source="memory"} 1.0',
-        'updates_total{source="disk"} 1.0',
-        'update_bytes_total{source="disk"} 77.0',
-        'update_failures_total{source="memory"} 1.0',
-        'update_failures_total{source="watcher"} 1.0',
-    ):
-        assert f"marin_rl_weight_{line}" in counted
-    assert updates[-1].refused.startswith("another architecture")
-    assert updates[-1].parameters_digest == "b" * 64  # what goes on
-    assert engine.policy.parameters_digest == "b" * 64
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from storage.simulation.schedules import commit_slots
 from support.fake_stores import FakeGCS, Fault
-from support.schedules import commit_slots
 
 from marin_rl import errors
 from marin_rl.errors import (

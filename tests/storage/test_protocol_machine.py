@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.schedules import delete_on_conflict, trusts_exists, trusts_silence
-from support.simulated_process import Player
-from support.simulator import (
+from storage.simulation.schedules import delete_on_conflict, trusts_exists, trusts_silence
+from storage.simulation.simulated_process import Player
+from storage.simulation.simulator import (
     CREATE_FATES,
     READ_FATES,
     WRITE_FATES,

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import others_slow, printed_seed
-from support.partial_parts import appends_whatever_is_there, writes_over_parts
-from support.schedules import (
+from storage.simulation.partial_parts import appends_whatever_is_there, writes_over_parts
+from storage.simulation.schedules import (
     Scheduler,
     delete_on_conflict,
     exists_then_put,
@@ -26,8 +25,8 @@ from support.schedules import (
     trusts_exists,
     trusts_silence,
 )
-from support.small_packs import gc_of_packs_in_use, reads_no_packs, writes_over_packs
-from support.windowed_world import (
+from storage.simulation.small_packs import gc_of_packs_in_use, reads_no_packs, writes_over_packs
+from storage.simulation.windowed_world import (
     WindowedScheduler,
     forgets_older_parts,
     forgets_what_is_settled,
@@ -38,6 +37,7 @@ from support.windowed_world import (
     takes_without_record,
     writes_over_groups,
 )
+from support.cases import others_slow, printed_seed
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKLY, ENOUGH = 60, 10_000  # the latter for rare ends too
@@ -55,7 +55,7 @@ def seeded(count: int) -> int:
 
 def check(count: int, program: str = "schedules") -> None:
     """Play schedules in a program of its own: checking types, as tests do, would take most time."""
-    script = f"tests/support/{program}.py"
+    script = f"tests/storage/simulation/{program}.py"
     command = [sys.executable, script, str(seeded(count)), str(count)]
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     environment = {**os.environ, "PYTHONPATH": path}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.policy_runs import play_round, small_run
-from support.trained_runs import begin, play
+from training.trained_runs import begin, play
 
 from marin_rl.errors import ConfigError
 from marin_rl.lora import a_name

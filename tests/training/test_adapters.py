@@ -8,7 +8,7 @@ from support.adapters import random_adapter
 from support.batches import VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
 from support.steps import make_step
-from support.trained_runs import batches_of, begin, play
+from training.trained_runs import batches_of, begin, play
 
 from marin_rl.compilation import device_array
 from marin_rl.config import LoraConfig, ObjectiveConfig

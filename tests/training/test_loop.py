@@ -12,7 +12,7 @@ import pytest
 from support.batches import commit_round, random_batch
 from support.fault_injection import inject_faults
 from support.faults import NamedOperations
-from support.trained_runs import LENGTH, batches_of, begin, play
+from training.trained_runs import LENGTH, batches_of, begin, play
 
 from marin_rl.analysis.status import run_status
 from marin_rl.compilation import enable_compilation_cache

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.batches import VOCAB, random_batch, tiny_policy
-from support.trained_runs import play
+from training.trained_runs import play
 
 from marin_rl.analysis.lineage import Lineage, add_policy
 from marin_rl.analysis.status import run_status

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.batches import commit_round, random_batch
-from support.trained_runs import begin
+from training.trained_runs import begin
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.storage.commits import manifest_of

@@ -9,10 +9,10 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+from storage.simulation.partial_parts import sampled_in_pieces
+from storage.simulation.simulated_process import identify
 from support.fakes import served_policy
-from support.partial_parts import sampled_in_pieces
 from support.run_factories import group_of
-from support.simulated_process import identify
 
 from marin_rl.config import RetentionConfig
 from marin_rl.rollouts.streaming import CHUNK, group_id_of

@@ -1,6 +1,13 @@
-"""A reward that some prompts always get, some never, and others by the completion's length."""
+"""Rewards of some prompts, for runs that choose by them; runs name this file."""
 
 from collections.abc import Sequence
+
+from marin_rl.types import Example
+
+
+def rare(example: Example, completion: str) -> float:
+    """1 for completions that begin with a letter from a to d, so that few differ in a group."""
+    return float(completion[:1] in "abcd")
 
 
 def solved(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:

@@ -1,6 +1,6 @@
 """Seeded schedules of a simulated world, and commit protocols that are wrong on purpose.
 
-python tests/support/schedules.py 7 10000     # schedules 7 to 10006, and how their processes ended
+python tests/storage/simulation/schedules.py 7 10000  # schedules 7 to 10006
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
-from support.simulator import (
+from storage.simulation.simulator import (
     CREATE_FATES,
     READ_FATES,
     WRITE_FATES,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 
-from support.simulated_process import Bucket, Player, Pruned, rollouts_of
+from storage.simulation.simulated_process import Bucket, Player, Pruned, rollouts_of
 
 from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import (

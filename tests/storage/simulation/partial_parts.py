@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+from storage.simulation.simulated_process import identify
 from support.fakes import served_policy
 from support.run_factories import group_of
-from support.simulated_process import identify
 
 from marin_rl.rollouts.streaming import group_id_of
 from marin_rl.storage.commits import commit_object

@@ -109,7 +109,7 @@ class Bucket:
 
 
 if TYPE_CHECKING:
-    from support.simulator import Process, World
+    from storage.simulation.simulator import Process, World
 
 
 class Pruned(StorageError):

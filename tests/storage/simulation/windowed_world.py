@@ -4,7 +4,7 @@ Workers and trainer run the real code of claims, intakes, parts of unfinished gr
 group is a few bytes in place of a Parquet file. The bucket checks the laws of the stream at every
 write and delete, the world the conservation of groups at the end.
 
-python tests/support/windowed_world.py 7 10000     # schedules 7 to 10006
+python tests/storage/simulation/windowed_world.py 7 10000     # schedules 7 to 10006
 """
 
 import json
@@ -16,11 +16,17 @@ from random import Random
 from typing import Any
 
 import pyarrow as pa
-from support.partial_parts import Append, appends, check_group, check_part, sampled_in_pieces
-from support.schedules import COLLECTED, Scheduler, play
-from support.simulated_process import Bucket, Player, identify
-from support.simulator import Process, Shape, World
-from support.small_packs import (
+from storage.simulation.partial_parts import (
+    Append,
+    appends,
+    check_group,
+    check_part,
+    sampled_in_pieces,
+)
+from storage.simulation.schedules import COLLECTED, Scheduler, play
+from storage.simulation.simulated_process import Bucket, Player, identify
+from storage.simulation.simulator import Process, Shape, World
+from storage.simulation.small_packs import (
     CommitPack,
     SmallChain,
     check_pack,

@@ -13,7 +13,7 @@ from support.forked_python import python
 from support.quick_programs import quick_programs
 from support.sandboxes import reason_to_skip
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"
 
 # A work of two prompts and 8 rows: its programs compile in seconds.
