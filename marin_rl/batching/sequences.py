@@ -11,7 +11,8 @@ and a text may spell a control token: such rows are refused before any work star
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 from unicodedata import normalize
 
@@ -109,25 +110,83 @@ def rendered_chats(
     ]
 
 
-def named_chats(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A conversation to learn: its messages before the last answer, and that answer.
+
+    `name` says in errors where it is from, `options` are those of the template.
+    """
+
+    messages: Sequence[Message]
+    answer: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> list["Demonstration"]:
+        """A demonstration of each answer of the assistant, in order, the last one as it is."""
+        places = [n for n, message in enumerate(self.messages) if message.role == "assistant"]
+        earlier = [
+            replace(
+                self,
+                messages=self.messages[:place],
+                answer=self.messages[place].content,
+                name=f"{self.name}, answer {number} of {len(places) + 1}",
+            )
+            for number, place in enumerate(places, 1)
+        ]
+        return [*earlier, self]
+
+
+def demonstrated(
     tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[tuple[Sequence[Message], str]],
-    names: Sequence[str],
+    demonstrations: Sequence[Demonstration],
     ends: Collection[int] | None = None,
-    options: Sequence[Mapping[str, Any]] = (),
+    *,
+    every_answer: bool = False,
 ) -> list[RenderedChat]:
-    """Conversations as `rendered_chats` gives them; an error begins with the name of its chat."""
+    """Conversations as `rendered_chats` gives them; an error begins with the name of its chat.
+
+    With `every_answer`, the earlier answers of the assistant are trained on too, each as in a
+    conversation that ends with it. Raises InputError also where the template renders such a
+    conversation in another way once it goes on.
+    """
+    if every_answer:
+        parts = [each.answers for each in demonstrations]
+        rendered = iter(demonstrated(tokenizer, [*chain.from_iterable(parts)], ends))
+        return [_joined(tokenizer, of, [next(rendered) for _ in of]) for of in parts]
+    chats = [(each.messages, each.answer) for each in demonstrations]
+    options = [each.options for each in demonstrations]
     try:
         return rendered_chats(tokenizer, chats, ends, options)
     except InputError:
-        for index, name in enumerate(names):
+        for each, chat in zip(demonstrations, chats, strict=True):
             try:
-                rendered_chats(
-                    tokenizer, chats[index : index + 1], ends, options[index : index + 1]
-                )
+                rendered_chats(tokenizer, [chat], ends, [each.options])
             except InputError as error:
-                raise InputError(f"{name}: {error}") from None
+                raise InputError(f"{each.name}: {error}") from None
         raise
+
+
+def _joined(
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Demonstration],
+    chats: Sequence[RenderedChat],
+) -> RenderedChat:
+    """The whole conversation, trained on each of its answers, which `chats` end with."""
+    whole, mask = chats[-1], chats[-1].mask.copy()
+    for answer, chat in zip(answers[:-1], chats[:-1], strict=True):
+        end = int(np.flatnonzero(chat.mask)[-1]) + 1
+        if not np.array_equal(chat.ids[:end], whole.ids[:end]):
+            begun = text_of(tokenizer, chat.ids[chat.prompt_length : end])
+            raise InputError(
+                f"{answer.name}: the answer is rendered as {begun!r:.{SHOWN}}, but otherwise once "
+                "the conversation goes on (templates drop earlier reasoning, for one), so no "
+                "sampled conversation is like it: set sft.train_on: last, and write a row for each "
+                "answer to learn"
+            )
+        mask[:end] |= chat.mask[:end]
+    return replace(whole, mask=mask)
 
 
 def _trained_tokens(
@@ -271,31 +330,35 @@ def check_lengths(rows: Sequence[tuple[str, int]], room: int, limit: str = "") -
 
 def rendered_lengths(
     tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[tuple[Sequence[Message], str]],
-    names: Sequence[str],
+    demonstrations: Sequence[Demonstration],
     ends: Collection[int],
-    options: Sequence[Mapping[str, Any]] = (),
+    *,
+    every_answer: bool = False,
 ) -> list[int]:
-    """Return the tokens of each chat, answer included.
+    """Return the tokens of each conversation, answer included.
 
-    Raises InputError for the first one that would not be learned as it is written. `names` say
-    where each chat is from, `ends` are the ids that end completions, `options` those of the
-    template for each chat, if there are any.
+    Raises InputError for the first one that would not be learned as it is written. `ends` are the
+    ids that end completions.
     """
+    if every_answer:
+        answers = chain.from_iterable(each.answers for each in demonstrations)
+        rendered_lengths(tokenizer, [*answers], ends)
+        whole = demonstrated(tokenizer, demonstrations, ends, every_answer=True)
+        return [len(chat.ids) for chat in whole]
     control = control_tokens(tokenizer, ends)
     in_prompts, in_answers = (any_of(texts) for texts in (control, control - _of_calls(tokenizer)))
-    for (messages, answer), name in zip(chats, names, strict=True):
-        texts = [(message.content, in_prompts) for message in messages]
-        for text, refused in (*texts, (answer, in_answers)):
+    for each in demonstrations:
+        texts = [(message.content, in_prompts) for message in each.messages]
+        for text, refused in (*texts, (each.answer, in_answers)):
             if spelt := refused.search(text):
                 raise InputError(
-                    f"{name}: the text has {spelt[0]!r}, which is a control token of the policy's "
-                    "tokenizer and would be read as one: remove it from the row"
+                    f"{each.name}: the text has {spelt[0]!r}, which is a control token of the "
+                    "policy's tokenizer and would be read as one: remove it from the row"
                 )
-    rendered = named_chats(tokenizer, chats, names, ends, options)
-    for (messages, answer), name, chat in zip(chats, names, rendered, strict=True):
-        if fault := _fault_of(tokenizer, messages, answer, chat, ends):
-            raise InputError(f"{name}: {fault}")
+    rendered = demonstrated(tokenizer, demonstrations, ends)
+    for each, chat in zip(demonstrations, rendered, strict=True):
+        if fault := _fault_of(tokenizer, each.messages, each.answer, chat, ends):
+            raise InputError(f"{each.name}: {fault}")
     return [len(chat.ids) for chat in rendered]
 
 

@@ -3,9 +3,9 @@
 Leaves out the objective (objective.py).
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
 from marin_rl.config.section import Count, Section, field, optional_field, plan_field
@@ -114,10 +114,20 @@ class TrainingConfig(Section):
         return self
 
 
+def _null_if_last(choice: str | None) -> str | None:
+    # So that a run which says "last" is the run that says nothing.
+    return None if choice == "last" else choice
+
+
 class SFTConfig(Section):
     """Supervised warm start on (prompt, answer) pairs of an environment."""
 
     environment: EnvironmentConfig | None = field(None, "null: the run's environment")
+    train_on: Annotated[Literal["last", "all"] | None, AfterValidator(_null_if_last)] = (
+        optional_field(
+            "answers of a conversation that are learned: all of the assistant's, or null: the last"
+        )
+    )
     steps: Count = field(500, "optimizer steps")
     sequences_per_step: Count = field(64, "examples per step")
     microbatch_sequences: Count = field(64, "rows per forward and backward pass")

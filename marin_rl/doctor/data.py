@@ -3,15 +3,14 @@
 A run keeps what it began with, so rows are compared only for runs that are still to begin.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from marin_rl.batching.selection import check_filter
-from marin_rl.batching.sequences import check_lengths, rendered_lengths
+from marin_rl.batching.sequences import Demonstration, check_lengths, rendered_lengths
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
 from marin_rl.environments.chat import RowEnvironment
@@ -25,7 +24,6 @@ from marin_rl.storage.runs import Run, committed, pairs_slot
 from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
 from marin_rl.storage.tables.pairs import PairFile, read_pairs
 from marin_rl.tokenizers import end_token_ids, tokenizer_for
-from marin_rl.types import Message
 
 ROWS_TOGETHER = 64
 GENERATED_CHECKED_MAX = 256  # examples of an environment that generates them without end
@@ -109,7 +107,9 @@ def learned_pairs(config: Config, file: PairFile) -> None:
         return
     tokenizer = tokenizer_for(policy)
     texts = [
-        ((pair.messages, getattr(pair, field)), f"{place}, field {field}")
+        Demonstration(
+            messages=pair.messages, answer=getattr(pair, field), name=f"{place}, field {field}"
+        )
         for pair, place in zip(file.pairs, file.places, strict=True)
         if pair.chosen_token_ids is None
         for field in ("chosen", "rejected")
@@ -121,9 +121,9 @@ def learned_pairs(config: Config, file: PairFile) -> None:
         if ids is not None
     ]
     for start in range(0, len(texts), ROWS_TOGETHER):
-        chats, names = zip(*texts[start : start + ROWS_TOGETHER], strict=True)
-        counts = rendered_lengths(tokenizer, chats, names, end_token_ids(tokenizer))
-        lengths += zip(names, counts, strict=True)
+        some = texts[start : start + ROWS_TOGETHER]
+        counts = rendered_lengths(tokenizer, some, end_token_ids(tokenizer))
+        lengths += zip([each.name for each in some], counts, strict=True)
     check_lengths(lengths, policy.context_length)
 
 
@@ -148,17 +148,15 @@ def _compared(settings: str) -> int:
     tokenizer, learned = tokenizer_for(config.policy), _demonstrations(config)
     lengths: list[tuple[str, int]] = []
     while some := list(islice(learned, ROWS_TOGETHER)):
-        chats, names, options = zip(*some, strict=True)
-        counts = rendered_lengths(tokenizer, chats, names, end_token_ids(tokenizer), options)
-        lengths += zip(names, counts, strict=True)
+        every = config.sft.train_on == "all"
+        counts = rendered_lengths(tokenizer, some, end_token_ids(tokenizer), every_answer=every)
+        lengths += zip([each.name for each in some], counts, strict=True)
     check_lengths(lengths, config.policy.context_length)
     return len(lengths)
 
 
-def _demonstrations(
-    config: Config,
-) -> Iterator[tuple[tuple[Sequence[Message], str], str, Mapping[str, Any]]]:
-    """Yield each different demonstration of a warm start, its name, and its template's options."""
+def _demonstrations(config: Config) -> Iterator[Demonstration]:
+    """Yield each different demonstration of a warm start."""
     chosen = config.sft.environment or config.environment
     examples = config.sft.steps * config.sft.sequences_per_step
     order = None if chosen.mixture is None else order_in(chosen.mixture)
@@ -175,5 +173,9 @@ def _demonstrations(
             name = name or f"example {example.example_id} of {own.name}"
             answer = own.demonstration(example)
             if answer is not None:  # an example without one is refused by `demonstrations`
-                options = part.config.chat_template_options or {}
-                yield (example.messages, answer), name, options
+                yield Demonstration(
+                    messages=example.messages,
+                    answer=answer,
+                    name=name,
+                    options=part.config.chat_template_options or {},
+                )

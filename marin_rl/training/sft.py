@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import padded
-from marin_rl.batching.sequences import named_chats
+from marin_rl.batching.sequences import Demonstration, demonstrated
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, no_demonstration
 from marin_rl.environments.registry import loaded_environment, part_for
@@ -25,7 +25,7 @@ from marin_rl.training.optimizer import sft_adamw
 from marin_rl.training.phases import SegmentedPhase, optimizer_content
 from marin_rl.training.policy_source import policy_parameters
 from marin_rl.training.step_types import Parameters, StepRows
-from marin_rl.types import Message, SlotRef, TrainingBatch
+from marin_rl.types import SlotRef, TrainingBatch
 
 LENGTH_STEP = 8  # sequences are padded to a multiple of this, so few lengths are ever compiled
 
@@ -108,8 +108,7 @@ def supervised_batch(
     """
     chosen = config.sft.environment or config.environment
     rows = config.sft.sequences_per_step
-    chats = list[tuple[Sequence[Message], str]]()
-    names, options = list[str](), list[dict[str, Any]]()
+    shown = list[Demonstration]()
     # By number and not from an iterator: a segment that is continued needs none of the earlier
     # ones.
     for number in range(step * rows, (step + 1) * rows):
@@ -117,11 +116,17 @@ def supervised_batch(
         answer = environment.demonstration(example)
         if answer is None:
             raise InputError(no_demonstration(environment, example))
-        chats.append((example.messages, answer))
-        names.append(f"example {example.example_id} of {environment.name}")
-        options.append(part_for(environment, chosen, example).config.chat_template_options or {})
-    ends = trained_ends(config.policy, tokenizer)
-    rendered = named_chats(tokenizer, chats, names, ends, options)
+        part = part_for(environment, chosen, example)
+        shown.append(
+            Demonstration(
+                messages=example.messages,
+                answer=answer,
+                name=f"example {example.example_id} of {environment.name}",
+                options=part.config.chat_template_options or {},
+            )
+        )
+    ends, every = trained_ends(config.policy, tokenizer), config.sft.train_on == "all"
+    rendered = demonstrated(tokenizer, shown, ends, every_answer=every)
     sequences = [(chat.ids, chat.mask) for chat in rendered]
     longest = max(len(ids) for ids, _ in sequences)
     if longest > config.policy.context_length:

@@ -21,8 +21,10 @@ from support.templates import TEMPLATES
 
 from marin_rl.batching.pairs import PairTokenizer
 from marin_rl.batching.sequences import (
+    Demonstration,
     chat_tokens,
     check_lengths,
+    demonstrated,
     rendered_lengths,
     rendered_prompts,
     text_of,
@@ -43,7 +45,12 @@ WRAPPED = CHATML.replace(
 
 def check_rows(tokenizer, chats, names, *, ends, context_length, options=()):
     """Check that chats are learned as they are written, and that all of them fit."""
-    lengths = rendered_lengths(tokenizer, chats, names, ends, options)
+    rows = zip(chats, names, options or [{}] * len(names), strict=True)
+    shown = [
+        Demonstration(messages=messages, answer=answer, name=name, options=own)
+        for (messages, answer), name, own in rows
+    ]
+    lengths = rendered_lengths(tokenizer, shown, ends)
     check_lengths([*zip(names, lengths, strict=True)], context_length)
 
 
@@ -212,3 +219,68 @@ def test_an_answer_may_call_tools_by_the_tokens_of_its_template() -> None:
     for chat in [(HI, "[INST] a"), ((Message(role="user", content=call),), "4")]:
         with pytest.raises(InputError, match="is a control token of the policy's tokenizer"):
             check_rows(tokenizer, [chat], [FILE], ends=ends, context_length=150)
+
+
+DIALOGUE = (
+    Message(role="system", content="Answer briefly."),
+    Message(role="user", content="2+2?"),
+    Message(role="assistant", content="4"),
+    Message(role="user", content="3+3?"),
+    Message(role="assistant", content="6"),
+    Message(role="user", content="4+4?"),
+)
+
+
+def trained_runs(tokenizer, chat) -> list[str]:
+    """Texts of the runs of tokens that a conversation is trained on."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], chat.mask, [0]])))
+    return [
+        text_of(tokenizer, chat.ids[start:end])
+        for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "end"),
+    [
+        (CHATML, "<|im_end|>", "<|im_end|>"),
+        (DATED, "<|im_end|>", "<|im_end|>"),
+        (TWO_ENDS, "</s>", "<|im_end|></s>"),
+    ],
+)
+def test_every_answer_of_a_conversation_is_trained_to_its_end(template, eos, end) -> None:
+    tokenizer = chat_tokenizer(template, eos)
+    ends = end_token_ids(tokenizer)
+    shown = Demonstration(messages=DIALOGUE, answer="8", name="row")
+    (last,) = demonstrated(tokenizer, [shown], ends)
+    (every,) = demonstrated(tokenizer, [shown], ends, every_answer=True)
+    np.testing.assert_array_equal(every.ids, last.ids)
+    assert [text.strip() for text in trained_runs(tokenizer, last)] == [f"8{end}"]
+    texts = [text.strip() for text in trained_runs(tokenizer, every)]
+    assert texts == [f"4{end}", f"6{end}", f"8{end}"]
+    assert rendered_lengths(tokenizer, [shown], ends, every_answer=True) == [len(every.ids)]
+
+
+def test_answers_that_change_once_the_conversation_goes_on_are_refused() -> None:
+    """Qwen3's template writes empty reasoning before the last answer, and drops it after it."""
+    tokenizer = chat_tokenizer(QWEN3, "<|im_end|>")
+    ends = end_token_ids(tokenizer)
+    shown = Demonstration(messages=DIALOGUE, answer="8", name="rows.jsonl, line 2")
+    with pytest.raises(InputError, match="otherwise once the conversation goes on") as error:
+        rendered_lengths(tokenizer, [shown], ends, every_answer=True)
+    assert str(error.value).startswith("rows.jsonl, line 2, answer 1 of 3: ")
+    assert "sft.train_on: last" in str(error.value)
+    assert rendered_lengths(tokenizer, [shown], ends) > [0]
+
+
+def test_an_earlier_answer_that_is_not_learned_as_written_is_named() -> None:
+    tokenizer = chat_tokenizer(TRIMMED, "<|im_end|>")
+    blank = (*DIALOGUE[:2], Message(role="assistant", content=" 4 "), *DIALOGUE[3:])
+    shown = [
+        Demonstration(messages=messages, answer="8", name=f"line {line}")
+        for line, messages in enumerate([DIALOGUE, blank], 1)
+    ]
+    ends = end_token_ids(tokenizer)
+    rendered_lengths(tokenizer, shown, ends)
+    with pytest.raises(InputError, match="line 2, answer 1 of 3: the answer ' 4 ' would be"):
+        rendered_lengths(tokenizer, shown, ends, every_answer=True)

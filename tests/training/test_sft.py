@@ -1,11 +1,16 @@
 """The warm start: what it is shown, that it learns, and that segments resume to the bit."""
 
+import json
+
 import numpy as np
 import pytest
 
+from marin_rl.config import fingerprint_fields
+from marin_rl.doctor.data import learned_rows
 from marin_rl.doctor.stages import RL
 from marin_rl.doctor.start import check_files
 from marin_rl.environments.checks import make_environment
+from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import InputError
 from marin_rl.progress import listening
 from marin_rl.storage.runs import Run, latest_sft
@@ -36,6 +41,24 @@ def test_rows_are_prompts_and_answers_with_the_answers_masked(debug, tokenizer):
         assert example.messages[-1].content in text
         np.testing.assert_array_equal(batch.positions[row][inside], np.arange(inside.sum()))
         assert not batch.token_ids[row][~inside].any()
+
+
+def test_all_answers_of_a_dialogue_are_trained_on_where_that_is_asked(debug, tokenizer, tmp_path):
+    turns = [("user", "ab"), ("assistant", "ba"), ("user", "cd"), ("assistant", "dc")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    rows = ("environment.name=chat", f"environment.options.path={tmp_path / 'rows.jsonl'}")
+    for choice, expected in (("last", ["dc<|end|>"]), ("all", ["ba<|end|>", "dc<|end|>"])):
+        config = debug(*SETTINGS, *rows, f"sft.train_on={choice}")
+        assert learned_rows(config) == "1 rows"
+        environment = loaded_environment(config.environment, "train")
+        batch = supervised_batch(config, environment, tokenizer, 0)
+        for ids, mask in zip(batch.token_ids, batch.loss_mask, strict=True):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+            pairs = zip(edges[::2], edges[1::2], strict=True)
+            assert [tokenizer.decode(ids[start:end]) for start, end in pairs] == expected
+    same = [fingerprint_fields(debug(f"sft.train_on={choice}").sft) for choice in ("null", "last")]
+    assert same[0] == same[1] == fingerprint_fields(debug().sft)
 
 
 def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(debug, tokenizer, tmp_path):
