@@ -213,7 +213,7 @@ def bandwidth(work: Work, options: argparse.Namespace, batch: int) -> dict[str, 
     cache = bytes_of(engine._runner.memory.caches) * seen / (prompt + new)
     read = bytes_of(engine.policy.weights) + cache
     if config.tie_embeddings:
-        read -= engine.policy.weights.embedding.nbytes  # listed twice, read once
+        read -= engine.policy.weights.ends.embedding.nbytes  # listed twice, read once
     engine.close()
     found = {
         "device": jax.devices()[0].device_kind,

@@ -106,6 +106,13 @@ class TrainingConfig(Section):
         3, "consecutive updates that were not finite, after which the run ends"
     )
     critic: CriticConfig | None = optional_field("a value function; null: none")
+    load_balance_coefficient: float = field(
+        0.0,
+        "weight of the load-balancing loss of a model's experts, X sum_x f_x P_x as in "
+        "transformers, over trained tokens",
+        ge=0,
+        le=10,
+    )
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> "TrainingConfig":

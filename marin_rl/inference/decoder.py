@@ -54,6 +54,7 @@ from marin_rl.models.block import (
     scaled,
     softmax,
 )
+from marin_rl.models.experts import ExpertWeights, pieces
 from marin_rl.models.spec import LayerKind, Spec
 
 # Approximate tokens in one tile of prefill, and queries in one tile of its attention.
@@ -209,8 +210,8 @@ class FusedLinears(Linears):
         return gate, up
 
     def down(self, x: Array) -> Array:
-        out = _times(x, self.layer.down, self.layer.down_bias)
-        return self._adapted("down", x, [out])[0]
+        bias = None if self.spec.experts else self.layer.down_bias
+        return self._adapted("down", x, [_times(x, self.layer.down, bias)])[0]
 
     def router(self, x: Array) -> Array:
         router = self.layer.router
@@ -220,8 +221,21 @@ class FusedLinears(Linears):
         return scores if bias is None else scores + bias.astype(jnp.float32)
 
     @property
+    def pieces(self) -> int:
+        return pieces(self.spec.mlp_width)
+
+    @property
+    def experts(self) -> ExpertWeights:
+        shape = self.pieces, 2, self.spec.experts, self.spec.mlp_width // self.pieces
+        joined, bias = self.layer.gate_up, self.layer.gate_up_bias
+        gate, up = jnp.moveaxis(joined.reshape(*shape, -1), 1, 0)
+        biases = (None, None) if bias is None else jnp.moveaxis(bias.reshape(shape), 1, 0)
+        down = jnp.moveaxis(self.layer.down.reshape(-1, shape[0], *shape[2:]), 0, -1)
+        return ExpertWeights(gate, up, down, *biases)
+
+    @property
     def expert_bias(self) -> Array | None:
-        return self.layer.expert_bias
+        return self.layer.down_bias if self.spec.experts else None
 
     @property
     def sinks(self) -> Array | None:
@@ -262,7 +276,7 @@ def prefill(
     # bits
     tile = prefill_tile(R, P)
     K, H = spec.kv_heads, spec.head_size
-    dtype = decoder.embedding.dtype
+    dtype = decoder.ends.embedding.dtype
     buffer = tuple(
         (jnp.zeros((R, K, H, P), dtype), jnp.zeros((R, K, P, H), dtype)) for _ in range(spec.layers)
     )
@@ -425,6 +439,8 @@ def prompt_products(
         query, jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2), Limits(None, None, layer.sinks)
     )
     out = linears.output(attended)
+    if spec.experts:
+        return query, key, value, attended, out, after_mlp(spec, linears, out)
     gate, up = linears.gate_and_up(out)
     inner = up if gate is None else gate * up
     return query, key, value, attended, out, inner, linears.down(inner)

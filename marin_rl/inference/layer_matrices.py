@@ -134,18 +134,18 @@ class LayerMatrix:
 
 
 class QuantizedLayers(NamedTuple):
-    """Quantised matrices of all layers: references to a model's arrays."""
+    """Quantised matrices of all layers, or arrays of one: references to a model's."""
 
-    query: QuantizedMatrix
-    key: QuantizedMatrix
-    value: QuantizedMatrix
-    output: QuantizedMatrix
-    gate: QuantizedMatrix | None  # None of a plain MLP
-    up: QuantizedMatrix
-    down: QuantizedMatrix
+    query: Any
+    key: Any
+    value: Any
+    output: Any
+    gate: Any  # None of a plain MLP
+    up: Any
+    down: Any
 
-    def of_layer(self, index: int, kv_heads: int) -> dict[str, LayerMatrix]:
-        """The four matrices of a layer by name; no array is cut."""
+    def of_layer(self, index: int | None, kv_heads: int) -> dict[str, LayerMatrix]:
+        """The four matrices of a layer by name; no array is cut. `index` is None of one alone."""
         halves = self.gate, self.up
         return {
             # by key/value head, as the rows of `Layer.qkv` are sorted

@@ -75,14 +75,6 @@ def constrain(array: Array, *axes: tuple[str, ...]) -> Array:
     return jax.lax.with_sharding_constraint(array, _spec(sizes, array.shape, axes))
 
 
-def pieces(size: int, axes: tuple[str, ...]) -> int:
-    """Number of pieces, inside a program, that a dimension of `size` is cut into; 1 on a device."""
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    count = int(np.prod([sizes.get(name, 1) for name in axes]))
-    # as `_spec` does: a dimension that does not divide stays whole
-    return 1 if size % count else count
-
-
 def _spec(
     sizes: dict[str, int], shape: tuple[int, ...], axes: tuple[tuple[str, ...], ...]
 ) -> PartitionSpec:

@@ -6,13 +6,15 @@ arrays (`weights`) and when they are fused (`runner`).
 Axes: D width, F width of the MLP, K key/value heads, G query heads per key/value head, H head size.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from marin_rl.inference.layer_matrices import LayerMatrix, OwnAdapters, QuantizedLayers
-from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain, pieces
+from marin_rl.inference.layer_matrices import OwnAdapters, QuantizedLayers
+from marin_rl.inference.placement import TENSOR, UNDIVIDED, constrain
 from marin_rl.inference.weights import (
     Decoder,
     Ends,
@@ -23,6 +25,7 @@ from marin_rl.inference.weights import (
     quantized_layers,
     without_quantized,
 )
+from marin_rl.models.experts import by_piece, pieces
 from marin_rl.models.spec import Spec
 
 
@@ -53,7 +56,6 @@ def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
 
 
 def _fuse_layer(spec: Spec, layer: Layers) -> Layer:
-    replicated = jax.tree.map(constrain, layer)
     own = OwnAdapters(
         qkv=(layer.query.own, layer.key.own, layer.value.own),
         output=(layer.output.own,),
@@ -63,60 +65,52 @@ def _fuse_layer(spec: Spec, layer: Layers) -> Layer:
     # one product each for query, key and value and for gate and up: fewer and longer operations
     attention = (layer.query, layer.key, layer.value)
     qkv = _by_head(spec, [affine.float_weight for affine in attention])
-    qkv_bias = _by_head(spec, [affine.bias for affine in attention])
-    gate_up = _by_piece([_rows(layer.gate.float_weight), _rows(layer.up.float_weight)])
+    gate_up = _by_piece(
+        [_side_by_side(spec, m) for m in (layer.gate.float_weight, layer.up.float_weight)]
+    )
     output, down = layer.output.float_weight, layer.down.float_weight
+    if spec.experts:  # [D, X, F]
+        down = jnp.moveaxis(by_piece(jnp.moveaxis(down, 0, -1), pieces(spec.mlp_width)), -1, 0)
     return Layer(
         qkv=None if qkv is None else qkv.reshape(-1, spec.width),
-        qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
         output=(
             None if output is None else constrain(output.reshape(spec.width, -1), UNDIVIDED, TENSOR)
         ),
-        output_bias=replicated.output.bias,
         gate_up=gate_up,
-        gate_up_bias=_by_piece([_flat(layer.gate.bias), _flat(layer.up.bias)]),
-        down=(None if down is None else constrain(down.reshape(spec.width, -1), UNDIVIDED, TENSOR)),
-        down_bias=None if spec.experts else replicated.down.bias,
-        norms=replicated.norms,
-        activation=replicated.activation,
-        router=replicated.router,
-        expert_bias=replicated.down.bias if spec.experts else None,
-        sinks=replicated.sinks,
+        down=None if down is None else constrain(down.reshape(spec.width, -1), UNDIVIDED, TENSOR),
         own=own if any(part is not None for parts in own for part in parts) else None,
+        **_beside_matrices(spec, layer),
     )
 
 
-def _rows(weight: Array | None) -> Array | None:
-    """A matrix [F, D], of experts [X, F, D] side by side."""
-    return None if weight is None else weight.reshape(-1, weight.shape[-1])
+def _beside_matrices(spec: Spec, layer: Layers) -> dict[str, Any]:
+    """Fields of a layer but for its four matrices; biases are joined as these are."""
+    replicated = jax.tree.map(constrain, layer)
+    qkv_bias = _by_head(spec, [each.bias for each in (layer.query, layer.key, layer.value)])
+    return {
+        "qkv_bias": None if qkv_bias is None else qkv_bias.reshape(-1),
+        "output_bias": replicated.output.bias,
+        "gate_up_bias": _by_piece([_side_by_side(spec, b.bias) for b in (layer.gate, layer.up)]),
+        "down_bias": replicated.down.bias,
+        "norms": replicated.norms,
+        "activation": replicated.activation,
+        "router": replicated.router,
+        "sinks": replicated.sinks,
+    }
 
 
-def _flat(bias: Array | None) -> Array | None:
-    return None if bias is None else bias.reshape(-1)
+def _side_by_side(spec: Spec, array: Array | None) -> Array | None:
+    """A matrix or bias of an MLP, [F, ...]; of experts, [X, F, ...], piece by piece of their F."""
+    if array is None or not spec.experts:
+        return array
+    return by_piece(array, pieces(spec.mlp_width)).reshape(-1, *array.shape[2:])
 
 
 def layer_of(spec: Spec, layer: Layers) -> Layer:
     """A layer that multiplies with the model's own arrays, one after the other; on one device."""
-    weight = {name: getattr(layer, name).float_weight for name in QuantizedLayers._fields}
-    qkv = (weight["query"], weight["key"], weight["value"])
-    gate_up = weight["gate"], weight["up"]
-    qkv_bias = _by_head(spec, [each.bias for each in (layer.query, layer.key, layer.value)])
-    return Layer(
-        # by key/value head, as `_by_head` sorts the rows of a joined matrix
-        qkv=LayerMatrix(qkv, groups=spec.kv_heads),
-        qkv_bias=None if qkv_bias is None else qkv_bias.reshape(-1),
-        output=LayerMatrix((weight["output"],)),
-        output_bias=layer.output.bias,
-        gate_up=LayerMatrix(tuple(half for half in gate_up if half is not None)),
-        gate_up_bias=_by_piece([_flat(layer.gate.bias), _flat(layer.up.bias)]),
-        down=LayerMatrix((weight["down"],)),
-        down_bias=None if spec.experts else layer.down.bias,
-        norms=layer.norms,
-        activation=layer.activation,
-        router=layer.router,
-        expert_bias=layer.down.bias if spec.experts else None,
-        sinks=layer.sinks,
-    )
+    weights = {name: getattr(layer, name).float_weight for name in QuantizedLayers._fields}
+    matrices = QuantizedLayers(**weights).of_layer(None, spec.kv_heads)
+    return Layer(**matrices, **_beside_matrices(spec, layer))
 
 
 def _by_head(spec: Spec, parts: list[Array | None]) -> Array | None:
@@ -142,7 +136,7 @@ def _by_piece(parts: list[Array | None]) -> Array | None:
         return None
     # by the mesh's pieces: gate and up of the same columns must lie on one device, where they are
     # multiplied
-    count = pieces(present[0].shape[0], TENSOR)
+    count = pieces(present[0].shape[0])
     cut = [part.reshape(count, -1, *part.shape[1:]) for part in present]
     return constrain(jnp.concatenate(cut, axis=1).reshape(-1, *present[0].shape[1:]), TENSOR)
 
@@ -150,7 +144,7 @@ def _by_piece(parts: list[Array | None]) -> Array | None:
 def split_gate_up(joined: Float[Array, "... F2"]) -> tuple[Array, Array]:
     """Gate and up [..., F] from what `Layer.gate_up` was multiplied to."""
     *lead, both = joined.shape
-    cut = joined.reshape(*lead, pieces(both // 2, TENSOR), 2, -1)
+    cut = joined.reshape(*lead, pieces(both // 2), 2, -1)
     return cut[..., 0, :].reshape(*lead, -1), cut[..., 1, :].reshape(*lead, -1)
 
 
@@ -167,7 +161,7 @@ def fused_weights(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder:
     own = without_quantized(weights.layers)
     layers = compiled_layers(spec=spec, layers=own, dtype=dtype)
     quantized = quantized_layers(weights.layers)
-    return Decoder(layers=layers, quantized=quantized, **ends._asdict())
+    return Decoder(ends, layers, quantized)
 
 
 def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder | None:
@@ -190,5 +184,4 @@ def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder 
     layers = jax.device_put(
         [jax.tree.map(lambda leaf, i=index: leaf[i], host) for index in range(spec.layers)]
     )
-    layers = tuple(layer_of(spec, layer) for layer in layers)
-    return Decoder(layers=layers, **weights.ends._asdict())
+    return Decoder(weights.ends, tuple(layer_of(spec, layer) for layer in layers))

@@ -64,18 +64,20 @@ class Layers(NamedTuple):
     sinks: Array | None = None
 
 
-class Weights(NamedTuple):
-    """References to a model's arrays: nothing is copied, so taking new ones costs nothing."""
+class Ends(NamedTuple):
+    """Weights before and after the layers: embedding, final norm, head."""
 
     embedding: Float[Array, "V D"]
     positions: Float[Array, "T D"] | None
-    layers: Layers
     final_norm: Norm
     head: Float[Array, "V D"]
 
-    @property
-    def ends(self) -> "Ends":
-        return Ends(self.embedding, self.positions, self.final_norm, self.head)
+
+class Weights(NamedTuple):
+    """References to a model's arrays: nothing is copied, so taking new ones costs nothing."""
+
+    ends: Ends
+    layers: Layers
 
 
 class Layer(NamedTuple):
@@ -94,23 +96,13 @@ class Layer(NamedTuple):
     gate_up: Any
     gate_up_bias: Float[Array, " F2"] | None
     down: Any
-    down_bias: Float[Array, " D"] | None
+    down_bias: Float[Array, "*X D"] | None
     norms: Norms
     activation: Activation | None
     router: Affine | None = None
-    expert_bias: Float[Array, "X D"] | None = None
     sinks: Float[Array, "K G"] | None = None
     adapters: LayerAdapters | None = None
     own: OwnAdapters | None = None
-
-
-class Ends(NamedTuple):
-    """Weights before and after the layers: embedding, final norm, head."""
-
-    embedding: Float[Array, "V D"]
-    positions: Float[Array, "T D"] | None
-    final_norm: Norm
-    head: Float[Array, "V D"]
 
 
 class Decoder(NamedTuple):
@@ -119,16 +111,9 @@ class Decoder(NamedTuple):
     `quantized` are matrices of all layers that lie quantised: the model's own arrays.
     """
 
-    embedding: Float[Array, "V D"]
-    positions: Float[Array, "T D"] | None
+    ends: Ends
     layers: tuple[Layer, ...]
-    final_norm: Norm
-    head: Float[Array, "V D"]
     quantized: QuantizedLayers | None = None
-
-    @property
-    def ends(self) -> Ends:
-        return Ends(self.embedding, self.positions, self.final_norm, self.head)
 
     def all_layers(self, spec: Spec) -> tuple[Layer, ...]:
         """The layers with their matrices; to be called inside a program."""
@@ -145,14 +130,8 @@ def read_model(model: LanguageModel) -> tuple[Spec, Weights]:
     """The model's description and references to its arrays."""
     # By reference: what the trainer updates by replacing arrays, and never in place, may be read
     # while it trains.
-    weights = Weights(
-        embedding=model.embedding,
-        positions=model.positions,
-        layers=_read_layers(model.spec, model.layers.stacked),
-        final_norm=model.final_norm,
-        head=model.head,
-    )
-    return model.spec, weights
+    ends = Ends(model.embedding, model.positions, model.final_norm, model.head)
+    return model.spec, Weights(ends, _read_layers(model.spec, model.layers.stacked))
 
 
 def _read_layers(spec: Spec, layer: DecoderLayer) -> Layers:

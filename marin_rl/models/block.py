@@ -17,6 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from marin_rl.models.experts import (
+    ExpertLoads,
+    ExpertWeights,
+    grouped_sum,
+    loads_of,
+    routing_of,
+    shares_of_all,
+    takes_grouped,
+)
 from marin_rl.models.spec import ACTIVATIONS, LayerKind, Rope, Spec
 
 # In the place of -inf for scores out of sight, so that exp() of a difference is never NaN.
@@ -80,6 +89,16 @@ class Linears(ABC):
     @abstractmethod
     def router(self, x: Array) -> Array:
         """Scores of experts [..., X], in float32."""
+
+    @property
+    @abstractmethod
+    def experts(self) -> ExpertWeights:
+        """Matrices of all experts, for products by group."""
+
+    @property
+    def pieces(self) -> int:
+        """Pieces that F of each expert is cut into; `gate_and_up` has all experts of each."""
+        return 1
 
     @property
     @abstractmethod
@@ -212,38 +231,50 @@ def after_attention(
     return x + _scaled(spec, out)
 
 
-def after_mlp(spec: Spec, layer: Linears, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+def after_mlp(
+    spec: Spec, layer: Linears, x: Float[Array, "... D"], *, grouped: bool | None = None
+) -> Float[Array, "... D"]:
     """The residual stream with what the MLP adds, or the experts that a token takes.
 
-    Experts are computed densely, side by side as one MLP whose inner values are weighed by the
-    token's shares: nothing is dropped, and a row does not depend on others. That is as many
-    products as experts, not as chosen ones.
+    `grouped`: experts are computed for the tokens that take them, and not for all; None: where the
+    devices have a kernel for that.
     """
     inputs = normed(spec, layer.norms.mlp, x)
-    gate, up = layer.gate_and_up(inputs)
-    inner = activated(spec, layer, gate, up)
-    if not spec.experts:
-        out = layer.down(inner)
+    if spec.experts:
+        by_group = takes_grouped(spec, inputs) if grouped is None else grouped
+        out = _of_experts(spec, layer, inputs, by_group=by_group)
     else:
-        shares = expert_shares(spec, layer.router(inputs))
-        weighed = inner * jnp.repeat(shares, spec.mlp_width, axis=-1).astype(inner.dtype)
-        out = layer.down(weighed)
-        if layer.expert_bias is not None:
-            out = out + shares.astype(out.dtype) @ layer.expert_bias.astype(out.dtype)
+        out = layer.down(activated(spec, layer, *layer.gate_and_up(inputs)))
     return x + _scaled(spec, normed(spec, layer.norms.after_mlp, out))
 
 
-def expert_shares(spec: Spec, scores: Float32[Array, "... X"]) -> Float32[Array, "... X"]:
-    """Shares of the experts' outputs that a token takes; 0 of those that it does not choose."""
-    if spec.choose_first:
-        best, at = jax.lax.top_k(scores, spec.experts_chosen)
-        taken = jax.nn.softmax(best, axis=-1)
+def expert_loads(
+    spec: Spec, layer: Linears, x: Float[Array, "... D"], mask: Bool[Array, "..."] | None
+) -> ExpertLoads | None:
+    """Loads [1, X] of the experts in `after_mlp` by tokens of a mask; None without either."""
+    if mask is None or not spec.experts:
+        return None
+    # The router is computed there too: a compiler joins both.
+    loads = loads_of(spec, layer.router(normed(spec, layer.norms.mlp, x)), mask)
+    return jax.tree.map(lambda array: array[None], loads)
+
+
+def _of_experts(spec: Spec, layer: Linears, inputs: Array, *, by_group: bool) -> Array:
+    function = partial(activated, spec, layer)
+    # All experts side by side as one MLP. Before the router: so the terms of the inputs' gradient
+    # are in the order, and it has the last bits, that earlier runs had.
+    inner = None if by_group else function(*layer.gate_and_up(inputs))
+    routing = routing_of(spec, layer.router(inputs))
+    shares = shares_of_all(spec, routing)
+    if inner is None:
+        out = grouped_sum(spec, layer.experts, inputs, routing, function)
     else:
-        taken, at = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), spec.experts_chosen)
-        if spec.renormalise:
-            taken = taken / jnp.sum(taken, axis=-1, keepdims=True)
-    chosen = jax.nn.one_hot(at, spec.experts, dtype=jnp.float32)
-    return jnp.sum(taken[..., None] * chosen, axis=-2)
+        each = shares if layer.pieces == 1 else jnp.tile(shares, layer.pieces)
+        each = jnp.repeat(each, spec.mlp_width // layer.pieces, axis=-1)
+        out = layer.down(inner * each.astype(inner.dtype))
+    if layer.expert_bias is not None:
+        out = out + shares.astype(out.dtype) @ layer.expert_bias.astype(out.dtype)
+    return out
 
 
 def _scaled(spec: Spec, out: Array) -> Array:

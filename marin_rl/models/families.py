@@ -59,6 +59,14 @@ ROPE_KEYS = {
         "mscale_all_dim",
         "truncate",
     },
+    "dynamic": {"factor"},
+    "longrope": {
+        "short_factor",
+        "long_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+    },
 }
 _ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 _ROPE_OPTIONAL |= {"truncate"}
@@ -135,10 +143,14 @@ def described(tree: Mapping[str, Any], path: Path) -> Spec:
     try:
         hf = _settings(family, json.loads(text) | own)
         spec = _gpt2(hf) if family == "gpt2" else _of_llama_kind(hf, scaling)
+        _ = [rope.frequencies for rope in spec.ropes]  # raises for numbers that do not fit
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InputError(f"{path}: expected a {family} model's config.json: {error!r}") from error
     _check(spec, hf, path)
-    return replace(spec, family=family, hf=text)
+    # Beyond it `long_factor` would turn all positions: transformers decides by the longest sequence
+    # of a batch, vLLM by its max_model_len, and here a token depends on its own sequence alone.
+    longest = dict(scaling).get("original_max_position_embeddings") if _is_long(scaling) else None
+    return replace(spec, family=family, hf=text, context_length=longest or spec.context_length)
 
 
 def _settings(family: str, tree: dict[str, Any]) -> Any:
@@ -305,6 +317,10 @@ def _of_gemma(hf: Any, rope: Rope) -> dict[str, Any]:
     }
 
 
+def _is_long(scaling: tuple[tuple[str, Any], ...]) -> bool:
+    return dict(scaling).get("rope_type") == "longrope"
+
+
 def _particular_ropes(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that transformers 5 writes into `rope_parameters`, in the words of 4."""
     full, local = (nested.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
@@ -347,6 +363,9 @@ def _rope_of(
         )
     scaling = dict(tree.get("rope_scaling") or parameters)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    length, longest = (tree.get(f"{of}max_position_embeddings") for of in ("original_", ""))
+    if kind == "longrope" and type(length) is int and type(longest) is int and length > 0:
+        scaling |= {"original_max_position_embeddings": length, "factor": longest / length}
     for key in ("type", "rope_theta", "partial_rotary_factor"):
         scaling.pop(key, None)
     base = next(iter(bases), None)
@@ -359,7 +378,11 @@ def _rope_of(
         )
     if missing := ROPE_KEYS[kind] - _ROPE_OPTIONAL - set(scaling):
         raise InputError(f"{path}: rotary scaling {kind!r} lacks {sorted(missing)}; add them")
-    known = {key: value for key, value in scaling.items() if value is not None}
+    known = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in scaling.items()
+        if value is not None
+    }
     return base, (("rope_type", kind), *sorted(known.items()))
 
 
@@ -519,4 +542,7 @@ def config_json(spec: Spec) -> dict[str, Any]:
             "rope_scaling": scaling or None,
             "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta},
         }
+        if _is_long(rope.scaling):  # of which transformers 4 takes these keys and no other
+            factors = {f"{of}_factor": scaling[f"{of}_factor"] for of in ("short", "long")}
+            tree["rope_scaling"] = {"type": "longrope", **factors}
     return tree

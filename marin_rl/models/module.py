@@ -18,6 +18,7 @@ from haliax.nn import Linear
 from jaxtyping import Array
 
 from marin_rl.models.block import Activation, Linears, Norm, Norms
+from marin_rl.models.experts import ExpertWeights, by_piece, pieces
 from marin_rl.models.spec import Spec
 
 
@@ -237,6 +238,21 @@ class TrainedLinears(Linears):
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), router)
         named = hax.named(x.astype(jnp.float32), (*self.axes, "embed"))
         return _product(wide, named, ("embed",), (*self.axes, "experts"))
+
+    @property
+    def experts(self) -> ExpertWeights:
+        experts, cut = self.layer.mlp.experts, pieces(self.spec.mlp_width)
+        assert experts is not None
+
+        gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
+        arrays = (
+            gate.weight.array,
+            up.weight.array,
+            jnp.moveaxis(down.weight.array, 0, -1),
+            None if gate.bias is None else gate.bias.array,
+            None if up.bias is None else up.bias.array,
+        )
+        return ExpertWeights(*jax.tree.map(lambda array: by_piece(array, cut), arrays))
 
     @property
     def expert_bias(self) -> Array | None:

@@ -37,9 +37,10 @@ class Rope:
         # In float32, step by step as transformers does it: the angle at position 100,000 shows the
         # last bit.
         powers = np.arange(0, self.size, 2, dtype=np.float32) / np.float32(self.size)
-        plain = (np.float32(1) / np.float32(self.theta) ** powers).astype(np.float32)
+        waves = np.float32(self.theta) ** powers
+        plain = (np.float32(1) / waves).astype(np.float32)
         match options.get("rope_type", "default"):
-            case "default":
+            case "default" | "dynamic":  # which changes nothing up to a model's context length
                 return plain, 1.0
             case "linear":
                 return plain / np.float32(options["factor"]), 1.0
@@ -47,6 +48,8 @@ class Rope:
                 return _llama3(plain, options), 1.0
             case "yarn":
                 return _yarn(plain, options, self)
+            case "longrope":
+                return _longrope(waves, options)
             case kind:
                 raise InputError(f"rope_type {kind!r} is not known")
 
@@ -100,6 +103,17 @@ def _yarn_attention(factor: float | int, options: dict) -> float:
     if options.get("mscale") and options.get("mscale_all_dim"):
         return scale(options["mscale"]) / scale(options["mscale_all_dim"])
     return scale(1.0)
+
+
+def _longrope(waves: np.ndarray, options: dict) -> tuple[np.ndarray, float]:
+    """LongRoPE (arXiv:2402.13753) up to the length that it extends: a factor for each wave."""
+    factors = np.array(options["short_factor"], np.float32).reshape(waves.shape)
+    frequencies = np.float32(1) / (factors * waves)
+    factor, length = options["factor"], options["original_max_position_embeddings"]
+    attention = options.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    return frequencies.astype(np.float32), float(attention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

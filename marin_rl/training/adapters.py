@@ -178,10 +178,6 @@ def with_quantized(template: LanguageModel, scheme: str | None) -> LanguageModel
     return eqx.tree_at(lambda model: model.transformer.layers.stacked, template, stacked)
 
 
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedWeight)
-
-
 def _is_linear(node: Any) -> bool:
     return isinstance(node, QuantizedLinear)
 
@@ -190,8 +186,9 @@ class Blocks:
     """Layers one by one: of the arrays that are not quantised each has its part."""
 
     def __init__(self, layers: Layers) -> None:
+        whole = QuantizedWeight, NamedArray
         self._leaves, self._structure = jax.tree.flatten(
-            layers.stacked, is_leaf=lambda node: _is_quantized(node) or isinstance(node, NamedArray)
+            layers.stacked, is_leaf=lambda node: isinstance(node, whole)
         )
         # Stacked on the first axis.
         self.arrays = [leaf.array for leaf in self._leaves if isinstance(leaf, NamedArray)]

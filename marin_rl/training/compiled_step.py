@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import device_array, set_matmul_precision
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.cpu_streams import gains_from_lanes
-from marin_rl.errors import NonFiniteUpdate
+from marin_rl.errors import ConfigError, NonFiniteUpdate
 from marin_rl.lora import Adapter
 from marin_rl.lora.quantization import is_quantized, quantize_base
 from marin_rl.machine import STEP_LANES, memory_errors
@@ -85,11 +85,16 @@ def policy_settings(config: Config) -> StepSettings:
         packing=packing_of(config.batching.packing),
         compute_dtype=config.policy.compute_dtype,
         critic=config.training.critic,
+        load_balance_coefficient=config.training.load_balance_coefficient,
     )
 
 
 def supervised_settings(config: Config) -> StepSettings:
-    return StepSettings(objective=None, compute_dtype=config.policy.compute_dtype)
+    return StepSettings(
+        objective=None,
+        compute_dtype=config.policy.compute_dtype,
+        load_balance_coefficient=config.training.load_balance_coefficient,
+    )
 
 
 class Program(ABC):
@@ -176,6 +181,11 @@ class CompiledStep(Program):
     ) -> None:
         super().__init__(config, tokenizer, adamw, modules, settings=settings)
         self.settings = settings
+        if settings.load_balance_coefficient and not self.template.spec.experts:
+            raise ConfigError(
+                "training.load_balance_coefficient: expected 0 for a model without experts, found "
+                f"{settings.load_balance_coefficient:g}: there is no load to balance; leave it out"
+            )
         weights = sum(int(np.prod(shape)) for shape in parameter_shapes(self.template).values())
         # 4 bytes each: masters are float32.
         lanes = gains_from_lanes(4 * weights, on_mesh=self.layout.mesh is not None)

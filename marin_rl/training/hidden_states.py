@@ -14,7 +14,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from jax.lax import dynamic_slice_in_dim
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.models.block import (
     Rotation,
@@ -22,9 +22,11 @@ from marin_rl.models.block import (
     after_mlp,
     angles_of,
     embedded,
+    expert_loads,
     queries_keys_values,
     scaled,
 )
+from marin_rl.models.experts import ExpertLoads
 from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
 from marin_rl.models.spec import LayerKind, Rope, Spec
 from marin_rl.training.adapters import Blocks
@@ -60,12 +62,14 @@ def states_before_last_mlp(
     segment_ids_BT: Int[Array, "B T"],
     positions_BT: Int[Array, "B T"],
     prompts_BT: Int[Array, "B T"] | None,
+    counted_BT: Bool[Array, "B T"] | None = None,
     *,
     alone: bool = False,
-) -> Float[Array, "B T E"]:
-    """Activations up to where positions stop exchanging anything.
+) -> tuple[Float[Array, "B T E"], ExpertLoads | None]:
+    """Activations up to where positions stop exchanging anything, and loads of experts, by layer.
 
-    `alone`: every row is one sequence, followed by padding.
+    `alone`: every row is one sequence, followed by padding. Loads are of the tokens that are
+    `counted`; None without experts.
     """
     spec = model.spec
     states = embedded(spec, token_ids_BT, model.embedding, positions_BT, model.positions)
@@ -82,10 +86,12 @@ def states_before_last_mlp(
     # Positions within a sequence and not within the row: a packed completion is rotated as it was
     # when it was sampled.
     turn = _turn(spec, positions_BT, shared=prompts_BT is not None)
-    states = _through_layers(model, states, attention, turn)
+    states, loads = _through_layers(model, states, attention, turn, counted_BT)
     # Without the last MLP, which works on each token by itself: `_Tail` runs it on the mask only.
     last = last_layer(model)
-    return _attended(spec, spec.kinds[-1], last, states, attention, turn)
+    states = _attended(spec, spec.kinds[-1], last, states, attention, turn)
+    loads.append(expert_loads(spec, TrainedLinears(spec, last, AXES), states, counted_BT))
+    return states, jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads)
 
 
 def last_layer(model: LanguageModel) -> DecoderLayer:
@@ -164,30 +170,47 @@ def _attended(
     return after_attention(spec, linears, states, attended)
 
 
-def _through_layers(model: LanguageModel, states: Array, attention: Attend, turn: Turn) -> Array:
-    """The states after all layers but the last, many of which run in a scan."""
+Loads = list[ExpertLoads | None]
+
+
+def _through_layers(
+    model: LanguageModel,
+    states: Array,
+    attention: Attend,
+    turn: Turn,
+    counted_BT: Array | None,
+) -> tuple[Array, Loads]:
+    """The states after all layers but the last, many of which run in a scan, and their loads."""
     spec, layers, count = model.spec, model.layers, model.spec.layers - 1
     blocks = Blocks(layers)
 
-    def run(states: Array, layer: DecoderLayer, kind: LayerKind) -> Array:
+    def run(
+        states: Array, layer: DecoderLayer, kind: LayerKind
+    ) -> tuple[Array, ExpertLoads | None]:
         states = _attended(spec, kind, layer, states, attention, turn)
-        return after_mlp(spec, TrainedLinears(spec, layer, AXES), states)
+        linears = TrainedLinears(spec, layer, AXES)
+        loads = expert_loads(spec, linears, states, counted_BT)
+        return after_mlp(spec, linears, states), loads
 
+    all_loads: Loads = []
     if spec.layers <= UNROLLED_LAYERS_MAX and not layers.recomputed:
         for layer, kind in zip(blocks.first(count), spec.kinds, strict=False):
-            states = run(states, layer, kind)
-        return states
+            states, loads = run(states, layer, kind)
+            all_loads.append(loads)
+        return states, all_loads
     # Each layer by itself: of all that it computes its input alone is kept. A scan computes nothing
     # forward that its backward pass could share.
     kept = partial(jax.checkpoint, prevent_cse=False) if layers.recomputed else lambda step: step
     # What is left of the last period, or of the only one, runs layer by layer.
     scanned = count - count % spec.period
     if scanned:
-        states = _scanned(model, blocks, scanned, states, run, kept)
+        states, loads = _scanned(model, blocks, scanned, states, run, kept)
+        all_loads.append(loads)
     for index in range(scanned, count):
         step = kept(partial(run, kind=spec.kinds[index]))
-        states = step(states, blocks[index])
-    return states
+        states, loads = step(states, blocks[index])
+        all_loads.append(loads)
+    return states, all_loads
 
 
 def _scanned(
@@ -195,27 +218,30 @@ def _scanned(
     blocks: Blocks,
     count: int,
     states: Array,
-    run: Callable[[Array, DecoderLayer, LayerKind], Array],
+    run: Callable[[Array, DecoderLayer, LayerKind], tuple[Array, ExpertLoads | None]],
     kept: Callable[[Any], Any],
-) -> Array:
+) -> tuple[Array, ExpertLoads | None]:
     """The states after `count` layers, in a scan over periods: what is compiled is one of them."""
     spec, period = model.spec, model.spec.period
 
-    def body(states: Array, own: tuple[Array, list[Array]]) -> tuple[Array, None]:
+    def body(states: Array, own: tuple[Array, list[Array]]) -> tuple[Array, ExpertLoads | None]:
         first, arrays = own
         if in_place:
             arrays = [dynamic_slice_in_dim(array, first, period) for array in blocks.arrays]
+        loads: Loads = []
         for place, kind in enumerate(spec.kinds[:period]):
 
-            def step(states: Array, parts: list[Array], at: int = place, of: Any = kind) -> Array:
+            def step(states: Array, parts: list[Array], at: int = place, of: Any = kind) -> Any:
                 return run(states, blocks.of(first + at, parts), of)
 
-            states = kept(step)(states, [array[place] for array in arrays])
-        return states, None
+            states, of_layer = kept(step)(states, [array[place] for array in arrays])
+            loads.append(of_layer)
+        return states, jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads)
 
     # Codes and scales are not among what the scan cuts: a layer reads its part by its index. Of
     # weights, whose gradients would then be added up over whole stacks, only without gradients.
     in_place = model.layers.in_place
     arrays = () if in_place else blocks.arrays
     cut = [array[:count].reshape(-1, period, *array.shape[1:]) for array in arrays]
-    return jax.lax.scan(body, states, (jnp.arange(0, count, period), cut))[0]
+    states, loads = jax.lax.scan(body, states, (jnp.arange(0, count, period), cut))
+    return states, jax.tree.map(lambda array: array.reshape(count, *array.shape[2:]), loads)

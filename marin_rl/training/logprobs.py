@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from marin_rl.models.block import Norm, after_mlp, logits_of, normed
+from marin_rl.models.experts import ExpertLoads
 from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
 from marin_rl.models.spec import Spec
 from marin_rl.training.attention import on_tpu
@@ -41,10 +42,14 @@ Head = Callable[[Float[Array, "*N E"]], Float[Array, "*N"]]
 
 
 class TokenScores(NamedTuple):
-    """Logprobs and entropies of each token given those before it; 0 where not requested."""
+    """Logprobs and entropies of each token given those before it; 0 where not requested.
+
+    `loads` are those of experts by the requested tokens.
+    """
 
     logprobs: Float[Array, "B T"]
     entropies: Float[Array, "B T"]
+    loads: ExpertLoads | None = None
 
 
 class Packing(NamedTuple):
@@ -86,7 +91,10 @@ def token_logprobs(
     otherwise, for nothing predicts a first token.
     """
     rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
-    return TokenScores(*_scored(model, rows, temperature=temperature, packing=packing))
+    (logprobs_BT, entropies_BT), loads = _scored(
+        model, rows, temperature=temperature, packing=packing
+    )
+    return TokenScores(logprobs_BT, entropies_BT, loads)
 
 
 def token_values(
@@ -96,7 +104,7 @@ def token_values(
 
     That is the value of a token's past, before it is chosen. Rows are as in `token_logprobs`.
     """
-    (values_BT,) = _scored(model, rows, head, words=False, packing=packing)
+    (values_BT,), _ = _scored(model, rows, head, words=False, packing=packing)
     return values_BT
 
 
@@ -108,10 +116,10 @@ def token_logprobs_and_values(
     packing: Packing = ALONE,
 ) -> tuple[TokenScores, Float[Array, "B T"]]:
     """`token_logprobs` and `token_values` of one model, from one pass."""
-    logprobs_BT, entropies_BT, values_BT = _scored(
+    (logprobs_BT, entropies_BT, values_BT), loads = _scored(
         model, rows, head, temperature=temperature, packing=packing
     )
-    return TokenScores(logprobs_BT, entropies_BT), values_BT
+    return TokenScores(logprobs_BT, entropies_BT, loads), values_BT
 
 
 def _scored(
@@ -122,10 +130,11 @@ def _scored(
     words: bool = True,
     temperature: float = 1.0,
     packing: Packing = ALONE,
-) -> tuple[Array, ...]:
+) -> tuple[tuple[Array, ...], ExpertLoads | None]:
     """Score the masked tokens of rows (ids, segments, positions, mask).
 
-    Returns log-probability and entropy if `words`, then the scalar head's output if there is one.
+    Returns log-probability and entropy if `words`, then the scalar head's output if there is one;
+    and loads of experts by these tokens.
     """
     token_ids_BT, segment_ids_BT, positions_BT, mask_BT = rows
     sources_BT, prompts_BT = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
@@ -133,12 +142,13 @@ def _scored(
         # Plain attention computes all T x T pairs of a packed row; attention by blocks computes
         # only those in sight.
         prompts_BT = segment_ids_BT
-    states_BTE = states_before_last_mlp(
+    states_BTE, loads = states_before_last_mlp(
         model,
         token_ids_BT,
         segment_ids_BT,
         positions_BT,
         prompts_BT,
+        mask_BT,
         alone=packing == ALONE,
     )
     # The axes of the mesh that rows are spread over. One of size 1 spreads nothing: left out, the
@@ -155,7 +165,7 @@ def _scored(
         temperature,
         axes,
     )
-    return tuple(scores.reshape(token_ids_BT.shape) for scores in flat)
+    return tuple(scores.reshape(token_ids_BT.shape) for scores in flat), loads
 
 
 def final_states(
@@ -168,7 +178,7 @@ def final_states(
 
     A token sees itself and what precedes it in its own segment (0 is padding).
     """
-    states_BTE = states_before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
+    states_BTE, _ = states_before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
     # Of all positions, unlike `_scores_where`: a reward model reads a token that no mask has.
     return _Tail.of(model).final_states(states_BTE, ("batch", "position"))
 

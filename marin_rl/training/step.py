@@ -11,6 +11,7 @@ Axes: M microbatches, R rows of one, B rows (M times R), T positions.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -18,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from marin_rl.compilation import compiled_apart
 from marin_rl.cpu_streams import side_by_side
 from marin_rl.lora.quantization import is_quantized
+from marin_rl.models.experts import ExpertLoads, balance_loss
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.adapters import policy_module
 from marin_rl.training.critic import Critic
@@ -53,8 +55,6 @@ Update = Callable[[TrainState, Gradients, Float[Any, ""]], tuple[TrainState, Met
 RowsPass = Callable[
     [TrainableParams, Parameters, StepArrays, Int32[Any, ""]], Float[Array, "M R T"]
 ]
-
-Scorer = Callable[[Parameters, Parameters | None, StepArrays], tuple[TokenScores, Array | None]]
 
 
 class MicrobatchRange(NamedTuple):
@@ -93,26 +93,33 @@ def computing(parameters: Tree, dtype: str) -> Tree:
     return jax.tree_util.tree_map_with_path(cast, parameters)
 
 
-def scorer_of(
-    template: LanguageModel, settings: StepSettings, critic: Critic | None = None
-) -> Scorer:
-    """Return the function that scores rows by all of a policy's parameters.
+@dataclass(frozen=True)
+class Scorer:
+    """Scores of rows by all of a policy's parameters; values too, with parameters of a critic."""
 
-    It gives values too, where parameters of a critic are given.
-    """
+    template: LanguageModel
+    settings: StepSettings
+    critic: Critic | None = None
 
-    def score(
-        parameters: Parameters, critic_params: Parameters | None, rows: StepArrays
+    def __call__(
+        self, parameters: Parameters, critic_params: Parameters | None, rows: StepArrays
     ) -> tuple[TokenScores, Array | None]:
-        policy = policy_module(template, parameters)
-        if critic is not None and critic_params is not None:
-            return critic.scores(critic_params, policy, rows, settings)
+        settings, policy = self.settings, policy_module(self.template, parameters)
+        if self.critic is not None and critic_params is not None:
+            return self.critic.scores(critic_params, policy, rows, settings)
         scores = token_logprobs(
             policy, *rows.inputs, temperature=settings.temperature, packing=settings.packing
         )
         return scores, None
 
-    return score
+    def blank(self, mask: Bool[Array, "M R T"]) -> TokenScores:
+        """Zeros in the place of the scores of rows with this mask, by microbatch."""
+        zeros, spec, loads = jnp.zeros(mask.shape, jnp.float32), self.template.spec, None
+        if spec.experts:
+            each = jnp.zeros((len(mask), spec.layers, spec.experts), jnp.float32)
+            balanced = self.settings.load_balance_coefficient > 0
+            loads = ExpertLoads(each[..., 0], each, each if balanced else None)
+        return TokenScores(zeros, zeros, loads)
 
 
 def accumulate(
@@ -138,8 +145,9 @@ def accumulate(
     if reference is not None:
         # With an adapter, the reference is another adapter on the same base.
         ref_params = combine(computing(reference.parameters, settings.compute_dtype), frozen)
+    balance = settings.load_balance_coefficient
     # The critic's loss is a mean over the step's tokens, whatever the policy's aggregation is.
-    tokens = jnp.sum(arrays.mask) if trained.critic is not None else None
+    tokens = jnp.sum(arrays.mask) if trained.critic is not None or balance else None
 
     def loss(
         trained: TrainableParams, rows: StepArrays, weights: Array
@@ -153,7 +161,12 @@ def accumulate(
         total = weighted_sum(weights, losses + regularisers)
         if values is not None and tokens is not None:
             total += jnp.sum(critic_losses(settings, values, rows)) / jnp.maximum(tokens, 1)
-        return total, outputs
+        if scores.loads is not None and balance and tokens is not None:
+            share = jnp.sum(rows.mask) / jnp.maximum(tokens, 1)
+            total += balance * share * balance_loss(scores.loads)
+        elif scores.loads is not None:
+            scores = scores._replace(loads=scores.loads._replace(probabilities=None))
+        return total, outputs._replace(scores=scores)
 
     def body(number: Array, carry: Any) -> Any:
         total, kept = carry
@@ -165,9 +178,10 @@ def accumulate(
         total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, gradients)
         return total, jax.tree.map(lambda k, f: k.at[index].set(f), kept, outputs)
 
-    blank = jnp.zeros(arrays.mask.shape, jnp.float32)
+    scores = score.blank(arrays.mask)
+    blank = scores.logprobs
     kept = ForwardOutputs(
-        scores=TokenScores(blank, blank),
+        scores=scores,
         ref_logprobs=None if ref_params is None else blank,
         values=None if trained.critic is None else blank,
     )
@@ -203,7 +217,7 @@ class ForwardBackward:
         *,
         lanes: int = 1,
     ) -> None:
-        score = scorer_of(template, settings, critic)
+        score = Scorer(template, settings, critic)
 
         def gather(
             trainable: TrainableParams,
@@ -393,7 +407,7 @@ def rows_pass(
 
 def make_score(template: LanguageModel, settings: StepSettings) -> RowsPass:
     """Return the pass of log-probabilities of the trained tokens, in nats."""
-    score = scorer_of(template, settings)
+    score = Scorer(template, settings)
     return rows_pass(settings, lambda policy, _, rows: score(policy, None, rows)[0].logprobs)
 
 

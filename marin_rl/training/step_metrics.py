@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.metrics import LARGEST
+from marin_rl.models.experts import load_metrics
 from marin_rl.training.critic import value_metrics
 from marin_rl.training.losses import binary_kl, kl_estimate, log_ratios, on_mask, weighted_sum
 from marin_rl.training.segments import segment_sums, sequence_shares, trained_sequences
@@ -58,7 +59,9 @@ def step_metrics(
     """Return the loss and the metrics of a step, over all its rows at once."""
     loss, surrogate = step_loss(settings, outputs, coefficient, arrays)
     rows = jax.tree.map(in_rows, arrays)
-    (logprobs, entropies), references, values = jax.tree.map(in_rows, outputs)
+    scores, references, values = outputs
+    logprobs, entropies = in_rows(scores.logprobs), in_rows(scores.entropies)
+    references, values = jax.tree.map(in_rows, (references, values))
     metrics = {"loss": loss, "entropy": _mean(entropies, rows.mask)}
     objective = settings.objective
     if objective is not None:
@@ -81,6 +84,8 @@ def step_metrics(
     if values is not None:
         critic, old_values, returns = critic_targets(settings, rows)
         metrics |= value_metrics(critic, values, old_values, returns, rows.mask)
+    if scores.loads is not None:
+        metrics |= load_metrics(jax.tree.map(lambda each: jnp.sum(each, axis=0), scores.loads))
     return metrics
 
 

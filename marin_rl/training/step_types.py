@@ -136,6 +136,7 @@ class StepSettings:
     packing: Packing = ALONE
     compute_dtype: str = "float32"
     critic: CriticConfig | None = None
+    load_balance_coefficient: float = 0.0
 
 
 def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:

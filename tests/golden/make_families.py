@@ -67,6 +67,15 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:  # noqa: C901 - a line a s
         small["sliding_window"] = POSITIONS if config["sliding_window"] >= longest else 12
     for key in ("original_max_position_embeddings", "initial_context_length"):
         small |= {key: POSITIONS} if key in small else {}
+    if "short_factor" in (small.get("rope_scaling") or {}):
+        pairs = int(width // (kept * group) * small.get("partial_rotary_factor", 1.0)) // 2
+        extended = longest // config["original_max_position_embeddings"]
+        small |= {"original_max_position_embeddings": 64, "max_position_embeddings": 64 * extended}
+        small["rope_scaling"] = {
+            # From the whole list, whose ends differ most.
+            key: of[:: len(of) // pairs][:pairs] if isinstance(of, list) else of
+            for key, of in small["rope_scaling"].items()
+        }
     if "original_max_position_embeddings" in (small.get("rope_scaling") or {}):
         small["rope_scaling"] = small["rope_scaling"] | {"original_max_position_embeddings": 32}
     return small

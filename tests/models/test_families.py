@@ -1,6 +1,7 @@
 """Families of models, against what transformers computes for shrunk configurations of real ones."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from marin_rl.models.families import (
     described_folder,
 )
 from marin_rl.models.module import LanguageModel
+from marin_rl.models.spec import Rope
 from marin_rl.training.hf_folders import load_hf, save_hf
 from marin_rl.training.hf_weights import exported
 from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
@@ -193,6 +195,32 @@ def test_defaults_of_llama_are_those_of_transformers() -> None:
     # It writes the number of heads for None, and has no rotary base where there is none to name.
     defaults = LLAMA_DEFAULTS | {"num_key_value_heads": theirs.num_attention_heads}
     assert {name: getattr(theirs, name) for name in defaults} == defaults
+
+
+def test_scalings_that_depend_on_a_length_hold_up_to_it() -> None:
+    """LongRoPE by its short factors, dynamic NTK not at all; beyond, a context is refused."""
+    of_long = {
+        "rope_type": "longrope",
+        "short_factor": (2.0, 4.0),
+        "long_factor": (8.0, 9.0),
+        "original_max_position_embeddings": 4096,
+        "factor": 32.0,
+    }
+    rope = Rope(theta=100.0, size=4, scaling=tuple(of_long.items()))
+    np.testing.assert_allclose(rope.frequencies, [1 / 2, 1 / 40], rtol=1e-6)
+    assert rope.factor == pytest.approx(math.sqrt(1 + 5 / 12))  # log 32 / log 4096
+    own = Rope(theta=100.0, size=4, scaling=tuple((of_long | {"attention_factor": 1.5}).items()))
+    assert own.factor == 1.5
+    config = dict(GOLDEN["llama-3.2-3b"]["config"])
+    plain = described(config | {"rope_scaling": None}, Path("llama"))
+    spec = described(config | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, Path("llama"))
+    (rope,), (unscaled,) = spec.ropes, plain.ropes
+    np.testing.assert_array_equal(rope.frequencies, unscaled.frequencies)
+    assert rope.factor == 1.0
+    assert spec.context_length == config["max_position_embeddings"]
+    mini = described(GOLDEN["phi-4-mini"]["config"], Path("phi"))
+    assert mini.context_length == 64
+    assert mini.ropes[0].factor == pytest.approx(math.sqrt(1 + 5 / 6))  # log 32 / log 64
 
 
 def test_a_description_leaves_a_config_as_it_is() -> None:

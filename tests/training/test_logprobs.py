@@ -72,7 +72,7 @@ jitted = jax.jit(token_logprobs, static_argnames="temperature")
 @pytest.mark.parametrize(("name", "temperature"), [("qwen3", 0.7), ("one-layer", 1.0)])
 def test_scores_are_those_of_the_whole_forward_pass(name, temperature):
     model, batch = model_of(**MODELS[name]), random_batch(2)
-    found = jitted(model, *arrays_of(batch), temperature=temperature)
+    found = jitted(model, *arrays_of(batch), temperature=temperature)[:2]
     truth = jax.jit(lambda model: whole(model, batch, temperature))
     for ours, theirs in zip(found, truth(model), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
@@ -84,7 +84,7 @@ def gradients_of(score, model, batch):
     by_logp, by_entropy = rng.standard_normal((2, *batch.token_ids.shape)).astype(np.float32)
 
     def loss(parameters):
-        logprobs, entropies = score(with_parameters(model, parameters), batch)
+        logprobs, entropies = score(with_parameters(model, parameters), batch)[:2]
         return jnp.sum(by_logp * logprobs + by_entropy * entropies)
 
     return jax.jit(jax.grad(loss))(named_parameters(model))
@@ -116,16 +116,16 @@ def test_gradients_are_those_of_the_whole_forward_pass(monkeypatch):
 def test_one_layer_scores_with_gradient_checkpointing_as_without():
     """There is no layer before the last, which is not recomputed."""
     model, batch = model_of(**MODELS["one-layer"]), random_batch(2)
-    found = jitted(with_gradient_checkpointing(model), *arrays_of(batch))
-    for ours, theirs in zip(found, jitted(model, *arrays_of(batch)), strict=True):
+    found = jitted(with_gradient_checkpointing(model), *arrays_of(batch))[:2]
+    for ours, theirs in zip(found, jitted(model, *arrays_of(batch))[:2], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_layers_score_alike_where_a_scan_reads_them_in_place(monkeypatch):
     model, batch = uneven(model_of(layers=3)), random_batch(2)
-    expected = jitted(model, *arrays_of(batch))
+    expected = jitted(model, *arrays_of(batch))[:2]
     monkeypatch.setattr(hidden_states, "UNROLLED_LAYERS_MAX", 0)
-    found = jitted(with_layers(model, in_place=True), *arrays_of(batch))
+    found = jitted(with_layers(model, in_place=True), *arrays_of(batch))[:2]
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
 
@@ -134,7 +134,7 @@ def test_layers_score_alike_where_a_scan_reads_them_in_place(monkeypatch):
 @pytest.mark.parametrize("family", others_slow(FAMILIES, "qwen2"))
 def test_every_family_scores_and_has_gradients_as_its_whole_forward_pass(family):
     model, batch = uneven(model_of(**FAMILIES[family])), random_batch(4)
-    found = jitted(model, *arrays_of(batch))
+    found = jitted(model, *arrays_of(batch))[:2]
     truth = jax.jit(lambda model: whole(model, batch))(model)
     for mine, theirs in zip(found, truth, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
@@ -158,8 +158,8 @@ def packed_of(batch):
 
 def test_packed_sequences_score_as_if_alone():
     model, batch = model_of(layers=1), random_batch(2)
-    alone = jitted(model, *arrays_of(batch))
-    together = jitted(model, *arrays_of(packed_of(batch)))
+    alone = jitted(model, *arrays_of(batch))[:2]
+    together = jitted(model, *arrays_of(packed_of(batch)))[:2]
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_allclose(other[0], one.reshape(-1), rtol=1e-5, atol=1e-5)
 
@@ -273,14 +273,14 @@ def test_rows_score_by_the_attention_of_a_gpu_as_by_that_of_a_cpu(name, monkeypa
     """As a GPU's model is put together, with XLA's operations in the place of cuDNN's kernel."""
     packing, rows = ROWS[name]
     model, arrays = model_of(**MODELS["qwen3"] | {"layers": 1}), rows()
-    expected = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)
+    expected = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)[:2]
     taken = []
     kernel = partial(attention.attend_fused, implementation="xla")
     monkeypatch.setattr(hidden_states, "takes_fused", lambda *_: True)
     monkeypatch.setattr(
         hidden_states, "attend_fused", lambda *given: taken.append(given[3]) or kernel(*given)
     )
-    found = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)
+    found = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)[:2]
     assert [mask is None for mask in taken] == [name == "alone"]
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)

@@ -57,6 +57,13 @@ VECTORS = {
 }
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [2.0, 4.0],
+    "long_factor": [8.0, 8.0],
+    "original_max_position_embeddings": 16,
+    "factor": 4.0,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -201,8 +208,9 @@ def test_a_rotary_base_is_read_in_either_form(changed):
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "lacks ['factor']"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "lacks"),
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ("llama", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1]}}, "'longrope'"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "lacks ['factor']"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1]}}, "lacks"),
+        ("llama", {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "cannot reshape"),
         ("llama", {"rope_scaling": YARN | {"other": 1}}, "'other'"),
         ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "differ"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized"),

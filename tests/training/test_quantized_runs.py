@@ -38,7 +38,7 @@ from marin_rl.training.model import (
 from marin_rl.training.policy_source import read_base, read_policy
 from marin_rl.training.replay import replay_round
 from marin_rl.training.state import identity_of
-from marin_rl.training.step import MicrobatchRange, accumulate, scorer_of
+from marin_rl.training.step import MicrobatchRange, Scorer, accumulate
 from marin_rl.training.step_types import StepSettings, TrainableParams, step_arrays
 
 SETTINGS = (
@@ -154,7 +154,7 @@ def step_peak(layers, scheme):
     trained = {name: leaf for name, leaf in structs.items() if name.endswith((":A", ":B"))}
     frozen = {name: leaf for name, leaf in structs.items() if name not in trained}
     settings = StepSettings(objective=None)
-    score, (arrays, used) = scorer_of(template, settings), step_arrays(random_batch(2, 8), 1, 2)
+    score, (arrays, used) = Scorer(template, settings), step_arrays(random_batch(2, 8), 1, 2)
 
     def gradients(trained, frozen, arrays, lane):
         params = TrainableParams(trained)

@@ -382,7 +382,7 @@ def test_metrics_by_hand(stage):
     mask, rows = arrays.mask[0], (arrays.token_ids[0], arrays.segment_ids[0], arrays.positions[0])
     score = jax.jit(token_logprobs)
     logprobs, entropies = (
-        np.asarray(scores)[mask] for scores in score(stage.model, *rows, jnp.asarray(mask))
+        np.asarray(scores)[mask] for scores in score(stage.model, *rows, jnp.asarray(mask))[:2]
     )
     advantages = arrays.advantages[0][mask]
     other = build_model(MODEL, VOCAB, 1)
