@@ -1,5 +1,6 @@
 """The configuration tree: what it accepts, what it refuses and how it says so."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from marin_rl.config import (
     Config,
+    content_fields,
     differences,
     fingerprint_fields,
     free_keys,
@@ -20,6 +22,7 @@ from marin_rl.config import (
 )
 from marin_rl.errors import ConfigError
 
+GOLDEN = Path(__file__).parent / "golden"
 SHIPPED = Path(__file__).parent.parent / "configs"
 CONFIGS = sorted(SHIPPED.glob("*.yaml"))
 RECIPES = shipped_recipes()
@@ -29,6 +32,12 @@ RECIPES = shipped_recipes()
 def test_every_shipped_file_loads_and_round_trips(path):
     config = load_config(path)
     assert parse_config(config.model_dump(mode="json")) == config
+
+
+def test_new_keys_leave_no_trace_in_runs_that_do_not_set_them():
+    """Fingerprints of slots are made of this: with one key more, no earlier run would go on."""
+    golden = json.loads((GOLDEN / "default-content.json").read_text(encoding="utf-8"))
+    assert content_fields(Config.model_validate({})) == golden
 
 
 def test_the_documented_files_are_shipped():
@@ -406,6 +415,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
     null = (
         "asynchrony",
         "sft.environment.", "training.critic", "reward_model", "environment.reward_model",
+        "training.load_balance_coefficient", "sft.train_on",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets",
         "environment.long_prompts", "environment.turns_max", "environment.tokens_max",

@@ -106,11 +106,10 @@ class TrainingConfig(Section):
         3, "consecutive updates that were not finite, after which the run ends"
     )
     critic: CriticConfig | None = optional_field("a value function; null: none")
-    load_balance_coefficient: float = field(
-        0.0,
+    load_balance_coefficient: float | None = optional_field(
         "weight of the load-balancing loss of a model's experts, X sum_x f_x P_x as in "
-        "transformers, over trained tokens",
-        ge=0,
+        "transformers, over trained tokens; null: none",
+        gt=0,
         le=10,
     )
 

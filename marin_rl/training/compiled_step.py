@@ -85,7 +85,7 @@ def policy_settings(config: Config) -> StepSettings:
         packing=packing_of(config.batching.packing),
         compute_dtype=config.policy.compute_dtype,
         critic=config.training.critic,
-        load_balance_coefficient=config.training.load_balance_coefficient,
+        load_balance_coefficient=config.training.load_balance_coefficient or 0.0,
     )
 
 
@@ -93,7 +93,7 @@ def supervised_settings(config: Config) -> StepSettings:
     return StepSettings(
         objective=None,
         compute_dtype=config.policy.compute_dtype,
-        load_balance_coefficient=config.training.load_balance_coefficient,
+        load_balance_coefficient=config.training.load_balance_coefficient or 0.0,
     )
 
 
@@ -183,8 +183,9 @@ class CompiledStep(Program):
         self.settings = settings
         if settings.load_balance_coefficient and not self.template.spec.experts:
             raise ConfigError(
-                "training.load_balance_coefficient: expected 0 for a model without experts, found "
-                f"{settings.load_balance_coefficient:g}: there is no load to balance; leave it out"
+                "training.load_balance_coefficient: expected null for a model without experts, "
+                f"found {settings.load_balance_coefficient:g}: there is no load to balance; leave "
+                "it out"
             )
         weights = sum(int(np.prod(shape)) for shape in parameter_shapes(self.template).values())
         # 4 bytes each: masters are float32.
