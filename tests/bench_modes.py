@@ -1,4 +1,4 @@
-"""Modes of the benchmarks: every command line that bench/README.md names, at its smallest size."""
+"""Modes of the benchmarks at their smallest size, but for those that need an installed peer."""
 
 import json
 import os
@@ -24,7 +24,6 @@ TINY = tuple(
         "hidden=32", "layers=1", "heads=2", "kv_heads=1", "intermediate=64",
     )
 )  # fmt: skip
-TRL, TUNIX, HF = (BENCH / f".venv-{key}/bin/python" for key in ("trl", "tunix", "hf"))
 ROUND = ("round.py", "--rounds", "2", "--skip", "1", "--repeat", "1", "--peer-microbatches", "1")
 PACKING = ("packing.py", *TINY, "--prompt", "8", "--completion", "8", "--groups", "2", "--group",
            "2", "--rounds", "1")  # fmt: skip
@@ -57,25 +56,16 @@ LATENCY = ("--latency", "0.01")
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """A command line of a benchmark, what its output has in it, and the interpreter it needs."""
+    """A command line of a benchmark, and what its output has in it."""
 
     command: tuple[str, ...]
     shows: tuple[str, ...]
-    peer: Path | None = None
 
 
 MODES = {
     "round": Mode(
         command=(*ROUND, *TINY, "--only", "ours", "--set", "training.microbatch_sequences=2"),
         shows=("marin-rl", "completions of 8", "completions of about 3", "no bars"),
-    ),
-    "round-trl": Mode(
-        command=(*ROUND, *TINY, "--only", "trl", "--works", "short"), shows=("TRL 1x8",), peer=TRL
-    ),
-    "round-tunix": Mode(
-        command=(*ROUND, *TINY, "--only", "tunix", "--works", "standard"),
-        shows=("tunix 1x8",),
-        peer=TUNIX,
     ),
     "packing": Mode(command=PACKING, shows=('"layout": "shared_prompt"', "times_faster_cpu")),
     "packing-mean": Mode(
@@ -101,14 +91,6 @@ MODES = {
     "engine-peers": Mode(
         command=(*ENGINE, "--peers", "--cores", "1", "--only", "ours,levanter"),
         shows=("levanter", "tokens_per_cpu_second"),
-    ),
-    "engine-hf": Mode(
-        command=(*ENGINE, "--peers", "--only", "hf,ctranslate2"),
-        shows=("ctranslate2  ", "hf  "),
-        peer=HF,
-    ),
-    "engine-tunix": Mode(
-        command=(*ENGINE, "--peers", "--only", "tunix"), shows=("tunix  ",), peer=TUNIX
     ),
     "engine-modes": Mode(
         command=(*ENGINE, "--prompt-tokens", "8", "--shared-prompt", "--mixed", "--memory",
@@ -156,12 +138,6 @@ MODES = {
                  "--loads", "1"),
         shows=('"measure": "commit, CPU ms"', '"measure": "8 adapters"', "LoRA on int8",
                '"measure": "load while decoding, ms"', "no bars"),
-    ),
-    "lora-peer": Mode(
-        command=("lora.py", *TINY, "--parts", "training", "--rounds", "2", "--skip", "1",
-                 "--sides", "marin-rl LoRA", "--peer-microbatches", "1"),
-        shows=('"measure": "round / TRL with PEFT"',),
-        peer=TRL,
     ),
     "lora-curves": Mode(
         command=("lora_curves.py", "--seeds", "1", "--kinds", "full", "adapter", "--root",
@@ -218,8 +194,6 @@ def forked_scripts(prefect_url: str, log: Path) -> Iterator[ForkedCommands]:
 def check_mode(name: str, forked: ForkedCommands, folder: Path) -> None:
     """Run a benchmark in a mode; it prints where it runs, and what the mode shows."""
     mode = MODES[name]
-    if mode.peer is not None and not mode.peer.is_file():
-        pytest.skip(f"{mode.peer.parent.parent.name} is not installed: --install-peers makes it")
     script, *options = (part.format(folder=folder) for part in mode.command)
     if script in ("sandbox.py", "learning.py") and (reason := reason_to_skip()) is not None:
         pytest.skip(reason)

@@ -1,14 +1,18 @@
 """Runtime of a run between tasks, and the proof that the served weights are the trained ones."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.engine_adapters import adapter_for
+from support.fakes import FakePolicyServer
 from support.policy_runs import commit, embedded_server, in_memory, small_run
-from support.servers import RawLogprobs, check_told, deaf_server
+from support.servers import check_told, deaf_server
 
 from marin_rl.config import Config, load_config
 from marin_rl.errors import BadResponse, ConfigError, ObjectMissing, StalePolicy
@@ -23,6 +27,7 @@ from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint, 
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.model import (
     build_model,
     named_parameters,
@@ -30,6 +35,34 @@ from marin_rl.training.model import (
     with_parameters,
 )
 from marin_rl.types import SlotRef
+
+
+class RawLogprobs(FakePolicyServer):
+    """One that tells what the logits say of a token before temperature, as vLLM does by default."""
+
+    def __init__(self, model_id: str, model: LanguageModel) -> None:
+        super().__init__(model_id)
+        prompt, sampled = np.arange(10, 15), np.arange(20, 24)
+        ids = np.concatenate([prompt, sampled])[None].astype(np.int32)
+        places = np.arange(ids.size, dtype=np.int32)[None]
+        rows = map(jnp.asarray, (ids, np.ones_like(ids), places, places >= prompt.size))
+        logprobs = jax.jit(token_logprobs)(model, *rows).logprobs[0, prompt.size :]
+        self._prompt, self._choice_said = (
+            prompt.tolist(),
+            {
+                "token_ids": sampled.tolist(),
+                "token_logprobs": np.asarray(logprobs).tolist(),
+                "finish_reason": "length",
+            },
+        )
+
+    def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
+        """The same tokens for every request."""
+        answer = super().answer(body, fault) | {"prompt_token_ids": self._prompt}
+        for choice in answer["choices"]:
+            choice |= self._choice_said
+        return answer
+
 
 # Programs as users have them are not the subject here, and take twice as long to compile.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -4,12 +4,12 @@ import json
 import uuid
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from support.run_factories import (
     CHECKPOINT,
     FINGERPRINT,
     SEARCHED,
-    as_version_1,
     commit_round,
     configuration,
     dialogue,
@@ -25,8 +25,35 @@ from marin_rl.analysis.scan import scan_rollouts
 from marin_rl.cli import app
 from marin_rl.errors import ConfigError, InputError, ObjectMissing
 from marin_rl.storage.runs import Run, shard_key
+from marin_rl.storage.tables.parquet import TableReader, TableWriter
 from marin_rl.storage.tables.rollouts import encode_shard, seal_round, shard_ref
 from marin_rl.storage.upkeep.fsck import check_run
+from schemas.migrations import ROLLOUTS as LADDER
+from schemas.rollouts import ROLLOUTS
+
+
+def as_version_1(shard: bytes) -> bytes:
+    """A shard as schema version 1 had it: turns without calls, cuts and times."""
+    reader = TableReader(shard, "shard", LADDER)
+    table = reader.table(ROLLOUTS)
+    kind = ROLLOUTS.field("turns").type
+    old = pa.list_(kind.field(0).with_type(pa.struct([kind.value_type.field(i) for i in range(8)])))
+    turns = [[dict(list(turn.items())[:8]) for turn in row] for row in table["turns"].to_pylist()]
+    schema = pa.schema(
+        field.with_type(old)
+        if field.name == "turns"
+        else field.with_nullable(False)
+        if field.name in ("queue_s", "prefill_s", "decode_s")
+        else field
+        for field in ROLLOUTS
+        if field.name not in ("segment_lengths", "start_s")
+    )
+    columns = [pa.array(turns, old) if n == "turns" else table[n] for n in schema.names]
+    stamp = {name: value for name, value in reader.stamp.items() if name != "format"}
+    writer = TableWriter(LADDER, schema, stamp | {"schema_version": "1"})
+    writer.write(pa.table(columns, schema=schema))
+    return writer.finish()
+
 
 SEARCH, GUESS = "round-00000/group-00000/000", "round-00000/group-00000/001"
 

@@ -23,7 +23,7 @@ from support.forked_python import python
 from support.models import tiny_model
 from support.policy_runs import small_run
 from support.servers import CHAT, CONTEXT, ENGINE, chat_body, talk
-from support.templates import CHATML, DOUBLED, ESCAPES, LOOPS, ONE_CALL, TALK
+from support.templates import CHATML, LOOPS, TALK
 
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import InferenceConfig, ServerConfig
@@ -34,6 +34,53 @@ from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.model import build_model
+
+DOUBLED = "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(64) %}"
+DOUBLED += "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+# no constants, which Jinja would compute when it compiles
+NUMBERS = "{% set x = ('f' * 1000000 * messages|length)|int(0, 16) %}"
+NUMBERS += "{% set y = ('e' * 500000 * messages|length)|int(0, 16) %}"
+WORDS = "['word ' * 100000] * 100000"
+# One call of C code, or a chain of filters: no loop of the template's own could be counted.
+ONE_CALL = {
+    "equality of nested lists": DOUBLED + "{% if ns.a == ns.b %}x{% endif %}",
+    "order of nested lists": DOUBLED + "{% if ns.a < ns.b %}x{% endif %}",
+    "nested list in a list": DOUBLED + "{% if ns.a in [ns.b] %}x{% endif %}",
+    "sort of nested lists": DOUBLED + "{{ [ns.a, ns.b]|sort|length }}",
+    "lists of long ranges": "{{ (([range(99999)] * 1000000)|map('list')|list)|length }}",
+    "lists of long lists": "{{ (([[0] * 1000000] * 1000)|map('list')|list)|length }}",
+    "upper of long strings": "{{ ((['x' * 1000000] * 1000000)|map('upper')|list)|length }}",
+    "escape of long strings": "{{ ((['x' * 1000000] * 1000000)|map('e')|list)|length }}",
+    "words of long strings": "{{ ((" + WORDS + ")|map('wordcount')|list)|length }}",
+    "sum of lists": "{{ (([[0] * 1000000] * 1000000)|sum(start=[]))|length }}",
+    "remainders of large integers": NUMBERS + "{% set z = x % y %}" * 400,
+    "quotients of large integers": NUMBERS + "{% set z = x // y %}" * 400,
+    "slices": "{% set a = [0] * 1000000 %}{% set ns = namespace(x=[]) %}"
+    "{% for i in range(9999) %}{% set ns.x = ns.x + [a[:]] %}{% endfor %}",
+    "thousands of upper": "{% set s = 'x' * 10000000 %}" + "{% set t = s.upper() %}" * 5000,
+    "unique": "{{ (range(99999)|map('string')|list * 999)|unique|list|length }}",
+}
+ESCAPES = {
+    "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals of cycler": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "globals of a global": "{{ raise_exception.__globals__ }}{{ strftime_now.__globals__ }}",
+    "attr": "{{ messages|attr('__class__')|attr('__init__') ~ messages.__class__() }}",
+    "attr by map": "{{ ('x' | map('attr', '__class__') | list)[0].mro() }}",
+    "attribute by map": "{{ (messages|map(attribute='__class__')|list)[0].mro() }}",
+    "format": "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
+    "format_map": "{{ '{x.__class__}'.format_map({'x': cycler}) }}",
+    "append": "{{ messages.append(1) }}",
+    "update": "{{ messages[0].update({'role': 'x'}) }}",
+    "files": "{% include '/etc/passwd' %}{% import 'os' as os %}{{ os }}",
+    "generator": "{% set g = messages|map('upper') %}{{ g.gi_frame.f_back.f_globals }}",
+    "lipsum": "{{ lipsum.__globals__ }}",
+    "namespace": "{{ namespace.__init__.__globals__ }}",
+    "filter": "{{ tojson.__globals__ }}",
+    "keys": "{% for key in ['__class__'] %}{{ messages[key] }}{% endfor %}",
+    "base": "{{ ({}).__class__.__base__.__subclasses__() }}",
+    "environment": "{{ self._TemplateReference__context.environment.from_string.__globals__ }}",
+}
+
 
 HANGS_S = 60
 STARTS_S = 240

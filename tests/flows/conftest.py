@@ -10,7 +10,7 @@ from prefect.settings import temporary_settings
 from pydantic import SecretStr
 from support.fault_injection import inject_faults
 from support.faults import CrashStates, Recording, Undisturbed, outcome
-from support.flow_runs import ForkServer, OpenedPhases, Played, debug, latest_flow_run
+from support.flow_runs import ForkServer, Played, debug, latest_flow_run
 from support.prefect_server import copy_template, save_template
 from support.quick_programs import quick_programs
 
@@ -18,7 +18,20 @@ from flows.rl_loop import start
 from flows.server import prefect_api
 from flows.session import HEAVY
 from marin_rl import progress
-from marin_rl.progress import ProgressEvent, listening
+from marin_rl.progress import Phase, ProgressEvent, listening
+
+
+class OpenedPhases(list[Phase]):
+    """The open phases of `marin_rl.progress`, which keeps the lines of all that were ever open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def append(self, phase: Phase) -> None:
+        self.lines.append(phase.line(phase.began))
+        super().append(phase)
+
 
 # jaxtyping compiles what is imported from syntax trees, and CPython 3.11 cannot do that in two
 # threads at once: everything is imported before flows have threads.

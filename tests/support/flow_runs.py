@@ -31,7 +31,7 @@ from support.faults import NamedOperations
 from support.preloading import RUNS, import_for_forks
 
 from marin_rl.config import Config, load_config, parse_config
-from marin_rl.progress import Phase, ProgressEvent
+from marin_rl.progress import ProgressEvent
 from marin_rl.types import SlotRef
 
 REPOSITORY = Path(__file__).parents[2]
@@ -61,18 +61,6 @@ class Played:
     checkpoint: SlotRef
     events: list[ProgressEvent] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
-
-
-class OpenedPhases(list[Phase]):
-    """The open phases of `marin_rl.progress`, which keeps the lines of all that were ever open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def append(self, phase: Phase) -> None:
-        self.lines.append(phase.line(phase.began))
-        super().append(phase)
 
 
 TIMEOUT_S = 240

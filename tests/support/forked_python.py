@@ -37,6 +37,7 @@ from typing import Any
 from support.preloading import COMMANDS, close_down, code_of, import_for_forks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+START_PYTHON = "MARIN_RL_TEST_PYTHON"  # what a fork takes for Python, in place of the program
 TESTS = REPOSITORY / "tests"
 # A worker of a pool starts a supervisor for each flow run, which becomes the flow run's engine.
 SUPERVISOR = "prefect.runner._workspace_supervisor"
@@ -97,11 +98,7 @@ def python() -> str:
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     program = folder / "python"
-    scripts = (
-        f"{REPOSITORY}/flows/",
-        f"{REPOSITORY}/bench/",
-        f"{TESTS}/support/forked_commands.py",
-    )
+    scripts = (f"{REPOSITORY}/flows/", f"{REPOSITORY}/bench/")
     named = {"python": sys.executable, "modules": MODULES, "scripts": scripts}
     program.write_text(PROGRAM.format(address=str(folder / "forks"), **named), encoding="utf-8")
     program.chmod(0o755)
@@ -243,7 +240,7 @@ def _live(order: dict[str, Any], streams: list[int], program: str) -> None:
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
-    sys.executable = program
+    sys.executable = os.environ.pop(START_PYTHON, program)
     code = 1
     try:
         _read_settings_again()

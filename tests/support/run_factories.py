@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, parse_config
@@ -28,7 +27,6 @@ from marin_rl.storage.commits import (
 from marin_rl.storage.runs import Run, checkpoint_slot, evals_slot
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.metrics import write_round_metrics
-from marin_rl.storage.tables.parquet import TableReader, TableWriter
 from marin_rl.storage.tables.rollouts import commit_shard, encode_shard, seal_round
 from marin_rl.storage.tables.scores import ScoredStep, ScoresWriter
 from marin_rl.storage.upkeep.audit import RoundAudit, audit_run
@@ -52,8 +50,6 @@ from marin_rl.types import (
     TurnTiming,
 )
 from schemas.manifests import Part
-from schemas.migrations import ROLLOUTS as LADDER
-from schemas.rollouts import ROLLOUTS
 from schemas.tables import FLOATS
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
@@ -319,29 +315,6 @@ def checkpoint(
         parts=parts,
         extra=extra or {},
     )
-
-
-def as_version_1(shard: bytes) -> bytes:
-    """A shard as schema version 1 had it: turns without calls, cuts and times."""
-    reader = TableReader(shard, "shard", LADDER)
-    table = reader.table(ROLLOUTS)
-    kind = ROLLOUTS.field("turns").type
-    old = pa.list_(kind.field(0).with_type(pa.struct([kind.value_type.field(i) for i in range(8)])))
-    turns = [[dict(list(turn.items())[:8]) for turn in row] for row in table["turns"].to_pylist()]
-    schema = pa.schema(
-        field.with_type(old)
-        if field.name == "turns"
-        else field.with_nullable(False)
-        if field.name in ("queue_s", "prefill_s", "decode_s")
-        else field
-        for field in ROLLOUTS
-        if field.name not in ("segment_lengths", "start_s")
-    )
-    columns = [pa.array(turns, old) if n == "turns" else table[n] for n in schema.names]
-    stamp = {name: value for name, value in reader.stamp.items() if name != "format"}
-    writer = TableWriter(LADDER, schema, stamp | {"schema_version": "1"})
-    writer.write(pa.table(columns, schema=schema))
-    return writer.finish()
 
 
 def sample(run: Run, round: int, shard: int, start: SlotRef) -> SlotRef:

@@ -4,15 +4,13 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from support.fakes import FakePolicyServer
 from support.models import full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig, ServerConfig
@@ -22,7 +20,6 @@ from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.training.logprobs import token_logprobs
 
 CONTEXT = 96
 ENGINE = EngineConfig(slots=8, chunk_steps=4, prefill_rows=4)
@@ -159,30 +156,3 @@ def check_told(message: str, run: Run, *, expected: int, found: int) -> None:
         assert read_checkpoint(run, round).parameters_digest[:16] in message
     assert f"load checkpoints/round-{expected:05d} at the endpoint" in message
     assert "Nothing was sampled for training" in message
-
-
-class RawLogprobs(FakePolicyServer):
-    """One that tells what the logits say of a token before temperature, as vLLM does by default."""
-
-    def __init__(self, model_id: str, model: LanguageModel) -> None:
-        super().__init__(model_id)
-        prompt, sampled = np.arange(10, 15), np.arange(20, 24)
-        ids = np.concatenate([prompt, sampled])[None].astype(np.int32)
-        places = np.arange(ids.size, dtype=np.int32)[None]
-        rows = map(jnp.asarray, (ids, np.ones_like(ids), places, places >= prompt.size))
-        logprobs = jax.jit(token_logprobs)(model, *rows).logprobs[0, prompt.size :]
-        self._prompt, self._choice_said = (
-            prompt.tolist(),
-            {
-                "token_ids": sampled.tolist(),
-                "token_logprobs": np.asarray(logprobs).tolist(),
-                "finish_reason": "length",
-            },
-        )
-
-    def answer(self, body: Mapping[str, Any], fault: str | None) -> dict[str, Any]:
-        """The same tokens for every request."""
-        answer = super().answer(body, fault) | {"prompt_token_ids": self._prompt}
-        for choice in answer["choices"]:
-            choice |= self._choice_said
-        return answer
