@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from playwright.sync_api import sync_playwright
 
 TOP = Path(__file__).parent.parent
 CONFIG = TOP / "docs/site/mkdocs.yml"
@@ -58,40 +56,3 @@ def test_every_page_is_built_and_nothing_is_loaded_from_a_network(site):
     )
     for file in [*site.rglob("*.html"), *site.rglob("*.css")]:
         assert not loads.findall(file.read_text(encoding="utf-8")), file.name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("marin_rl.analysis", "scan_rollouts"),
-        ("marin_rl.environments.base", "Environment"),
-        ("marin_rl.environments.base_environment", "BaseEnvironment"),
-        ("marin_rl.training.backend", "DeviceBackend"),
-        ("marin_rl.types", "Rollout"),
-        ("marin_rl.config", "Config"),
-    ],
-)
-def test_the_api_reference_has_the_public_names(site, module, name):
-    page = (site / f"api/{module}.html").read_text(encoding="utf-8")
-    assert f'id="{module}.{name}"' in page
-
-
-@pytest.mark.slow
-def test_search_works_from_the_disk_without_a_request(site):
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    if not chromium:
-        pytest.skip("no Chromium on the path, and CHROMIUM names none")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page, requests, errors = browser.new_page(), [], []
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto((site / "index.html").as_uri())
-        page.keyboard.press("/")
-        page.keyboard.type("group_size_min")
-        result = page.locator(".md-search-result__link", has_text="group_size_min")
-        result.first.wait_for(timeout=120_000)
-        browser.close()
-    assert not errors
-    assert not [url for url in requests if not url.startswith(("file:", "data:", "blob:"))]

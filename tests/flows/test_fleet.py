@@ -13,10 +13,8 @@ from flows.rl_loop import start
 from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import FleetEmpty
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.rollouts.pinned import as_begun
-from marin_rl.storage.fleet import FleetBoard, Heartbeat, Target
+from marin_rl.storage.fleet import FleetBoard, Target
 from marin_rl.storage.runs import Run, latest_checkpoint
-from marin_rl.training.policy_source import base_of
 
 ROUNDS = 4
 FLEET = ("inference.endpoints=registered", "inference.publish=pull")
@@ -108,41 +106,3 @@ def test_a_run_without_servers_ends_in_one_error_and_loses_nothing(
 
 def with_patience(config: Config) -> InferenceConfig:
     return config.inference.model_copy(update={"fleet_timeout_s": 300.0})
-
-
-@pytest.mark.slow
-@pytest.mark.bits
-def test_versions_of_an_adapter_are_sampled_by_name_while_servers_come_and_go(
-    api: str, tmp_path: Path, servers: ExitStack
-) -> None:
-    """The base is loaded once by each server, and the shards are those of the run's own engine."""
-    adapter = ("rounds=3", "policy.lora.rank=4")
-    alone = debug(tmp_path / "alone", *adapter, "inference.serve_merged=false")
-    start(alone)
-    config = debug(tmp_path / "fleet", *adapter, *FLEET)
-    run = Run.create_or_open(config, as_begun)
-    first = serve(servers, run, tmp_path / "first.log")
-    second: list[RegisteredServer] = []
-    listed: list[Heartbeat] = []
-
-    def listen(event: ProgressEvent) -> None:
-        if event.stage == "round" and event.round == 0:
-            second.append(serve(servers, run, tmp_path / "second.log"))
-            second[0].wait()
-            first.kill()
-        if event.stage == "round" and event.round == 1:
-            listed.extend(announced(run))
-
-    with listening(listen):
-        start(config)
-    assert outcome(alone).same_as(outcome(run.config)) == []
-    assert first.process.returncode == -9
-    assert second[0].requests > 0
-    (base,) = {beat.base_digest for beat in listed}
-    assert base == base_of(run)[1]
-    names = {name for beat in listed for name in beat.adapters or ()}
-    assert {name.partition("-")[0] for name in names} >= {"policy@00000", "policy@00001"}
-    assert second[0].end() == 0
-    log = second[0].log
-    assert f"the base of {run.run_id} is read from files" not in log
-    assert log.count("proving that the engine decodes as trained") == 1

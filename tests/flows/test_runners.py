@@ -29,8 +29,6 @@ from support.faults import outcome
 from support.flow_runs import DEBUG, debug
 from support.machines import FLEET, Machines
 from support.nodes import RayCluster, pool_worker, wait
-from support.streams import stream_of
-from support.windowed_runs import checked
 
 from flows.rl_loop import start
 from flows.server import free_port
@@ -103,45 +101,9 @@ def test_two_workers_of_a_pool(alone: Config, tmp_path: Path, ended: ExitStack) 
     assert outcome(alone).same_as(outcome(machines.config)) == []
 
 
-@pytest.mark.slow
-def test_a_worker_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> None:
-    """Chunks are claimed by the flow, sampled by whichever worker, and sampled again if it dies."""
-    machines = Machines(
-        tmp_path, ended, f"rounds={ROUNDS}", "flow.runner=work_pool", "flow.retries=5", *WINDOW
-    )
-    machines.site.deploy()
-    machines.serve("endpoint")
-    workers = [pool_worker(tmp_path, machines.environment, name) for name in ("one", "two")]
-    for worker in workers:
-        ended.callback(worker.end)
-    flow = machines.play()
-    wait(lambda: stream_of(machines.run).groups != {}, "the first group", flow)
-    wait(lambda: pending_flow_runs(machines.environment) == 0, "flow runs to begin", flow)
-    workers[0].kill()
-    machines.finish(flow)
-    checked(machines.config)
-
-
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("prefect_ray") is None, reason="needs the extra: marin-rl[ray]"
 )
-
-
-@pytest.mark.slow
-@needs_ray
-def test_a_node_of_a_window_is_killed(tmp_path: Path, ended: ExitStack) -> None:
-    """Chunks are claimed by the flow, sampled on nodes, and sampled by another where one dies."""
-    cluster = RayCluster(tmp_path, free_port())
-    ended.callback(cluster.end)
-    second = cluster.add("second")
-    ray = ("flow.runner=ray", f"flow.ray_address={cluster.address}", "flow.retries=5")
-    machines = Machines(tmp_path, ended, f"rounds={ROUNDS}", *ray, *WINDOW)
-    machines.serve("endpoint")
-    flow = machines.play(cluster.environment)
-    wait(lambda: stream_of(machines.run).groups != {}, "the first group", flow)
-    second.kill()
-    machines.finish(flow)
-    checked(machines.config)
 
 
 @pytest.mark.slow

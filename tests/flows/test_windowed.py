@@ -139,45 +139,6 @@ def test_a_killed_sampler_is_followed_by_one_that_goes_on(
     checked(config)
 
 
-GAMES = (
-    "environment.name=game",
-    "environment.options={game: guess, turns_max: 4}",
-    "sampling.stop=[a, e, i, o, u, A, E, I, O, U, '!', '.', ',', ' ']",
-    "policy.context_length=256",
-    "batching.length_buckets=[64, 128, 256]",
-    "evaluation.examples=8",
-)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_dialogues_that_a_kill_cuts_are_gone_on_with(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
-    """Killed as a turn is committed, and right after it; then audited, verified and replayed."""
-    names = {
-        "partial-group-00000000-01": "kill-after",
-        "partial-group-00000003-01": "kill-before",
-        "partial-group-00000005-02": "kill-after",
-    }
-    faults = {
-        f"create whole/rollouts/.stream/{name}.parquet #1": kind for name, kind in names.items()
-    }
-    config = windowed(tmp_path, *PIECES, *GAMES)
-    starts, left = fork_server.run_until_all_came(config, faults)
-    assert left == []
-    assert starts > 2
-    run = checked(config)
-    turns = [
-        sum(turn["role"] == "assistant" for turn in of_one)
-        for round in range(ROUNDS)
-        for table in iter_shards(run, round, ["turns"])
-        for of_one in table["turns"].to_pylist()
-    ]
-    assert max(turns) > 1
-    assert replay_round(run, ROUNDS - 1).equal
-
-
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_its_own_claims(api: str, tmp_path: Path) -> None:
     config, stop = windowed(tmp_path), Future[None]()

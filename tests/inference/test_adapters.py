@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from support.engine_adapters import NATS, adapter_for, check_logprobs, load, mer
 from support.engines import amid, bits, engine_of, request_of, result_of, together
 from support.models import full_logprobs, tiny_model
 
-from marin_rl.errors import InferenceError, InputError
+from marin_rl.errors import InputError
 from marin_rl.inference.adapters import (
     AdapterBank,
     AdapterGone,
@@ -82,18 +81,6 @@ def test_a_bank_beyond_the_mask_reads_each_sequences_own(model):
         models = [model, *(merged(model, adapter) for adapter in adapters)]
         for future, own in zip(futures, models, strict=True):
             check_logprobs(future.result(timeout=120), own, request_of().prompt_ids)
-
-
-@pytest.mark.slow
-def test_results_name_the_adapter(engine, model):
-    number = load(engine, adapter_for(model), "first", version=7)
-    deltas = []
-    result = engine.submit(request_of(adapter=number), deltas.append).result(timeout=120)
-    named = {(one.adapter_name, one.weight_version, one.parameters_digest) for one in deltas}
-    assert named == {("first", 7, "digest of first")}
-    assert (result.adapter_name, result.weight_version) == ("first", 7)
-    assert result.samples[0].policy_versions is None
-    assert result_of(engine, request_of()).adapter_name == ""
 
 
 @pytest.mark.slow
@@ -187,19 +174,6 @@ def test_other_weights_are_refused_while_adapters_are_loaded(engine, model):
 
 
 @pytest.mark.slow
-def test_adapters_that_do_not_fit_are_refused(engine, model):
-    message = r"of rank 8 at most \(inference.engine.adapter_rank_max\), found rank 9"
-    with pytest.raises(InputError, match=message):
-        load(engine, adapter_for(model, rank=9), "broken")
-    adapter = adapter_for(model, rank=8)
-    huge = {path: replace(module, alpha=8e38) for path, module in adapter.modules.items()}
-    message = "finite numbers in the adapter broken"
-    with pytest.raises(InputError, match=message), np.errstate(all="ignore"):
-        load(engine, replace(adapter, modules=huge), "broken")
-    assert engine.adapters.loaded == []
-
-
-@pytest.mark.slow
 def test_a_write_that_fails_after_an_unload_fails_its_load_alone(engine, model, monkeypatch):
     def unloaded_amid_the_write(*_: object) -> None:
         (adapter,) = engine.adapters.loaded
@@ -213,17 +187,6 @@ def test_a_write_that_fails_after_an_unload_fails_its_load_alone(engine, model, 
             load(engine, adapter_for(model))
     assert bits(result_of(engine, request_of())) == expected, "the engine goes on"
     assert result_of(engine, request_of(adapter=load(engine, adapter_for(model)))).samples
-
-
-@pytest.mark.slow
-def test_an_engine_without_room_says_so(model):
-    refused = pytest.raises(InputError, match=r"adapters_max of at least 1, found 0")
-    with closing(engine_of(model)) as engine, refused:
-        load(engine, adapter_for(model))
-    roomy = engine_of(model, adapters_max=3, adapter_rank_max=8)
-    roomy.close()
-    with pytest.raises(InferenceError, match="the engine is closed"):
-        load(roomy, adapter_for(model))
 
 
 def test_a_lane_on_few_adapters_gets_half_of_the_bank():

@@ -126,30 +126,6 @@ def test_open_filter_and_click_through(
         assert [url for url in opened.asked if not url.startswith(("file:", "data:"))] == []
 
 
-def test_by_keyboard_alone(browser: Any, file: Path) -> None:
-    with Opened(browser, file.as_uri(), SIZES[0]) as opened:
-        page = opened.page
-        page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.className") == "skip"
-        page.focus("#f-text")
-        page.keyboard.type("svg")
-        assert opened.count() == "6 of 21 rollouts"
-        page.focus("#table button.open >> nth=0")
-        page.keyboard.press("Enter")
-        title = page.inner_text("#r-title")
-        assert page.evaluate("document.activeElement.id") == "r-title"
-        page.focus("#r-next")
-        page.keyboard.press("Enter")
-        assert page.inner_text("#r-title") != title
-        page.keyboard.press("Escape")
-        assert page.locator("#rollout").get_attribute("open") is None
-        page.focus("#theme")
-        for theme in ("light", "dark", "auto"):
-            page.keyboard.press("Enter")
-            assert page.inner_text("#theme") == f"Theme: {theme}"
-        assert opened.said == []
-
-
 def test_the_table_by_arrows_and_the_dialog_too(browser: Any, many: Path) -> None:
     """Rows, pages and rollouts without a pointer; what has the focus can be seen."""
     with Opened(browser, many.as_uri(), SIZES[0]) as opened:

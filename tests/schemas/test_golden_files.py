@@ -207,22 +207,6 @@ def test_every_reader_reads_both_versions_together() -> None:
         assert sum(turn["cut"] is None for row in turns.to_list() for turn in row) == 9
 
 
-def test_pyarrow_reads_rollouts() -> None:
-    table = pq.read_table(ROLLOUTS_V1)
-    assert table["reward"].to_pylist() == [0.0, 1.0, -0.25, None, None]
-    assert table["logprobs"][2].as_py() == [0.0, -0.5, -1.0]
-    assert table["policy_versions"].to_pylist() == [None, None, [6, 6, 7], None, None]
-
-
-def test_polars_reads_rollouts() -> None:
-    frame = pl.read_parquet(ROLLOUTS_V1)
-    assert frame["status"].to_list() == ["complete"] * 3 + ["error", "truncated"]
-    turns = frame["turns"][0].to_list()
-    assert turns[1]["inference_metadata"]["stop"] == ["\n"]
-    assert frame["loss_mask"].to_list()[0] == [0, 0, 0, 1, 1]
-    assert frame["messages"][0][1] == {"role": "user", "content": "é?"}
-
-
 def test_duckdb_reads_rollouts() -> None:
     query = f"""
         select rollout_id, round, len(token_ids), turns[1].content, sampling.top_k,

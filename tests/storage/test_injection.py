@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.cases import others_slow
 from support.fault_injection import (
     DELAY_S,
     Operations,
@@ -110,6 +111,7 @@ CREATE = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from marin_rl.storage.stores.filesystem import open_store
+from support.cases import others_slow
 from support.fault_injection import install
 install(sys.argv[3])
 store = open_store(sys.argv[1])
@@ -121,13 +123,17 @@ store.read("nothing")
 
 @pytest.mark.parametrize(
     ("fault", "left"),
-    [
-        ("kill-before:2", {"part": 10}),
-        ("kill-amid:1", {"part": 5}),
-        ("kill-amid:2", {"part": 10, ".manifest.*.tmp": 5}),
-        ("kill-after:2", {"part": 10, "manifest": 10}),
-        ("kill-after:3", {"part": 10, "manifest": 10}),
-    ],
+    others_slow(
+        [
+            ("kill-amid:2", {"part": 10, ".manifest.*.tmp": 5}),
+            ("kill-before:2", {"part": 10}),
+            ("kill-amid:1", {"part": 5}),
+            ("kill-after:2", {"part": 10, "manifest": 10}),
+            ("kill-after:3", {"part": 10, "manifest": 10}),
+        ],
+        first=1,
+        several=True,
+    ),
 )
 def test_a_kill_leaves_what_a_real_one_would(fault: str, left: dict, tmp_path: Path) -> None:
     done = subprocess.run(
