@@ -22,6 +22,7 @@ from support.cases import others_slow
 from support.forked_python import python
 from support.models import tiny_model
 from support.policy_runs import small_run
+from support.processes import wait_until_gone
 from support.servers import CHAT, CONTEXT, ENGINE, chat_body, talk
 from support.templates import CHATML, LOOPS, TALK
 
@@ -171,7 +172,10 @@ def test_an_answer_without_measure_is_cut(pool):
 def test_a_worker_that_was_killed_by_others_is_replaced(pool):
     check_alive(pool)
     (supervisor,) = pool.process_ids
+    workers = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     os.kill(supervisor, signal.SIGKILL)
+    # A call that reaches the worker while it dies would be blamed for its death.
+    wait_until_gone(map(int, workers))
     check_alive(pool)
 
 
