@@ -167,7 +167,7 @@ def graded(model, head, layout, rows):
         scores, values = token_logprobs_and_values(
             policy, head, *rows, packing=Packing(shared_prompts=True)
         )
-        found = jnp.stack([*scores, values])
+        found = jnp.stack([scores.logprobs, scores.entropies, values])
         return jnp.sum(weights * found), found
 
     placed = layout.place_parameters(named_parameters(model), model)
