@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.trained_runs import begin, play
+from training.trained_runs import begin, play
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, RetentionConfig
