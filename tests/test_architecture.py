@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.imports import FOREIGN
 
 DATA_SIDE = (
     "marin_rl.storage.tables.rollouts",
@@ -26,15 +27,6 @@ EVERYTHING = (
     "marin_rl.serving.weights.canary",
     "marin_rl.training.loop",
     "marin_rl.training.sft",
-)
-# Modules of environments of other libraries, and of what only they use.
-FOREIGN = (
-    "marin_rl.integrations.",
-    "marin_rl.rollouts.relay",
-    "websockets",
-    "zmq",
-    "verifiers",
-    "gymnasium",
 )
 HEAVY = ("jax", "levanter", "haliax", "orbax", "torch")
 

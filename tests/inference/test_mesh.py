@@ -1,8 +1,5 @@
 """The engine over a mesh: what one device says, from the trainer's own arrays."""
 
-import os
-import subprocess
-import sys
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 from support.engines import PROGRAMS
 from support.models import tiny_model
-from support.quick_programs import QUICK_FLAG
+from support.quick_programs import run_on_devices
 
 from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine
@@ -120,18 +117,7 @@ def test_two_devices_answer_as_one(axis):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_eight_devices_answer_as_one():
-    here = Path(__file__).parent
-    flags = f"--xla_force_host_platform_device_count=8 {QUICK_FLAG}"
-    done = subprocess.run(
-        [sys.executable, "-c", "import test_mesh; test_mesh.check(data=2, fsdp=2, tensor=2)"],
-        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": f"{here.parents[1]}:{here.parent}"},
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_devices(8, Path(__file__), "check(data=2, fsdp=2, tensor=2)")
 
 
 @pytest.mark.slow

@@ -7,20 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.imports import FOREIGN
 
 from marin_rl.environments import registry
 from marin_rl.environments.base_environment import BaseEnvironment
 
 TOP = Path(__file__).parents[2]
-# Modules of environments of other libraries, and of what only they use.
-FOREIGN = (
-    "marin_rl.integrations.",
-    "marin_rl.rollouts.relay",
-    "websockets",
-    "zmq",
-    "verifiers",
-    "gymnasium",
-)
 INTEGRATIONS = TOP / "marin_rl/integrations"
 FILES = {
     path.stem
@@ -92,6 +84,7 @@ def test_an_integration_that_was_deleted_is_not_listed_and_breaks_nothing(tmp_pa
     script = """
 from marin_rl.config import Config
 from marin_rl.environments.checks import environment_of
+from marin_rl.environments.registry import described_environments
 from marin_rl.errors import ConfigError
 from marin_rl.integrations import integration
 print(sorted(entry.name for entry in described_environments()))

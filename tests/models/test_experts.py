@@ -1,8 +1,5 @@
 """Experts computed for the tokens that take them, against all of them for every token."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from support.family_folders import golden
-from support.quick_programs import QUICK_FLAG
+from support.quick_programs import run_on_devices
 
 from marin_rl.config import MeshConfig
 from marin_rl.errors import ConfigError
@@ -171,18 +168,7 @@ def test_devices_of_a_mesh_sort_their_own_tokens(axis: str) -> None:
 
 @pytest.mark.slow
 def test_a_mesh_of_both_axes_computes_the_same() -> None:
-    here = Path(__file__).parent
-    flags = f"--xla_force_host_platform_device_count=4 {QUICK_FLAG}"
-    done = subprocess.run(
-        [sys.executable, "-c", "import test_experts; test_experts.check(fsdp=2, tensor=2)"],
-        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": f"{here.parents[1]}:{here.parent}"},
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_devices(4, Path(__file__), "check(fsdp=2, tensor=2)")
 
 
 def test_a_mesh_that_does_not_divide_experts_is_refused() -> None:

@@ -4,6 +4,16 @@ import ast
 import importlib
 from collections.abc import Collection
 
+# Modules of environments of other libraries, and of what only they use.
+FOREIGN = (
+    "marin_rl.integrations.",
+    "marin_rl.rollouts.relay",
+    "websockets",
+    "zmq",
+    "verifiers",
+    "gymnasium",
+)
+
 
 def missing_imports(code: str, elsewhere: Collection[str] = ()) -> list[str]:
     """Names that the code imports from modules which lack them; raises for a missing module.

@@ -1,8 +1,11 @@
 """Programs that are compiled in a fifth of the time and run slower than those that users have."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -69,3 +72,19 @@ def _without_emitters() -> Callable[..., Any]:
         return made
 
     return options
+
+
+def run_on_devices(count: int, module: Path, call: str) -> None:
+    """Call a function of a test module in a process of its own that has `count` CPU devices."""
+    folder, flags = module.parent, f"--xla_force_host_platform_device_count={count} {QUICK_FLAG}"
+    places = f"{folder.parents[1]}:{folder.parent}:{folder}"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module.stem}; {module.stem}.{call}"],
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": places},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
