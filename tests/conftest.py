@@ -213,9 +213,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def keep_one_part(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the slow tests of part K of N, which `MARIN_RL_SLOW_PART=K/N` asks for: every Nth.
+    """Keep the slow tests of part K of N, which `MARIN_RL_SLOW_PART=K/N` asks for: every Nth of
+    each room, and one of a room that has fewer.
 
-    So that it has tests of most files; those of a file that run in order stay together.
+    Tests of a file that run in order stay together, and those in no folder are one room.
     """
     text = os.environ.get("MARIN_RL_SLOW_PART", "1/1")
     asked = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", text)
@@ -223,7 +224,14 @@ def keep_one_part(config: pytest.Config, items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"MARIN_RL_SLOW_PART is {text!r}; give K/N, such as 2/5")
     slow = [item for item in items if item.get_closest_marker("slow")]
     unit = lambda item: item.path if item.get_closest_marker("in_order") else item
-    units = set(list(dict.fromkeys(map(unit, slow)))[int(asked[1]) - 1 :: int(asked[2])])
+    part, parts = int(asked[1]) - 1, int(asked[2])
+    rooms: dict[str, dict[Any, None]] = {}
+    for item in slow:
+        room = room_of(item.path)
+        rooms.setdefault("" if room == item.path.name else room, {})[unit(item)] = None
+    units = {
+        one for of_room in map(list, rooms.values()) for one in of_room[part % len(of_room) :: parts]
+    }
     kept = {item for item in slow if unit(item) in units}
     dropped = [item for item in slow if item not in kept]
     if dropped:

@@ -131,7 +131,6 @@ def _shards(run: Run) -> list[list[str]]:
     return [[part.name for part in item[0].parts] for item in manifests if item]
 
 
-@pytest.mark.isa
 @pytest.mark.bits
 def test_the_groups_of_a_round_do_not_depend_on_speed(sampled_on: Played, tmp_path: Path) -> None:
     config = sampling_on(

@@ -67,7 +67,6 @@ def test_every_round_takes_its_groups_and_is_closed(
     assert any(node.startswith("intakes/") for node in trace(run, 1).nodes)
 
 
-@pytest.mark.isa
 @pytest.mark.slow
 @pytest.mark.bits
 def test_all_after_the_rollouts_is_played_again_to_the_same_bits(

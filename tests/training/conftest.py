@@ -1,6 +1,7 @@
 """The debug configuration, smaller still, under a root of its own."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,18 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return character_tokenizer()
 
 
-@pytest.fixture
-def debug(tmp_path: Path) -> Callable[..., Config]:
-    """configs/debug.yaml under a root of its own, with overrides; smaller still."""
+@pytest.fixture(scope="session")
+def debug_under() -> Callable[..., Config]:
+    """configs/debug.yaml under a root, with overrides; smaller still."""
 
-    def load(*overrides: str) -> Config:
+    def load(root: Path, *overrides: str) -> Config:
         smaller = ("policy.model.hidden_size=16", "policy.model.intermediate_size=24")
-        return load_config(DEBUG, [f"root={tmp_path / 'runs'}", *smaller, *overrides])
+        return load_config(DEBUG, [f"root={root}", *smaller, *overrides])
 
     return load
+
+
+@pytest.fixture
+def debug(debug_under: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
+    """That configuration under a root of the test's own."""
+    return partial(debug_under, tmp_path / "runs")

@@ -123,25 +123,23 @@ def test_the_coefficient_adds_the_gradient_of_the_balance_of_each_microbatch(
         policy = {name: np.asarray(array) for name, array in gradients.policy.items()}
         return policy, {name: float(value) for name, value in metrics.items()}
 
-    def balance(parameters: Any) -> jax.Array:
-        def of(microbatch: int) -> jax.Array:
-            inputs = jax.tree.map(lambda array: jnp.asarray(array[microbatch]), arrays).inputs
-            loads = token_logprobs(with_parameters(model, parameters), *inputs).loads
+    def balance(parameters: Any) -> tuple[jax.Array, ExpertLoads]:
+        def of(microbatch: Any) -> tuple[jax.Array, ExpertLoads]:
+            loads = token_logprobs(with_parameters(model, parameters), *microbatch.inputs).loads
             assert loads is not None
-            return jnp.sum(inputs[3]) / arrays.mask.sum() * balance_loss(loads)
+            return jnp.sum(microbatch.mask) / arrays.mask.sum() * balance_loss(loads), loads
 
-        return jnp.sum(jnp.stack([of(microbatch) for microbatch in range(used)]))
+        shares, loads = jax.lax.map(of, jax.tree.map(lambda array: array[:used], arrays))
+        return jnp.sum(shares), jax.tree.map(partial(jnp.sum, axis=0), loads)
 
     (without, plain), (added, metrics) = step(0.0), step(0.5)
-    expected = jax.jit(jax.grad(balance))(parameters)
+    expected, loads = jax.jit(jax.grad(balance, has_aux=True))(parameters)
     assert np.abs(expected["transformer/layers/stacked/mlp/router/weight"]).max() > 1e-3
     for name, gradient in added.items():
         near = 1e-5 + 1e-4 * np.abs(gradient).max()
         sum_ = without[name] + 0.5 * np.asarray(expected[name])
         np.testing.assert_allclose(gradient, sum_, rtol=0, atol=near, err_msg=name)
     assert metrics == pytest.approx(plain, rel=1e-5)
-    inputs = jax.tree.map(lambda array: jnp.concatenate([*array]), arrays).inputs
-    loads = jax.jit(lambda p: token_logprobs(with_parameters(model, p), *inputs).loads)(parameters)
     expected_metrics = {name: float(value) for name, value in load_metrics(loads).items()}
     assert 1 < expected_metrics["experts/load_max"] < 8 / 3
     assert metrics == pytest.approx(metrics | expected_metrics, rel=1e-6)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from support.cases import others_slow
 from training.trained_runs import begin, play
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +31,6 @@ from marin_rl.types import SlotRef
 
 SETTINGS = ("policy.model.layers=1", "training.microbatch_sequences=4", "rounds=5")
 EVERY = "checkpoints.optimizer_every_rounds=3"
-pytestmark = pytest.mark.bits
 
 Load = Callable[..., Config]
 
@@ -54,9 +56,29 @@ def played(debug: Load, tokenizer: PreTrainedTokenizerBase, *settings: str) -> R
     return run
 
 
-def test_every_third_checkpoint_and_the_last_are_whole(debug: Load, tokenizer, tmp_path) -> None:
-    every = played(debug, tokenizer, f"root={tmp_path / 'every'}")
-    third = played(debug, tokenizer, EVERY)
+@pytest.fixture(scope="module")
+def roots(debug_under, tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of whole checkpoints, and one of which every third is whole: `every` and `third`."""
+    folder = tmp_path_factory.mktemp("optimizer-rounds")
+    for name, settings in (("every", ()), ("third", (EVERY,))):
+        load = partial(debug_under, folder / name)
+        played(load, tokenizer, *settings)
+    return {name: folder / name for name in ("every", "third")}
+
+
+@pytest.fixture
+def third(roots: dict[str, Path], debug: Load) -> Run:
+    """A copy of the run of which every third checkpoint is whole, for a test that changes it."""
+    return copy_of(roots["third"], debug(*SETTINGS, EVERY))
+
+
+def copy_of(root: Path, config: Config) -> Run:
+    shutil.copytree(root, config.root)
+    return Run.create_or_open(config)
+
+
+def test_every_third_checkpoint_and_the_last_are_whole(roots: dict[str, Path], tokenizer) -> None:
+    every, third = (Run.open(str(roots[name]), "debug") for name in ("every", "third"))
     manifests = [manifest_of(third.store, at(third, number)) for number in range(6)]
     assert [optimizer_round(manifest) for manifest in manifests] == [None, 0, 0, None, 3, None]
     stored = [sum(part.bytes for part in array_parts(manifest)) for manifest in manifests]
@@ -64,11 +86,13 @@ def test_every_third_checkpoint_and_the_last_are_whole(debug: Load, tokenizer, t
     assert max(stored[1], stored[2], stored[4]) < min(stored[0], stored[3], stored[5])
     assert digests(third) == digests(every)
     # Whatever a process finds, it has the whole state: every moment of the optimizer too.
+    reader = Trainer(every, tokenizer)
     for number in range(6):
         found = state_bits(Trainer(third, tokenizer), at(third, number))
-        assert found == state_bits(Trainer(every, tokenizer), at(every, number))
+        assert found == state_bits(reader, at(every, number))
 
 
+@pytest.mark.bits
 def test_a_process_that_begins_between_two_states_trains_the_same_bits(
     debug: Load, tokenizer, tmp_path
 ) -> None:
@@ -83,13 +107,15 @@ def test_a_process_that_begins_between_two_states_trains_the_same_bits(
     assert lines.count("train 0") > lines.count("train 4")  # trained again for rounds 1 and 2
 
 
-def test_replay_and_a_fork_begin_at_one_without_a_state(debug: Load, tokenizer, tmp_path) -> None:
-    run = played(debug, tokenizer, EVERY)
+def test_replay_and_a_fork_begin_at_one_without_a_state(
+    third: Run, roots: dict[str, Path], debug: Load, tokenizer, tmp_path
+) -> None:
+    run = third
     for round in (1, 2, 3):
         found = replay_round(Run.open(run.config.root, "debug"), round)
         assert (found.equal, dict(found.metrics)) == (True, {})
     # Every metric of a fork's first round is that of a fork from a run of whole checkpoints.
-    other = played(debug, tokenizer, f"root={tmp_path / 'every'}")
+    other = copy_of(roots["every"], debug(*SETTINGS, f"root={tmp_path / 'every'}"))
     ends = []
     for parent in (run, other):
         fork = fork_without_metrics(parent, 2)
@@ -105,8 +131,8 @@ def fork_without_metrics(parent: Run, round: int) -> Run:
     return fork_run(parent, round, "fork", ["training.learning_rate=0.5"])
 
 
-def test_another_outcome_is_refused_and_names_round_and_digest(debug: Load, tokenizer) -> None:
-    run = played(debug, tokenizer, EVERY)
+def test_another_outcome_is_refused_and_names_round_and_digest(third: Run, tokenizer) -> None:
+    run = third
     before = run.store.list()
     faster = run.config.training.model_copy(update={"learning_rate": 0.5})
     other = dataclasses.replace(run, config=run.config.model_copy(update={"training": faster}))
@@ -132,9 +158,8 @@ def test_retention_keeps_what_a_kept_checkpoint_leaves_out(debug: Load, tokenize
         fork_run(run, 1, "fork")
 
 
-def test_a_wrong_number_is_named(debug: Load, tokenizer) -> None:
-    run = played(debug, tokenizer, EVERY)
-    found = read_manifest(run.store, checkpoint_slot(2))
+def test_a_wrong_number_is_named(third: Run) -> None:
+    found = read_manifest(third.store, checkpoint_slot(2))
     assert found is not None
     for wrong in (2, -1, "0"):
         extra = {**found[0].extra, OPTIMIZER_ROUND: wrong}
@@ -143,7 +168,7 @@ def test_a_wrong_number_is_named(debug: Load, tokenizer) -> None:
 
 
 @pytest.mark.parametrize("retention", [{}, {"checkpoints_last": 2}], ids=["all", "last"])
-@pytest.mark.parametrize("every", [1, 2, 3, 8])
+@pytest.mark.parametrize("every", others_slow([1, 2, 3, 8], 3))
 def test_the_plan_is_what_lies_there(debug: Load, tokenizer, every: int, retention) -> None:
     config = debug(
         *SETTINGS,
