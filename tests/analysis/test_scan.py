@@ -185,7 +185,7 @@ def test_wrong_queries_get_duckdbs_own_words(run: Run) -> None:
 
 def test_sql_sees_a_run_made_again_under_the_same_name(tmp_path: Path) -> None:
     """DuckDB remembers footers, but not those of a run that is another one now."""
-    for attempt in range(20):
+    for attempt in range(6):
         run = Run.create_or_open(configuration(str(tmp_path)))
         commit_round(run, 0, [[group("a", [float(attempt), attempt + 2.0])]])
         query = "select avg(reward), min(reward) from rollouts"

@@ -267,7 +267,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("state", ["idle", "busy"])
+@pytest.mark.parametrize("state", others_slow(["idle", "busy"], "busy"))
 def test_a_worker_and_its_children_end_with_their_killed_parent(
     config: EnvironmentConfig, state: str
 ) -> None:

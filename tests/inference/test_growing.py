@@ -35,7 +35,7 @@ def growing_engine(
 ) -> tuple[Engine, GrowingRunner]:
     """An engine that grows to six slots, with chunks of four steps, and its runner."""
     config = EngineConfig(slots=SLOTS, chunk_steps=4, prefill_rows=4)
-    engine = Engine(model or tiny_model(), config, context_length=context, grows=True)
+    engine = Engine(model or tiny_model(layers=1), config, context_length=context, grows=True)
     assert engine.growing is not None
     return engine, engine.growing
 
@@ -45,7 +45,7 @@ def of_fixed(
 ) -> list[GenerationResult]:
     """Results of an engine of six slots whose cache is fixed."""
     config = EngineConfig(slots=SLOTS, chunk_steps=4, prefill_rows=4, lanes=1)
-    with closing(Engine(model or tiny_model(), config, context_length=context)) as engine:
+    with closing(Engine(model or tiny_model(layers=1), config, context_length=context)) as engine:
         return [engine.submit(request).result(timeout=120) for request in requests]
 
 

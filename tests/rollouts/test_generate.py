@@ -237,6 +237,7 @@ def test_a_faulty_reward_costs_its_rollout(tmp_path: Path, monkeypatch: pytest.M
     run = Run.create_or_open(configured(tmp_path, environment))
     with FakePolicyServer(MODEL, lambda _prompt, seed: says[seed % 4]) as server:
         ref = generate(run, server)
+        says[1] = "raise"
         limit = "rollouts.errors_max_fraction=0.4"
         strict = Run.create_or_open(configured(tmp_path / "strict", environment, limit))
         with pytest.raises(RewardFault, match="4 of 8 rollouts failed"):
