@@ -155,8 +155,8 @@ def test_an_unknown_template_is_answered_with_the_known_ones(folder: Path) -> No
     assert load_config("demo.yaml").run_id == "demo"
 
 
-@pytest.mark.parametrize("place", ["runs", "other place/runs"])
-def test_lines_of_a_complete_run_can_be_pasted(folder: Path, place: str) -> None:
+def test_lines_of_a_complete_run_can_be_pasted(folder: Path) -> None:
+    place = "other place/runs"
     run = whole_run(place, rounds=1)
     last = committed_checkpoint(run, 1)
     assert last is not None
@@ -167,9 +167,9 @@ def test_lines_of_a_complete_run_can_be_pasted(folder: Path, place: str) -> None
     paste(again.output)
 
 
-@pytest.mark.parametrize("place", ["runs", "other place/runs"])
 @pytest.mark.parametrize("init", ["sft", "random"])
-def test_lines_of_a_warm_start_can_be_pasted(folder: Path, place: str, init: str) -> None:
+def test_lines_of_a_warm_start_can_be_pasted(folder: Path, init: str) -> None:
+    place = "other place/runs"
     Path("my run.yaml").write_text(f"run_id: warm\npolicy: {{init: {init}}}\n")
     asked = ("my run.yaml", "--root", place, "--set", "sft.steps=3")
     run = Run.create_or_open(load_config("my run.yaml", ["sft.steps=3", f"root={place}"]))

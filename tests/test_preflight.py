@@ -248,7 +248,7 @@ def never(example, completion):
 @pytest.mark.parametrize(
     ("function", "notice"),
     [
-        ("some", None),
+        pytest.param("some", None, marks=pytest.mark.slow),
         ("wrong", r"3 of 6 probes have no reward: the function does not apply"),
         ("never", r"6 of 6 probes have no reward: .*does the function return one\?"),
     ],

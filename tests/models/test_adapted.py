@@ -63,9 +63,10 @@ def rows() -> tuple[jax.Array, ...]:
     return ids, jnp.ones_like(ids), positions, positions > 0
 
 
-def scores(model: LanguageModel) -> np.ndarray:
-    run = jax.jit(lambda p: token_logprobs(with_parameters(model, p), *rows()).logprobs)
-    return np.asarray(run(named_parameters(model)))
+def scores(*models: LanguageModel) -> list[np.ndarray]:
+    """Scores by models that differ in their parameters alone."""
+    run = jax.jit(lambda p: token_logprobs(with_parameters(models[0], p), *rows()).logprobs)
+    return [np.asarray(run(named_parameters(model))) for model in models]
 
 
 def adapted(model: LanguageModel, scheme: str | None) -> LanguageModel:
@@ -94,10 +95,9 @@ def test_adapters_and_quantised_bases_compute_what_merged_weights_do(
             adapted(model, scheme)
         return
     policy = adapted(model, scheme)
-    merged = merged_model(policy)
-    expected = scores(merged)
-    assert np.abs(expected - scores(model)).max() > 0.05
-    np.testing.assert_allclose(scores(policy), expected, atol=3e-4)
+    expected, before = scores(merged_model(policy), model)
+    assert np.abs(expected - before).max() > 0.05
+    np.testing.assert_allclose(*scores(policy), expected, atol=3e-4)
     spec, weights = read_model(policy)
     dtype, ids = jnp.dtype(jnp.float32), jnp.asarray(tokens())
     fused, rotary = fused_weights(spec, weights, dtype), rotary_table(spec, ids.shape[1])

@@ -36,10 +36,7 @@ COMBINATIONS = list(
         ("none", "sequences", "shared_prompt"),
     )
 )
-OFTEN = (
-    ("full", "bfloat16", True, True, "sequences"),
-    ("nf4", "bfloat16", False, True, "shared_prompt"),
-)
+OFTEN = (("nf4", "bfloat16", False, True, "shared_prompt"),)
 
 
 def real(*overrides: str) -> Config:
