@@ -5,6 +5,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from support.cases import others_slow
 from support.chat_folders import QWEN3, chat_folder
 from support.hf_models import config_of
 from test_doc_commands import blocks
@@ -64,7 +65,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CHECKS = ("environment", "data", "tokenizer", "chat template", "prompts", "tools", "reward")
 
 
-@pytest.mark.parametrize("name", ["sums.yaml", "gsm8k.yaml"])
+@pytest.mark.parametrize("name", others_slow(["sums.yaml", "gsm8k.yaml"], first=1))
 def test_doctor_and_the_plan_take_the_yaml_with_the_users_files(page: Path, name: str):
     config = load_config(page / name, [])
     findings = list(examine(config, [stage for stage in STAGES if stage.name in CHECKS]))

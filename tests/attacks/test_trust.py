@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from support.cases import others_slow
 from support.run_factories import configuration, whole_run
 from typer.testing import CliRunner
 
@@ -217,7 +218,7 @@ def test_a_configuration_names_variables_of_ours_alone(variable: str) -> None:
     assert parse_config({"inference": {"api_key_variable": "MARIN_RL_KEY_2"}})
 
 
-@pytest.mark.parametrize("key", ["reward", "extract"])
+@pytest.mark.parametrize("key", others_slow(["reward", "extract"], "reward"))
 def test_code_that_a_run_names_is_not_imported(tmp_path: Path, module: Path, key: str) -> None:
     whole_run(str(tmp_path), 1, evaluated=[0])
     prompts = tmp_path / "prompts.jsonl"

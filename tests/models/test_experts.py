@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from support.cases import others_slow
 from support.family_folders import golden
 from support.quick_programs import run_on_devices
 
@@ -98,7 +99,10 @@ def assert_alike(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("forward", [trained, decoded])
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "olmoe-1b-7b"])
+@pytest.mark.parametrize(
+    "name",
+    others_slow(["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "olmoe-1b-7b"], first=2),
+)
 def test_products_by_group_are_those_of_all_experts(name: str, forward: Forward) -> None:
     model = model_with(spec_of(name))
     one, all_ = (
@@ -164,7 +168,7 @@ def check(**sizes: int) -> None:
 
 
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
-@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+@pytest.mark.parametrize("axis", others_slow(["fsdp", "tensor"], "fsdp"))
 def test_devices_of_a_mesh_sort_their_own_tokens(axis: str) -> None:
     check(**{axis: 2})
 
