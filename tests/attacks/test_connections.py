@@ -1,6 +1,7 @@
 """Hostile bytes on a connection: after each attack an ordinary request is answered as before."""
 
 import json
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -9,9 +10,7 @@ from support.servers import (
     asks_well,
     chat_body,
     raw,
-    read_all,
     serving,
-    status_of,
     talk,
     wait_until,
 )
@@ -23,6 +22,24 @@ from marin_rl.serving.server import PolicyServer
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes; what a reset took is missing."""
+    data = b""
+    try:
+        while piece := connection.recv(65536):
+            data += piece
+    except ConnectionError:
+        pass
+    return data
+
+
+def status_of(answer: bytes) -> int:
+    """The status of a raw answer; 0 if there is none."""
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+
 MEGABYTE = 2**20
 
 

@@ -12,7 +12,6 @@ from support.engines import (
     amid,
     bits,
     engine_of,
-    paused_amid,
     request_of,
     result_of,
     together,
@@ -23,6 +22,16 @@ from support.models import tiny_model
 from marin_rl.errors import InferenceError
 from marin_rl.inference.engine import Engine, VersionInUse
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult, Policy
+
+
+def paused_amid(engine: Engine, request: GenerationRequest) -> "Future[GenerationResult]":
+    """A request that has come as far as its second chunk when `pause` returns."""
+    pausing = threading.Thread(target=engine.pause)
+    with amid(engine, request) as (future, _):
+        pausing.start()
+        wait_until(lambda: engine.paused)
+    pausing.join()
+    return future
 
 
 class Listener:

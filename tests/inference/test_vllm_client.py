@@ -9,12 +9,11 @@ import numpy as np
 import orjson
 import pytest
 from support.cases import others_slow
-from support.dialogues import BRIDGE
 from support.models import tiny_model
 from support.servers import CONTEXT, ENGINE, character_tokenizer, serving
 from support.vllm_stand_in import VllmStandIn
 
-from marin_rl.config import InferenceConfig
+from marin_rl.config import InferenceConfig, PolicyConfig
 from marin_rl.errors import BadResponse, FleetEmpty, RequestRejected, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.fleet import FleetOptions
@@ -23,11 +22,13 @@ from marin_rl.inference.client.policy_client import PolicyClient, client_of
 from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT, CANARY_SEED, VersionsProof
 from marin_rl.inference.client.protocol import ChatRequest, label_of, parse_label
 from marin_rl.inference.client.token_dialects import VllmDialect, spans_of
+from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.serving.server import PolicyServer
 from marin_rl.types import Canary, Message, Sampling
 
 MESSAGES = (Message(role="user", content="ab"),)
 SAMPLING = Sampling(max_tokens=8, seed=5)
+BRIDGE = TemplateBridge(PolicyConfig())
 ROUTE = InferenceConfig(route="vllm_generate")
 FIRST = 2
 DIGESTS = {version: f"{version}" * 64 for version in (1, 2)}

@@ -2,24 +2,26 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import pytest
-from support.dialogues import AGAIN, BRIDGE, DIGEST, SAID, SAMPLING, EchoTwice, play_dialogues
 from support.fakes import served_policy
 from support.models import tiny_model
 from support.servers import serving
 
 from marin_rl.chat_templates import ChatTemplate, Conversation
-from marin_rl.config import EnvironmentConfig, PolicyConfig
+from marin_rl.config import EnvironmentConfig, InferenceConfig, PolicyConfig
+from marin_rl.environments.echo import Echo
+from marin_rl.environments.episode import Episode, StepResult, Tool
 from marin_rl.environments.tool_class import ToolClass, ToolOptions, ToolsOverExamples
 from marin_rl.errors import StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.dialects import Read
-from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.inference.client.policy_client import PolicyClient, client_of
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
@@ -28,8 +30,14 @@ from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import GroupRequest, Trajectory
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.types import Message, RewardComponent, Sampling, ServedPolicy
+from marin_rl.types import Example, Message, RewardComponent, Sampling, ServedPolicy, Turn
 
+DIGEST = "0123456789abcdef"
+SAID = Message(role="assistant", content="")
+AGAIN = (Message(role="user", content="again"),)
+BRIDGE = TemplateBridge(PolicyConfig())
+# A model of random weights hardly ever samples its end token, so turns end at any vowel or stop.
+SAMPLING = Sampling(max_tokens=24, seed=5, stop=tuple("aeiouAEIOU!?.,;:"))
 CONTEXT = 256  # a token is a character
 TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
 {%- for message in messages %}{{ '<|' + message.role + '|>' }}
@@ -45,6 +53,66 @@ TOKENIZER = character_tokenizer()
 TOKENIZER.chat_template = TOOL_TEMPLATE
 NOWHERE = "http://127.0.0.1:1/v1"  # no server is there
 FORCED = 2  # turns that must call
+
+
+class Twice:
+    """Asks again after the first turn, and ends after the second."""
+
+    def __init__(self, example: Example) -> None:
+        self._example = example
+        self._turns = 0
+
+    def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
+        return self._example.messages, ()
+
+    async def step(self, turn: Turn) -> StepResult:
+        self._turns += 1
+        done = self._turns == 2
+        return StepResult(messages=() if done else AGAIN, reward=1.0, done=done)
+
+    async def close(self) -> None:
+        pass
+
+
+class EchoTwice(Echo):
+    """The environment `echo` as a dialogue."""
+
+    def episode(self, example: Example) -> Episode:
+        return Twice(example)
+
+
+def play_dialogues(
+    server: PolicyServer,
+    request: GroupRequest,
+    environment: EchoTwice,
+    turns_per_request: int = 1,
+    route: Literal["chat", "sglang", "vllm_generate"] = "chat",
+    model: str = "",
+) -> list[Trajectory]:
+    """Play a group against a server; `turns_per_request` and `route` as in `inference`.
+
+    `model` is the id that is asked for, by default that of the server.
+    """
+    policy = served_policy(
+        server.base_url, model or server.model_id, weight_version=3, parameters_digest=DIGEST
+    )
+
+    async def run() -> list[Trajectory]:
+        async with client_of(InferenceConfig(route=route), BRIDGE)(
+            endpoints=policy.endpoints, model=policy.model, turns_per_request=turns_per_request
+        ) as client:
+            driver = EpisodeDriver(
+                client=client,
+                policy=policy,
+                environment=environment,
+                settings=EnvironmentConfig(name="echo"),
+                bridge=BRIDGE,
+                turns_max=8,
+                context_length=64,
+            )
+            return await driver.play_group(request)
+
+    return asyncio.run(run())
 
 
 class Desk:

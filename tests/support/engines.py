@@ -135,16 +135,6 @@ def amid(
         let_go.set()
 
 
-def paused_amid(engine: Engine, request: GenerationRequest) -> "Future[GenerationResult]":
-    """A request that has come as far as its second chunk when `pause` returns."""
-    pausing = threading.Thread(target=engine.pause)
-    with amid(engine, request) as (future, _):
-        pausing.start()
-        wait_until(lambda: engine.paused)
-    pausing.join()
-    return future
-
-
 def bits(result: GenerationResult) -> list[tuple[bytes, ...]]:
     """Every array of every sample, byte for byte."""
     return [

@@ -106,22 +106,6 @@ def raw(server: PolicyServer, timeout_s: float | int = 30) -> socket.socket:
     return socket.create_connection((parts.hostname, parts.port), timeout=timeout_s)
 
 
-def read_all(connection: socket.socket) -> bytes:
-    """Everything until the server closes; what a reset took is missing."""
-    data = b""
-    try:
-        while piece := connection.recv(65536):
-            data += piece
-    except ConnectionError:
-        pass
-    return data
-
-
-def status_of(answer: bytes) -> int:
-    """The status of a raw answer; 0 if there is none."""
-    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
-
-
 class Deaf(WeightUpdater):
     """An updater that acknowledges new weights and goes on with the old ones."""
 
