@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from marin_rl.rollouts.rewards import RewardScorer
+    from marin_rl.rollouts.teaching import Teacher
     from marin_rl.training.loop import Trainer
     from marin_rl.training.reward_model import RewardModelTraining
     from marin_rl.training.sft import WarmStart
@@ -85,6 +86,17 @@ class RunRuntime:
         return LearnedReward(slot, self.tokenizer)
 
     @cached_property
+    def _teacher(self) -> "Teacher":
+        from marin_rl.compilation import enable_compilation_cache
+        from marin_rl.rollouts.teaching import prove_teacher
+        from marin_rl.training.teacher import local_teacher
+
+        enable_compilation_cache()
+        teacher = local_teacher(self._run, self.tokenizer)
+        prove_teacher(self._run, teacher)
+        return teacher
+
+    @cached_property
     def transport(self) -> "Transport":
         from marin_rl.weight_sync import transport_of
 
@@ -99,6 +111,16 @@ class RunRuntime:
             return None
         with self._serving:
             return self._reward_scorer
+
+    def teacher(self) -> "Teacher | None":
+        """The teacher of the run's distillation, read and proven once; None without one.
+
+        Raises as `local_teacher` and `prove_teacher` do.
+        """
+        if self._run.config.distillation is None:
+            return None
+        with self._serving:
+            return self._teacher
 
     def prepare_pairs(self) -> SlotRef:
         """Commit the pairs of the run's reward model: see `RewardModelTraining.prepare`."""

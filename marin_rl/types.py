@@ -190,7 +190,8 @@ class Rollout:
     the sampling distribution and 0 elsewhere. `segment_lengths` cuts these arrays into segments,
     each with a prompt of its own, where the dialogue was rendered again; None where it is one.
     `policy_digest` names the parameters that sampled its last token, where they are others than its
-    group's. A rollout with status "error" has empty arrays, reward None, and says why in `error`.
+    group's. `teacher_logprobs` are a teacher's for the sampled tokens, 0 elsewhere; None where none
+    was asked. A rollout with status "error" has empty arrays, reward None, and says why in `error`.
     """
 
     rollout_id: str
@@ -204,6 +205,7 @@ class Rollout:
     loss_mask: Int32[np.ndarray, " T"]
     logprobs: Float32[np.ndarray, " T"]
     policy_versions: Int32[np.ndarray, " T"] | None = None
+    teacher_logprobs: Float32[np.ndarray, " T"] | None = None
     segment_lengths: tuple[int, ...] | None = None
     policy_digest: str | None = None
     policy_version_min: int
@@ -265,7 +267,8 @@ class TrainingBatch:
     `segment_ids` is 0 on padding and 1, 2, … on the sequences packed into a row; `positions` count
     from 0 in each segment; `loss_mask` is 1 on the tokens that are trained on; `policy_logprobs`
     are the sampler's (0 off the mask); `advantages` are already spread over tokens.
-    `rollout_ids[b]` names the rollouts of row b in segment order.
+    `rollout_ids[b]` names the rollouts of row b in segment order. `teacher_logprobs` are NaN on
+    trained tokens that no teacher scored; None for a run without a teacher.
     """
 
     token_ids: Int32[np.ndarray, "B T"]
@@ -276,6 +279,7 @@ class TrainingBatch:
     advantages: Float32[np.ndarray, "B T"]
     returns: Float32[np.ndarray, "B T"]
     rollout_ids: tuple[tuple[str, ...], ...] = ()
+    teacher_logprobs: Float32[np.ndarray, "B T"] | None = None
 
 
 def segment_lengths(batch: TrainingBatch) -> Int64[np.ndarray, " S"]:

@@ -70,10 +70,18 @@ def _uncut(table: pa.Table) -> pa.Table:
     return _with_nulls(_with_new_fields(table), rollouts.ROLLOUTS, ("segment_lengths", "start_s"))
 
 
+def _untaught(table: pa.Table) -> pa.Table:
+    return _with_nulls(table, rollouts.ROLLOUTS, ("teacher_logprobs",))
+
+
 ROLLOUTS = Ladder(
-    rollouts.FORMAT, rollouts.SCHEMA_VERSION, {1: _with_new_fields, 2: _uncut}, rollouts.ROLLOUTS
+    rollouts.FORMAT,
+    rollouts.SCHEMA_VERSION,
+    {1: _with_new_fields, 2: _uncut, 3: _untaught},
+    rollouts.ROLLOUTS,
 )
-BATCHES = Ladder("marin-rl/batches", tables.BATCHES_VERSION)  # rows differ in length
+# Rows differ in length. Version 2 has `teacher_logprobs`, and is written by runs with a teacher.
+BATCHES = Ladder("marin-rl/batches", 2, {1: lambda table: table})
 DISPOSITIONS = Ladder("marin-rl/dispositions", tables.BATCHES_VERSION, schema=tables.DISPOSITIONS)
 METRICS = Ladder("marin-rl/metrics", 1)  # a column for each metric of the round
 # Version 2 adds the values of a critic, version 3 what an optimal token baseline is made of.

@@ -1,4 +1,4 @@
-"""The shape of a rollout shard on disk: one Parquet row per rollout, version 3.
+"""The shape of a rollout shard on disk: one Parquet row per rollout, version 4.
 
 The rows of a group are adjacent, in one file and one row group. Token arrays lie flat next to the
 readable turns, so a query over rewards never touches tokens. Evolution is add-only and nullable;
@@ -8,9 +8,9 @@ what each version added is in `schemas.migrations`. Writing and reading is `mari
 import pyarrow as pa
 
 FORMAT = "marin-rl/rollouts"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
-# What fingerprints cover. Versions 2 and 3 add measurements, what token ids say already, and what
+# What fingerprints cover. Later versions add measurements, what token ids say already, and what
 # only a new configuration key can bring about, so that shards of all versions are interchangeable
 # and a run that was begun with version 1 goes on.
 CONTENT_VERSION = 1
@@ -95,7 +95,8 @@ TURN = pa.struct(
 )
 
 # `segment_lengths` cuts the token columns into segments, each with a prompt of its own; null where
-# a rollout is one segment.
+# a rollout is one segment. `teacher_logprobs` are a teacher's, in nats, 0 off the loss mask; null
+# where none was asked.
 ROLLOUTS = pa.schema(
     [
         required("run_id", pa.string()),
@@ -143,7 +144,9 @@ ROLLOUTS = pa.schema(
         # of version 3
         pa.field("segment_lengths", list_of(pa.int32())),
         pa.field("start_s", pa.float64()),
+        # of version 4
+        pa.field("teacher_logprobs", list_of(pa.float32())),
     ]
 )
 
-TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
+TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "policy_versions", "teacher_logprobs")

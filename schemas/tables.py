@@ -16,16 +16,18 @@ PAIRS_VERSION = 1
 INTEGER_ARRAYS = ("token_ids", "loss_mask", "segment_ids", "positions")
 FLOAT_ARRAYS = ("policy_logprobs", "advantages", "returns")
 ARRAYS = INTEGER_ARRAYS + FLOAT_ARRAYS
+TEACHER = "teacher_logprobs"
 
 DISPOSITION_KINDS = ("consumed", "filtered", "stale", "failed")
 
 
-def batches_schema(length: int) -> pa.Schema:
+def batches_schema(length: int, *, distilled: bool = False) -> pa.Schema:
     """Schema of a batch file whose rows are padded to `length` tokens (at least 1).
 
     `returns` are the undiscounted sum of the rewards from a token on where a critic or a baseline
     by token reads them, else the rollout's whole reward at every token. `advantages` are 0 where
-    they are to come from a critic.
+    they are to come from a critic. Those that are `distilled` have `teacher_logprobs` too, NaN on
+    trained tokens that no teacher scored.
     `step` is the optimizer step within the round, `row` the row within that step; `rollout_ids` and
     `environments` are in segment order.
     """
@@ -38,6 +40,7 @@ def batches_schema(length: int) -> pa.Schema:
             required("row", pa.int32()),
             *(required(name, integers) for name in INTEGER_ARRAYS),
             *(required(name, floats) for name in FLOAT_ARRAYS),
+            *([required(TEACHER, floats)] if distilled else []),
             required("rollout_ids", list_of(pa.string())),
             required("environments", list_of(pa.string())),
         ]

@@ -19,6 +19,7 @@ from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import committed_shard, generate_shard
 from marin_rl.rollouts.rewards import RewardScorer
 from marin_rl.rollouts.streaming import sample_chunk, watch_target
+from marin_rl.rollouts.teaching import Teacher
 from marin_rl.rollouts.trajectories import Interruption
 from marin_rl.runtime import runtime_for
 from marin_rl.storage.runs import Run, RunRef, committed, evals_slot
@@ -34,8 +35,8 @@ from tasks.options import STAGE, as_state, in_thread, open_run
 @task(task_run_name="generate[round-{round:05d}/shard-{shard:04d}]", **STAGE)
 async def generate(run: RunRef, round: int, shard: int, policy: ServedPolicy) -> SlotRef:
     opened = await in_thread(_opened, run, policy)
-    scorer = await _scorer(opened)
-    return as_state(await generate_shard(opened, round, shard, policy, scorer))
+    judges = await _judges(opened)
+    return as_state(await generate_shard(opened, round, shard, policy, *judges))
 
 
 @task(task_run_name="sample[chunk-{chunk:06d}]", **STAGE)
@@ -95,15 +96,15 @@ async def generate_on_pool(
 ) -> list[SlotRef]:
     """Have a worker of the pool commit some shards; those that are committed are not given out."""
     opened = open_run(run)
-    scorer = await _scorer(opened)
-    refs = {shard: await committed_shard(opened, round, shard, policy, scorer) for shard in shards}
+    judges = await _judges(opened)
+    refs = {shard: await committed_shard(opened, round, shard, policy, *judges) for shard in shards}
     missing = [shard for shard, ref in refs.items() if ref is None]
     if missing:
         name = f"{run.run_id}-{round:05d}-shard-{missing[0]:04d}"
         shape = {"round": round, "shards": missing}
         await _played(GENERATE_SHARDS, opened, name, run, policy, shape)
         for shard in missing:
-            refs[shard] = await committed_shard(opened, round, shard, policy, scorer)
+            refs[shard] = await committed_shard(opened, round, shard, policy, *judges)
     done = [ref for ref in refs.values() if ref is not None]
     if len(done) < len(shards):
         raise WorkerLost(
@@ -170,10 +171,12 @@ def _opened(run: RunRef, policy: ServedPolicy) -> Run:
     return opened
 
 
-async def _scorer(opened: Run) -> RewardScorer | None:
-    if opened.config.environment.reward_model is None:
-        return None
-    return await in_thread(runtime_for(opened).reward_scorer)
+async def _judges(opened: Run) -> tuple[RewardScorer | None, Teacher | None]:
+    """The reward model and the teacher of a run, as far as it has them."""
+    if opened.config.environment.reward_model is None and opened.config.distillation is None:
+        return None, None
+    runtime = runtime_for(opened)
+    return await in_thread(runtime.reward_scorer), await in_thread(runtime.teacher)
 
 
 def _publish(run: RunRef, round: int, evaluated: SlotRef) -> None:

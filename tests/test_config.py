@@ -415,7 +415,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
     null = (
         "asynchrony",
         "sft.environment.", "training.critic", "reward_model", "environment.reward_model",
-        "training.load_balance_coefficient", "sft.train_on",
+        "training.load_balance_coefficient", "distillation", "sft.train_on",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets",
         "environment.long_prompts", "environment.turns_max", "environment.tokens_max",

@@ -253,9 +253,8 @@ def _create_view(connection: duckdb.DuckDBPyConnection, name: str, runs: Sequenc
             newest = pa.Table.from_batches([], ROLLOUTS)
             connection.register("newest_rollouts", newest)
             (turns,) = connection.from_arrow(newest.select(["turns"])).types
-            stored = (
-                f"{stored} union all by name select segment_lengths, start_s from newest_rollouts"
-            )
+            added = "segment_lengths, start_s, teacher_logprobs"
+            stored = f"{stored} union all by name select {added} from newest_rollouts"
             stored = f"select * replace (turns::{turns} as turns) from ({stored})"
     else:
         connection.register(f"stored_{name}", TABLES[name].frame(runs))

@@ -172,8 +172,9 @@ def _precomputed(
     are replaced by what was recorded of them.
     """
     objective, critic = run.config.objective, run.config.training.critic
+    distillation = run.config.distillation
     in_reward = coefficient is not None and objective.kl_placement == "reward"
-    if not objective.estimator.by_token and not in_reward:
+    if not objective.estimator.by_token and not in_reward and distillation is None:
         return [], {}
     recorded = list(steps())
     # Where the trainer counts the microbatches in use, a pass here gets the number of its step.
@@ -193,6 +194,8 @@ def _precomputed(
         precompute.estimate(critic, column("old_values"))
     elif objective.estimator.by_token and recorded:
         precompute.weigh(column(NORMS), groups)
+    if distillation is not None and recorded:
+        precompute.distil(distillation.coefficient)
     return precompute.extras, dict(precompute.metrics)
 
 

@@ -106,8 +106,15 @@ class Table:
     def _read(self, part: Part) -> pl.LazyFrame:
         arrays = [field.name for field in self.schema if _is_fixed(field)]
         if arrays:
-            lists = (pl.col(name).arr.to_list() for name in arrays)
-            return self._placed(_scan(part.open()).with_columns(lists), part)
+            rows, kinds = _scan(part.open()), columns_of(self.columns)
+            inside = rows.collect_schema().names()
+            lists = (
+                pl.col(name).arr.to_list()
+                if name in inside
+                else pl.lit(None, kinds[name]).alias(name)
+                for name in arrays
+            )
+            return self._placed(rows.with_columns(lists), part)
         return self._placed(scan(part.open(), columns_of(self.schema)), part)
 
     def _placed(self, rows: pl.LazyFrame, part: Part) -> pl.LazyFrame:
@@ -264,7 +271,7 @@ TABLES: Mapping[str, Table] = {
     "rollouts": Table(parts=partial(of_manifests, "rollouts", "shard-", 0), schema=ROLLOUTS),
     "batches": Table(
         parts=partial(of_manifests, "batches", BATCHES_PREFIX, 0),
-        schema=batches_schema(1),
+        schema=batches_schema(1, distilled=True),
         place=PLACE,
     ),
     "dispositions": Table(

@@ -55,9 +55,14 @@ def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
         f"round {last['round']}: "
         + (_ALL.get(name, text) if last[name] >= 1.0 else text).format(last[name], run=run_id)
         for name, (limit, text) in _LIMITS.items()
-        if last.get(name) is not None and last[name] > limit
+        if last.get(name) is not None and last[name] > limit and not _taught(name, last)
     ]
     return beyond + _collapse(trained) + _hacked(rows)
+
+
+def _taught(name: str, row: Mapping[str, Any]) -> bool:
+    """Return True for groups without a signal of their own in a round that had a teacher."""
+    return name == "frac_reward_zero_std" and row.get("distillation/kl") is not None
 
 
 class NewWarnings:

@@ -43,17 +43,22 @@ from marin_rl.batching.round_metrics import (
     versions_of,
     with_version_sums,
 )
-from marin_rl.batching.turns import READ, with_returns, with_turns
+from marin_rl.batching.turns import READ, offsets_of, with_returns, with_turns
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
 from marin_rl.finite import BOUNDS, fit_rewards
 from marin_rl.storage.commits import commit_slot, find_commit, fingerprint, new_attempt, parent_of
 from marin_rl.storage.runs import Run, batches_slot
-from marin_rl.storage.tables.batches import BatchWriter, StepRows, write_dispositions
+from marin_rl.storage.tables.batches import (
+    DISTILLED,
+    BatchWriter,
+    StepRows,
+    write_dispositions,
+)
 from marin_rl.storage.tables.rollouts import manifest_to_be, rollouts_manifest
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest
-from schemas.tables import BATCHES_VERSION
+from schemas.tables import BATCHES_VERSION, TEACHER
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +93,8 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     plan = plan_round(scalars, run.config, round)
     # Parts lie under the attempt's own name: a crash before the commit leaves no visible batch.
     attempt, slot = new_attempt(), batches_slot(round)
-    writer = BatchWriter(run.store, slot, attempt, plan.length)
+    distilled = run.config.distillation is not None
+    writer = BatchWriter(run.store, slot, attempt, plan.length, distilled=distilled)
     for rows in _step_rows(plan, scalars, run, manifest, reused):
         writer.write(rows)
     parts = writer.close()
@@ -107,6 +113,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
         extra={
             "reasons": plan.reasons_counted(),
             **({} if reuse is None else {RECORD: reuse.record}),
+            **({DISTILLED: True} if distilled else {}),
         },
     )
 
@@ -192,9 +199,11 @@ def _with_rewards(scalars: pa.Table, round: int, rewards: Mapping[str, float | N
 def _step_rows(
     plan: RoundPlan, scalars: pa.Table, run: Run, manifest: Manifest, reused: Groups
 ) -> Iterator[StepRows]:
-    row_groups = iter_sources(run, manifest, reused, TOKENS)
-    if plan.by_token:
-        row_groups = iter_sources(run, manifest, reused, (*TOKENS, "turns"))
+    distilled = run.config.distillation is not None
+    columns = (*TOKENS, *((TEACHER,) if distilled else ()), *(("turns",) if plan.by_token else ()))
+    row_groups = iter_sources(run, manifest, reused, columns)
+    if distilled:
+        row_groups = map(_with_teacher, row_groups)
     if plan.by_token or plan.decision.turns is not None:
         row_groups = _with_token_values(plan, row_groups)
     parts = plan.segments
@@ -210,8 +219,26 @@ def _step_rows(
         sampled_K=parts.tokens_S[index_K] - lead_K,
         advantage_K=plan.decision.advantage_N[rollout_K],
         reward_K=plan.decision.reward_N[rollout_K],
+        distilled=distilled,
     )
     return fill_packed(plan.packing, kept, plan.length, scalars, row_groups)
+
+
+def _with_teacher(table: pa.Table) -> pa.Table:
+    """A table whose rollouts without a teacher's log-probabilities have NaN for each token."""
+    tokens, scores = (table[name].combine_chunks() for name in ("token_ids", TEACHER))
+    offsets = offsets_of(tokens)
+    values = np.full(int(offsets[-1]), np.nan, np.float32)
+    scored = np.repeat(scores.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
+    given = scores.flatten().to_numpy(zero_copy_only=False)
+    if len(given) != scored.sum():
+        raise CorruptObject(
+            f"rollouts from {table['rollout_id'][0].as_py()} on: expected {scored.sum()} "
+            f"{TEACHER}, one for each token, found {len(given)}"
+        )
+    values[scored] = given
+    filled = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+    return table.set_column(table.column_names.index(TEACHER), TEACHER, filled)
 
 
 def _with_token_values(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Iterator[pa.Table]:
@@ -251,6 +278,7 @@ def _decisive(config: Config) -> dict[str, object]:
         "objective": {name: getattr(config.objective, name) for name in SHAPING},
         # Keys only where they apply: fingerprints of earlier runs stay what they were.
         **({"regularised": True} if config.objective.regularised else {}),
+        **({} if (teacher := config.distillation) is None else {"distilled": teacher.deciding}),
         **({"turns": True} if config.objective.estimator.by_token else {}),
         **({"trained_tokens": True} if looks_at_turns(config.objective) else {}),
         **({} if discount is None else {"turn_discount": discount}),

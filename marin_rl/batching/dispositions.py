@@ -108,7 +108,8 @@ def decide_round(scalars: pa.Table, config: Config, round: int) -> RoundDecision
             own_N = usable_rewards(numbers(scalars, "reward", np.float64))
             spread_P = advantages_of(np.where(np.isnan(compared_N), np.nan, own_N)).spread_P
         # Exactly 0, not nearly: max - min of equal rewards has no rounding.
-        drops.add(spread_P[group_N] == 0.0, "filtered", "zero_signal")
+        equal_N = spread_P[group_N] == 0.0
+        drops.add(equal_N & ~_distilled(scalars, config), "filtered", "zero_signal")
     selected = None
     if config.ahead.selects_groups:
         taken_P = _select(scalars, drops, group_N, groups, config)
@@ -251,6 +252,14 @@ def overlong_penalty(
     """
     before = (1.0 - buffer) * tokens_max  # tokens that cost nothing
     return penalty * np.clip((sampled_N - before) / (buffer * tokens_max), 0.0, 1.0)
+
+
+def _distilled(scalars: pa.Table, config: Config) -> Bool[np.ndarray, " N"]:
+    """Rollouts with a signal of their own, whatever their rewards are: a teacher's."""
+    settings = config.distillation
+    if settings is None or settings.coefficient == 0:
+        return np.zeros(scalars.num_rows, bool)
+    return np.array([settings.covers(name) for name in scalars["environment"].to_pylist()], bool)
 
 
 def _greedy(scalars: pa.Table, choice: AdvantageChoice) -> Bool[np.ndarray, " N"] | None:

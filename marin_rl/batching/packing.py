@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float64, Int64
 from marin_rl.batching.turns import ADVANTAGES, RETURNS, offsets_of
 from marin_rl.errors import ConfigError, CorruptObject
 from marin_rl.storage.tables.batches import StepRows
-from schemas.tables import ARRAYS, INTEGER_ARRAYS
+from schemas.tables import ARRAYS, INTEGER_ARRAYS, TEACHER
 
 Integers = Int64[np.ndarray, " K"]
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # flat values and offsets, by name
@@ -186,7 +186,8 @@ class Kept:
     """Facts of the kept sequences before their tokens are read.
 
     `prompt_K` are the tokens before the first trained one where prompts are shared, and 0 else;
-    `sampled_K` all others, among them what an environment wrote between two turns.
+    `sampled_K` all others, among them what an environment wrote between two turns. Tables of tokens
+    that are `distilled` have a teacher's log-probabilities.
     """
 
     index_K: Integers
@@ -194,6 +195,7 @@ class Kept:
     sampled_K: Integers
     advantage_K: Float64[np.ndarray, " K"]
     reward_K: Float64[np.ndarray, " K"]
+    distilled: bool = False
 
 
 def fill_packed(
@@ -228,11 +230,12 @@ class _Rows:
 
     def __init__(self, packing: Packing, kept: Kept, row_tokens: int, step: int) -> None:
         self._packing, self._kept, self._length, self._step = packing, kept, row_tokens, step
+        self._optional = (TEACHER,) if kept.distilled else ()
         shape = packing.rows_of(step), row_tokens
         self._arrays = {
             # Zeroed, for the end of a row stays padding.
             name: np.zeros(shape, np.int32 if name in INTEGER_ARRAYS else np.float32)
-            for name in ARRAYS
+            for name in (*ARRAYS, *self._optional)
         }
         self._flat = {name: array.reshape(-1) for name, array in self._arrays.items()}
 
@@ -240,7 +243,8 @@ class _Rows:
         """Write the rollouts `these` of the kept, whose tokens are in `table` from row `start`."""
         packing, kept, at_k = self._packing, self._kept, self._kept.index_K[these] - start
         prompt_k, sampled_k = kept.prompt_K[these], kept.sampled_K[these]
-        columns = {name: _flat(table, name) for name in ("token_ids", "loss_mask", "logprobs")}
+        names = ("token_ids", "loss_mask", "logprobs", *self._optional)
+        columns = {name: _flat(table, name) for name in names}
         _check_lengths(columns, at_k, prompt_k + sampled_k, table)
         # Where each rollout's tokens begin among the flat values, and its row in the flat arrays.
         source_k, row_k = columns["token_ids"][1][at_k], packing.row_K[these] * self._length
@@ -287,6 +291,8 @@ class _Rows:
         on = mask.astype(np.float32)
         # 0 off the mask: such tokens were not sampled by the policy.
         flat["policy_logprobs"][to] = columns["logprobs"][0][source] * on
+        for name in self._optional:  # NaN times 0 is NaN
+            flat[name][to] = np.where(mask != 0, columns[name][0][source], np.float32(0))
         flat["segment_ids"][to] = np.repeat(segment_k, counts_k)
         # A completion goes on at its prompt's length, whichever column it lies in.
         flat["positions"][to] = source - np.repeat(source_k, counts_k)

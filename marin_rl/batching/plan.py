@@ -22,11 +22,11 @@ from marin_rl.batching.dispositions import RoundDecision, decide_round, numbers
 from marin_rl.batching.packing import Packing, one_per_row, pack
 from marin_rl.config import BatchingConfig, Config
 from marin_rl.errors import ConfigError, CorruptObject
-from schemas.tables import DISPOSITIONS
+from schemas.tables import DISPOSITIONS, TEACHER
 
 SHORTEST_BUCKET = 32
 LENGTHS, LEADS = "segment_lengths", "segment_leads"
-_LISTS = ("token_ids", "loss_mask", "logprobs", "returns", "advantages")
+_LISTS = ("token_ids", "loss_mask", "logprobs", TEACHER, "returns", "advantages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ from marin_rl.config.serving import (
 from marin_rl.config.training import (
     BatchingConfig,
     CriticConfig,
+    DistillationConfig,
     FiltersConfig,
     RewardModelConfig,
     SFTConfig,
@@ -95,7 +96,8 @@ from marin_rl.config.training import (
 __all__ = [
     "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "WITHDRAWN", "WITHDRAWN_CONTENT",
     "AsynchronyConfig", "BatchingConfig", "CheckpointsConfig", "CodeName", "Config", "Count",
-    "CriticConfig", "EngineConfig", "EntrySampling", "EnvironmentConfig", "EvaluationConfig",
+    "CriticConfig", "DistillationConfig", "EngineConfig", "EntrySampling", "EnvironmentConfig",
+    "EvaluationConfig",
     "FiltersConfig", "FlowConfig", "InferenceConfig", "LearnedRewardConfig", "LoraConfig",
     "MeshConfig", "MixtureEntry", "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides",
     "PolicyConfig", "Recipe", "ReplayConfig", "RetentionConfig", "RewardModelConfig",

@@ -342,6 +342,41 @@ def check_machines(config: RunSections) -> None:
         )
 
 
+def check_distillation(config: RunSections) -> None:
+    """Refuse a teacher where its log-probabilities would be compared with others than its own."""
+    settings, sampling = config.distillation, config.sampling
+    if settings is None:
+        return
+    if sampling.temperature != 1 or sampling.narrowed:
+        raise ValueError(
+            "distillation compares the policy's log-probabilities with a teacher's at temperature "
+            "1, of all tokens: expected sampling.temperature 1, top_p 1 and top_k 0, found "
+            f"{sampling.temperature:g}, {sampling.top_p:g} and {sampling.top_k}"
+        )
+    if config.objective.ratio_level != "token":
+        raise ValueError(
+            "distillation makes advantages that differ from token to token and needs "
+            f"objective.ratio_level token, found {config.objective.ratio_level}"
+        )
+    if config.windowed or config.rollouts.source == "pushed":
+        raise ValueError(
+            "distillation scores the groups that a round samples, all of a shard at once: expected "
+            "asynchrony.sampler in_order and rollouts.source null"
+        )
+    entries = config.environment.mixture or (config.environment,)
+    if settings.context and any(each.on_broken_prefix == "segments" for each in entries):
+        raise ValueError(
+            "distillation.context precedes one prompt, and environment.on_broken_prefix segments "
+            "gives a rollout several: expected on_broken_prefix end, or context null"
+        )
+    labels = [entry.shown_label for entry in config.environment.mixture or ()]
+    if unknown := [name for name in settings.environments or () if name not in labels]:
+        raise ValueError(
+            f"distillation.environments: {unknown[0]!r} is none of the environments of the list: "
+            f"expected some of {', '.join(labels) or 'a list in `environment`'}"
+        )
+
+
 # The first that fails is the one that is reported.
 CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_pushed_groups,
@@ -359,4 +394,5 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_greedy_baseline,
     check_kl_in_reward,
     check_ratios,
+    check_distillation,
 )

@@ -20,7 +20,10 @@ MARK = "/.//"
 CODE_OPTIONS = ("reward", "extract")
 
 _CODE_KEYS = ("objective.loss", "asynchrony.group_filter", "asynchrony.group_filter.score")
-_PATH_KEYS = ("policy.hf_path", "policy.tokenizer", "policy.lora.init_from", "reward_model.pairs")
+_PATH_KEYS = (
+    "policy.hf_path", "policy.tokenizer", "policy.lora.init_from", "reward_model.pairs",
+    "distillation.folder",
+)  # fmt: skip
 _PROGRAMS = ("python", "interpreter")  # without a slash they are sought on PATH
 _PATH_OPTIONS = ("path", "repositories", *_PROGRAMS)
 # Environments whose options of these names are paths; in those of others they may be anything.

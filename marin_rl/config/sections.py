@@ -37,6 +37,7 @@ from marin_rl.config.section import (
 from marin_rl.config.serving import InferenceConfig
 from marin_rl.config.training import (
     BatchingConfig,
+    DistillationConfig,
     FiltersConfig,
     RewardModelConfig,
     SFTConfig,
@@ -82,6 +83,9 @@ class RunSections(Section):
         )
     )
     objective: ObjectiveConfig = ObjectiveConfig()
+    distillation: DistillationConfig | None = optional_field(
+        description="a teacher whose log-probabilities are a part of advantages; null: none"
+    )
     training: TrainingConfig = TrainingConfig()
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig | None = optional_field(

@@ -1,9 +1,9 @@
-"""Training: filters, batches, the policy's optimizer, its critic, a warm start, a reward model.
+"""Training: filters, batches, the policy's optimizer, its critic, a teacher, and what comes before.
 
 Leaves out the objective (objective.py).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -147,6 +147,62 @@ class SFTConfig(Section):
     steps_per_checkpoint: Count = field(
         250, "steps between committed checkpoints of the warm start"
     )
+
+
+class ContextMessage(Section):
+    """A message that a teacher reads before the prompt."""
+
+    role: Literal["system", "user", "assistant"] = Field(description="role of the message")
+    content: str = Field(description="text of the message")
+
+
+class DistillationConfig(Section):
+    """A teacher that scores what the policy samples (docs/distillation.md).
+
+    Without `folder` and `checkpoint` it is the run's own first checkpoint.
+    """
+
+    folder: str | None = optional_field("Hugging Face folder of the teacher")
+    checkpoint: str | None = optional_field(
+        "checkpoint of the teacher: ROOT/RUN_ID/checkpoints/round-00012"
+    )
+    context: tuple[ContextMessage, ...] | None = optional_field(
+        "messages that the teacher alone reads before the prompt: example turns, or a system "
+        "message; null: it reads the prompt as it is",
+        min_length=1,
+        max_length=64,
+    )
+    coefficient: float = field(
+        1.0,
+        "weight of log(teacher / policy) in the advantage of a token; 0: only measured",
+        ge=0,
+        le=1000,
+    )
+    environments: tuple[str, ...] | None = optional_field(
+        "environments, by their labels in the list, whose rollouts the teacher scores; null: all",
+        min_length=1,
+        max_length=64,
+    )
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> "DistillationConfig":
+        if self.folder is not None and self.checkpoint is not None:
+            raise ValueError("folder and checkpoint are two teachers: expected one of them")
+        return self
+
+    @property
+    def is_self(self) -> bool:
+        """True if the teacher is the run's own first checkpoint."""
+        return self.folder is None and self.checkpoint is None
+
+    def covers(self, environment: str) -> bool:
+        """True if the teacher scores the rollouts of this environment."""
+        return self.environments is None or environment in self.environments
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """The settings that decide which groups have a signal without any of their rewards."""
+        return {"environments": self.environments, "teaches": self.coefficient > 0}
 
 
 class RewardModelConfig(Section):

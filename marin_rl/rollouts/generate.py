@@ -46,6 +46,8 @@ from marin_rl.rollouts.sampler import (
     ProgressMeter,
     pushed_groups,
 )
+from marin_rl.rollouts.teaching import STAMP as TEACHER_STAMP
+from marin_rl.rollouts.teaching import Teacher, add_teacher_logprobs, teacher_fields
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import REQUEST_FAULTS, TURNS_MAX_DEFAULT, GroupRequest
 from marin_rl.storage.commits import fingerprint, parent_of
@@ -58,11 +60,17 @@ from schemas.rollouts import CONTENT_VERSION, UNFINISHED
 
 
 async def generate_shard(
-    run: Run, round: int, shard: int, policy: ServedPolicy, scorer: RewardScorer | None = None
+    run: Run,
+    round: int,
+    shard: int,
+    policy: ServedPolicy,
+    scorer: RewardScorer | None = None,
+    teacher: Teacher | None = None,
 ) -> SlotRef:
     """Commit one shard of a round, or return the one that is committed already.
 
-    `scorer` is the reward model that `environment.reward_model` names, and None without that.
+    `scorer` is the reward model that `environment.reward_model` names, `teacher` that of
+    `distillation`; None without them.
     A completion that fails becomes a rollout with status "error". Raises StalePolicy, the fault
     that most rollouts share (EndpointUnavailable, RequestRejected, BadResponse, RewardFault) where
     more than `rollouts.errors_max_fraction` failed, InputError, and StorageError. Nothing is
@@ -70,7 +78,7 @@ async def generate_shard(
     """
     environment = environment_of(run.config)
     curriculum = await asyncio.to_thread(decide, run, round, policy.weight_version)
-    digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum)
+    digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum, teacher)
     existing = await asyncio.to_thread(shard_ref, run, round, shard, digest)
     if existing is not None:
         return existing
@@ -95,11 +103,20 @@ async def generate_shard(
     if scorer is not None and (settings := run.config.environment.reward_model) is not None:
         groups = await asyncio.to_thread(add_model_reward, groups, settings, scorer)
         stamp = {STAMP: scorer.identity.parameters_digest}
+    if teacher is not None:
+        scored = add_teacher_logprobs, groups, run.config, environment, teacher
+        groups = await asyncio.to_thread(*scored)
+        stamp |= {TEACHER_STAMP: teacher.identity}
     return await asyncio.to_thread(commit_shard, run, round, shard, groups, digest, policy, stamp)
 
 
 async def committed_shard(
-    run: Run, round: int, shard: int, policy: ServedPolicy, scorer: RewardScorer | None = None
+    run: Run,
+    round: int,
+    shard: int,
+    policy: ServedPolicy,
+    scorer: RewardScorer | None = None,
+    teacher: Teacher | None = None,
 ) -> SlotRef | None:
     """The shard that `generate_shard` would return without sampling; None where it would sample.
 
@@ -107,7 +124,7 @@ async def committed_shard(
     """
     environment = await asyncio.to_thread(environment_of, run.config)
     curriculum = await asyncio.to_thread(decide, run, round, policy.weight_version)
-    digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum)
+    digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum, teacher)
     return await asyncio.to_thread(shard_ref, run, round, shard, digest)
 
 
@@ -119,9 +136,11 @@ def shard_fingerprint(
     environment: Environment,
     scorer: RewardScorer | None = None,
     curriculum: Curriculum | None = None,
+    teacher: Teacher | None = None,
 ) -> str:
     """Digest of the settings, the policy and the scorers that decide a shard's content."""
     config = run.config
+    assert (teacher is None) == (config.distillation is None), "see `generate_shard`"
     assert (scorer is None) == (config.environment.reward_model is None), "see `generate_shard`"
     fields = sampling_fields(config, round, policy) | {
         "shard": shard,
@@ -131,6 +150,8 @@ def shard_fingerprint(
     }
     if scorer is not None:
         fields["reward_model"] = asdict(scorer.identity)
+    if teacher is not None and config.distillation is not None:
+        fields["distillation"] = teacher_fields(config.distillation, teacher)
     if curriculum is not None:
         fields["curriculum"] = curriculum.record
     return fingerprint("shard", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)

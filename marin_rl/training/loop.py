@@ -316,12 +316,13 @@ class Trainer(Phase):
     ) -> tuple[list[RowExtras], Mapping[str, float]]:
         """Extra arrays of a round's rows before the first of `total` updates, and their metrics."""
         objective, program = self._run.config.objective, self._program
+        distillation = self._run.config.distillation
         by_token = objective.estimator.by_token
         weighing = by_token and program.critic is None
         # In a single update the old logprobs are the current ones, which the step computes anyway.
         correcting = (total > 1 or weighing) and objective.importance_correction != "none"
         penalising = reference is not None and objective.kl_placement == "reward"
-        if not total or not (correcting or penalising or by_token):
+        if not total or not (correcting or penalising or by_token or distillation):
             return [], {}
         read = list(batches())
         # The whole round at once: whitening and penalties are over all of its tokens.
@@ -340,6 +341,8 @@ class Trainer(Phase):
         if weighing:
             norms = partial(program.rows, program.score_norms, trainable, frozen)
             precompute.weigh(norms, groups_of(self._run, round))
+        if distillation is not None:
+            precompute.distil(distillation.coefficient)
         return precompute.extras, precompute.metrics
 
     def _rows(self, batch: TrainingBatch) -> StepRows:
@@ -439,4 +442,6 @@ def decisive_content(config: Config) -> dict[str, Any]:
         # The only settings of sampling that a loss depends on.
         "temperature": config.sampling.temperature,
         "max_tokens": config.sampling.max_tokens,
+        # Only where it applies: fingerprints of earlier runs stay what they were.
+        **({} if (teacher := config.distillation) is None else {"teacher": teacher.coefficient}),
     }

@@ -2,7 +2,8 @@
 
 That is the trainer's own log-probabilities, where the objective corrects by them and takes more
 than one update, those of the reference, where KL is a part of the reward, and what advantages are
-made of token by token: the values of a critic, or the squared norms of scores. Leaves out what the
+made of token by token: the values of a critic, the squared norms of scores, or the log-
+probabilities of a teacher, which the batches have. Leaves out what the
 penalty is (reference_policy.py), what an advantage is (token_advantages.py) and what the
 step does with all of it (step.py).
 
@@ -17,6 +18,7 @@ from jaxtyping import Float32
 
 from marin_rl.batching.advantages import rewards_of
 from marin_rl.config import CriticConfig, ObjectiveConfig
+from marin_rl.training.distillation import distillation_metrics, teacher_terms
 from marin_rl.training.reference_policy import KlPenalty
 from marin_rl.training.segments import rollouts_of_tokens
 from marin_rl.training.step_types import StepArrays, StepRows
@@ -128,6 +130,25 @@ class RowPrecompute:
         ]
         advantages = round_token_advantages(groups, self._batches, self._arrays, weights)
         self._add(norms=norms, advantages=advantages)
+
+    def distil(self, coefficient: float) -> None:
+        """Add `coefficient log(teacher / sampler)` to the advantage of every scored token.
+
+        After all that makes advantages of rewards: it has no baseline, and is not whitened.
+        """
+        terms = [
+            teacher_terms(batch, arrays)
+            for batch, arrays in zip(self._batches, self._arrays, strict=True)
+        ]
+        masks = [arrays.mask for arrays in self._arrays]
+        self.metrics = {**self.metrics, **distillation_metrics(terms, masks)}
+        added = [np.float32(coefficient) * np.nan_to_num(term) for term in terms]
+        self._add(
+            advantages=[
+                term if extra.advantages is None else extra.advantages + term
+                for extra, term in zip(self.extras, added, strict=True)
+            ]
+        )
 
 
 def _penalised(

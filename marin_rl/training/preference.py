@@ -11,7 +11,7 @@ Axes: M microbatches, R rows of one (two neighbouring rows a pair), P pairs, T p
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Float64, Int32
+from jaxtyping import Array, Float, Float32, Float64, Int32, Int64
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import PairBatch, padded
@@ -250,18 +250,25 @@ class SequenceScorer:
     ) -> Float64[np.ndarray, " N"]:
         """The reward of each sequence, in order."""
         rewards_N = np.zeros(len(sequences), np.float64)
-        lengths = np.array([padded_length(len(ids), self._longest) for ids in sequences], np.int64)
-        for length in np.unique(lengths).tolist():
-            # By the length only: a program of another number of rows could give other last bits.
-            rows = max(1, min(ROWS_MAX, TOKENS_MAX // length))
-            indices = np.flatnonzero(lengths == length)
-            for start in range(0, len(indices), rows):
-                chunk = indices[start : start + rows]
-                # Filled up to all rows of the program, whose other rows are empty.
-                token_ids, inside = padded([sequences[index] for index in chunk], rows, length)
-                rewards = self._rewards(parameters, token_ids, inside.astype(np.int32))
-                rewards_N[chunk] = np.asarray(rewards, np.float64)[: len(chunk)]
+        for chunk, rows, length in by_length(list(map(len, sequences)), self._longest):
+            # Filled up to all rows of the program, whose other rows are empty.
+            token_ids, inside = padded([sequences[index] for index in chunk], rows, length)
+            rewards = self._rewards(parameters, token_ids, inside.astype(np.int32))
+            rewards_N[chunk] = np.asarray(rewards, np.float64)[: len(chunk)]
         return rewards_N
+
+
+def by_length(
+    lengths: Sequence[int], longest: int
+) -> Iterator[tuple[Int64[np.ndarray, " n"], int, int]]:
+    """Cut sequences into batches of one padded length: their indices, rows, and that length."""
+    padded_N = np.array([padded_length(each, longest) for each in lengths], np.int64)
+    for length in np.unique(padded_N).tolist():
+        # By the length only: a program of another number of rows could give other last bits.
+        rows = max(1, min(ROWS_MAX, TOKENS_MAX // length))
+        indices = np.flatnonzero(padded_N == length)
+        for start in range(0, len(indices), rows):
+            yield indices[start : start + rows], rows, length
 
 
 def padded_length(tokens: int, longest: int) -> int:

@@ -30,7 +30,7 @@ from schemas.tables import DISPOSITION_KINDS
 # What may change without sampling anything again.
 CHANGEABLE = (
     "objective", "filters", "batching", "training", "rollouts.group_size_min",
-    "asynchrony.over_sampling.select", "asynchrony.group_filter",
+    "asynchrony.over_sampling.select", "asynchrony.group_filter", "distillation.coefficient",
 )  # fmt: skip
 
 

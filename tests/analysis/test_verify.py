@@ -56,6 +56,10 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Between them all surrogates but ppo_clip, reinforce and sapo, every correction and way to reject,
 # every place of KL, every way to fill rows.
 OBJECTIVES = {
+    "a teacher, packed with prompts shared": (
+        "distillation.coefficient=0.5", "objective.ratio_level=token",
+        "batching.packing=shared_prompt", "batching.row_tokens=128",
+    ),
     "packed dppo": (
         "batching.packing=sequences", "batching.row_tokens=64", "objective.surrogate=dppo",
         "objective.ratio_level=token", "objective.clip_low=0.02", "objective.clip_high=0.02",

@@ -52,6 +52,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 ROLLOUTS_V1 = GOLDEN / "rollouts-v1.parquet"
 ROLLOUTS_V2 = GOLDEN / "rollouts-v2.parquet"
 ROLLOUTS_V3 = GOLDEN / "rollouts-v3.parquet"
+ROLLOUTS_V4 = GOLDEN / "rollouts-v4.parquet"
+BATCHES_V2 = GOLDEN / "batches-v2.parquet"
 BATCHES_V1 = GOLDEN / "batches-v1.parquet"
 DISPOSITIONS_V1 = GOLDEN / "dispositions-v1.parquet"
 SCORES_V1 = GOLDEN / "scores-v1.parquet"
@@ -111,6 +113,13 @@ def rollouts_v3() -> list[RolloutGroup]:
         timing=replace(whole.timing, start_s=0.125),
     )
     return [*rollouts_v2(), group_of("cut", [cut])]
+
+
+def rollouts_v4() -> list[RolloutGroup]:
+    """With a rollout that a teacher scored."""
+    taught = rollout("taught/0", prompt=[1, 4], completion=[2, 3])
+    scores = np.array([0, 0, -0.5, -2.0], np.float32)
+    return [*rollouts_v3(), group_of("taught", [replace(taught, teacher_logprobs=scores)])]
 
 
 def encode(groups: list[RolloutGroup]) -> bytes:
@@ -188,6 +197,29 @@ def test_our_reader_gives_back_the_segments_and_named_rewards_of_version_3() -> 
         assert rows == [("cut/0", [3, 4], -1.0)]
         frame = scan(list(files), columns_of(ROLLOUTS)).collect()
         assert frame["segment_lengths"].drop_nulls().to_list() == [[3, 4]]
+
+
+def test_our_reader_gives_back_the_scores_of_a_teacher_of_version_4() -> None:
+    data = ROLLOUTS_V4.read_bytes()
+    assert TableReader(data, "rollouts-v4", ROLLOUTS_LADDER).stamp["schema_version"] == "4"
+    table = decode_shard(data)
+    assert table.equals(decode_shard(encode(rollouts_v4())))
+    *_, (read,) = (groups.rollouts for groups in groups_of(table))
+    assert read.teacher_logprobs is not None
+    assert read.teacher_logprobs.tolist() == [0, 0, -0.5, -2.0]
+    assert groups_of(table)[0].rollouts[0].teacher_logprobs is None
+    frame = scan([ROLLOUTS_V1, ROLLOUTS_V4], columns_of(ROLLOUTS)).collect()
+    assert frame["teacher_logprobs"].drop_nulls().to_list() == [[0, 0, -0.5, -2.0]]
+
+
+def test_batches_of_version_2_have_the_scores_of_a_teacher() -> None:
+    reader = TableReader(BATCHES_V2.read_bytes(), "batches-v2", BATCHES_LADDER)
+    assert reader.stamp["schema_version"] == "2"
+    table = reader.table(batches_schema(4, distilled=True))
+    assert table["teacher_logprobs"].to_pylist() == [[0.0, 0.0, -0.5, -2.0]]
+    with duckdb.connect() as connection:
+        rows = connection.sql(f"select list_sum(teacher_logprobs) from '{BATCHES_V2}'").fetchall()
+    assert rows == [(-2.5,)]
 
 
 def test_every_reader_reads_both_versions_together() -> None:

@@ -108,10 +108,11 @@ def play_round(
     watch, policy = Stopwatch(), runtime.serve(checkpoint)
     if evaluated:
         asyncio.run(evaluate_round(run, round, policy))
-    shards = range(run.config.rollouts.shards_per_round)
+    shards, judges = range(run.config.rollouts.shards_per_round), (None, runtime.teacher())
 
     async def generate() -> list[SlotRef]:
-        return await asyncio.gather(*(generate_shard(run, round, n, policy) for n in shards))
+        sampled = (generate_shard(run, round, n, policy, *judges) for n in shards)
+        return await asyncio.gather(*sampled)
 
     parts = asyncio.run(generate())
     watch.lap("generate")

@@ -8,7 +8,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support.batches import commit_round, random_batch
 from training.trained_runs import begin
 
-from marin_rl.config import ObjectiveConfig
+from marin_rl.config import Config, DistillationConfig, ObjectiveConfig
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import checkpoint_slot, committed
 from marin_rl.storage.upkeep.forks import reference_checkpoints
@@ -47,12 +47,18 @@ def test_a_refreshed_reference_is_the_last_of_every_n_rounds():
 @pytest.mark.parametrize("reference", ["first", "refreshed", "average"])
 def test_storage_keeps_the_reference_checkpoint(reference):
     objective = ObjectiveConfig(kl_coefficient=0.1, reference=reference, reference_every_rounds=3)
+    config = Config(objective=objective)
     expected = [
         set() if reference == "average" else {reference_round(objective, r)} for r in range(8)
     ]
-    assert [reference_checkpoints(objective, round) for round in range(8)] == expected
+    assert [reference_checkpoints(config, round) for round in range(8)] == expected
     if reference != "average":  # which no one keeps for free
-        assert reference_checkpoints(ObjectiveConfig(reference=reference), 5) == set()
+        assert (
+            reference_checkpoints(Config(objective=ObjectiveConfig(reference=reference)), 5)
+            == set()
+        )
+    taught = Config(objective={"ratio_level": "token"}, distillation=DistillationConfig())
+    assert reference_checkpoints(taught, 5) == {0}
 
 
 def test_kl_in_the_reward_is_the_advantage_of_the_penalised_reward():

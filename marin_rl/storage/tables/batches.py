@@ -28,10 +28,11 @@ from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest, Part
 from schemas.migrations import BATCHES as BATCHES_LADDER
 from schemas.migrations import DISPOSITIONS as DISPOSITIONS_LADDER
-from schemas.tables import ARRAYS, DISPOSITIONS, batches_schema
+from schemas.tables import ARRAYS, DISPOSITIONS, TEACHER, batches_schema
 
 LENGTH_MAX = 2**24  # tokens of a padded row: more than any context has
 DISPOSITIONS_ROW_GROUP_ROWS = 100_000
+DISTILLED = "distilled"  # of a manifest's extra: its batches have a teacher's log-probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +57,18 @@ class BatchWriter:
         attempt: str,
         length: int,
         part_bytes_max: int = PART_BYTES_MAX,
+        *,
+        distilled: bool = False,
     ) -> None:
         self.steps = 0
-        self._schema = batches_schema(length)
+        self._schema = batches_schema(length, distilled=distilled)
+        # The lowest version that fits: batches without a teacher stay readable to older readers.
+        stamp = {"schema_version": "2" if distilled else "1"}
         self._parts = PartWriter(
             store,
             slot,
             f"{BATCHES_PREFIX}{attempt}",
-            lambda schema: TableWriter(BATCHES_LADDER, schema, {}),
+            lambda schema: TableWriter(BATCHES_LADDER, schema, stamp),
             part_bytes_max,
         )
 
@@ -73,7 +78,7 @@ class BatchWriter:
         columns = [
             pa.array(np.full(count, self.steps, np.int32)),
             pa.array(np.arange(count, dtype=np.int32)),
-            *(self._fixed(name, rows.arrays[name]) for name in ARRAYS),
+            *(self._fixed(name, rows.arrays[name]) for name in _arrays_of(self._schema)),
             rows.rollout_ids.cast(self._schema.field("rollout_ids").type),
             rows.environments.cast(self._schema.field("environments").type),
         ]
@@ -116,7 +121,7 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
         # A round without a kept rollout has one empty row group, which is no step.
         if table.num_rows:
             # Over Arrow's own memory, (B, T): a step of batches can be gigabytes.
-            chunks = {name: table[name].combine_chunks() for name in ARRAYS}
+            chunks = {name: table[name].combine_chunks() for name in _arrays_of(schema)}
             arrays = {
                 name: chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1)
                 for name, chunk in chunks.items()
@@ -126,7 +131,12 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
 
 
 def schema_of(manifest: Manifest, source: str) -> pa.Schema:
-    return batches_schema(max(count_in(manifest, "length", source, at_most=LENGTH_MAX), 1))
+    length = max(count_in(manifest, "length", source, at_most=LENGTH_MAX), 1)
+    return batches_schema(length, distilled=manifest.extra.get(DISTILLED) is True)
+
+
+def _arrays_of(schema: pa.Schema) -> tuple[str, ...]:
+    return (*ARRAYS, TEACHER) if TEACHER in schema.names else ARRAYS
 
 
 def iter_batch_names(run: Run, manifest: Manifest) -> Iterator[pa.Table]:

@@ -47,6 +47,7 @@ ENCODINGS: Mapping[str, str] = {
     "rejected_token_ids": "PLAIN",
     "logprobs": "BYTE_STREAM_SPLIT",
     "policy_logprobs": "BYTE_STREAM_SPLIT",
+    "teacher_logprobs": "BYTE_STREAM_SPLIT",
     "trainer_logprobs": "BYTE_STREAM_SPLIT",
     "sampler_logprobs": "BYTE_STREAM_SPLIT",
     "reference_logprobs": "BYTE_STREAM_SPLIT",

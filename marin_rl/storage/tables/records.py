@@ -114,7 +114,7 @@ def _check_rollout(rollout: Rollout) -> None:
     name, length = rollout.rollout_id, len(rollout.token_ids)
     if rollout.status not in STATUSES:
         raise ValueError(f"rollout {name}: expected a status of {STATUSES}: {rollout.status!r}")
-    for field in ("loss_mask", "logprobs", "policy_versions"):
+    for field in ("loss_mask", "logprobs", "policy_versions", "teacher_logprobs"):
         array = getattr(rollout, field)
         if array is not None and len(array) != length:
             raise ValueError(f"rollout {name}: {length} token_ids, but {len(array)} {field}")

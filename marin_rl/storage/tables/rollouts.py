@@ -260,10 +260,15 @@ def seal_round(
     entries = in_order(run.store, partial(_part, run.store), shards, PARTS_MAX)
     parts, summaries = zip(*entries, strict=True)
     judges = dict[str, Any]()
-    if run.config.environment.reward_model is not None:  # its digests, as footers name them
+    used = {
+        "reward_model": run.config.environment.reward_model,
+        "teacher": run.config.distillation,
+    }
+    if names := [name for name, settings in used.items() if settings is not None]:
+        # Digests as footers name them.
         sources = ((load(run.store, ref.slot), run.store.url_of(ref.slot)) for ref in shards)
         stamps = [TableReader(data, source, LADDER).stamp for data, source in sources]
-        judges["reward_model"] = sorted({s["reward_model"] for s in stamps if "reward_model" in s})
+        judges = {name: sorted({s[name] for s in stamps if name in s}) for name in names}
     record = sampling or SamplingRecord()
     return commit_slot(
         run.store,

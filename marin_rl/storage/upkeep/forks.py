@@ -50,7 +50,7 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     """
     config = _forked_config(parent, run_id, overrides)
     _check_whole(parent, round)
-    references = reference_checkpoints(config.objective, round)
+    references = reference_checkpoints(config, round)
     needed = sorted({round, *references, *_before(parent, round)})
     for number in needed:
         _check_whole(parent, number)
@@ -94,14 +94,21 @@ def _before(parent: Run, round: int) -> set[int]:
     if whole is None:
         return set()
     rounds = range(whole, round)
-    references = [reference_checkpoints(parent.at_round(n).config.objective, n) for n in rounds]
+    references = [reference_checkpoints(parent.at_round(n).config, n) for n in rounds]
     return {whole}.union(*references)
 
 
-def reference_checkpoints(objective: ObjectiveConfig, round: int) -> frozenset[int]:
-    """Checkpoint of round `round`'s reference policy; empty where KL has no weight, or an average
-    is used.
+def reference_checkpoints(config: Config, round: int) -> frozenset[int]:
+    """Checkpoints of round `round`'s reference policy, and of its teacher where that is the run.
+
+    Of the former none where KL has no weight, or an average is used.
     """
+    objective, settings = config.objective, config.distillation
+    own = settings is not None and settings.is_self
+    return _of_reference(objective, round) | (frozenset({0}) if own else frozenset())
+
+
+def _of_reference(objective: ObjectiveConfig, round: int) -> frozenset[int]:
     if objective.kl_coefficient == 0 or objective.reference == "average":
         return frozenset()
     if objective.reference == "first":

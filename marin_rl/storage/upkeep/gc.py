@@ -341,7 +341,7 @@ def _unpinned(
             pinned.add(checkpoint_slot(slot.whole))
             played.update(range(slot.whole, slot.number))
     for round in played:
-        references = reference_checkpoints(run.config.objective, round)
+        references = reference_checkpoints(run.config, round)
         pinned |= {checkpoint_slot(number) for number in references}
     return [i for i in garbage if i.reason != "retention" or i.slot not in pinned]
 

@@ -1,0 +1,219 @@
+"""Teachers of distillation: log-probabilities of sampled tokens, a column of the shard.
+
+Scoring is done by the owner of the teacher (a `Teacher`); nothing here knows of devices. It happens
+for a shard at once, when all of its completions are there and before it is committed: what is
+committed is never scored again. What a teacher alone reads comes before the prompt; the ids of the
+completion follow as they were sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from marin_rl.config import Config, DistillationConfig, fingerprint_fields
+from marin_rl.environments.base import Environment
+from marin_rl.environments.registry import part_for
+from marin_rl.errors import InputError, ObjectMissing
+from marin_rl.inference.client.proofs import CANARY_PROMPT
+from marin_rl.rollouts.bridge import TemplateBridge
+from marin_rl.storage.commits import read_manifest
+from marin_rl.storage.layout import POLICY_SLOTS, rollouts_slot
+from marin_rl.storage.run_progress import progress
+from marin_rl.storage.runs import Run, checkpoint_named, checkpoint_slot, committed
+from marin_rl.tokenizers import template_options
+from marin_rl.types import Example, Message, Rollout, RolloutGroup, SlotRef
+
+KEY = "distillation.checkpoint"
+DRIFT_MAX = 1e-3  # nats, between two scores of the same ids
+STAMP = "teacher"  # in the footer of a shard and the manifest of a round: its identity
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """A teacher that is ready to score. Equal `identity` gives equal scores of the same ids."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def score(
+        self, sequences: Sequence[Int32[np.ndarray, " _"]], first: Sequence[int]
+    ) -> list[Float32[np.ndarray, " _"]]:
+        """Log-probabilities (nats, temperature 1) of each sequence's tokens from `first` on."""
+        ...
+
+
+def teacher_fields(settings: DistillationConfig, teacher: Teacher) -> dict[str, Any]:
+    """Fields of a shard's fingerprint: the teacher, and what it reads of which rollouts."""
+    fields = fingerprint_fields(settings)
+    kept = {name: fields[name] for name in ("context", "environments") if name in fields}
+    return {"teacher": teacher.identity, **kept}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """Ids that a teacher reads for one segment of a rollout, from `start` to `end` of its tokens.
+
+    It scores those from `first` on, which are the rollout's from `at` on.
+    """
+
+    token_ids: Int32[np.ndarray, " _"]
+    first: int
+    at: int
+    end: int
+
+
+def add_teacher_logprobs(
+    groups: Sequence[RolloutGroup], config: Config, environment: Environment, teacher: Teacher
+) -> list[RolloutGroup]:
+    """The groups with the teacher's log-probabilities in every rollout that has trained tokens.
+
+    Raises InputError where the teacher's numbers are not finite, or no context can be placed.
+    """
+    assert config.distillation is not None, "the configuration names a teacher"
+    prompts = Prompts(config, environment)
+    reads = {
+        rollout.rollout_id: _reads(rollout, group.example, prompts)
+        for group in groups
+        if config.distillation.covers(group.example.environment)
+        for rollout in group.rollouts
+    }
+    flat = [read for each in reads.values() for read in each]
+    scores = iter(teacher.score([read.token_ids for read in flat], [read.first for read in flat]))
+
+    def scored(rollout: Rollout) -> Rollout:
+        if not reads.get(rollout.rollout_id):
+            return rollout
+        logprobs = np.zeros(len(rollout.token_ids), np.float32)
+        for read in reads[rollout.rollout_id]:
+            logprobs[read.at : read.end] = next(scores)
+        logprobs = np.where(rollout.loss_mask != 0, logprobs, np.float32(0))
+        if not np.isfinite(logprobs).all():
+            raise InputError(
+                f"the teacher gave {rollout.rollout_id} log-probabilities that are not finite: "
+                f"found {logprobs[~np.isfinite(logprobs)][0]}; expected weights that are finite in "
+                "policy.compute_dtype"
+            )
+        return replace(rollout, teacher_logprobs=logprobs)
+
+    return [replace(group, rollouts=tuple(map(scored, group.rollouts))) for group in groups]
+
+
+def _reads(rollout: Rollout, example: Example, prompts: "Prompts") -> list[_Read]:
+    """Sequences that the teacher reads of a rollout, by segment; none without trained tokens."""
+    lengths = rollout.segment_lengths or (len(rollout.token_ids),)
+    reads: list[_Read] = []
+    for start, end in zip(accumulate(lengths, initial=0), accumulate(lengths), strict=False):
+        trained = np.flatnonzero(rollout.loss_mask[start:end])
+        if not len(trained):
+            continue
+        # Nothing precedes a segment's first token: it is never trained on.
+        lead = max(int(trained[0]), 1)
+        ids = rollout.token_ids[start:end]
+        before = ids[:lead] if not prompts.context else prompts.of(rollout, example, ids[:lead])
+        reads.append(
+            _Read(
+                token_ids=np.concatenate([before, ids[lead:]]).astype(np.int32),
+                first=len(before),
+                at=start + lead,
+                end=end,
+            )
+        )
+    return reads
+
+
+class Prompts:
+    """Prompts as the teacher reads them: those of the policy with the context before them."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        settings = config.distillation
+        self._config, self._environment = config, environment
+        self.context = tuple(
+            Message(role=each.role, content=each.content)
+            for each in (settings and settings.context) or ()
+        )
+        self._known: dict[tuple[str, tuple[Message, ...]], tuple[np.ndarray, np.ndarray]] = {}
+
+    def of(
+        self, rollout: Rollout, example: Example, prompt: Int32[np.ndarray, " _"]
+    ) -> Int32[np.ndarray, " _"]:
+        """Ids of the rollout's prompt with the context.
+
+        Raises InputError where the chat template gives other ids than `prompt` for the messages.
+        """
+        turns = takewhile(lambda turn: turn.inference_metadata is None, rollout.turns)
+        plain, taught = self.rendered(example, [turn.message for turn in turns])
+        if not np.array_equal(plain, prompt):
+            raise InputError(
+                f"distillation.context: the prompt of {rollout.rollout_id} is not what the chat "
+                f"template makes of its messages (expected {len(plain)} tokens, found "
+                f"{len(prompt)}), so nothing can be put before them; leave the context out"
+            )
+        return taught
+
+    def rendered(
+        self, example: Example, messages: Sequence[Message]
+    ) -> tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]]:
+        """Ids of a prompt without the context, and with it. Raises BridgeFault, InputError."""
+        key = example.environment, tuple(messages)
+        if key not in self._known:
+            part = part_for(self._environment, self._config.environment, example)
+            options = template_options(self._config.policy, part.config)
+            template, tools = TemplateBridge(self._config.policy, options), ()
+            if not part.environment.returns_rollouts:
+                tools = part.environment.tools_offered()
+            self._known[key] = (
+                template.prompt(messages, tools),
+                template.prompt(with_context(messages, self.context), tools),
+            )
+        return self._known[key]
+
+
+def with_context(messages: Sequence[Message], context: Sequence[Message]) -> list[Message]:
+    """Messages after a context; a system message stays first unless the context begins with one."""
+    leads = [message.role == "system" for message in (*messages[:1], *context[:1])]
+    first = 1 if leads == [True, False] else 0
+    return [*messages[:first], *context, *messages[first:]]
+
+
+def teacher_checkpoint(run: Run) -> tuple[Run, SlotRef]:
+    """The run and checkpoint of a teacher that is one. Raises ConfigError, ObjectMissing."""
+    settings, slot = run.config.distillation, checkpoint_slot(0)
+    assert settings is not None, "the configuration names a teacher"
+    if settings.checkpoint is not None:
+        options = run.config.storage_options
+        return checkpoint_named(settings.checkpoint, POLICY_SLOTS, KEY, options)
+    ref = committed(run, slot)
+    if ref is None:
+        raise ObjectMissing(
+            f"{run.store.url_of(slot)} is not committed: expected the run's first checkpoint, "
+            "which is the teacher of distillation"
+        )
+    return run, ref
+
+
+def prove_teacher(run: Run, teacher: Teacher) -> None:
+    """Raise InputError for a teacher that contradicts itself, or is another than in last rounds."""
+    prompt = TemplateBridge(run.config.policy).prompt(CANARY_PROMPT)
+    once, again = (teacher.score([prompt], [1])[0] for _ in range(2))
+    drift = float(np.abs(once - again).max())
+    if not drift <= DRIFT_MAX:  # NaN is none
+        raise InputError(
+            f"distillation: the teacher gave the same {len(prompt)} tokens log-probabilities that "
+            f"differ by {drift:g} nats: expected at most {DRIFT_MAX:g}, and finite ones"
+        )
+    first = run.ancestors[-1].through_round if run.ancestors else 0  # a fork may have another
+    sealed = [
+        each.round for each in progress(run).values() if each.rollouts and each.round >= first
+    ]
+    manifest = read_manifest(run.store, rollouts_slot(sealed[-1])) if sealed else None
+    recorded = manifest[0].extra.get(STAMP, []) if manifest else []
+    if recorded and recorded != [teacher.identity]:
+        raise InputError(
+            f"distillation: the teacher is {teacher.identity}, but round {sealed[-1]} was scored "
+            f"by {', '.join(map(str, recorded))}: restore the one that the run began with, or fork "
+            "the run"
+        )
