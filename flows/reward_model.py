@@ -11,8 +11,8 @@ from flows.session import Source, flow_run_name, open_session, resolve_config, s
 from flows.sft import steps_of, warm_start
 from marin_rl.config import Config
 from marin_rl.doctor.stages import REWARD_MODEL
-from marin_rl.storage.runs import RunRef, latest_reward_model
-from marin_rl.types import SlotRef
+from marin_rl.storage.runs import LATEST_OF_PAIRS, RunRef
+from marin_rl.types import PairSection, SlotRef
 from tasks.options import StageRunner, open_run
 from tasks.train import fit, prepare
 
@@ -23,20 +23,20 @@ async def reward_model(
 ) -> SlotRef:
     """Train the reward model that `config` describes, or go on where its last segment ended."""
     with open_session(resolve_config(config, run_id, overrides), REWARD_MODEL) as run:
-        return await learn(run)
+        return await learn(run, "reward_model")
 
 
-async def learn(run: RunRef) -> SlotRef:
-    """The checkpoint after `reward_model.steps` steps, from the last one that is committed."""
+async def learn(run: RunRef, section: PairSection) -> SlotRef:
+    """The checkpoint after all steps of a section, from the last one that is committed."""
     config = open_run(run).config
-    assert config.reward_model is not None, "checked before the run was opened"
+    steps = getattr(config, section).steps
     if config.policy.init == "sft":
         await warm_start(run)
     stages = StageRunner(config.flow)
-    pairs = await stages.run(prepare, run)
-    reached = latest_reward_model(open_run(run))
-    while reached is None or steps_of(reached) < config.reward_model.steps:
-        reached = await stages.run(fit, run, steps_of(reached), pairs)
+    pairs = await stages.run(prepare, run, section)
+    reached = LATEST_OF_PAIRS[section](open_run(run))
+    while reached is None or steps_of(reached) < steps:
+        reached = await stages.run(fit, run, section, steps_of(reached), pairs)
     return reached
 
 

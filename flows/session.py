@@ -22,7 +22,7 @@ from flows.connection import current_connection
 from flows.reports import quieten, reporting
 from flows.server import prefect_api
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
-from marin_rl.doctor.stages import EVALUATE, REWARD_MODEL
+from marin_rl.doctor.stages import EVALUATE, OF_PAIRS
 from marin_rl.integrations import integration
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.pinned import as_begun, record_rows
@@ -108,7 +108,7 @@ def open_session(config: Config, flow: str) -> Iterator[RunRef]:
         stack.enter_context(fanning_out(config, shared_api=not temporary))
         run = Run.create_or_open(config, as_begun)
         stack.enter_context(run.lock())
-        if flow not in (EVALUATE, REWARD_MODEL):
+        if flow != EVALUATE and flow not in OF_PAIRS:
             record_rows(run)
         if flow != EVALUATE:
             try_to_remember(run)

@@ -39,7 +39,10 @@ from tasks.fan_out import EVALUATE, GENERATE_SHARDS, SAMPLE_CHUNK
 RUN = Path(".run")
 AUTOMATIONS = Path(__file__).with_name("automations.yaml")
 POOL = "rl-pool"
-FLOWS = ("rl-loop", "sft", "evaluate", "reward-model", GENERATE_SHARDS, SAMPLE_CHUNK, EVALUATE)
+FLOWS = (
+    "rl-loop", "sft", "evaluate", "reward-model", "preference", GENERATE_SHARDS, SAMPLE_CHUNK,
+    EVALUATE,
+)  # fmt: skip
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.2

@@ -25,6 +25,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("run:run", "Start a run, or continue it where it stopped."),
         "sft": ("run:sft", "Run only the supervised warm start of a run."),
         "reward-model": ("run:reward_model", "Train a reward model from preference pairs."),
+        "preference": ("run:preference", "Train a policy on preference pairs: DPO and others."),
         "recipes": ("config:recipes", "List the shipped recipes and what they set."),
     },
     "Look": {

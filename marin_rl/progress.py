@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Stage = Literal[
-    "start", "sft", "reward_model", "serve", "generate", "process", "train", "evaluate", "round",
-    "done",
+    "start", "sft", "reward_model", "preference", "serve", "generate", "process", "train",
+    "evaluate", "round", "done",
 ]  # fmt: skip
+OF_STEPS = ("sft", "reward_model", "preference")  # stages that count optimizer steps, no rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from marin_rl.errors import MarinRLError
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.storage.runs import Run, round_of
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
-from marin_rl.types import ServedPolicy, SlotRef
+from marin_rl.types import PairSection, ServedPolicy, SlotRef
 
 # JAX takes seconds to import, and processes that only sample or read need neither:
 # properties that need them import them.
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from marin_rl.rollouts.rewards import RewardScorer
     from marin_rl.rollouts.teaching import Teacher
     from marin_rl.training.loop import Trainer
+    from marin_rl.training.pair_phase import PairPhase
+    from marin_rl.training.preference import PreferenceTraining
     from marin_rl.training.reward_model import RewardModelTraining
     from marin_rl.training.sft import WarmStart
     from marin_rl.weight_sync import Transport, Weights
@@ -73,10 +75,21 @@ class RunRuntime:
         return RewardModelTraining(self._run, self.tokenizer)
 
     @cached_property
+    def _preference(self) -> "PreferenceTraining":
+        from marin_rl.compilation import prepare_for_training
+        from marin_rl.training.preference import PreferenceTraining
+
+        prepare_for_training()
+        return PreferenceTraining(self._run, self.tokenizer)
+
+    def _pair_phase(self, section: PairSection) -> "PairPhase":
+        return self._preference if section == "preference" else self._reward_model
+
+    @cached_property
     def _reward_scorer(self) -> "RewardScorer":
         from marin_rl.compilation import enable_compilation_cache
         from marin_rl.rollouts.rewards import reward_model_slot_of
-        from marin_rl.training.preference import LearnedReward
+        from marin_rl.training.bradley_terry import LearnedReward
 
         enable_compilation_cache()
         names = TokenizerIdentity.of(self.tokenizer)
@@ -122,15 +135,15 @@ class RunRuntime:
         with self._serving:
             return self._teacher
 
-    def prepare_pairs(self) -> SlotRef:
-        """Commit the pairs of the run's reward model: see `RewardModelTraining.prepare`."""
+    def prepare_pairs(self, section: PairSection) -> SlotRef:
+        """Commit the pairs that a phase learns from: see `PairPhase.prepare`."""
         with self._lock:
             self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
-            return self._reward_model.prepare()
+            return self._pair_phase(section).prepare()
 
-    def run_reward_segment(self, step_from: int, pairs: SlotRef) -> SlotRef:
+    def run_pair_segment(self, section: PairSection, step_from: int, pairs: SlotRef) -> SlotRef:
         with self._lock:
-            return self._reward_model.run_segment(step_from, pairs)
+            return self._pair_phase(section).run_segment(step_from, pairs)
 
     def run_sft_segment(self, step_from: int) -> SlotRef:
         with self._lock:

@@ -11,13 +11,14 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Float32, Int8, Int32, Int64
 
 from marin_rl.slot_ref import SlotRef as SlotRef  # without arrays
 
 Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["complete", "truncated", "aborted", "error"]
 Split = Literal["train", "eval"]
+PairSection = Literal["reward_model", "preference"]  # of a configuration, and of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +223,10 @@ class Rollout:
         lengths = self.segment_lengths
         return self.token_ids[-lengths[-1] :] if lengths else self.token_ids
 
+    @property
+    def last_mask(self) -> Int32[np.ndarray, " t"]:
+        return self.loss_mask[-len(self.last_segment) :]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
@@ -241,6 +246,8 @@ class PreferencePair:
     ones; None leaves either to the configuration. `source`, the ids and the rewards say where the
     answers came from. Token ids are prompt and answer together, as the model that answered saw
     them, under the tokenizer and template of the two digests; without them the texts are tokenized.
+    Loss masks are 1 on the tokens of an answer that a policy learns; reference log-probabilities
+    are of these, by the policy before its first update.
     """
 
     id: str
@@ -258,6 +265,10 @@ class PreferencePair:
     rejected_token_ids: Int32[np.ndarray, " U"] | None = None
     tokenizer_digest: str | None = None
     chat_template_digest: str | None = None
+    chosen_loss_mask: Int8[np.ndarray, " T"] | None = None
+    rejected_loss_mask: Int8[np.ndarray, " U"] | None = None
+    chosen_reference_logprobs: Float32[np.ndarray, " T"] | None = None
+    rejected_reference_logprobs: Float32[np.ndarray, " U"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,5 +94,10 @@ SCORES = Ladder(
     },
     tables.SCORES,
 )
-PAIRS = Ladder("marin-rl/pairs", tables.PAIRS_VERSION, schema=tables.PAIRS)
+PAIRS = Ladder(
+    "marin-rl/pairs",
+    tables.PAIRS_VERSION,
+    {1: partial(_with_nulls, schema=tables.PAIRS, names=tables.LEARNED)},
+    tables.PAIRS,
+)
 REWARDS = Ladder("marin-rl/rewards", 1, schema=tables.REWARDS)

@@ -11,7 +11,7 @@ import pyarrow as pa
 from schemas.rollouts import MESSAGE, REWARD_COMPONENT, list_of, required
 
 BATCHES_VERSION = 1
-PAIRS_VERSION = 1
+PAIRS_VERSION = 2
 
 INTEGER_ARRAYS = ("token_ids", "loss_mask", "segment_ids", "positions")
 FLOAT_ARRAYS = ("policy_logprobs", "advantages", "returns")
@@ -126,7 +126,7 @@ REWARDS = pa.schema(
 # `chosen` and `rejected`; a run's own copy has all columns.
 # `margin` is asked between the two rewards; `*_id`, `*_reward` and `source` say where an answer
 # came from. `*_token_ids` are prompt and answer together, under the tokenizer of the two digests.
-PAIRS = pa.schema(
+PAIRS_V1 = pa.schema(
     [
         required("id", pa.string()),
         required("messages", list_of(MESSAGE)),
@@ -143,6 +143,20 @@ PAIRS = pa.schema(
         pa.field("rejected_token_ids", list_of(pa.int32())),
         pa.field("tokenizer_digest", pa.string()),
         pa.field("chat_template_digest", pa.string()),
+    ]
+)
+
+# `*_loss_mask` is 1 on the tokens of an answer that are trained on; `*_reference_logprobs` are of
+# these by the policy before its first update, in nats, and 0 elsewhere.
+LEARNED = (
+    "chosen_loss_mask", "rejected_loss_mask", "chosen_reference_logprobs",
+    "rejected_reference_logprobs",
+)  # fmt: skip
+PAIRS = pa.schema(
+    [
+        *PAIRS_V1,
+        *(pa.field(name, list_of(pa.int8())) for name in LEARNED[:2]),
+        *(pa.field(name, list_of(pa.float32())) for name in LEARNED[2:]),
     ]
 )
 

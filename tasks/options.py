@@ -21,7 +21,7 @@ from prefect.tasks import Task
 
 from marin_rl.config import FlowConfig
 from marin_rl.errors import ConfigError, MarinRLError
-from marin_rl.progress import ProgressEvent, Stage, publish
+from marin_rl.progress import OF_STEPS, ProgressEvent, Stage, publish
 from marin_rl.rounds import Stopwatch
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.provenance import code_digest
@@ -41,7 +41,6 @@ SHOWN: dict[str, Stage] = {
     "generate": "generate",
     "process": "process",
     "train": "train",
-    "fit": "reward_model",
 }
 
 Value = TypeVar("Value")
@@ -138,10 +137,10 @@ class StageRunner:
 
 def _show(stage: StageTask[Any], arguments: Sequence[Any]) -> None:
     """Publish that a stage begins: its own events come with the first units that are done."""
-    if (shown := SHOWN.get(_task(stage).name)) is not None:
-        run, *others = arguments
-        of_round = shown not in ("start", "sft", "reward_model")
-        round = others[0] if of_round else None
+    (run, *others), name = arguments, _task(stage).name
+    # What learns from pairs is said by the first argument.
+    if (shown := others[0] if name == "fit" else SHOWN.get(name)) is not None:
+        round = None if shown in ("start", *OF_STEPS) else others[0]
         publish(ProgressEvent(run_id=run.run_id, stage=shown, round=round))
 
 

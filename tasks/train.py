@@ -1,14 +1,14 @@
 """Tasks of the runtime: what trains, and `serve`, which puts the trained policy behind endpoints.
 
 `begin` commits checkpoint 0, `fine_tune` a segment of the warm start, `train` a round; `prepare`
-and `fit` commit a reward model's pairs and a segment of its training.
+and `fit` commit the pairs of a reward model or a policy, and a segment of its training.
 """
 
 from prefect import task
 
 from marin_rl.runtime import runtime_for
 from marin_rl.storage.runs import RunRef
-from marin_rl.types import ServedPolicy, SlotRef
+from marin_rl.types import PairSection, ServedPolicy, SlotRef
 from tasks.options import STAGE, as_state, in_thread, open_run
 
 
@@ -33,16 +33,15 @@ async def train(run: RunRef, round: int, batches: SlotRef, checkpoint: SlotRef) 
 
 
 @task(task_run_name="prepare", **STAGE)
-async def prepare(run: RunRef) -> SlotRef:
-    return as_state(await in_thread(runtime_for(open_run(run)).prepare_pairs))
+async def prepare(run: RunRef, section: PairSection) -> SlotRef:
+    return as_state(await in_thread(runtime_for(open_run(run)).prepare_pairs, section))
 
 
 @task(task_run_name="fit[step-{step_from:05d}]", **STAGE)
-async def fit(run: RunRef, step_from: int, pairs: SlotRef) -> SlotRef:
+async def fit(run: RunRef, section: PairSection, step_from: int, pairs: SlotRef) -> SlotRef:
     """Play the segment of the training that begins at a step, and commit its checkpoint."""
-    return as_state(
-        await in_thread(runtime_for(open_run(run)).run_reward_segment, step_from, pairs)
-    )
+    work = runtime_for(open_run(run)).run_pair_segment
+    return as_state(await in_thread(work, section, step_from, pairs))
 
 
 @task(task_run_name="serve[round-{round:05d}]", **STAGE)

@@ -21,12 +21,12 @@ from marin_rl.storage.commits import manifest_of, read_manifest
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
 from marin_rl.storage.run_progress import RoundProgress, progress, rounds_planned
 from marin_rl.storage.runs import (
+    LATEST_OF_PAIRS,
     LOCK_KEY,
     Run,
     batches_slot,
     checkpoint_slot,
     committed_checkpoint,
-    latest_reward_model,
     latest_sft,
     rollouts_slot,
     runs_under,
@@ -98,7 +98,8 @@ class RunStatus:
 
     The rows have the 95 % interval of `eval/accuracy` as `eval/accuracy/low` and `…/high`.
     `fleet` are the servers that announce themselves, as their last heartbeats say.
-    `trained` counts rounds, of `planned`; `reward_model` is None where the run trains none, and
+    `trained` counts rounds, of `planned`; `reward_model` and `preference` are
+    None where the run learns from no pairs, and
     `warm_start` where it has none, or rounds already.
     """
 
@@ -113,6 +114,7 @@ class RunStatus:
     in_progress: str
     warm_start: str | None
     reward_model: str | None
+    preference: str | None
     headline: str
     warnings: Sequence[str]
     rounds: Sequence[Mapping[str, Any]]
@@ -121,8 +123,9 @@ class RunStatus:
     @property
     def facts(self) -> dict[str, str]:
         """The same as text, in reading order, without the rows."""
-        learned = {} if self.reward_model is None else {"reward model": self.reward_model}
-        if learned and not self.checkpoints:  # a run that trains a reward model and no policy
+        of_pairs = {"reward model": self.reward_model, "learning from pairs": self.preference}
+        learned = {name: text for name, text in of_pairs.items() if text is not None}
+        if learned and not self.checkpoints:  # a run that learns from pairs alone
             return {"root": self.root, "policy": self.policy, **learned}
         warm = {} if self.warm_start is None else {"warm start": self.warm_start}
         return {
@@ -175,7 +178,8 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         policy=_policy(run, trained),
         in_progress=_open_round(run, slots),
         warm_start=None if trained else _warm_start(run),
-        reward_model=_reward_model(run),
+        reward_model=_learned_from_pairs(run, "reward_model"),
+        preference=_learned_from_pairs(run, "preference"),
         headline=headline(rows, run.run_id),
         warnings=[*warnings_of(rows, run.run_id), *standstill(run, slots, rows)],
         rounds=[{**row, **bounds.get(row["round"], {})} for row in rows],
@@ -285,13 +289,13 @@ def _warm_start(run: Run) -> str | None:
     return f"{int(reached.slot.rpartition('-')[2])} of {steps} steps{shown}"
 
 
-def _reward_model(run: Run) -> str | None:
-    if (settings := run.config.reward_model) is None:
+def _learned_from_pairs(run: Run, section: str) -> str | None:
+    if (settings := getattr(run.config, section)) is None:
         return None
-    reached = latest_reward_model(run)
+    reached = LATEST_OF_PAIRS[section](run)
     if reached is None:
         return f"0 of {settings.steps} steps"
-    accuracy = reached.summary.get("reward_model/held_out_accuracy")
+    accuracy = reached.summary.get(f"{section}/held_out_accuracy")
     held_out = "" if accuracy is None else f", held-out accuracy {accuracy:.1%}"
     return f"{reached.slot} of {settings.steps} steps{held_out}"
 

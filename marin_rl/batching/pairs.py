@@ -1,8 +1,9 @@
 """Preference pairs as rows of tokens: split, order of steps, layout.
 
-Pure NumPy. The two answers of a pair are neighbouring rows, the chosen one first. The pairs of a
-step are a function of the seed and the step alone; the split, of the prompt alone, so
-that no prompt is on both sides.
+Pure NumPy. For a reward model the two answers of a pair are neighbouring rows, the chosen one
+first; for a policy a pair is one row, in which both continue one copy of the prompt. The pairs of a
+step are a function of the seed and the step alone; the split, of the prompt alone, so that no
+prompt is on both sides.
 """
 
 import dataclasses
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import orjson
-from jaxtyping import Bool, Float32, Int32, Int64
+from jaxtyping import Bool, Float32, Int8, Int32, Int64
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.sequences import chat_tokens
 from marin_rl.errors import InputError
-from marin_rl.types import Message, PreferencePair
+from marin_rl.types import Message, PreferencePair, TrainingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +37,12 @@ class PairBatch:
 class PairTokenizer:
     """Tokenizer of pairs, with the digests of its identity.
 
-    `ends` are the ids that end an answer, and with it a row; None: see `chat_tokens`; none at all:
-    rows end with what the template writes.
+    `section` of the configuration names them in messages. `ends` are the ids that end an answer,
+    and with it a row; None: see `chat_tokens`; none at all: rows end with what the template writes.
     """
 
     tokenizer: PreTrainedTokenizerBase
+    section: str
     tokenizer_digest: str
     chat_template_digest: str
     vocab_size: int
@@ -50,7 +52,7 @@ class PairTokenizer:
     def tokenized(
         self, pairs: Sequence[PreferencePair], held_out_fraction: float
     ) -> list[PreferencePair]:
-        """The pairs with tokens and split filled in; tokens that are there are kept.
+        """The pairs with tokens, masks and split filled in; tokens that are there are kept.
 
         Raises InputError naming pair and field for tokens of another tokenizer, ids beyond the
         vocabulary, answers longer than the context, and where no pair is left to train on.
@@ -60,7 +62,7 @@ class PairTokenizer:
         if all(pair.split == "eval" for pair in filled):
             raise InputError(
                 f"all {len(filled)} pairs are held out: expected some to train on; lower "
-                "reward_model.held_out_fraction, or give pairs of more prompts"
+                f"{self.section}.held_out_fraction, or give pairs of more prompts"
             )
         return filled
 
@@ -75,26 +77,33 @@ class PairTokenizer:
                     "to that one, or leave tokens and digests out, so that the texts count"
                 )
         held_out = is_held_out(pair.messages, held_out_fraction)
+        chosen, chosen_mask = self._tokens(pair, "chosen")
+        rejected, rejected_mask = self._tokens(pair, "rejected")
         return dataclasses.replace(
             pair,
             split=pair.split or ("eval" if held_out else "train"),
-            chosen_token_ids=self._tokens(pair, "chosen", pair.chosen_token_ids),
-            rejected_token_ids=self._tokens(pair, "rejected", pair.rejected_token_ids),
+            chosen_token_ids=chosen,
+            rejected_token_ids=rejected,
+            chosen_loss_mask=chosen_mask,
+            rejected_loss_mask=rejected_mask,
             tokenizer_digest=self.tokenizer_digest,
             chat_template_digest=self.chat_template_digest,
         )
 
     def _tokens(
-        self, pair: PreferencePair, field: str, token_ids: Int32[np.ndarray, " T"] | None
-    ) -> Int32[np.ndarray, " T"]:
+        self, pair: PreferencePair, field: str
+    ) -> tuple[Int32[np.ndarray, " T"], Int8[np.ndarray, " T"] | None]:
+        """Ids of an answer and its prompt, and the mask of what is trained on, if it is known."""
         where = f"pair {pair.id}, field {field}"
+        token_ids: Int32[np.ndarray, " T"] | None = getattr(pair, f"{field}_token_ids")
+        loss_mask: Int8[np.ndarray, " T"] | None = getattr(pair, f"{field}_loss_mask")
         if token_ids is None:
             try:
                 answer = pair.chosen if field == "chosen" else pair.rejected
                 ids, mask = chat_tokens(self.tokenizer, pair.messages, answer, self.ends)
                 # The reward is read at the token that a sampled answer ends with.
                 length = int(np.flatnonzero(mask)[-1]) + 1 if self.ends != () else len(ids)
-                token_ids = ids[:length]
+                token_ids, loss_mask = ids[:length], mask[:length].astype(np.int8)
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
         elif int(token_ids.min()) < 0 or int(token_ids.max()) >= self.vocab_size:
@@ -107,7 +116,7 @@ class PairTokenizer:
                 f"{where}: prompt and answer have {len(token_ids)} tokens, but "
                 f"policy.context_length is {self.context_length}: raise it, or leave the pair out"
             )
-        return token_ids
+        return token_ids, loss_mask
 
 
 def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
@@ -145,6 +154,89 @@ def pair_batch(pairs: Sequence[PreferencePair], margin: float, length: int) -> P
     return PairBatch(token_ids=token_ids, inside=inside, margins=np.array(margins, np.float32))
 
 
+def shared_prompt(pair: PreferencePair) -> int:
+    """Tokens of the prompt that both answers of a pair with tokens continue.
+
+    Raises InputError naming the pair for two prompts, and for tokens without masks.
+    """
+    prompts = []
+    for ids, mask in _learned(pair):
+        if mask is None:
+            raise InputError(
+                f"pair {pair.id}, field chosen_loss_mask: expected which tokens the answers have, "
+                "found none; write the pairs again with `marin-rl pairs`, or leave token ids and "
+                "digests out, so that the texts count"
+            )
+        if not mask.any() or mask[0]:
+            raise InputError(
+                f"pair {pair.id}: expected a prompt, and an answer with a token to learn, found a "
+                f"loss mask with {int(mask.sum())} of {len(mask)} tokens, the first {int(mask[0])}"
+            )
+        prompts.append(ids[: int(mask.argmax())])
+    if not np.array_equal(*prompts):
+        raise InputError(
+            f"pair {pair.id}: expected two answers to one prompt, found prompts of "
+            f"{len(prompts[0])} and {len(prompts[1])} tokens that differ; leave the pair out"
+        )
+    return len(prompts[0])
+
+
+def pair_row_tokens(pair: PreferencePair) -> int:
+    """Length of a pair's row in `preference_batch`."""
+    return sum(len(ids) for ids in _both(pair)) - shared_prompt(pair)
+
+
+def preference_batch(pairs: Sequence[PreferencePair], length: int) -> TrainingBatch:
+    """Pairs as rows of `length`: the prompt, and both answers behind it.
+
+    Segments are numbered as where prompts are shared (packing.py): 1 the chosen answer, 2 the
+    rejected one, 3 the prompt. Advantages are 1 on the chosen answer's trained tokens and -1 on the
+    rejected one's, `policy_logprobs` those of the reference, 0 without one.
+    """
+    shape = len(pairs), length
+    token_ids, loss_mask, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
+    references, advantages = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for row, pair in enumerate(pairs):
+        prompt = end = shared_prompt(pair)
+        token_ids[row, :prompt] = pair.chosen_token_ids[:prompt]  # pyright: ignore[reportOptionalSubscript]
+        positions[row, :prompt] = np.arange(prompt)
+        segment_ids[row, :prompt] = 3
+        logprobs = pair.chosen_reference_logprobs, pair.rejected_reference_logprobs
+        answers = zip((1, 2), (1, -1), _learned(pair), logprobs, strict=True)
+        for segment, sign, (ids, mask), reference in answers:
+            assert mask is not None, "`shared_prompt` refuses it"
+            start, end = end, end + len(ids) - prompt
+            token_ids[row, start:end] = ids[prompt:]
+            positions[row, start:end] = np.arange(prompt, len(ids))
+            segment_ids[row, start:end] = segment
+            loss_mask[row, start:end] = mask[prompt:]
+            advantages[row, start:end] = sign * mask[prompt:]
+            if reference is not None:
+                references[row, start:end] = reference[prompt:]
+    return TrainingBatch(
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        segment_ids=segment_ids,
+        positions=positions,
+        policy_logprobs=references,
+        advantages=advantages,
+        returns=np.zeros(shape, np.float32),
+    )
+
+
+def with_reference(pair: PreferencePair, logprobs_T: Float32[np.ndarray, " T"]) -> PreferencePair:
+    """A pair with the reference's log-probabilities, which are given in the places of its row."""
+    prompt = start = shared_prompt(pair)
+    found = []
+    for ids in _both(pair):
+        end = start + len(ids) - prompt
+        found.append(np.concatenate([np.zeros(prompt, np.float32), logprobs_T[start:end]]))
+        start = end
+    return dataclasses.replace(
+        pair, chosen_reference_logprobs=found[0], rejected_reference_logprobs=found[1]
+    )
+
+
 def padded(
     sequences: Sequence[Int32[np.ndarray, " _"]], rows: int, length: int
 ) -> tuple[Int32[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
@@ -156,6 +248,12 @@ def padded(
     # Boolean indexing goes row by row, in the order that the sequences are joined in.
     token_ids[inside] = np.concatenate(sequences)
     return token_ids, inside
+
+
+def _learned(
+    pair: PreferencePair,
+) -> Iterator[tuple[Int32[np.ndarray, " _"], Int8[np.ndarray, " _"] | None]]:
+    return zip(_both(pair), (pair.chosen_loss_mask, pair.rejected_loss_mask), strict=True)
 
 
 def _both(pair: PreferencePair) -> Iterator[Int32[np.ndarray, " _"]]:

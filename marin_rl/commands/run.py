@@ -1,8 +1,9 @@
-"""Commands that train through the flows: `run`, `sft`, `reward-model`.
+"""Commands that train through the flows: `run`, `sft`, `reward-model`, `preference`.
 
 Flows are loaded through the entry-point group `marin_rl.flows`: the library knows no orchestrator.
 """
 
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -121,19 +122,52 @@ def reward_model(
     Or continue where it stopped.
     """
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
+    slot = _learn_from_pairs("reward-model", config, as_json=as_json)
+    if not as_json:
+        print_info(f"use it: --set environment.reward_model.checkpoint={shlex.quote(slot)}")
+        try_next(f"status {config.run_id}{root_option(config)}")
+
+
+def preference(
+    config_file: ConfigFile,
+    *,
+    from_run: Annotated[
+        Path | None, typer.Option("--from-run", help="folder of a run whose groups give the pairs")
+    ] = None,
+    run_id: RunId = None,
+    root: ConfigRoot = None,
+    overrides: Overrides = None,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a policy on preference pairs: DPO and others.
+
+    Or continue where it stopped.
+    """
+    given = [] if from_run is None else [f"preference.pairs={json.dumps(str(from_run.resolve()))}"]
+    changes = [*(overrides or ()), *given]
+    config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
+    slot = _learn_from_pairs("preference", config, as_json=as_json)
+    if not as_json:
+        try_next(
+            f"evaluate {shlex.quote(slot)}",
+            f"export {config.run_id} --hf FOLDER --checkpoint {slot}{root_option(config)}",
+        )
+
+
+def _learn_from_pairs(flow: str, config: Config, *, as_json: bool) -> str:
+    """Run a flow that learns from pairs, print its metrics, and return its last checkpoint."""
     from marin_rl.display.tables import key_values
     from marin_rl.doctor.start import before_engines
 
-    flow = "reward-model"
     checkpoint = before_engines(config, flow) or play(flow, config, as_json=as_json)
     slot = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
+    metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
     if as_json:
         print_json({"checkpoint": slot, **checkpoint.summary})
-        return
-    metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
-    out.print(key_values(f"Reward model {config.run_id}", metrics))
-    print_info(f"use it: --set environment.reward_model.checkpoint={shlex.quote(slot)}")
-    try_next(f"status {config.run_id}{root_option(config)}")
+    else:
+        out.print(key_values(f"{flow.capitalize().replace('-', ' ')} {config.run_id}", metrics))
+    return slot
 
 
 def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
@@ -146,6 +180,7 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
     from marin_rl.api.training import flow_named
     from marin_rl.display.live import RunDisplay, showing
     from marin_rl.display.tables import plain
+    from marin_rl.doctor.stages import OF_PAIRS
     from marin_rl.doctor.system import tight
     from marin_rl.planning import plan
     from marin_rl.progress import listening
@@ -162,7 +197,7 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
         lambda text: show(f"! {text}"),
         more_examples=flow == "rl-loop" and has_more_examples(config),
     )
-    if flow != "reward-model":
+    if flow not in OF_PAIRS:
         for text in data_warnings(config, scored=flow != "sft"):
             show(f"! {text}")
     if flow == "rl-loop":

@@ -22,7 +22,7 @@ CODE_OPTIONS = ("reward", "extract")
 _CODE_KEYS = ("objective.loss", "asynchrony.group_filter", "asynchrony.group_filter.score")
 _PATH_KEYS = (
     "policy.hf_path", "policy.tokenizer", "policy.lora.init_from", "reward_model.pairs",
-    "distillation.folder",
+    "preference.pairs", "distillation.folder",
 )  # fmt: skip
 _PROGRAMS = ("python", "interpreter")  # without a slash they are sought on PATH
 _PATH_OPTIONS = ("path", "repositories", *_PROGRAMS)

@@ -39,6 +39,7 @@ from marin_rl.config.training import (
     BatchingConfig,
     DistillationConfig,
     FiltersConfig,
+    PreferenceConfig,
     RewardModelConfig,
     SFTConfig,
     TrainingConfig,
@@ -90,6 +91,9 @@ class RunSections(Section):
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig | None = optional_field(
         description="settings of `marin-rl reward-model`; null: this run trains no reward model"
+    )
+    preference: PreferenceConfig | None = optional_field(
+        description="settings of `marin-rl preference`; null: this run learns from no pairs"
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     mesh: MeshConfig = MeshConfig()

@@ -205,18 +205,14 @@ class DistillationConfig(Section):
         return {"environments": self.environments, "teaches": self.coefficient > 0}
 
 
-class RewardModelConfig(Section):
-    """A reward model that is trained from preference pairs (docs/reward-models.md)."""
+class PairTrainingConfig(Section):
+    """Keys that a reward model and a policy that learns from preference pairs have alike."""
 
-    pairs: str = Field(description="JSONL or Parquet file of preference pairs")
-    held_out_fraction: float = field(0.1, "share of prompts whose pairs are held out", ge=0, lt=1)
-    margin: float = field(
-        0.0,
-        "smallest difference between the rewards of chosen and rejected; a pair's own margin "
-        "takes precedence",
-        ge=0,
-        le=1000,
+    pairs: str = Field(
+        description="JSONL or Parquet file of preference pairs, or the folder of a run whose "
+        "groups give them"
     )
+    held_out_fraction: float = field(0.1, "share of prompts whose pairs are held out", ge=0, lt=1)
     steps: Count = field(200, "optimizer steps")
     pairs_per_step: Count = field(32, "pairs per step")
     microbatch_pairs: Count = field(32, "pairs per forward and backward pass")
@@ -227,6 +223,69 @@ class RewardModelConfig(Section):
     )
     weight_decay: float = field(0.0, "decoupled; matrices only", ge=0, le=10)
     gradient_clip_norm: float = field(1.0, "global norm of the gradient", gt=0)
-    steps_per_checkpoint: Count = field(
-        100, "steps between committed checkpoints of the reward model"
+    steps_per_checkpoint: Count = field(100, "steps between committed checkpoints")
+
+
+class RewardModelConfig(PairTrainingConfig):
+    """A reward model that is trained from preference pairs (docs/reward-models.md)."""
+
+    margin: float = field(
+        0.0,
+        "smallest difference between the rewards of chosen and rejected; a pair's own margin "
+        "takes precedence",
+        ge=0,
+        le=1000,
     )
+
+
+class PreferenceLossConfig(Section):
+    """The loss of a pair (docs/preferences.md), of log-ratios to the reference where it has one."""
+
+    type: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo"] = (
+        field("sigmoid", "sigmoid: DPO, with label_smoothing cDPO; simpo, orpo: no reference")
+    )
+    beta: float = field(
+        0.1, "weight of a difference of log-probabilities; simpo is usually given 2", gt=0, le=100
+    )
+    normalise: Literal["type", "sum", "mean"] = field(
+        "type",
+        "log-probabilities of an answer summed over its tokens, or their mean; type: mean for ipo, "
+        "simpo and orpo, else sum",
+    )
+    label_smoothing: float = field(
+        0.0, "share of pairs taken to be the wrong way round; sigmoid, robust, simpo", ge=0, lt=0.5
+    )
+    target_margin: float = field(
+        0.0, "gamma of simpo: margin of beta times the difference; usually 0.3 to 0.5 beta", ge=0
+    )
+    sft_coefficient: float = field(
+        0.0, "weight of the mean negative log-likelihood of chosen answers", ge=0, le=100
+    )
+
+    @model_validator(mode="after")
+    def _each_key_is_used(self) -> "PreferenceLossConfig":
+        if self.label_smoothing and self.type not in ("sigmoid", "robust", "simpo"):
+            raise ValueError(f"type {self.type} has no label_smoothing; leave it out")
+        if self.target_margin and self.type != "simpo":
+            raise ValueError(f"type {self.type} has no target_margin; it is simpo's")
+        if self.normalise != "type" and self.type in ("simpo", "orpo"):
+            raise ValueError(f"type {self.type} is of mean log-probabilities; leave normalise out")
+        return self
+
+    @property
+    def has_reference(self) -> bool:
+        return self.type not in ("simpo", "orpo")
+
+    @property
+    def of_means(self) -> bool:
+        """True if an answer's log-probabilities are averaged over its tokens."""
+        if self.normalise == "type":
+            return self.type in ("ipo", "simpo", "orpo")
+        return self.normalise == "mean"
+
+
+class PreferenceConfig(PairTrainingConfig):
+    """A policy that is trained on preference pairs, without sampling (docs/preferences.md)."""
+
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    learning_rate: float = field(1e-6, "peak AdamW step size", gt=0, le=1)

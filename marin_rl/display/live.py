@@ -17,6 +17,7 @@ from rich.text import Text
 from marin_rl.display.tables import METRICS, formatted, plain
 from marin_rl.display.text import duration, sparkline
 from marin_rl.progress import (
+    OF_STEPS,
     SILENCE_S,
     ProgressEvent,
     Say,
@@ -28,13 +29,14 @@ from marin_rl.progress import (
 
 LIVE = (
     "reward", "eval/accuracy", "perf/tokens_per_second", "entropy", "sft/loss",
-    "reward_model/loss", "reward_model/accuracy",
+    "reward_model/loss", "reward_model/accuracy", "preference/loss", "preference/accuracy",
 )  # fmt: skip
 
 STAGES = {
     "start": "starting",
     "sft": "warm start",
     "reward_model": "reward model",
+    "preference": "learning from pairs",
     "serve": "loading weights",
     "generate": "generating",
     "process": "processing",
@@ -45,7 +47,7 @@ STAGES = {
 }
 
 
-BEFORE_ROUNDS = ("start", "sft", "reward_model", "done")
+BEFORE_ROUNDS = ("start", *OF_STEPS, "done")
 
 
 class RunDisplay:
@@ -167,7 +169,7 @@ def _print_event(display: RunDisplay, say: Say, event: ProgressEvent) -> None:
         if (left := display.seconds_left()) is not None:
             line += f"  {duration(left)} left"
         say(line)
-    elif event.stage in ("sft", "reward_model") and event.total and event.done % 50 == 0:
+    elif event.stage in OF_STEPS and event.total and event.done % 50 == 0:
         loss = event.metrics.get(f"{event.stage}/loss")
         tail = f"  loss {loss:.3f}" if loss is not None else ""
         say(f"{STAGES[event.stage]} {event.done}/{event.total}{tail}")

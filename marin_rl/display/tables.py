@@ -34,6 +34,8 @@ METRICS = {  # title and format of the metrics that terminals and reports show
     "sft/loss": ("warm-start loss", "{:.3f}"),
     "reward_model/loss": ("preference loss", "{:.3f}"),
     "reward_model/accuracy": ("pairs in order", "{:.1%}"),
+    "preference/loss": ("preference loss", "{:.3f}"),
+    "preference/accuracy": ("pairs in order", "{:.1%}"),
 }
 
 COLUMNS = (

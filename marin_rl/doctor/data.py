@@ -11,7 +11,7 @@ from pathlib import Path
 
 from marin_rl.batching.selection import check_filter
 from marin_rl.batching.sequences import Demonstration, check_lengths, rendered_lengths
-from marin_rl.config import Config
+from marin_rl.config import Config, PairTrainingConfig
 from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
 from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import check_demonstrations, environment_of
@@ -20,10 +20,12 @@ from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.rollouts.data_warnings import data_warnings
 from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.rollouts.pinned import refuse_other_rows
+from marin_rl.rollouts.rewards import given_pairs
 from marin_rl.storage.runs import Run, committed, pairs_slot
 from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
-from marin_rl.storage.tables.pairs import PairFile, read_pairs
+from marin_rl.storage.tables.pairs import PairFile
 from marin_rl.tokenizers import end_token_ids, tokenizer_for
+from marin_rl.types import PairSection
 
 ROWS_TOGETHER = 64
 GENERATED_CHECKED_MAX = 256  # examples of an environment that generates them without end
@@ -79,20 +81,27 @@ def group_filter(config: Config) -> str:
     return "every group passes" if chosen is None else check_filter(chosen.score)
 
 
-def pairs(config: Config) -> str:
+def pairs_of_reward_model(config: Config) -> str:
+    return _pairs(config, config.reward_model, "reward_model")
+
+
+def pairs_of_preference(config: Config) -> str:
+    return _pairs(config, config.preference, "preference")
+
+
+def _pairs(config: Config, settings: PairTrainingConfig | None, section: PairSection) -> str:
     """Check that the preference pairs are well-formed, or that the run has its own copy."""
-    settings = config.reward_model
     if settings is None:
         raise ConfigError(
-            "there is no section reward_model: add one that names the file of preference pairs "
-            "(reward_model.pairs)"
+            f"there is no section {section}: add one that names the file of preference pairs "
+            f"({section}.pairs)"
         )
     if not Path(settings.pairs).exists():
         with suppress(ObjectMissing):
             run = Run.open(config.root, config.run_id, config.storage_options)
             if committed(run, pairs_slot()) is not None:
                 return f"{settings.pairs} is gone; the run has its own copy"
-    file = read_pairs(settings.pairs)
+    file = given_pairs(settings.pairs, f"{section}.pairs")
     learned_pairs(config, file)
     return f"{settings.pairs}: {len(file.pairs)} pairs"
 

@@ -7,7 +7,15 @@ import jax
 
 from marin_rl.config import Config
 from marin_rl.doctor import start, system
-from marin_rl.doctor.stages import DOCTOR, REWARD_MODEL, ROUNDS, Stage, run_stages
+from marin_rl.doctor.stages import (
+    DOCTOR,
+    OF_PAIRS,
+    PREFERENCE,
+    REWARD_MODEL,
+    ROUNDS,
+    Stage,
+    run_stages,
+)
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.batch_invariance import recorded_proofs
 from marin_rl.machine import machine_facts, share_one_heap
@@ -16,7 +24,7 @@ from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.adapters import Modules
 from marin_rl.training.custom_loss import check_loss
 from marin_rl.training.policy_source import recorded_modules
-from marin_rl.training.tracing import trace_programs, trace_reward_model
+from marin_rl.training.tracing import trace_preference, trace_programs, trace_reward_model
 
 
 def check_all(config: Config, flow: str) -> None:
@@ -93,12 +101,19 @@ def reward_model_programs(config: Config) -> str:
     return f"{trace_reward_model(config, tokenizer_for(config.policy))} traced by shapes"
 
 
+def preference_programs(config: Config) -> str:
+    """Check that the step on pairs can be built, by tracing it with shapes only."""
+    share_one_heap()
+    return f"{trace_preference(config, tokenizer_for(config.policy))} traced by shapes"
+
+
 ENGINES = (
     Stage("loss", loss, ROUNDS),
-    Stage("mesh", mesh, ROUNDS - {DOCTOR} | {REWARD_MODEL}),
+    Stage("mesh", mesh, ROUNDS - {DOCTOR} | OF_PAIRS),
     Stage("devices", devices, frozenset({DOCTOR})),
     Stage("programs", programs, ROUNDS),
     Stage("programs of the reward model", reward_model_programs, frozenset({REWARD_MODEL})),
+    Stage("programs of pairs", preference_programs, frozenset({PREFERENCE})),
     Stage("machine", machine, frozenset({DOCTOR})),
     Stage("proxies", system.proxy_variables, frozenset({DOCTOR})),
     Stage("Prefect API", system.orchestrator, frozenset({DOCTOR})),

@@ -19,9 +19,10 @@ T = TypeVar("T")
 
 DOCTOR = "doctor"
 EVALUATE = "evaluate"
-RL, SFT, REWARD_MODEL = "rl-loop", "sft", "reward-model"
+RL, SFT, REWARD_MODEL, PREFERENCE = "rl-loop", "sft", "reward-model", "preference"
+OF_PAIRS = frozenset({REWARD_MODEL, PREFERENCE})
 ROUNDS = frozenset({RL, SFT, EVALUATE, DOCTOR})
-EVERYBODY = ROUNDS | {REWARD_MODEL}
+EVERYBODY = ROUNDS | OF_PAIRS
 
 
 @dataclass(frozen=True, slots=True)

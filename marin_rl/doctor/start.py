@@ -9,6 +9,8 @@ from marin_rl.doctor import data, policy, rewards, system, teachers
 from marin_rl.doctor.stages import (
     DOCTOR,
     EVALUATE,
+    OF_PAIRS,
+    PREFERENCE,
     REWARD_MODEL,
     RL,
     ROUNDS,
@@ -19,22 +21,22 @@ from marin_rl.doctor.stages import (
 from marin_rl.storage.layout import evals_slot, metrics_key, round_of
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import (
+    LATEST_OF_PAIRS,
     LOCK_KEY,
     Run,
     committed,
     committed_checkpoint,
     latest_checkpoint,
-    latest_reward_model,
     latest_sft,
     refuse_other_content,
 )
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.storage.stores.locks import refuse_locked
-from marin_rl.types import SlotRef
+from marin_rl.types import PairSection, SlotRef
 
 FILES = (
     Stage("storage root", data.storage),
-    Stage("model folder", policy.source, frozenset({RL, SFT, REWARD_MODEL})),
+    Stage("model folder", policy.source, frozenset({RL, SFT}) | OF_PAIRS),
     Stage("model", policy.model),
     Stage("adapter", policy.adapter),
     Stage("environment", data.environment, ROUNDS),
@@ -44,7 +46,8 @@ FILES = (
     Stage("chat template", policy.chat_template),
     Stage("demonstrations", data.warm_start, ROUNDS - {SFT}),
     Stage("demonstrations of the warm start", data.demonstrations, frozenset({SFT})),
-    Stage("pairs", data.pairs, frozenset({REWARD_MODEL})),
+    Stage("pairs", data.pairs_of_reward_model, frozenset({REWARD_MODEL})),
+    Stage("pairs to learn from", data.pairs_of_preference, frozenset({PREFERENCE})),
     Stage("prompts", policy.prompts, ROUNDS),
     Stage("tools", policy.tools, ROUNDS - {SFT}),
     Stage("canary", policy.canary, ROUNDS - {SFT}),
@@ -117,8 +120,9 @@ def finished(config: Config, flow: str) -> SlotRef | None:
     if flow == SFT:
         latest, steps = latest_sft(run), config.sft.steps
     else:
-        latest = latest_reward_model(run)
-        steps = config.reward_model.steps if config.reward_model else 0
+        section: PairSection = "preference" if flow == PREFERENCE else "reward_model"
+        settings, latest = getattr(config, section), LATEST_OF_PAIRS[section](run)
+        steps = settings.steps if settings else 0
     return latest if latest and int(latest.slot.rpartition("-")[2]) >= steps else None
 
 

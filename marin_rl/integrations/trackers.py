@@ -16,7 +16,7 @@ from queue import Full, Queue
 from typing import Protocol, runtime_checkable
 
 from marin_rl.config import Config, fingerprint_fields
-from marin_rl.progress import ProgressEvent
+from marin_rl.progress import OF_STEPS, ProgressEvent
 
 ROWS_WAITING_MAX = 10_000
 CLOSING_S = 40.0  # trackio gives itself 30
@@ -186,7 +186,7 @@ class Trackers:
             return
         if event.stage in ("round", "evaluate") and event.round is not None:
             self.log(event.metrics, event.round)
-        elif event.stage in ("sft", "reward_model"):
+        elif event.stage in OF_STEPS:
             self.log(event.metrics, event.done)
 
 

@@ -140,6 +140,7 @@ REASONS: Mapping[str, str] = {
     "policy.init": FOLDER,
     "policy.model": "the architecture is that of the folder in actor_rollout_ref.model.path",
     "reward_model": "reward models are trained here",
+    "preference": f"train on pairs here; {FOLDER}",
     "rollouts.source": "groups are sampled by verl",
     "sampling.stop": "verl samples token ids, without stop strings",
     "retention": "see trainer.max_actor_ckpt_to_keep of verl",

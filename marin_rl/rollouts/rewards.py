@@ -7,6 +7,7 @@ preference pair is the best against the worst member of a committed group.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,9 +20,12 @@ from marin_rl.finite import BOUNDS, fit_rewards
 from marin_rl.rollouts.trajectories import last_completion
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.run_progress import progress
+from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import Run, checkpoint_named
+from marin_rl.storage.tables.pairs import PairFile, encode_pairs, read_pairs
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards
 from marin_rl.types import PreferencePair, RewardComponent, Rollout, RolloutGroup, SlotRef
+from schemas.manifests import sha256_of
 
 KEY = "environment.reward_model.checkpoint"
 STAMP = "reward_model"  # in the footer of a shard: the digest of the model that scored it
@@ -160,6 +164,22 @@ def _with_component(rollout: Rollout, settings: LearnedRewardConfig, value: floa
     return replace(rollout, reward=reward, reward_components=components, turns=turns)
 
 
+def given_pairs(place: str, key: str) -> PairFile:
+    """The pairs of a file, or of the groups of the run whose folder `place` is.
+
+    `key` is that of the configuration. Raises InputError naming the row and the field.
+    """
+    folder = Path(place)
+    if not (folder / RUN_KEY).is_file():
+        return read_pairs(folder, key)
+    pairs = pairs_of_run(Run.open(str(folder.parent), folder.name))
+    return PairFile(
+        pairs=tuple(pairs),
+        places=tuple(f"{folder}, pair {pair.id}" for pair in pairs),
+        sha256=sha256_of(encode_pairs(pairs)),
+    )
+
+
 def pairs_of_run(
     run: Run,
     *,
@@ -231,6 +251,8 @@ def pair_of_group(
         rejected_reward=worst,
         chosen_token_ids=chosen.last_segment,
         rejected_token_ids=rejected.last_segment,
+        chosen_loss_mask=chosen.last_mask.astype(np.int8),
+        rejected_loss_mask=rejected.last_mask.astype(np.int8),
         tokenizer_digest=digests[0],
         chat_template_digest=digests[1],
     )

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 # Kinds of slots that a policy can start from, each with an example of a name.
-POLICY_SLOTS = {"checkpoints": "round-00012", "sft": "step-00500"}
+POLICY_SLOTS = {
+    "checkpoints": "round-00012", "sft": "step-00500", "preference": "step-00200",
+}  # fmt: skip
 
 # The dot keeps the groups out of what `rollouts/*/shard-*.parquet` matches for other readers.
 STREAM = "rollouts/.stream"  # groups that wait for the round that takes them
@@ -59,6 +61,7 @@ evals_slot = KeyForm("evals/round-{:05d}")  # of checkpoint N
 intake_slot = KeyForm("intakes/round-{:05d}")  # groups of the stream that a round takes and drops
 sft_slot = KeyForm("sft/step-{:05d}")
 reward_model_slot = KeyForm("reward_model/step-{:05d}")
+preference_slot = KeyForm("preference/step-{:05d}")
 
 # Objects that are commits of their own.
 shard_key = KeyForm("rollouts/round-{:05d}/shard-{:04d}.parquet")

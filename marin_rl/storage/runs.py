@@ -32,6 +32,7 @@ from marin_rl.storage.layout import (
     evals_slot,
     metrics_key,
     pairs_slot,
+    preference_slot,
     reward_model_slot,
     rollouts_slot,
     round_name,
@@ -57,13 +58,12 @@ from marin_rl.storage.stores.locks import run_lock
 from schemas.fields import is_name
 
 __all__ = [
-    "LOCK_KEY", "Run", "RunRef", "base_slot", "batches_slot", "check_run_id", "checkpoint_at",
-    "checkpoint_named", "checkpoint_slot", "committed", "committed_checkpoint", "evals_slot",
-    "is_run_name", "latest_checkpoint", "latest_reward_model", "latest_sft", "metrics_key",
-    "pairs_slot", "place_named", "recorded_config", "refuse_other_content", "reward_model_slot",
-    "rollouts_slot",
-    "round_name", "round_of", "rounds_in", "runs_under", "sft_slot", "shard_key",
-    "with_ancestors",
+    "LATEST_OF_PAIRS", "LOCK_KEY", "Run", "RunRef", "base_slot", "batches_slot", "check_run_id",
+    "checkpoint_at", "checkpoint_named", "checkpoint_slot", "committed", "committed_checkpoint",
+    "evals_slot", "is_run_name", "latest_checkpoint", "latest_preference", "latest_reward_model",
+    "latest_sft", "metrics_key", "pairs_slot", "place_named", "preference_slot", "recorded_config",
+    "refuse_other_content", "reward_model_slot", "rollouts_slot", "round_name", "round_of",
+    "rounds_in", "runs_under", "sft_slot", "shard_key", "with_ancestors",
 ]  # fmt: skip
 
 LOCK_KEY = ".lock"
@@ -287,6 +287,16 @@ def latest_sft(run: Run) -> SlotRef | None:
 
 def latest_reward_model(run: Run) -> SlotRef | None:
     return _latest(run, map(reward_model_slot, _steps(run, "reward_model")))
+
+
+def latest_preference(run: Run) -> SlotRef | None:
+    return _latest(run, map(preference_slot, _steps(run, "preference")))
+
+
+# By the section of the configuration that says what learns from preference pairs.
+LATEST_OF_PAIRS: Mapping[str, Callable[[Run], SlotRef | None]] = {
+    "reward_model": latest_reward_model, "preference": latest_preference,
+}  # fmt: skip
 
 
 def checkpoint_named(

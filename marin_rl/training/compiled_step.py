@@ -2,7 +2,7 @@
 
 A program has the layout of devices and knows what a state looks like. It holds no parameters and
 knows no run. `CompiledStep` is a policy's; runs of a process whose shapes and settings are the same
-share one. That of a reward model is in preference.py.
+share one. That of a reward model is in bradley_terry.py.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from marin_rl.config import RewardModelConfig, SFTConfig, TrainingConfig
+from marin_rl.config import PairTrainingConfig, SFTConfig, TrainingConfig
 
 Schedule = Callable[[ArrayLike], Array]
 
@@ -38,13 +38,13 @@ def policy_adamw(training: TrainingConfig) -> AdamW:
     return _adamw(training, training, training.schedule_steps)
 
 
-def sft_adamw(settings: SFTConfig | RewardModelConfig, training: TrainingConfig) -> AdamW:
-    """The optimizer of the warm start, or of a reward model; moments decay as in training."""
+def sft_adamw(settings: SFTConfig | PairTrainingConfig, training: TrainingConfig) -> AdamW:
+    """The optimizer of a phase of segments; moments decay as in training."""
     return _adamw(settings, training, settings.steps)
 
 
 def _adamw(
-    settings: TrainingConfig | SFTConfig | RewardModelConfig,
+    settings: TrainingConfig | SFTConfig | PairTrainingConfig,
     training: TrainingConfig,
     decay_steps: int | None,
 ) -> AdamW:

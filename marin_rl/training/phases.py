@@ -2,7 +2,8 @@
 
 All phases take their steps in one loop over a `DeviceBackend` (`Phase._steps`), from the state of
 one committed checkpoint to the next: reinforcement learning by rounds (loop.py), the warm start
-(sft.py) and a reward model (reward_model.py) by segments of steps. The batches of a segment depend
+(sft.py), a reward model (reward_model.py) and a policy that learns from pairs (preference.py) by
+segments of steps. The batches of a segment depend
 only on the run's seed and the step, so a killed and resumed run ends in the same bits as any other.
 """
 
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.config import Config, RewardModelConfig, SFTConfig
+from marin_rl.config import Config, PairTrainingConfig, SFTConfig
 from marin_rl.progress import ProgressEvent, Stage, publish
 from marin_rl.storage.runs import Run, committed
 from marin_rl.tokenizers import TokenizerIdentity
@@ -94,7 +95,7 @@ class SegmentedPhase(Phase, ABC):
         tokenizer: PreTrainedTokenizerBase,
         program: Program,
         loss: Loss,
-        settings: SFTConfig | RewardModelConfig,
+        settings: SFTConfig | PairTrainingConfig,
     ) -> None:
         super().__init__(run, tokenizer, program)
         self._loss, self._settings = loss, settings

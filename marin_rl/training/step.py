@@ -32,6 +32,7 @@ from marin_rl.training.logprobs import TokenScores, token_logprobs
 from marin_rl.training.losses import weighted_sum
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.optimizer import Schedule, guarded_update
+from marin_rl.training.pair_losses import PairCounts, Pairs, counts_of, preference_loss
 from marin_rl.training.step_loss import critic_losses, row_weights, step_losses
 from marin_rl.training.step_metrics import Metrics, TokenMeasures, step_metrics, token_measures
 from marin_rl.training.step_types import (
@@ -146,6 +147,7 @@ def accumulate(
         # With an adapter, the reference is another adapter on the same base.
         ref_params = combine(computing(reference.parameters, settings.compute_dtype), frozen)
     balance = settings.load_balance_coefficient
+    pairs = counts_of(arrays)
     # The critic's loss is a mean over the step's tokens, whatever the policy's aggregation is.
     tokens = jnp.sum(arrays.mask) if trained.critic is not None or balance else None
 
@@ -157,8 +159,7 @@ def accumulate(
         if ref_params is not None:
             ref_logprobs = jax.lax.stop_gradient(score(ref_params, None, rows)[0]).logprobs
         outputs = ForwardOutputs(scores, ref_logprobs, values)
-        losses, regularisers = step_losses(settings, outputs, coefficient, rows)
-        total = weighted_sum(weights, losses + regularisers)
+        total = _policy_loss(settings, outputs, coefficient, rows, weights, pairs)
         if values is not None and tokens is not None:
             total += jnp.sum(critic_losses(settings, values, rows)) / jnp.maximum(tokens, 1)
         if scores.loads is not None and balance and tokens is not None:
@@ -189,6 +190,21 @@ def accumulate(
     # The number of iterations is an array: microbatches without rows cost nothing, and no number
     # recompiles.
     return jax.lax.fori_loop(0, microbatches.size, body, (total, kept))
+
+
+def _policy_loss(
+    settings: StepSettings,
+    outputs: ForwardOutputs,
+    coefficient: Array | None,
+    rows: StepArrays,
+    weights: Array,
+    pairs: PairCounts,
+) -> Array:
+    """The policy's loss of a microbatch, the sum of its tokens or of its pairs."""
+    if settings.preference is not None:
+        return preference_loss(settings.preference, Pairs.of(outputs.scores.logprobs, rows), pairs)
+    losses, regularisers = step_losses(settings, outputs, coefficient, rows)
+    return weighted_sum(weights, losses + regularisers)
 
 
 def sum_ranges(parts: Sequence[Tree]) -> Tree:

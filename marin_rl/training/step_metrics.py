@@ -19,6 +19,7 @@ from marin_rl.metrics import LARGEST
 from marin_rl.models.experts import load_metrics
 from marin_rl.training.critic import value_metrics
 from marin_rl.training.losses import binary_kl, kl_estimate, log_ratios, on_mask, weighted_sum
+from marin_rl.training.pair_losses import Pairs, preference_metrics
 from marin_rl.training.segments import segment_sums, sequence_shares, trained_sequences
 from marin_rl.training.step_loss import (
     accepted_tokens,
@@ -57,6 +58,9 @@ def step_metrics(
     settings: StepSettings, outputs: ForwardOutputs, coefficient: Array | None, arrays: StepArrays
 ) -> Metrics:
     """Return the loss and the metrics of a step, over all its rows at once."""
+    if settings.preference is not None:
+        pairs = Pairs.of(*jax.tree.map(in_rows, (outputs.scores.logprobs, arrays)))
+        return preference_metrics(settings.preference, pairs) | _loads(outputs)
     loss, surrogate = step_loss(settings, outputs, coefficient, arrays)
     rows = jax.tree.map(in_rows, arrays)
     scores, references, values = outputs
@@ -84,9 +88,13 @@ def step_metrics(
     if values is not None:
         critic, old_values, returns = critic_targets(settings, rows)
         metrics |= value_metrics(critic, values, old_values, returns, rows.mask)
-    if scores.loads is not None:
-        metrics |= load_metrics(jax.tree.map(lambda each: jnp.sum(each, axis=0), scores.loads))
-    return metrics
+    return metrics | _loads(outputs)
+
+
+def _loads(outputs: ForwardOutputs) -> Metrics:
+    if (loads := outputs.scores.loads) is None:
+        return {}
+    return dict(load_metrics(jax.tree.map(lambda each: jnp.sum(each, axis=0), loads)))
 
 
 def token_measures(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from marin_rl.config import CriticConfig, ObjectiveConfig
+from marin_rl.config import CriticConfig, ObjectiveConfig, PreferenceLossConfig
 from marin_rl.training.logprobs import ALONE, Packing, TokenScores
 from marin_rl.training.model import Parameters
 from marin_rl.training.segments import rollout_shares
@@ -125,9 +125,11 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """Settings of a run's step. `objective` None is supervised: the mean negative log-likelihood.
+    """Settings of a run's step.
 
-    `length_norm` is the constant of sequence_mean_token_sum_norm, in tokens.
+    With `preference` its rows are pairs (see pair_losses.py). Else `objective` None is supervised:
+    the mean negative log-likelihood. `length_norm` is the constant of sequence_mean_token_sum_norm,
+    in tokens.
     """
 
     objective: ObjectiveConfig | None
@@ -137,6 +139,7 @@ class StepSettings:
     compute_dtype: str = "float32"
     critic: CriticConfig | None = None
     load_balance_coefficient: float = 0.0
+    preference: PreferenceLossConfig | None = None
 
 
 def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:

@@ -20,6 +20,7 @@ from marin_rl.inference.adapters import BankSizes
 from marin_rl.inference.warm_up import trace_engine
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.training.adapters import Modules, warm_start_config
+from marin_rl.training.bradley_terry import RewardProgram
 from marin_rl.training.compiled_step import (
     CompiledStep,
     Program,
@@ -30,7 +31,7 @@ from marin_rl.training.compiled_step import (
 from marin_rl.training.logprobs import LENGTH_STEP, sequence_scores
 from marin_rl.training.model import parameter_structs, with_parameters
 from marin_rl.training.optimizer import policy_adamw, sft_adamw
-from marin_rl.training.preference import PreferenceProgram
+from marin_rl.training.preference import preference_step
 from marin_rl.training.step import RowsPass, combine, trainable_of
 from marin_rl.training.step_types import (
     PairArrays,
@@ -75,20 +76,37 @@ def trace_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> in
     """Trace the step of a reward model, and return the number of programs. Raises as above."""
 
     def trace() -> None:
-        policy = config.policy
-        if policy.lora is not None and policy.lora.init_from is not None:
-            # Its folder may be gone where a run is continued, and no dtype depends on its ranks.
-            lora = policy.lora.model_copy(update={"init_from": None, "rank": policy.lora.rank or 1})
-            policy = policy.model_copy(update={"lora": lora})
-        changed = config.model_copy(update={"policy": policy})
+        changed = _without_folder(config)
+        policy = changed.policy
         adamw = sft_adamw(config.sft, config.training)  # its numbers change no shape
-        program = PreferenceProgram(changed, tokenizer, adamw)
+        program = RewardProgram(changed, tokenizer, adamw)
         size = 1, program.layout.whole_rows(2, together=2), policy.context_length
         ids = jax.ShapeDtypeStruct(size, jnp.int32)
         pairs = PairArrays(ids, ids, jax.ShapeDtypeStruct((*size[:2], 1), jnp.float32))
         _Shapes(changed, program, supervised_settings(changed)).trace_step(pairs, None)
 
     return _traced(config, [("the step of the reward model", trace)])
+
+
+def trace_preference(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Trace what a policy learns from pairs by, and return the number of programs. Raises alike."""
+    changed, settings = _without_folder(config), preference_step(config)
+    adamw = sft_adamw(config.sft, config.training)
+    shapes = _PolicyShapes(changed, compiled_step_of(changed, tokenizer, adamw, settings))
+    programs = [
+        ("the step on pairs", shapes.trace_policy_step),
+        ("the pass of log-probabilities", partial(shapes.trace_pass, shapes.program.score)),
+    ]
+    return _traced(config, programs)
+
+
+def _without_folder(config: Config) -> Config:
+    """Settings without the folder of an adapter, which may be gone where a run is continued."""
+    lora = config.policy.lora
+    if lora is None or lora.init_from is None:
+        return config
+    lora = lora.model_copy(update={"init_from": None, "rank": lora.rank or 1})  # changes no dtype
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"lora": lora})})
 
 
 def _traced(config: Config, programs: Iterable[tuple[str, Callable[[], Any]]]) -> int:

@@ -40,6 +40,7 @@ def characters() -> Callable[..., PairTokenizer]:
     def make(context_length: int = 64) -> PairTokenizer:
         return PairTokenizer(
             tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
+            section="reward_model",
             tokenizer_digest=names.tokenizer_digest,
             chat_template_digest=names.chat_template_digest,
             vocab_size=len(tokenizer),

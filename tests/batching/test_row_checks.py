@@ -153,6 +153,7 @@ def test_a_prompt_that_is_rendered_as_another_is_refused(template, messages, wor
 def test_pairs_end_where_sampled_answers_end(ends, last) -> None:
     tokenizer = chat_tokenizer(CHATML)
     pairs = PairTokenizer(
+        section="reward_model",
         tokenizer=tokenizer,
         tokenizer_digest="t",
         chat_template_digest="c",

@@ -66,6 +66,10 @@ GOOD = {"prompt": "p", "chosen": "a", "rejected": "b"}
         ({"messages": [{"role": "user", "content": "x"}]}, "line 2: .*exactly one of the fields"),
         ({"rejected": "a"}, "line 2: .*chosen and rejected hold the same answer"),
         ({"chosen_token_ids": [1], **TOKENS}, "line 2: .*all together, or none"),
+        (
+            {"chosen_token_ids": [1], "rejected_token_ids": [2], "chosen_loss_mask": [], **TOKENS},
+            "line 2: .*chosen_loss_mask a number for each token id, 1, found 0",
+        ),
         ({"id": "x"}, "line 2, field id: 'x' is there twice"),
         (
             {"prompt": None, "messages": [{"role": "robot", "content": "x"}]},
@@ -105,3 +109,88 @@ def test_a_run_keeps_its_pairs_and_refuses_others(tmp_path):
     assert commit_pairs(run, [sampled_pair()], decided="f" * 64, extra={}).reused
     with pytest.raises(CommitConflict):
         commit_pairs(run, [sampled_pair()], decided="e" * 64, extra={})
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn."""
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def answer(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+PUBLISHED = {
+    "TRL, explicit": {"prompt": said("2+2"), "chosen": answer("4"), "rejected": answer("5")},
+    "TRL, with a text": {"prompt": "2+2", "chosen": answer("4"), "rejected": answer("5")},
+    "messages with texts": {"prompt": said("2+2"), "chosen": "4", "rejected": "5"},
+    "TRL, implicit": {"chosen": said("2+2", "4"), "rejected": said("2+2", "5")},
+    "UltraFeedback": {
+        "prompt": "2+2", "prompt_id": "f0e3", "messages": said("2+2", "4"),
+        "chosen": said("2+2", "4"), "rejected": said("2+2", "5"),
+        "score_chosen": 8.5, "score_rejected": 3.0,
+    },
+    "NeMo": {
+        "context": said("2+2"),
+        "completions": [
+            {"rank": 1, "completion": answer("5")}, {"rank": 0, "completion": answer("4")},
+        ],
+    },
+    "HH-RLHF": {
+        "chosen": "\n\nHuman: 2+2\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2\n\nAssistant: 5",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_are_read_as_others_publish_them(tmp_path, name):
+    (pair,) = read_pairs(file_of(tmp_path, PUBLISHED[name])).pairs
+    assert pair.messages == (Message(role="user", content="2+2"),)
+    assert (pair.chosen, pair.rejected) == ("4", "5")
+    scores = (8.5, 3.0) if name == "UltraFeedback" else (None, None)
+    assert (pair.chosen_reward, pair.rejected_reward) == scores
+
+
+def test_a_dialogue_keeps_all_of_its_turns_and_equal_answers_are_refused(tmp_path):
+    turns = said("hi", "hello", "2+2")
+    row = {"chosen": [*turns, *answer("4")], "rejected": [*turns, *answer("5")]}
+    (pair,) = read_pairs(file_of(tmp_path, row)).pairs
+    assert [message.content for message in pair.messages] == ["hi", "hello", "2+2"]
+    with pytest.raises(InputError, match=r"line 1: .*hold the same answer"):
+        read_pairs(file_of(tmp_path, row | {"rejected": row["chosen"]}))
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {"chosen": said("a", "b", "c", "d"), "rejected": said("a", "x", "y", "z")},
+            r"line 1: field chosen: expected one message of the assistant.*\['assistant', 'user'",
+        ),
+        ({"chosen": [], "rejected": []}, "line 1: field chosen: expected one message"),
+        (
+            {"context": said("a"), "completions": [{"rank": 0, "completion": answer("x")}] * 2},
+            "line 1: field completions: expected two of different rank",
+        ),
+        (
+            {"chosen": "x\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+            "line 1: expected a dialogue that begins with Human, found 'x'",
+        ),
+        (
+            {"prompt": "a", "chosen": [{"role": "assistant", "content": "b", "tool_calls": []}],
+             "rejected": answer("c")},
+            "line 1: field chosen: expected role and content in a message, found .*tool_calls",
+        ),
+    ],
+)  # fmt: skip
+def test_a_published_row_that_is_no_pair_is_named(tmp_path, row, told):
+    with pytest.raises(InputError, match=told):
+        read_pairs(file_of(tmp_path, row))
+
+
+def test_rows_of_two_kinds_in_one_file_are_refused(tmp_path):
+    rows = PUBLISHED["TRL, explicit"], PUBLISHED["UltraFeedback"]
+    told = "line 2: expected a row of the kind 'pair', as .*line 1, found 'conversations'"
+    with pytest.raises(InputError, match=told):
+        read_pairs(file_of(tmp_path, *rows))

@@ -1,198 +1,204 @@
-"""The Bradley-Terry loss by hand, its gradient, and rewards that do not know their neighbours."""
+"""A policy that learns from pairs: exact starts, the same bits again, adapters, refused pairs."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from pathlib import Path
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from support.batches import VOCAB, tiny_policy
 
-from marin_rl.batching.pairs import PairBatch, padded
-from marin_rl.config import MeshConfig, TrainingConfig
-from marin_rl.training.critic import ScalarHead, ScalarModel
-from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
-from marin_rl.training.model import build_model, digest_of, matrix_mask, named_parameters
-from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
-from marin_rl.training.preference import (
-    SequenceScorer,
-    make_preference_passes,
-    pair_arrays,
-    preference_losses,
-    preference_totals,
-)
-from marin_rl.training.state import fresh_state
-from marin_rl.training.step import make_update, trainable_of
-from marin_rl.training.step_types import TrainState
+from marin_rl.config import Config
+from marin_rl.errors import CommitConflict, ConfigError, InputError
+from marin_rl.progress import listening
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.runs import Run, committed, latest_preference, pairs_slot
+from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
+from marin_rl.storage.upkeep.fsck import check_run
+from marin_rl.training.loop import Trainer
+from marin_rl.training.preference import PreferenceTraining
+from marin_rl.training.state import identity_of
+from marin_rl.types import Message, PreferencePair, SlotRef
 
-# r_chosen - r_rejected - margin, and what -log sigmoid of it is, to ten digits.
-KNOWN = ((0.0, 0.6931471806), (1.0, 0.3132616875), (-2.0, 2.1269280110), (40.0, 0.0))
+SETTINGS = (
+    "policy.model.layers=1", "preference.steps=20", "preference.steps_per_checkpoint=10",
+    "preference.pairs_per_step=8", "preference.microbatch_pairs=4",
+    "preference.learning_rate=0.003",
+)  # fmt: skip
+ANSWERS = ("ok", "yes it is", "fine")
+PAIRS = 40
 
-
-POLICY = tiny_policy(layers=1)
+Settings = Callable[..., Config]
 
 
-def scalar_model(std: float = 1.0) -> ScalarModel:
-    """The same model every time, but for the weights of its head."""
-    model = build_model(POLICY, VOCAB, 0)
-    head = ScalarHead.init(model.spec.width, jax.random.PRNGKey(1), std=std)
-    return eqx.tree_at(lambda m: m.head, ScalarModel.of(model), head)
+def answers(count: int = PAIRS) -> list[PreferencePair]:
+    """Any of three answers is better than `no`."""
+    return [
+        PreferencePair(
+            id=f"{number}",
+            messages=(Message(role="user", content=f"say {number}"),),
+            chosen=ANSWERS[number % 3],
+            rejected="no",
+        )
+        for number in range(count)
+    ]
 
 
-def random_pairs(count: int, length: int = 12, seed: int = 0) -> PairBatch:
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(3, length + 1, 2 * count)
-    rows = [rng.integers(7, VOCAB, size).astype(np.int32) for size in sizes]
-    token_ids, inside = padded(rows, len(rows), length)
-    margins = rng.uniform(0, 1, count).astype(np.float32)
-    return PairBatch(token_ids=token_ids, inside=inside, margins=margins)
+@pytest.fixture
+def begun(debug: Settings, tmp_path: Path) -> Callable[..., Run]:
+    write_pairs(tmp_path / "pairs.jsonl", answers())
+
+    def begin(*overrides: str) -> Run:
+        pairs = f"preference.pairs={tmp_path / 'pairs.jsonl'}"
+        return Run.create_or_open(debug(*SETTINGS, pairs, *overrides))
+
+    return begin
 
 
-def test_the_loss_is_what_the_formula_says():
-    for difference, expected in KNOWN:
-        for margin in (0.0, 0.5):
-            chosen = jnp.asarray([difference + margin + 3.0])
-            found = preference_losses(chosen, jnp.asarray([3.0]), jnp.asarray([margin]))
-            np.testing.assert_allclose(found, [expected], rtol=1e-6, atol=1e-12)
+def played(run: Run, tokenizer, steps: Sequence[int] = (0, 10)) -> list[SlotRef]:
+    """The segments that begin at `steps`, each by a process of its own as far as memory goes."""
+    refs = []
+    for step in steps:
+        training = PreferenceTraining(run, tokenizer)
+        refs.append(training.run_segment(step, training.prepare()))
+    return refs
 
 
-def test_totals_by_hand_where_a_tie_is_wrong():
-    chosen, rejected = np.array([1.0, 0.0, 2.0, 5.0]), np.array([0.0, 2.0, 2.0, 4.5])
-    totals = preference_totals(chosen, rejected, np.array([0, 0, 0, 0.5], np.float32))
-    losses = (KNOWN[1][1], KNOWN[2][1], KNOWN[0][1], KNOWN[0][1])
-    assert totals["loss"] == pytest.approx(np.mean(losses), rel=1e-9)
-    assert totals["accuracy"] == 0.5
-    assert totals["margin"] == pytest.approx((1 - 2 + 0 + 0.5) / 4)
-
-
-def test_the_gradient_raises_what_was_chosen_by_the_chance_of_being_wrong():
-    def loss(chosen, rejected):
-        return jnp.sum(preference_losses(chosen, rejected, jnp.asarray([0.5])))
-
-    at = jnp.asarray([0.2]), jnp.asarray([1.0])
-    by_chosen, by_rejected = jax.grad(loss, argnums=(0, 1))(*at)
-    wrong = 1 / (1 + np.exp(0.2 - 1.0 - 0.5))  # sigmoid(-(difference - margin))
-    np.testing.assert_allclose(by_chosen, [-wrong], rtol=1e-6)
-    np.testing.assert_allclose(by_rejected, [wrong], rtol=1e-6)
+def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(begun, tokenizer, tmp_path):
+    run, events = begun(), []
+    training = PreferenceTraining(run, tokenizer)
+    pairs = training.prepare()
+    with listening(events.append):
+        refs = [training.run_segment(step, pairs) for step in (0, 10)]
+    assert [ref.slot for ref in refs] == ["preference/step-00010", "preference/step-00020"]
+    assert [(event.stage, event.done, event.total) for event in events] == [
+        ("preference", done, 20) for done in (10, 10, 20, 20)
+    ]
+    assert refs[1].summary["preference/held_out_accuracy"] == 1.0
+    assert refs[1].summary["preference/held_out_loss"] < 0.5 < refs[0].summary["preference/loss"]
+    assert refs[1].summary["preference/held_out_margin"] > 0
+    assert latest_preference(run) == refs[1]
+    assert training.run_segment(10, pairs).reused
+    other = begun(f"root={tmp_path / 'other'}")
+    again = played(other, tokenizer)
+    assert [ref.summary for ref in again] == [ref.summary for ref in refs]
+    assert identity_of(other, again[1]) == identity_of(run, refs[1])
+    parents = [parent.slot for parent in manifest_of(run.store, refs[1]).parents]
+    assert parents == ["preference/step-00010", "pairs"]
+    assert not check_run(run.config.root, run.run_id).faults
 
 
 @pytest.mark.bits
-def test_a_reward_is_read_at_the_last_token_in_any_batch():
-    model, policy = scalar_model(), POLICY
-    rng = np.random.default_rng(3)
-    sizes = (1, 5, 32, 33, 40, 2)
-    sequences = [rng.integers(7, VOCAB, size).astype(np.int32) for size in sizes]
-    parameters, scorer = named_parameters(model), SequenceScorer(model, policy)
-    together = scorer.score(parameters, sequences)
-    alone = [scorer.score(parameters, [ids])[0] for ids in sequences]
-    np.testing.assert_array_equal(together, alone)
-    token_ids, inside = padded(sequences, len(sizes), 64)
-    positions = np.where(inside, np.arange(64), 0).astype(np.int32)
-    every = eqx.filter_jit(model)(*map(jnp.asarray, (token_ids, inside.astype(int), positions)))
-    for row, size in enumerate(sizes):
-        np.testing.assert_allclose(together[row], every[row, size - 1], rtol=1e-5, atol=1e-6)
-    assert len({round(float(reward), 4) for reward in together}) == len(sizes)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_step_begins_at_a_difference_of_exactly_nothing(begun, tokenizer, dtype):
+    settings = "preference.steps=1", "preference.steps_per_checkpoint=1"
+    run = begun(*settings, f"policy.compute_dtype={dtype}")
+    (ref,) = played(run, tokenizer, [0])
+    first = {name.removeprefix("preference/"): value for name, value in ref.summary.items()}
+    assert (first["margin"], first["chosen_reward"], first["rejected_reward"]) == (0, 0, 0)
+    np.testing.assert_allclose(first["loss"], np.log(2), rtol=1e-6)
 
 
-def test_no_sequences_have_no_rewards():
-    model = scalar_model()
-    assert SequenceScorer(model, POLICY).score(named_parameters(model), []).shape == (0,)
+def test_pairs_are_committed_with_the_references_log_probabilities(begun, tokenizer):
+    run = begun("preference.steps=2", "preference.steps_per_checkpoint=2")
+    ref = PreferenceTraining(run, tokenizer).prepare()
+    pairs = committed_pairs(run, ref)
+    scored = [pair for pair in pairs if pair.chosen_reference_logprobs is not None]
+    held_out = [pair for pair in pairs if pair.split == "eval"]
+    # 2 steps of 8, and those that are held out.
+    assert len(scored) == 16 + len(held_out)
+    for pair in scored:
+        for mask, logprobs in (
+            (pair.chosen_loss_mask, pair.chosen_reference_logprobs),
+            (pair.rejected_loss_mask, pair.rejected_reference_logprobs),
+        ):
+            assert (logprobs[mask == 0] == 0).all()
+            assert (logprobs[mask == 1] < 0).all()
+    # The trainer's own, of the same policy.
+    trainer = Trainer(run, tokenizer)
+    trainer.load(trainer.init_policy())
+    from marin_rl.training.logprobs import sequence_logprobs
+
+    pair = scored[0]
+    prompt = int(pair.chosen_loss_mask.argmax())
+    ids = pair.chosen_token_ids
+    expected = sequence_logprobs(trainer.model, ids[:prompt], [ids[prompt:]], 1.0)
+    own = pair.chosen_loss_mask[prompt:] > 0
+    np.testing.assert_allclose(
+        pair.chosen_reference_logprobs[prompt:][own], expected[own], rtol=0, atol=2e-5
+    )
 
 
-@cache
-def compiled(layout: Layout) -> tuple[Any, Any, Any]:
-    """One optimizer, passes and update for all tests: what differs is the shape of the arrays."""
-    model = scalar_model()
-    adamw = policy_adamw(TrainingConfig(learning_rate=1e-2, warmup_steps=0))
-    optimizer = make_optimizer(adamw, matrix_mask(model))
-    schedule = learning_rate_schedule(adamw)
-    update = make_update(model, optimizer, schedule, layout)
-    return optimizer, make_preference_passes(model, "float32", layout), update
-
-
-def played(
-    batch: PairBatch, microbatch: int = 4, layout: Layout = SINGLE_DEVICE, steps: int = 1
-) -> tuple[TrainState, list[dict[str, float]]]:
-    """Some steps on the same pairs, in arrays with room for 8; the state and their metrics."""
-    model = scalar_model()
-    optimizer, passes, update = compiled(layout)
-    state = fresh_state(named_parameters(model), optimizer, 0)
-    state = layout.place_state(state, model, optimizer)
-    arrays, used = pair_arrays(batch, microbatch, 8)
-    rows = []
-    for _ in range(steps):
-        with layout.active():
-            placed = layout.place_rows(arrays)
-            gradients, metrics, _ = passes(*trainable_of(state, {}), None, placed, used)
-            state, updated = update(state, gradients, metrics["loss"])
-        rows.append({name: float(value) for name, value in {**metrics, **updated}.items()})
-    return state, rows
-
-
-def rewards(model: ScalarModel, batch: PairBatch) -> np.ndarray:
-    """Of every row, in float64."""
-    rows = [ids[inside] for ids, inside in zip(batch.token_ids, batch.inside, strict=True)]
-    return SequenceScorer(model, POLICY).score(named_parameters(model), rows)
+def test_without_a_reference_nothing_is_scored(begun, tokenizer):
+    run = begun(
+        "preference.loss.type=simpo", "preference.loss.beta=2", "preference.loss.target_margin=0.5"
+    )
+    refs = played(run, tokenizer)
+    pairs = committed_pairs(run, committed(run, pairs_slot()))
+    assert all(pair.chosen_reference_logprobs is None for pair in pairs)
+    assert refs[1].summary["preference/held_out_accuracy"] == 1.0
 
 
 @pytest.mark.slow
-def test_a_step_measures_its_pairs_as_the_formulas_do():
-    batch = random_pairs(5)
-    _, (metrics,) = played(batch)
-    found = rewards(scalar_model(), batch)
-    expected = preference_totals(found[0::2], found[1::2], batch.margins)
-    for name, value in expected.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-    assert metrics["updates/skipped"] == 0.0
+@pytest.mark.parametrize("scheme", ["null", "nf4"])
+def test_an_adapter_is_trained_and_its_base_is_the_reference(begun, tokenizer, scheme):
+    lora = "policy.lora.rank=4", f"policy.quantize_base={scheme}"
+    run = begun(*lora, "preference.learning_rate=0.002")
+    refs = played(run, tokenizer)
+    assert refs[1].summary["preference/held_out_accuracy"] == 1.0
+    first = manifest_of(run.store, refs[0])
+    assert [parent.slot for parent in first.parents] == ["base", "pairs"]
+    assert identity_of(run, refs[1]).adapter is not None
+    assert not check_run(run.config.root, run.run_id).faults
 
 
-@pytest.mark.slow
-def test_cutting_a_step_into_microbatches_changes_nothing():
-    batch = random_pairs(5)
-    whole, (expected,) = played(batch, 8)
-    cut, (found,) = played(batch)
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    for name, array in whole.parameters.items():
-        np.testing.assert_allclose(cut.parameters[name], array, atol=2e-5, err_msg=name)
+def test_another_run_begins_with_what_was_learned(begun, debug, tokenizer):
+    run = begun()
+    ref = played(run, tokenizer)[1]
+    place = f"{run.config.root}/{run.run_id}/{ref.slot}"
+    start = "policy.model.layers=1", "policy.init=checkpoint", f"policy.checkpoint={place}"
+    other = Run.create_or_open(debug(*start, "run_id=other"))
+    first = Trainer(other, tokenizer).init_policy()
+    own = identity_of(other, first).parameters_digest
+    assert own == identity_of(run, ref).parameters_digest
 
 
-def test_steps_bring_pairs_into_order_and_a_head_of_nothing_says_nothing():
-    _, rows = played(random_pairs(8), steps=25)
-    assert rows[-1]["loss"] < 0.1 < rows[0]["loss"]
-    assert rows[-1]["accuracy"] == 1.0
-    assert rows[-1]["margin"] > rows[0]["margin"]
-    assert not rewards(scalar_model(std=0.0), random_pairs(3)).any()
+def test_the_file_may_go_but_not_change(begun, tokenizer, tmp_path):
+    run = begun()
+    pairs = PreferenceTraining(run, tokenizer).prepare()
+    write_pairs(tmp_path / "pairs.jsonl", answers(PAIRS + 1))
+    with pytest.raises(CommitConflict, match="pairs"):
+        PreferenceTraining(run, tokenizer).prepare()
+    (tmp_path / "pairs.jsonl").unlink()
+    assert PreferenceTraining(run, tokenizer).prepare().sha256 == pairs.sha256
 
 
-def test_an_update_that_is_not_finite_is_refused():
-    batch = random_pairs(2)
-    bad = replace(batch, margins=np.array([np.inf, 0], np.float32))
-    before = digest_of(named_parameters(scalar_model()))
-    state, (metrics,) = played(bad)
-    assert metrics["updates/skipped"] == 1.0
-    assert digest_of(state.parameters) == before
-    assert (int(state.step), int(state.refused)) == (0, 1)
+def test_pairs_that_cannot_be_learned_from_are_named_before_anything_is_scored(
+    begun, tokenizer, tmp_path
+):
+    run = begun("run_id=first")
+    made = committed_pairs(run, PreferenceTraining(run, tokenizer).prepare())
+    bare = [replace(pair, split=None) for pair in made]
+
+    def refused(name: str, told: str, **changed) -> None:
+        pairs = [*bare[1:], replace(bare[0], **changed)]
+        write_pairs(tmp_path / "pairs.jsonl", [without_scores(pair) for pair in pairs])
+        training = PreferenceTraining(begun(f"run_id={name}"), tokenizer)
+        with pytest.raises(InputError, match=told):
+            training.prepare()
+
+    without = {"chosen_loss_mask": None, "rejected_loss_mask": None}
+    refused("masks", f"pair {bare[0].id}, field chosen_loss_mask: .*marin-rl pairs", **without)
+    other = bare[0].rejected_token_ids.copy()
+    other[1] = 9
+    refused("prompts", f"pair {bare[0].id}: expected two answers to one", rejected_token_ids=other)
+    mask = np.zeros_like(bare[0].chosen_loss_mask)
+    refused("nothing", "a loss mask with 0 of", chosen_loss_mask=mask)
 
 
-@pytest.mark.parametrize(("data", "rows"), [(1, 6), (2, 6), (3, 6), (4, 8), (5, 10)])
-def test_rows_of_pairs_are_filled_up_to_what_devices_share_out_evenly(data, rows):
-    layout = Layout(Mesh(np.resize(jax.devices(), (data, 1)), ("data", "fsdp")))
-    arrays, used = pair_arrays(random_pairs(5), 3, 5, layout)
-    assert (used, arrays.token_ids.shape[:2]) == (-(-10 // rows), (-(-10 // rows), rows))
-    assert np.count_nonzero(arrays.segment_ids[..., 0]) == 10
+def without_scores(pair: PreferencePair) -> PreferencePair:
+    return replace(pair, chosen_reference_logprobs=None, rejected_reference_logprobs=None)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two devices")
-@pytest.mark.parametrize("axis", ["data", "fsdp"])
-def test_a_mesh_gives_the_same_parameters(axis):
-    batch = random_pairs(5)
-    single, (expected,) = played(batch)
-    spread, (found,) = played(batch, layout=layout_of(MeshConfig(**{axis: 2})))
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    for name, array in single.parameters.items():
-        np.testing.assert_allclose(spread.parameters[name], array, atol=2e-5, err_msg=name)
+def test_a_run_without_the_section_says_so(debug, tokenizer):
+    with pytest.raises(ConfigError, match=r"no section preference: .*preference\.pairs"):
+        PreferenceTraining(Run.create_or_open(debug()), tokenizer)

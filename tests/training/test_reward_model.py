@@ -30,9 +30,9 @@ from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.adapters import is_adapters
+from marin_rl.training.bradley_terry import LearnedReward
 from marin_rl.training.loop import Trainer
 from marin_rl.training.policy_source import read_trained
-from marin_rl.training.preference import LearnedReward
 from marin_rl.training.reward_model import RewardModelTraining
 from marin_rl.training.sft import WarmStart
 from marin_rl.training.state import identity_of, template_of

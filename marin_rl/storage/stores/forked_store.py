@@ -13,7 +13,8 @@ from marin_rl.storage.layout import round_of
 from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome
 
 PLAYED = ("intakes", "rollouts", "batches", "evals", "metrics")
-BEFORE = ("sft", "base", "pairs", "reward_model")  # what there is before the first round
+# What there is before the first round.
+BEFORE = ("sft", "base", "pairs", "reward_model", "preference")
 KINDS = (*PLAYED, *BEFORE, "checkpoints")
 
 

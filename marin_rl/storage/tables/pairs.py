@@ -1,15 +1,16 @@
 """Preference pairs as files: what people give, checked row by row, and a run's own committed copy.
 
-A file is JSONL or Parquet. Everything in it is checked before any of it is used; an error names the
-row and the field. A run keeps what it trains on in the slot `pairs`, tokens included, so that it
-goes on when the file is gone, and so that a changed file is noticed.
+A file is JSONL or Parquet, of our rows or of others' (pair_formats.py). Everything in it is checked
+before any of it is used; an error names the row and the field. A run keeps what it trains on in the
+slot `pairs`, tokens included, so that it goes on when the file is gone, and so that a changed file
+is noticed.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import pyarrow as pa
@@ -20,13 +21,14 @@ from marin_rl.errors import InputError
 from marin_rl.finite import REWARD_MAX
 from marin_rl.storage.commits import commit_slot, manifest_of, new_attempt
 from marin_rl.storage.runs import Run, pairs_slot
+from marin_rl.storage.tables.pair_formats import row_of_ours
 from marin_rl.storage.tables.parquet import TableWriter, open_part, put_part
 from marin_rl.storage.tables.structs import Struct
 from marin_rl.types import PreferencePair, Role, SlotRef, Split
 from schemas import Malformed
 from schemas.migrations import PAIRS as LADDER
 from schemas.strict_json import parse_json
-from schemas.tables import PAIRS
+from schemas.tables import LEARNED, PAIRS
 
 _PAIR = Struct(PreferencePair, PAIRS)
 
@@ -42,19 +44,30 @@ class PairFile:
     sha256: str
 
 
-def read_pairs(path: str | Path) -> PairFile:
-    """Pairs of a JSONL or Parquet file. Raises InputError naming the row and the field."""
+def read_pairs(path: str | Path, key: str = "reward_model.pairs") -> PairFile:
+    """Pairs of a JSONL or Parquet file, which the configuration names as `key`.
+
+    Raises InputError naming the row and the field.
+    """
     file = Path(path)
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise InputError(f"reward_model.pairs: cannot read {file}: {error}") from None
+        raise InputError(f"{key}: cannot read {file}: {error}") from None
     rows = _parquet_rows(file, data) if file.suffix == ".parquet" else _json_rows(file, data)
     pairs: list[PreferencePair] = []
     places: list[str] = []
     seen: set[str] = set()
+    kinds: dict[str, str] = {}
     for where, raw in rows:
-        pair = _pair(raw, where)
+        pair, kind = _pair(raw, where)
+        kinds.setdefault(kind, where)
+        if len(kinds) > 1:
+            (first, at), (other, _) = kinds.items()
+            raise InputError(
+                f"{where}: expected a row of the kind {first!r}, as {at}, found {other!r}: give a "
+                "file for each kind of rows"
+            )
         if pair.id in seen:
             raise InputError(f"{where}, field id: {pair.id!r} is there twice")
         seen.add(pair.id)
@@ -84,9 +97,16 @@ def encode_pairs(pairs: Sequence[PreferencePair], stamp: Mapping[str, str] | Non
 
 
 def commit_pairs(
-    run: Run, pairs: Sequence[PreferencePair], *, decided: str, extra: Mapping[str, Any]
+    run: Run,
+    pairs: Sequence[PreferencePair],
+    *,
+    decided: str,
+    extra: Mapping[str, Any],
+    parents: Sequence[SlotRef] = (),
 ) -> SlotRef:
     """Commit the pairs that a run trains on under the fingerprint `decided`; `extra` is kept.
+
+    `parents` are what their reference's log-probabilities are of.
 
     Raises CommitConflict when the run has others.
     """
@@ -99,6 +119,7 @@ def commit_pairs(
         slot,
         attempt=attempt,
         fingerprint=decided,
+        parents=parents,
         parts=[part],
         totals={"pairs": len(pairs), "held_out": held_out},
         extra=extra,
@@ -140,6 +161,8 @@ class _PairRow(BaseModel):
     rejected_reward: float | None = None
     chosen_token_ids: TokenIds | None = Field(default=None, min_length=1)
     rejected_token_ids: TokenIds | None = Field(default=None, min_length=1)
+    chosen_loss_mask: list[Literal[0, 1]] | None = None
+    rejected_loss_mask: list[Literal[0, 1]] | None = None
     tokenizer_digest: str | None = None
     chat_template_digest: str | None = None
 
@@ -155,14 +178,26 @@ class _PairRow(BaseModel):
                 "expected chosen_token_ids, rejected_token_ids, tokenizer_digest and "
                 "chat_template_digest all together, or none of them"
             )
+        for name in ("chosen", "rejected"):
+            ids, mask = getattr(self, f"{name}_token_ids"), getattr(self, f"{name}_loss_mask")
+            if mask is not None and len(mask) != len(ids or ()):
+                raise ValueError(
+                    f"expected in {name}_loss_mask a number for each token id, {len(ids or ())}, "
+                    f"found {len(mask)}"
+                )
         if self.chosen == self.rejected and tokens[0] == tokens[1]:
             raise ValueError("the fields chosen and rejected hold the same answer")
         return self
 
 
-def _pair(raw: object, where: str) -> PreferencePair:
+def _pair(raw: object, where: str) -> tuple[PreferencePair, str]:
+    """The pair of a row, and the kind of row that it is."""
     try:
-        row = _PairRow.model_validate(raw)
+        kind, ours = row_of_ours(raw) if isinstance(raw, dict) else ("pair", raw)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
+    try:
+        row = _PairRow.model_validate(ours)
     except ValidationError as error:
         # One at a time: a wrong column repeats its error in every row.
         first = error.errors()[0]
@@ -181,7 +216,7 @@ def _pair(raw: object, where: str) -> PreferencePair:
         text = orjson.dumps([tree["messages"], row.chosen, row.rejected, *ids])
         tree["id"] = hashlib.sha256(text).hexdigest()[:16]
     try:
-        return _PAIR.decode(tree)
+        return _PAIR.decode(dict.fromkeys(LEARNED) | tree), kind
     except OverflowError:
         raise InputError(f"{where}: a token id does not fit in 32 bits") from None
 

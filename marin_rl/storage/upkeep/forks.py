@@ -19,6 +19,7 @@ from marin_rl.config import (
 )
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import committed_manifest, read_manifest
+from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_progress import optimizer_round
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, create_record, read_record
 from marin_rl.storage.runs import (
@@ -37,7 +38,9 @@ from schemas.manifests import sha256_of
 from schemas.records import ANCESTORS_MAX
 
 # What checkpoint 0 is made of, and where the fork's parents are looked for: a fork has them too.
-SHARED_KEYS = ("policy", "sft", "reward_model", "seed", "root", "storage_options")
+SHARED_KEYS = (
+    "policy", "sft", "reward_model", "preference", "seed", "root", "storage_options",
+)  # fmt: skip
 
 
 def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()) -> Run:
@@ -248,5 +251,5 @@ def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
     rounds = [a.through_round for a in ancestors_in(record) if a.run_id == run_id]
     # As text, and not resolved: a root may be mounted elsewhere for the run that names it.
     _, owner, kind, slot = place_named(str(policy.get("checkpoint") or ""))
-    starts = owner == run_id and kind in ("checkpoints", "sft")
+    starts = owner == run_id and kind in POLICY_SLOTS
     return Reach(max(rounds, default=-1), f"{kind}/{slot}" if starts else None)

@@ -33,12 +33,14 @@ from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing, RunLocked, StorageError
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
 from marin_rl.storage.fleet import heartbeat_age_s
+from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_progress import RETENTION
 from marin_rl.storage.runs import (
     LOCK_KEY,
     Run,
     checkpoint_slot,
     latest_checkpoint,
+    latest_preference,
     latest_sft,
     rounds_in,
 )
@@ -195,7 +197,7 @@ def rule_of(run: Run, last: int | None = None, every: int | None = None) -> Rete
 
 def _recorded_rule(run: Run) -> dict[str, Any] | None:
     """Rule in the run's own latest checkpoint, or in its warm start's; never an ancestor's."""
-    latest = latest_checkpoint(run) or latest_sft(run)
+    latest = latest_checkpoint(run) or latest_preference(run) or latest_sft(run)
     if latest is None or run.owner_of(latest.slot) != run.run_id:
         return None
     rule = manifest_of(run.store, latest).extra.get(RETENTION)
@@ -285,7 +287,7 @@ def _damaged(inventory: Inventory) -> set[str]:
 
 def _proven(run: Run, slots: set[str]) -> set[str]:
     """Slots, of these uncommitted ones, that another run was made from, so that were committed."""
-    forkable = {slot for slot in slots if slot.partition("/")[0] in ("checkpoints", "sft")}
+    forkable = {slot for slot in slots if slot.partition("/")[0] in POLICY_SLOTS}
     if not forkable:  # spares reading the run.json of every neighbour
         return forkable
     return set(filter(borrowed_from(run).proves, forkable))
@@ -319,7 +321,7 @@ def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig) -> bool:
 
 
 def _checkpoints(inventory: Inventory) -> list[Slot]:
-    return [*inventory.of_kind("checkpoints"), *inventory.of_kind("sft")]
+    return [slot for kind in POLICY_SLOTS for slot in inventory.of_kind(kind)]
 
 
 def _unpinned(

@@ -107,8 +107,8 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
         case "checkpoints" | "sft" | "base":
             # A base is no parent of its own: a manifest cannot name itself.
             return {parent.partition("/")[0] for parent in parents} <= {"sft", base_slot()}
-        case _:  # a reward model and its pairs
-            kinds = ("pairs", "reward_model", "sft", base_slot())
+        case _:  # pairs, and what learns from them
+            kinds = ("pairs", slot.kind, "sft", base_slot())
             return all(parent.partition("/")[0] in kinds for parent in parents)
 
 

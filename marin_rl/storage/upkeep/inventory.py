@@ -38,9 +38,9 @@ from schemas.migrations import METRICS
 MANIFEST = "manifest.json"
 KINDS: Mapping[str, str] = {
     "rollouts": "round", "batches": "round", "checkpoints": "round", "evals": "round",
-    "intakes": "round", "sft": "step", "reward_model": "step",
+    "intakes": "round", "sft": "step", "reward_model": "step", "preference": "step",
 }  # fmt: skip
-PAIRS = "pairs"  # what a reward model learns from: one slot, without a number
+PAIRS = "pairs"  # what is learned from: one slot, without a number
 BASE = "base"  # what an adapter is of: likewise
 PARENT = "a slot was made from it"
 
