@@ -32,7 +32,7 @@ from marin_rl.rollouts.evaluate import HeldOut, answered, evaluation_metrics, ex
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_records import RUN_KEY, seed_from
-from marin_rl.storage.runs import Run, checkpoint_at, checkpoint_named
+from marin_rl.storage.runs import Run, checkpoint_named, policy_at
 from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.trust import Consent, check_named, settings_of
@@ -218,7 +218,7 @@ def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
             raise ConfigError(f"--round {target.round}: {text} names a checkpoint already")
         return checkpoint_named(text, POLICY_SLOTS, "what is evaluated", {})
     run = target.open_run()
-    return run, checkpoint_at(run, target.round)
+    return run, policy_at(run, target.round)
 
 
 def _of_folder(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:

@@ -23,12 +23,11 @@ from marin_rl.serving.text.detokenizer import Detokenizer, TextDecoding
 from marin_rl.serving.text.templates import conversation_of
 from marin_rl.serving.weights.checkpoint_loader import (
     Loaded,
-    read_checkpoint,
     read_folder,
     read_slot,
 )
 from marin_rl.storage.layout import POLICY_SLOTS
-from marin_rl.storage.runs import Run, checkpoint_named
+from marin_rl.storage.runs import Run, checkpoint_named, policy_at
 from marin_rl.tokenizers import encoder_of, tokenizer_for
 from marin_rl.trust import Consent, trusted_config
 from marin_rl.types import Sampling
@@ -216,7 +215,7 @@ def _opened(
         return _of_folder(source, changes)
     consent = Consent(overrides=tuple(changes), trust=trust)
     config = trusted_config(run, consent, ("inference.engine",), ("policy",))
-    loaded = read_checkpoint(run, round) if ref is None else read_slot(run, ref)
+    loaded = read_slot(run, ref or policy_at(run, round))
     return loaded, tokenizer_for(config.policy), config
 
 

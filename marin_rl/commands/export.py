@@ -150,7 +150,10 @@ def _export_weights(
             export_gguf(model, tokenizer, path, gguf_type)
             facts |= {"round": loaded.round, "parameters": loaded.parameters_digest}
             facts |= {"type": gguf_type}
-    what = f"{'adapter of ' if option == '--peft' else ''}checkpoint {facts['round']}"
+    from marin_rl.storage.runs import policy_at
+
+    of = policy_at(run, round).slot if facts["round"] is None else f"checkpoint {facts['round']}"
+    what = f"{'adapter of ' if option == '--peft' else ''}{of}"
     line = f"{path}: {what}, parameters {facts['parameters']}"
     print_result(facts, line, as_json=as_json)
 

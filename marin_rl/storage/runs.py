@@ -61,9 +61,9 @@ __all__ = [
     "LATEST_OF_PAIRS", "LOCK_KEY", "Run", "RunRef", "base_slot", "batches_slot", "check_run_id",
     "checkpoint_at", "checkpoint_named", "checkpoint_slot", "committed", "committed_checkpoint",
     "evals_slot", "is_run_name", "latest_checkpoint", "latest_preference", "latest_reward_model",
-    "latest_sft", "metrics_key", "pairs_slot", "place_named", "preference_slot", "recorded_config",
-    "refuse_other_content", "reward_model_slot", "rollouts_slot", "round_name", "round_of",
-    "rounds_in", "runs_under", "sft_slot", "shard_key", "with_ancestors",
+    "latest_sft", "metrics_key", "pairs_slot", "place_named", "policy_at", "preference_slot",
+    "recorded_config", "refuse_other_content", "reward_model_slot", "rollouts_slot", "round_name",
+    "round_of", "rounds_in", "runs_under", "sft_slot", "shard_key", "with_ancestors",
 ]  # fmt: skip
 
 LOCK_KEY = ".lock"
@@ -279,6 +279,18 @@ def checkpoint_at(run: Run, round: int | None) -> SlotRef:
             "there are"
         )
     return ref
+
+
+def policy_at(run: Run, round: int | None) -> SlotRef:
+    """As `checkpoint_at`, but the latest of a run without rounds is what pairs or examples taught.
+
+    Raises ObjectMissing.
+    """
+    if round is None and latest_checkpoint(run) is None:
+        learned = latest_preference(run) or latest_sft(run)
+        if learned is not None:
+            return learned
+    return checkpoint_at(run, round)
 
 
 def latest_sft(run: Run) -> SlotRef | None:

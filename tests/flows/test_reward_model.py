@@ -1,4 +1,4 @@
-"""The flow reward-model: killed and resumed to the same bits, and a judge that teaches a policy."""
+"""Flows over pairs: killed and resumed to the same bits, and a judge that teaches a policy."""
 
 import random
 from pathlib import Path
@@ -14,19 +14,19 @@ from marin_rl.analysis.status import metric_rows
 from marin_rl.config import Config, parse_config
 from marin_rl.rollouts.rewards import pairs_of_run
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.runs import Run, committed, reward_model_slot
+from marin_rl.storage.runs import Run, committed, preference_slot, reward_model_slot
 from marin_rl.storage.tables.pairs import write_pairs
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.types import Message, PreferencePair
 
 PROGRAM = """
 import json, sys
-from flows.reward_model import start
+from flows.{section} import start
 from marin_rl.config import parse_config
 start(parse_config(json.loads(sys.argv[1])))
 """
 
-STEPS = ("reward_model.steps=30", "reward_model.steps_per_checkpoint=10")
+SLOTS = {"reward_model": reward_model_slot, "preference": preference_slot}
 
 
 def said(root: Path) -> Path:
@@ -44,10 +44,10 @@ def said(root: Path) -> Path:
     return root / "pairs.jsonl"
 
 
-def judged(config: Config) -> list[tuple[str, object]]:
+def learned(config: Config, section: str) -> list[tuple[str, object]]:
     """The parameters and the numbers of every segment."""
     run = Run.create_or_open(config)
-    refs = [committed(run, reward_model_slot(step)) for step in (10, 20, 30)]
+    refs = [committed(run, SLOTS[section](step)) for step in (10, 20, 30)]
     assert all(refs)
     return [(manifest_of(run.store, ref).extra["parameters_digest"], ref.summary) for ref in refs]
 
@@ -58,17 +58,22 @@ def _compiled_quickly() -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_its_second_segment_it_ends_in_the_same_bits(api: str, tmp_path: Path) -> None:
-    pairs = f"reward_model.pairs={said(tmp_path)}"
-    whole = debug(tmp_path / "whole", "policy.init=random", pairs, *STEPS)
-    killed = debug(tmp_path / "killed", "policy.init=random", pairs, *STEPS)
-    flows.reward_model.start(whole)
+@pytest.mark.parametrize("section", SLOTS)
+def test_killed_in_its_second_segment_it_ends_in_the_same_bits(
+    api: str, tmp_path: Path, section: str
+) -> None:
+    pairs = f"{section}.pairs={said(tmp_path)}"
+    steps = f"{section}.steps=30", f"{section}.steps_per_checkpoint=10"
+    whole = debug(tmp_path / "whole", "policy.init=random", pairs, *steps)
+    killed = debug(tmp_path / "killed", "policy.init=random", pairs, *steps)
+    program = PROGRAM.format(section=section)
+    finish(spawn_program(program, whole, api))
     folder = tmp_path / "killed" / killed.run_id
-    process = spawn_program(PROGRAM, killed, api)
-    first = folder / reward_model_slot(10) / "manifest.json"
+    process = spawn_program(program, killed, api)
+    first = folder / SLOTS[section](10) / "manifest.json"
     kill_when(process, first.exists, random.Random(printed_seed()).uniform(0, 0.2))
-    finish(spawn_program(PROGRAM, killed, api))
-    assert judged(killed) == judged(whole)
+    finish(spawn_program(program, killed, api))
+    assert learned(killed, section) == learned(whole, section)
 
 
 TASK = {

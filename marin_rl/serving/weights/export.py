@@ -13,8 +13,8 @@ from marin_rl.errors import ConfigError, InputError, StalePolicy, StoreUnavailab
 from marin_rl.lora import Adapter, merged, read_peft, write_peft
 from marin_rl.models.families import check_peft_names
 from marin_rl.models.module import LanguageModel
-from marin_rl.serving.weights.checkpoint_loader import Loaded, read_checkpoint, read_folder
-from marin_rl.storage.runs import Run, checkpoint_at, round_of
+from marin_rl.serving.weights.checkpoint_loader import Loaded, read_folder, read_slot
+from marin_rl.storage.runs import Run, policy_at, round_of
 from marin_rl.storage.stores.local import check_way
 from marin_rl.tokenizers import load_tokenizer, tokenizer_for
 from marin_rl.training.adapters import merged_model
@@ -92,16 +92,16 @@ def read_merged(
 ) -> tuple[Loaded, LanguageModel, PreTrainedTokenizerBase]:
     """Read a committed checkpoint, its adapter merged, and its tokenizer.
 
-    Raises as `read_checkpoint` does.
+    Raises as `read_slot` does.
     """
-    loaded = read_checkpoint(run, round)
+    loaded = read_slot(run, policy_at(run, round))
     return loaded, merged_model(loaded.model), tokenizer_for(run.config.policy)
 
 
 def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
     """Write a committed checkpoint as a Hugging Face folder, and read it back to be sure.
 
-    The folder has model.safetensors, config.json and the tokenizer. Raises as `read_checkpoint`
+    The folder has model.safetensors, config.json and the tokenizer. Raises as `read_slot`
     does; InputError where the folder has something in it, StalePolicy where it reads back as other
     parameters.
     """
@@ -115,9 +115,12 @@ def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedAdapter:
-    """The adapter of a checkpoint in a PEFT folder: its round, its digest and the policy's."""
+    """The adapter of a checkpoint in a PEFT folder: its digest and the policy's.
 
-    round: int
+    `round` is None where pairs or examples taught it.
+    """
+
+    round: int | None
     adapter_digest: str
     parameters_digest: str
 
@@ -129,7 +132,7 @@ def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
     family that PEFT names otherwise or a folder that exists, StalePolicy where it reads back as
     another adapter.
     """
-    ref = checkpoint_at(run, round)
+    ref = policy_at(run, round)
     identity = identity_of(run, ref)
     if identity.adapter is None or identity.adapter_digest is None:
         raise InputError(
@@ -149,7 +152,7 @@ def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
     if not same or again.modules != identity.adapter.modules:
         raise StalePolicy(f"{folder} reads back as another adapter: delete it, and export again")
     return ExportedAdapter(
-        round=round_of(ref.slot.rpartition("/")[2]) or 0,
+        round=round_of(ref.slot.rpartition("/")[2]),
         adapter_digest=identity.adapter_digest,
         parameters_digest=identity.parameters_digest,
     )
