@@ -97,11 +97,13 @@ def prepare(folder: Path) -> None:
     demo["inference"] = {"engine": {"slots": 16, "chunk_steps": 12, "prefill_rows": 8}}
     game = FEW | {"rounds": 1, "sft": {"steps": 2, "steps_per_checkpoint": 2}}
     reward = {"policy": {"model": MODEL}, "reward_model": {"pairs_per_step": 4}}
+    preference = {"policy": {"model": MODEL}, "preference": {"pairs_per_step": 4}}
     page = "docs/data-and-rewards.md"
     write = {
         "configs/demo.yaml": smaller("demo.yaml", **demo),
         "configs/game.yaml": smaller("game.yaml", **game),
         "configs/reward_model.yaml": smaller("reward_model.yaml", **reward),
+        "configs/preference.yaml": smaller("preference.yaml", **preference),
         "configs/debug.yaml": smaller("debug.yaml"),
         "data-and-rewards/my.yaml": first("docs/data-and-rewards.md", "environment:\n  name: chat")
         + DEBUG,

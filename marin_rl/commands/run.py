@@ -149,10 +149,8 @@ def preference(
     config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
     slot = _learn_from_pairs("preference", config, as_json=as_json)
     if not as_json:
-        try_next(
-            f"evaluate {shlex.quote(slot)}",
-            f"export {config.run_id} --hf FOLDER --checkpoint {slot}{root_option(config)}",
-        )
+        print_info(f"start from it: --set policy.init=checkpoint --set policy.checkpoint={slot}")
+        try_next(f"export {config.run_id} --hf FOLDER{root_option(config)}")
 
 
 def _learn_from_pairs(flow: str, config: Config, *, as_json: bool) -> str:
