@@ -28,7 +28,9 @@ WITHOUT_RUN = {
 }  # fmt: skip
 # They begin runs: --run-id is the name of the new one.
 NAMED = {"env try", "env check", "serve-trajectories", "poll-trajectories"}  # by a configuration
-BEGINNERS = {"run", "sft", "reward-model", "fork", "doctor", "config show", "config validate"}
+BEGINNERS = {
+    "run", "sft", "reward-model", "preference", "fork", "doctor", "config show", "config validate",
+}  # fmt: skip
 
 
 def options(name: str) -> dict[str, Any]:

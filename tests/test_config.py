@@ -92,11 +92,12 @@ def test_an_unknown_recipe_is_answered_with_the_known_ones(tmp_path):
         assert all(recipe.name in str(refused.value) for recipe in RECIPES)
 
 
-def test_a_reward_model_needs_no_room_for_completions():
+@pytest.mark.parametrize("section", ["reward_model", "preference"])
+def test_what_learns_from_pairs_needs_no_room_for_completions(section):
     tree = {"policy": {"context_length": 32}, "sampling": {"max_tokens": 32}}
     with pytest.raises(ConfigError, match="leaves no room for a prompt"):
         parse_config(tree)
-    parse_config({**tree, "reward_model": {"pairs": "pairs.jsonl"}})
+    parse_config({**tree, section: {"pairs": "pairs.jsonl"}})
 
 
 def test_a_recipe_lies_beneath_its_file_and_above_it_when_it_is_an_override(tmp_path):
@@ -414,8 +415,8 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
     whole_sections = {key.rpartition(".")[0] for key in free} | {"mesh", "trackers", "flow"}
     null = (
         "asynchrony",
-        "sft.environment.", "training.critic", "reward_model", "environment.reward_model",
-        "training.load_balance_coefficient", "distillation", "sft.train_on",
+        "sft.environment.", "training.critic", "reward_model", "preference", "distillation",
+        "environment.reward_model", "training.load_balance_coefficient", "sft.train_on",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets",
         "environment.long_prompts", "environment.turns_max", "environment.tokens_max",

@@ -57,7 +57,7 @@ def check_quantised_base(config: RunSections) -> None:
 
 def check_lengths(config: RunSections) -> None:
     """Refuse lengths that the context does not hold, and lists where one is expected."""
-    sampled = config.reward_model is None  # nothing is sampled to train a reward model
+    sampled = config.reward_model is None and config.preference is None
     if sampled and config.sampling.max_tokens >= config.policy.context_length:
         raise ValueError(
             f"sampling.max_tokens ({config.sampling.max_tokens}) leaves no room for a prompt in "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from marin_rl.batching.pairs import PairTokenizer, pairs_of_step
-from marin_rl.config import Config, PairTrainingConfig, fingerprint_fields
+from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.rewards import given_pairs
 from marin_rl.storage.commits import find_commit, fingerprint, parent_of
@@ -34,7 +34,7 @@ class PairPhase(SegmentedPhase):
     section: ClassVar[PairSection]
     program_version: ClassVar[int]
     measured: ClassVar[Sequence[str]]  # metrics of pairs, which are reported as section/NAME
-    _settings: PairTrainingConfig
+    _settings: Any  # of the section
 
     def prepare(self) -> SlotRef:
         """Commit the run's pairs, tokens and split included, or return them if they are there.
@@ -73,7 +73,7 @@ class PairPhase(SegmentedPhase):
         return commit_pairs(run, pairs, decided=decided, extra=extra, parents=above)
 
     def _pairs_content(self) -> tuple[Mapping[str, Any], Sequence[SlotRef]]:
-        """What else decides the committed pairs: settings, and slots they are made from."""
+        """Further content of the committed pairs: settings, and slots they are made from."""
         return {}, ()
 
     def _prepared(self, pairs: Sequence[PreferencePair]) -> Sequence[PreferencePair]:

@@ -105,7 +105,7 @@ class PreferenceTraining(PairPhase):
             self._publish(len(scored), len(pairs), {})
         return [scored.get(pair.id, pair) for pair in pairs]
 
-    def _first_uses(self, pairs: Sequence[PreferencePair]) -> Iterator[list[PreferencePair]]:
+    def _first_uses(self, pairs: Sequence[PreferencePair]) -> Iterator[Sequence[PreferencePair]]:
         """The pairs of each step until all are taken once, then those that are held out."""
         training = [pair for pair in pairs if pair.split != "eval"]
         per_step = self._settings.pairs_per_step

@@ -19,11 +19,11 @@ from marin_rl.models.module import LanguageModel
 from marin_rl.rollouts.teaching import teacher_checkpoint
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.training.bradley_terry import by_length
 from marin_rl.training.hf_folders import load_hf
 from marin_rl.training.logprobs import sequence_scores
 from marin_rl.training.model import digest_of, named_parameters, with_parameters
 from marin_rl.training.policy_source import read_policy
-from marin_rl.training.bradley_terry import by_length
 from marin_rl.training.state import check_restored, template_of
 
 

@@ -49,6 +49,10 @@ def rows_of(data: dict[str, Any]) -> tuple[np.ndarray, StepArrays]:
     )
 
 
+def loss_settings(**keys: Any) -> PreferenceLossConfig:
+    return PreferenceLossConfig.model_validate(keys)
+
+
 def loss_of(case: dict[str, Any]) -> tuple[PreferenceLossConfig, float]:
     """Our settings for a case of TRL's, and the factor of our loss in its."""
     args, kind, scale, sft = case["args"], case["name"].partition("/")[0], 1.0, 0.0
@@ -56,7 +60,7 @@ def loss_of(case: dict[str, Any]) -> tuple[PreferenceLossConfig, float]:
     mean = name == "sigmoid_norm"
     if isinstance(name, list):  # a weighted sum of the two
         name, (scale, sft) = "sigmoid", args["loss_weights"]
-    settings = PreferenceLossConfig(
+    settings = loss_settings(
         type="sigmoid" if mean else name,
         beta=args["beta"],
         normalise="mean" if mean else "type",
@@ -89,7 +93,7 @@ def test_values_gradients_and_metrics_are_those_of_trl(case: dict[str, Any]) -> 
 def test_a_policy_that_is_its_reference_has_no_difference_at_all(kind: str) -> None:
     logprobs, rows = rows_of(GOLDEN["data"]["far"])
     pairs = Pairs.of(jnp.asarray(logprobs), rows._replace(policy_logprobs=logprobs))
-    found = preference_metrics(PreferenceLossConfig(type=kind), pairs)
+    found = preference_metrics(loss_settings(type=kind), pairs)
     assert (found["margin"], found["chosen_reward"], found["accuracy"]) == (0, 0, 0)
     known = {"sigmoid": np.log(2), "robust": np.log(2), "hinge": 1, "ipo": 25.0}
     np.testing.assert_allclose(found["loss"], known.get(kind, 1.0), rtol=1e-6)

@@ -27,7 +27,7 @@ def row_of_ours(raw: Mapping[str, Any]) -> tuple[str, Row]:
     row = {_RENAMED.get(name, name): value for name, value in raw.items()}
     if "context" in row and "completions" in row:
         return "ranked", _ranked(row)
-    answers = row.get("chosen"), row.get("rejected")
+    answers: tuple[Any, Any] = row.get("chosen"), row.get("rejected")
     asked = row.get("prompt") is not None or row.get("messages") is not None
     if all(isinstance(answer, list) for answer in answers):
         return _of_messages(row, *answers)

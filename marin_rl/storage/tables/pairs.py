@@ -26,6 +26,7 @@ from marin_rl.storage.tables.parquet import TableWriter, open_part, put_part
 from marin_rl.storage.tables.structs import Struct
 from marin_rl.types import PreferencePair, Role, SlotRef, Split
 from schemas import Malformed
+from schemas.manifests import Parent
 from schemas.migrations import PAIRS as LADDER
 from schemas.strict_json import parse_json
 from schemas.tables import LEARNED, PAIRS
@@ -102,7 +103,7 @@ def commit_pairs(
     *,
     decided: str,
     extra: Mapping[str, Any],
-    parents: Sequence[SlotRef] = (),
+    parents: Sequence[Parent] = (),
 ) -> SlotRef:
     """Commit the pairs that a run trains on under the fingerprint `decided`; `extra` is kept.
 
