@@ -48,7 +48,7 @@ EARLIER = {"recipe": "rloo", "seed": 0, "rewards": [0.25], "before": 0.1, "after
 # The scripts that write numbers, and so take the folder for them.
 WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.py",
            "overlap.py", "selection.py", "lora.py", "lora_curves.py", "scale.py",
-           "serve_one.py")  # fmt: skip
+           "serve_one.py", "preference.py")  # fmt: skip
 
 
 LATENCY = ("--latency", "0.01")
@@ -87,6 +87,10 @@ MODES = {
         command=("serve_one.py", "--streams", "1,2", "--new-tokens", "4", "--slots", "2",
                  "--context", "128"),
         shows=('"streams": 2, "tokens": 8',),
+    ),
+    "preference": Mode(
+        command=("preference.py", "--pairs", "4", "--words", "2", "--step", "2"),
+        shows=('"side": "ours"', '"loss"'),
     ),
     "engine-peers": Mode(
         command=(*ENGINE, "--peers", "--cores", "1", "--only", "ours,levanter"),
