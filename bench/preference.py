@@ -24,6 +24,10 @@ HERE = Path(__file__).parent
 WORDS = (
     "sea", "deep", "small", "boat", "home", "night", "salt", "old", "rope", "wind", "sand",
 )  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="Hugging Face folder; default: a tiny one")
     parser.add_argument("--pairs", type=int, default=64)
     parser.add_argument("--words", type=int, default=32, help="words of a prompt, and of an answer")
