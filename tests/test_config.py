@@ -93,7 +93,7 @@ def test_an_unknown_recipe_is_answered_with_the_known_ones(tmp_path):
 
 
 @pytest.mark.parametrize("section", ["reward_model", "preference"])
-def test_what_learns_from_pairs_needs_no_room_for_completions(section):
+def test_learning_from_pairs_needs_no_room_for_completions(section):
     tree = {"policy": {"context_length": 32}, "sampling": {"max_tokens": 32}}
     with pytest.raises(ConfigError, match="leaves no room for a prompt"):
         parse_config(tree)
