@@ -14,14 +14,14 @@ from typing import Any
 
 # pyright: reportUnsupportedDunderAll=false
 __all__ = [
-    "LLM", "Completion", "Config", "Engine", "Round", "TrainingRun", "__version__", "run",
-    "scan_batches",
-    "scan_dispositions", "scan_evals", "scan_metrics", "scan_rollouts", "scan_scores", "sql",
+    "LLM", "Completion", "Config", "Engine", "Learned", "Round", "TrainingRun", "__version__",
+    "learn", "run", "scan_batches", "scan_dispositions", "scan_evals", "scan_metrics",
+    "scan_rollouts", "scan_scores", "sql",
 ]  # fmt: skip
 
 _HOMES = {
     "marin_rl.api.sampling": ("LLM", "Completion", "Engine"),
-    "marin_rl.api.training": ("Round", "TrainingRun", "run"),
+    "marin_rl.api.training": ("Learned", "Round", "TrainingRun", "learn", "run"),
     "marin_rl.config": ("Config",),
 }
 

@@ -8,8 +8,10 @@ from marin_rl.analysis import sql as sql
 from marin_rl.api.sampling import LLM as LLM
 from marin_rl.api.sampling import Completion as Completion
 from marin_rl.api.sampling import Engine as Engine
+from marin_rl.api.training import Learned as Learned
 from marin_rl.api.training import Round as Round
 from marin_rl.api.training import TrainingRun as TrainingRun
+from marin_rl.api.training import learn as learn
 from marin_rl.api.training import run as run
 from marin_rl.config import Config as Config
 

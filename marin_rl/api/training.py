@@ -10,12 +10,12 @@ import atexit
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from marin_rl.config import Config, Overrides, as_overrides
 from marin_rl.doctor.start import before_engines
@@ -68,6 +68,36 @@ def run(source: Source, overrides: Overrides = (), *, trust: bool = False) -> "T
     config = config_of(source, overrides, trust=trust)
     complete = before_engines(config, "rl-loop")
     return TrainingRun(config, None if complete is None else lambda *_: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Result of `learn`: the place of the last checkpoint, and its metrics by name."""
+
+    checkpoint: str
+    metrics: Mapping[str, float]
+
+
+def learn(
+    flow: Literal["sft", "reward-model", "preference"],
+    source: Source,
+    overrides: Overrides = (),
+    *,
+    trust: bool = False,
+) -> Learned:
+    """Do what the command `marin-rl FLOW` does, or go on with it, and wait for its end.
+
+    Arguments and errors are those of `run`. Interrupted, it keeps what is committed; the same call
+    goes on from there.
+    """
+    config = config_of(source, overrides, trust=trust)
+    reached = before_engines(config, flow)
+    if reached is None:
+        # A notebook's thread runs an event loop, and the flow needs one of its own.
+        with ThreadPoolExecutor(1, config.run_id) as executor:
+            reached = executor.submit(flow_named(flow), config).result()
+    place = f"{config.root.rstrip('/')}/{config.run_id}/{reached.slot}"
+    return Learned(checkpoint=place, metrics=dict(reached.summary))
 
 
 def config_of(source: Source, overrides: Overrides = (), *, trust: bool = False) -> Config:

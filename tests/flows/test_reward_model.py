@@ -1,5 +1,6 @@
 """Flows over pairs: killed and resumed to the same bits, and a judge that teaches a policy."""
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from support.word_forms import write_prompts
 
 import flows.reward_model
 import flows.rl_loop
+from marin_rl import Learned, learn
 from marin_rl.analysis.status import metric_rows
 from marin_rl.config import Config, parse_config
 from marin_rl.rollouts.rewards import pairs_of_run
@@ -132,3 +134,19 @@ def test_a_judge_of_a_runs_rollouts_teaches_a_policy_what_the_run_was_paid_for(
     assert felt[-1] > felt[0] + 0.2
     assert truth[-1] > truth[0] + 0.1
     assert all(audit.balanced for audit in audit_run(run))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("api")
+def test_a_notebook_learns_from_pairs_within_its_event_loop(tmp_path: Path) -> None:
+    pairs = {"pairs": str(said(tmp_path)), "steps": 20, "steps_per_checkpoint": 10}
+    policy = {"init": "random", "context_length": 32, "model": {"hidden_size": 32, "layers": 1}}
+    source = {"root": str(tmp_path), "run_id": "mine", "policy": policy, "preference": pairs}
+
+    async def cell() -> Learned:
+        return learn("preference", source, {"preference.learning_rate": 3e-3})
+
+    learned = asyncio.run(cell())
+    assert learned.checkpoint == f"{tmp_path}/mine/preference/step-00020"
+    assert learned.metrics["preference/held_out_accuracy"] == 1.0
+    assert asyncio.run(cell()) == learned  # which is there by now
