@@ -29,7 +29,6 @@ ELSEWHERE = {
         "serve-trajectories": "flows/test_atropos.py",
         "run atropos.yaml": "flows/test_atropos.py",
         "poll-trajectories": "flows/test_atropos.py",
-        "run lake.yaml": "integrations/test_gymnasium_package.py",
     },
     "docs/reading-runs.md": {"evaluate https://": "test_evaluation.py"},
     "docs/running-at-scale.md": {

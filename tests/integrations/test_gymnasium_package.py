@@ -7,7 +7,6 @@ import pytest
 import yaml
 from integrations.library_runs import FAILED, configuration, following, played, texts, trained
 from support.libraries import interpreter_with
-from test_doc_stories import first
 
 from marin_rl import run
 from marin_rl.config import load_config
@@ -91,11 +90,28 @@ def test_a_round_is_trained_in_it(tmp_path: Path, python: Path):
     assert not FAILED & set(ends)
 
 
-def test_the_lake_of_the_docs_is_learned(tmp_path: Path, python: Path):
-    page = "docs/other-libraries.md"
-    moves, lake = first(page, "# moves.py", "python"), yaml.safe_load(first(page, "# lake.yaml"))
+RANDOM_GAMES = """import json
+
+import gymnasium
+
+lake = gymnasium.make("FrozenLake-v1", is_slippery=False)
+lake.action_space.seed(0)
+for game in range(300):
+    field, _ = lake.reset(seed=game)
+    messages, done = [], False
+    while not done and len(messages) < 20:
+        action = int(lake.action_space.sample())
+        messages.append({"role": "user", "content": str(field)})
+        messages.append({"role": "assistant", "content": "ldru"[action]})
+        print(json.dumps({"messages": messages}))
+        field, _, done, _, _ = lake.step(action)
+"""
+
+
+def test_a_lake_is_learned_after_random_games(tmp_path: Path, python: Path):
+    lake = yaml.safe_load(Path(__file__).with_name("lake.yaml").read_text())
     with (tmp_path / "moves.jsonl").open("wb") as file:
-        subprocess.run([python, "-c", moves], stdout=file, check=True, timeout=300)
+        subprocess.run([python, "-c", RANDOM_GAMES], stdout=file, check=True, timeout=300)
     lake |= {"root": str(tmp_path / "runs")}
     lake["environment"]["options"]["python"] = str(python)
     lake["sft"]["environment"]["options"]["path"] = str(tmp_path / "moves.jsonl")
