@@ -238,6 +238,41 @@ def test_generation_as_sglang_has_it(asked: Ask) -> None:
     assert asked("GET", "/health")[0] == 200
 
 
+def test_a_prompt_is_scored_for_those_who_ask_a_teacher(asked: Ask) -> None:
+    """As prime-rl asks on vLLM's route and slime on SGLang's: no token is sampled."""
+    truth = full_logprobs(
+        tiny_model(), np.array(PROMPT[:1], np.int32), np.array(PROMPT[1:], np.int32)
+    )
+    parameters = {"max_tokens": 0, "prompt_logprobs": 2, "temperature": 0.5}
+    body = {"model": "policy", "token_ids": PROMPT, "sampling_params": parameters}
+    status, _, answer = asked("POST", GENERATE, body)
+    assert status == 200
+    first, *places = answer["prompt_logprobs"]
+    assert first is None
+    assert [next(iter(place)) for place in places] == [str(token) for token in PROMPT[1:]]
+    own = [place[str(token)]["logprob"] for place, token in zip(places, PROMPT[1:], strict=True)]
+    assert own == pytest.approx(truth.tolist(), abs=1e-4)
+    for place in places:
+        ranked = sorted(place.values(), key=lambda entry: -entry["logprob"])
+        assert [entry["rank"] for entry in ranked[:2]] == [1, 2]
+        assert [entry["rank"] for entry in ranked[2:]] == [None] * (len(place) - 2)
+    assert answer["choices"][0]["token_ids"] == []
+    parameters = {"max_new_tokens": 0, "temperature": 0.5}
+    body = {"input_ids": PROMPT, "sampling_params": parameters, "return_logprob": True}
+    for start in (0, 2):
+        status, _, scored = asked("POST", SGLANG, body | {"logprob_start_len": start})
+        assert (status, scored["output_ids"]) == (200, [])
+        pairs = scored["meta_info"]["input_token_logprobs"]
+        expected = [[lp, token, None] for lp, token in zip([None, *own], PROMPT, strict=True)]
+        assert pairs == expected[start:]
+    for refused in ({}, {"logprob_start_len": -1}):
+        status, _, error = asked("POST", SGLANG, body | refused)
+        assert status == 400
+        assert "max_new_tokens: expected at least 1 without" in error["error"]["message"]
+    nothing = {"model": "policy", "token_ids": PROMPT, "sampling_params": {"max_tokens": 0}}
+    assert asked("POST", GENERATE, nothing)[0] == 400
+
+
 def test_samples_of_sglangs_route_end_as_its_clients_expect(asked: Ask) -> None:
     forced = {"logit_bias": {"4": 100}, "max_new_tokens": 3}
     body = {"text": "ab", "sampling_params": forced}

@@ -16,7 +16,8 @@ from marin_rl.analysis.query import sql
 from marin_rl.analysis.scan import scan_batches
 from marin_rl.analysis.verify import verify_run
 from marin_rl.config import ObjectiveConfig
-from marin_rl.errors import ConfigError
+from marin_rl.doctor.teachers import teacher
+from marin_rl.errors import ConfigError, InputError
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.weights.export import export_hf
 from marin_rl.storage.runs import Run
@@ -158,7 +159,8 @@ def test_a_larger_teacher_with_a_context_is_learned_from_and_every_reader_knows_
     place = f"distillation.checkpoint={tmp_path}/source/checkpoints/round-00000"
     many = "rollouts.groups_per_round=32", "rollouts.group_size=8", "objective.advantage=rloo"
     run = played(tmp_path, 8, place, CONTEXT, *many)
-    kl = sql(tmp_path, run.run_id, "select * from metrics order by round")["distillation/kl"]
+    rows = sql(tmp_path, run.run_id, "select * from metrics order by round")
+    kl = rows["distillation/kl"].to_list()
     # About 1.8 and 1.6 nats a token.
     assert np.mean(kl[-3:]) < 0.95 * np.mean(kl[:2])
     # No group is dropped, though the rewards of many are all 0.
@@ -185,6 +187,10 @@ def test_a_folder_gives_the_scores_of_the_checkpoint_it_was_exported_from(tmp_pa
     other, _ = begun(tmp_path, "run_id=other", f"distillation.folder={folder}")
     exported = local_teacher(other, tokenizer_for(other.config.policy))
     assert exported.identity == own.identity
+    assert teacher(other.config).endswith("50 texts have the same ids")
+    words = "policy.tokenizer=marin_rl/templates/tools/tokenizer"
+    with pytest.raises(InputError, match="2 tokens of the policy have another id in the teacher"):
+        teacher(small_config(tmp_path, *SETTINGS, f"distillation.folder={folder}", words))
     ids = [np.arange(7, 7 + n, dtype=np.int32) for n in (5, 40, 5)]
     for found, expected, first in zip(
         exported.score(ids, [1, 3, 4]), own.score(ids, [1, 3, 4]), (1, 3, 4), strict=True

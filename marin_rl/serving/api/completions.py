@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from marin_rl.inference.client.protocol import (
     CHAT_ROUTE,
     CHAT_TOKENS_ROUTE,
@@ -21,6 +19,7 @@ from marin_rl.inference.client.protocol import (
 )
 from marin_rl.inference.generation import Delta, GenerationResult, PromptScores, Sample
 from marin_rl.serving.api.dialect import (
+    NOTHING,
     TextDialect,
     chat_logprobs,
     event,
@@ -39,10 +38,6 @@ from marin_rl.tool_calls import ParsedAnswer, ToolCallStream, parse_tool_calls
 from marin_rl.types import ToolCall
 
 NEW_TOKENS = 16  # OpenAI's default
-# What a response with max_tokens 0 holds for each sample.
-_NOTHING = Sample(
-    token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="length"
-)
 
 
 @dataclass(slots=True)
@@ -254,7 +249,7 @@ class Completions(TextDialect[CompletionBody]):
         return self._service.detokenizer.of(text_or_ids)
 
     def _samples(self, result: GenerationResult) -> Sequence[Sample]:
-        return result.samples or (_NOTHING,) * self._body.samples
+        return result.samples or (NOTHING,) * self._body.samples
 
     def _choice(self, prompt: int, result: GenerationResult, sample: Sample) -> dict[str, Any]:
         body, echoed = self._body, self._echoed(prompt)
@@ -327,7 +322,7 @@ class Completions(TextDialect[CompletionBody]):
             more: dict[str, Any] = {}
             if self._scored:
                 scores, offsets = results[prompt].prompt_scores, Offsets(self._service.detokenizer)
-                more["logprobs"] = self._logprobs(prompt, scores, _NOTHING, offsets)
+                more["logprobs"] = self._logprobs(prompt, scores, NOTHING, offsets)
             if self._body.return_token_ids:
                 more |= {"prompt_token_ids": self._prompts[prompt], "token_ids": []}
             data += self._event(results[prompt], index, self._echoed(prompt), "length", more)

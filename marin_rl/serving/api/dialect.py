@@ -146,6 +146,12 @@ class TextDialect(Dialect, Generic[B]):
 ScoredToken = tuple[int, float, list[int], list[float]]
 
 
+# What a response with max_tokens 0 holds for each sample.
+NOTHING = Sample(
+    token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="length"
+)
+
+
 def scored_tokens(
     ids: Int32[np.ndarray, " T"],
     logprobs: Float32[np.ndarray, " T"],

@@ -3,7 +3,8 @@
 `POST /inference/v1/generate` is vLLM's, which the `verifiers` library reads: a prompt's ids in,
 each sample's ids and one log-probability per id out, and no text. `POST /generate` is SGLang's, for
 clients of atropos (`server_type: sglang`), slime and AReaL: ids or text in; ids, text and one
-log-probability per id out. Log-probabilities are of the sampling distribution, as everywhere here.
+log-probability per id out. Log-probabilities are of the sampling distribution, as everywhere here;
+those of a prompt, which teachers are asked for, are of the model's own at temperature 1.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,14 @@ from typing import Any
 
 from marin_rl.inference.client.protocol import GENERATE_ROUTE, SGLANG_GENERATE_ROUTE
 from marin_rl.inference.generation import GenerationResult, Sample
-from marin_rl.serving.api.dialect import Dialect, complete_response, dumps, sampled_tokens
+from marin_rl.serving.api.dialect import (
+    NOTHING,
+    Dialect,
+    complete_response,
+    dumps,
+    sampled_tokens,
+    scored_tokens,
+)
 from marin_rl.serving.api.requests import (
     GenerateBody,
     GenerateParameters,
@@ -43,14 +51,22 @@ class IdsToIds(Dialect):
         self._scored = logprobs is not None
         # 0 and 1 ask for the logprob of the sampled token only
         likeliest = logprobs if logprobs is not None and logprobs > 1 else 0
+        self._top = parameters.prompt_logprobs
         self.requests = [
-            parameters.request(self._prompt, limit, top_logprobs=likeliest, adapter=adapter)
+            parameters.request(
+                self._prompt,
+                limit,
+                top_logprobs=max(likeliest, self._top or 0),
+                score_prompt=self._top is not None,
+                adapter=adapter,
+            )
         ]
+        self._likeliest = likeliest
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
         (result,) = results
         choices: list[dict[str, Any]] = []
-        for index, sample in enumerate(result.samples):
+        for index, sample in enumerate(result.samples or [NOTHING] * self.requests[0].n):
             versions = sample.policy_versions
             by_token = [result.weight_version] * len(sample.token_ids)
             if versions is not None:
@@ -58,7 +74,9 @@ class IdsToIds(Dialect):
             choice: dict[str, Any] = {
                 "index": index,
                 "token_ids": sample.token_ids,
-                "logprobs": {"content": _content(sample)} if self._scored else None,
+                "logprobs": {"content": _content(sample, self._likeliest)}
+                if self._scored
+                else None,
                 "finish_reason": sample.finish_reason,
                 "weight_versions": version_spans(by_token),
             }
@@ -66,7 +84,29 @@ class IdsToIds(Dialect):
                 choice["policy_versions"] = versions
             choices.append(choice)
         top = {"request_id": f"generate-{new_id()}", "model": self._service.id_of(result)}
-        return complete_response(top, choices, [self._prompt], results)
+        more = {} if self._top is None else {"prompt_logprobs": self._of_prompt(result)}
+        return complete_response(top, choices, [self._prompt], results, **more)
+
+    def _of_prompt(self, result: GenerationResult) -> list[dict[str, Any] | None]:
+        """As vLLM has it: null, then each token by its id, first, with the likeliest after it."""
+        scores, name = result.prompt_scores, self._service.detokenizer.name
+        assert scores is not None, "the engine was asked for them"
+        top = scores.top_ids, scores.top_logprobs
+        places: list[dict[str, Any] | None] = [None]
+        for token, logprob, ids, logprobs in scored_tokens(self._prompt, scores.logprobs, *top)[1:]:
+            ranks = {other: rank for rank, other in enumerate(ids[: self._top], 1)}
+            likeliest = dict(zip(ranks, logprobs, strict=False))
+            places.append(
+                {
+                    str(each): {
+                        "logprob": value,
+                        "rank": ranks.get(each),
+                        "decoded_token": name(each),
+                    }
+                    for each, value in ({token: logprob} | likeliest).items()
+                }
+            )
+        return places
 
 
 def version_spans(versions: Sequence[int]) -> list[dict[str, Any]]:
@@ -78,14 +118,14 @@ def version_spans(versions: Sequence[int]) -> list[dict[str, Any]]:
     return spans
 
 
-def _content(sample: Sample) -> list[dict[str, Any]]:
+def _content(sample: Sample, likeliest: int) -> list[dict[str, Any]]:
     def scored(token: int, logprob: float) -> dict[str, Any]:
         # vLLM up to 0.31 has `token`, and `token_id` since 0.32
         return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
 
     return [
         scored(token, logprob)
-        | {"top_logprobs": [scored(*other) for other in zip(ids, logprobs, strict=True)]}
+        | {"top_logprobs": [scored(*o) for o in zip(ids[:likeliest], logprobs, strict=False)]}
         for token, logprob, ids, logprobs in sampled_tokens(sample)
     ]
 
@@ -112,11 +152,14 @@ class SGLang(Dialect):
         special = parameters.skip_special_tokens is False
         self._decoding = service.decoding(parameters, special=special)
         self._scored = bool(body.return_logprob)
-        self.requests = [parameters.request(prompt, limit, adapter=adapter)]
+        self._start = (body.logprob_start_len or 0) if body.scores_prompt else len(prompt)
+        more = {"score_prompt": body.scores_prompt, "adapter": adapter}
+        self.requests = [parameters.request(prompt, limit, **more)]
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
         (result,) = results
-        samples = [self._sample(result, sample) for sample in result.samples]
+        sampled = result.samples or [NOTHING] * self.requests[0].n
+        samples = [self._sample(result, sample) for sample in sampled]
         return dumps(samples[0] if len(samples) == 1 else samples)
 
     def _sample(self, result: GenerationResult, sample: Sample) -> dict[str, Any]:
@@ -137,8 +180,17 @@ class SGLang(Dialect):
         if self._scored:
             pairs = zip(sample.logprobs.tolist(), ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-            meta["input_token_logprobs"] = []
+            meta["input_token_logprobs"] = self._of_prompt(result)
         if sample.policy_versions is not None:
             meta["policy_versions"] = sample.policy_versions
         text = self._decoding.text(ids, sample.finish_reason)
         return {"text": text, "output_ids": ids, "meta_info": meta}
+
+    def _of_prompt(self, result: GenerationResult) -> list[list[Any]]:
+        """(logprob, id, null) of the prompt's tokens that are scored; null for the first of all."""
+        scores, prompt = result.prompt_scores, self.requests[0].prompt_ids
+        if scores is None:
+            return []
+        pairs = zip(scores.logprobs[self._start :], prompt[self._start :].tolist(), strict=True)
+        # NaN is null in JSON.
+        return [[float(logprob), token, None] for logprob, token in pairs]

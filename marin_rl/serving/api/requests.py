@@ -315,17 +315,25 @@ class GenerateParameters(SamplingFields):
     """`sampling_params` of /inference/v1/generate, as vLLM names them.
 
     `skip_special_tokens` concerns text, and `routed_experts_prompt_start` concerns experts: the
-    response has neither. verifiers sends `cache_salt` and `priority` here too.
+    response has neither. verifiers sends `cache_salt` and `priority` here too. With
+    `prompt_logprobs` `max_tokens` may be 0: the prompt is scored, and nothing is sampled.
     """
 
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
     skip_special_tokens: bool | None = None
     routed_experts_prompt_start: int | None = Field(default=None, ge=0)
     cache_salt: Label | None = None
     priority: int | None = None
     min_tokens: Literal[0] | None = None
     ignore_eos: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _scores_or_samples(self) -> "GenerateParameters":
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: expected at least 1 without prompt_logprobs, found 0")
+        return self
 
 
 class GenerateBody(Body):
@@ -345,7 +353,7 @@ class SGLangParameters(SamplingFields):
     `sampling_seed` is another name of `seed`.
     """
 
-    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=0)
     min_new_tokens: Literal[0] | None = None
     sampling_seed: Seed | None = None
     skip_special_tokens: bool | None = None
@@ -360,7 +368,11 @@ class SGLangParameters(SamplingFields):
 
 
 class SGLangBody(Body):
-    """POST /generate: one prompt, as token ids or as text; `lora_path` is an adapter's name."""
+    """POST /generate: one prompt, as token ids or as text; `lora_path` is an adapter's name.
+
+    With `return_logprob`, `logprob_start_len` n scores the prompt's tokens from n on (-1: none);
+    then `max_new_tokens` may be 0.
+    """
 
     input_ids: SomeTokens | None = None
     text: PromptText | None = None
@@ -368,7 +380,7 @@ class SGLangBody(Body):
     rid: Annotated[str, Field(max_length=1024)] | None = None
     lora_path: Annotated[str, Field(max_length=1024)] | None = None
     return_logprob: bool | None = None
-    logprob_start_len: Literal[-1] | None = None
+    logprob_start_len: int | None = Field(default=None, ge=-1)
     top_logprobs_num: Literal[0] | None = None
     return_text_in_logprobs: Literal[False] | None = None
     stream: Literal[False] | None = None
@@ -377,7 +389,17 @@ class SGLangBody(Body):
     def _one_prompt(self) -> "SGLangBody":
         if (self.input_ids is None) == (self.text is None):
             raise ValueError("input_ids: give either input_ids or text")
+        sampled = self.sampling_params is None or self.sampling_params.max_new_tokens != 0
+        if not sampled and not self.scores_prompt:
+            raise ValueError(
+                "max_new_tokens: expected at least 1 without return_logprob and logprob_start_len "
+                "from 0 on, found 0"
+            )
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
 
 
 class TokenizeBody(WithTools):

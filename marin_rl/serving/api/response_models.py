@@ -181,6 +181,14 @@ class GeneratedChoice(BaseModel):
     logprobs: GeneratedLogprobs | None
 
 
+class PromptToken(BaseModel):
+    """A token at a place of the prompt; its rank is null beyond the likeliest that were asked."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class Generated(BaseModel):
     """Response of vLLM's generation from ids to ids."""
 
@@ -188,6 +196,7 @@ class Generated(BaseModel):
     model: str
     choices: list[GeneratedChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
     weight_version: int
     parameters_digest: str
 
@@ -210,7 +219,7 @@ class SGLangMeta(BaseModel):
     cached_tokens: int
     weight_version: str
     output_token_logprobs: list[tuple[float, int, None]] | None = None
-    input_token_logprobs: list[tuple[float, int, None]] | None = None
+    input_token_logprobs: list[tuple[float | None, int, None]] | None = None
     policy_versions: list[int] | None = None
 
 
