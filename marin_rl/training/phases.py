@@ -7,6 +7,8 @@ segments of steps. The batches of a segment depend
 only on the run's seed and the step, so a killed and resumed run ends in the same bits as any other.
 """
 
+import gc
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, PairTrainingConfig, SFTConfig
+from marin_rl.machine import give_back_freed_memory
 from marin_rl.progress import ProgressEvent, Stage, publish
 from marin_rl.storage.runs import Run, committed
 from marin_rl.tokenizers import TokenizerIdentity
@@ -27,6 +30,7 @@ from marin_rl.types import SlotRef
 
 PREPARED_MAX = 4  # steps whose batches are made ahead
 STEPS_PER_EVENT = 10
+LONG_STEP_S = 1.0  # steps after which freed memory goes back to the kernel, which takes 0.1 s
 
 Batch = TypeVar("Batch")
 
@@ -51,12 +55,18 @@ class Phase:
         """
         limit = self._run.config.training.nonfinite_updates_max
         for batch, rows in batches:
+            began = time.monotonic()
             # Both are queued before either is awaited: the device does not wait for metrics to be
             # read.
             forward, update = backend.forward_backward(rows, loss), backend.optim_step()
             before, after = forward.result(), update.result()
             metrics = {**before.metrics, **after.metrics}
             check_finite(metrics, after.refused, limit)
+            # Arrays that XLA's threads dropped, a set of parameters and more, are freed by the
+            # next collection, which a loop that makes few objects may not come to for long.
+            gc.collect(0)
+            if time.monotonic() - began >= LONG_STEP_S:
+                give_back_freed_memory()
             yield batch, before, metrics
 
     def _slot(
