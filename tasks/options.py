@@ -137,9 +137,10 @@ class StageRunner:
 
 def _show(stage: StageTask[Any], arguments: Sequence[Any]) -> None:
     """Publish that a stage begins: its own events come with the first units that are done."""
-    (run, *others), name = arguments, _task(stage).name
-    # What learns from pairs is said by the first argument.
-    if (shown := others[0] if name == "fit" else SHOWN.get(name)) is not None:
+    name = _task(stage).name
+    # Of what learns from pairs, the second argument says whether it is a reward model.
+    if (shown := arguments[1] if name == "fit" else SHOWN.get(name)) is not None:
+        run, *others = arguments
         round = None if shown in ("start", *OF_STEPS) else others[0]
         publish(ProgressEvent(run_id=run.run_id, stage=shown, round=round))
 

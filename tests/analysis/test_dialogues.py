@@ -46,7 +46,7 @@ def as_version_1(shard: bytes) -> bytes:
         if field.name in ("queue_s", "prefill_s", "decode_s")
         else field
         for field in ROLLOUTS
-        if field.name not in ("segment_lengths", "start_s")
+        if field.name not in ("segment_lengths", "start_s", "teacher_logprobs")
     )
     columns = [pa.array(turns, old) if n == "turns" else table[n] for n in schema.names]
     stamp = {name: value for name, value in reader.stamp.items() if name != "format"}

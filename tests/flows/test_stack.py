@@ -155,8 +155,8 @@ def test_the_deployments_are_those_that_are_documented() -> None:
     names = {(item["entrypoint"].partition(":")[2], item["name"]) for item in found}
     assert names == {
         ("rl_loop", "prod"), ("rl_loop", "demo"), ("sft", "prod"), ("evaluate_run", "prod"),
-        ("reward_model", "prod"), ("generate_shards", "prod"), ("sample_a_chunk", "prod"),
-        ("evaluate_checkpoint", "prod"),
+        ("reward_model", "prod"), ("preference", "prod"), ("generate_shards", "prod"),
+        ("sample_a_chunk", "prod"), ("evaluate_checkpoint", "prod"),
     }  # fmt: skip
     assert all((REPOSITORY / item["entrypoint"].partition(":")[0]).exists() for item in found)
     many = {item["entrypoint"] for item in found if "concurrency_limit" not in item}

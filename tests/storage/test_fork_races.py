@@ -136,7 +136,7 @@ def play(seed: int) -> str:
         except ObjectMissing as error:
             found = error
     if isinstance(found, Run):
-        needed = {FORKED_FROM, *reference_checkpoints(found.config.objective, FORKED_FROM)}
+        needed = {FORKED_FROM, *reference_checkpoints(found.config, FORKED_FROM)}
         collect(made, KEEP)
         assert all(has_arrays(found, number) for number in needed), f"schedule {seed}"
     left = open_store(root)

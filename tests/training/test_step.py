@@ -99,17 +99,17 @@ def test_splitting_padding_and_order_change_no_gradient(stage, seed, rows):
     batch = random_batch(rows, seed=seed)
     whole, metrics = stage.gradient(batch, ROWS_MAX, 1)  # one microbatch, filled up with padding
     split, of_split = stage.gradient(batch, 2, ROWS_MAX // 2)
-    assert_same(split, whole)
+    assert_same(split, whole, 5e-5)
     order = np.random.default_rng(seed).permutation(rows)
     shuffled = dataclasses.replace(
         batch,
         **{
             field.name: getattr(batch, field.name)[order]
             for field in dataclasses.fields(batch)
-            if field.name != "rollout_ids"
+            if field.name not in ("rollout_ids", "teacher_logprobs")
         },
     )
-    assert_same(stage.gradient(shuffled, 2, ROWS_MAX // 2)[0], whole)
+    assert_same(stage.gradient(shuffled, 2, ROWS_MAX // 2)[0], whole, 5e-5)
     assert of_split == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
@@ -234,7 +234,7 @@ def test_a_longer_bucket_changes_no_gradient(stage):
         **{
             field.name: np.pad(getattr(batch, field.name), ((0, 0), (0, 8)))
             for field in dataclasses.fields(batch)
-            if field.name != "rollout_ids"
+            if field.name not in ("rollout_ids", "teacher_logprobs")
         },
     )
     assert_same(stage.gradient(wider, 2, 4)[0], stage.gradient(batch, 2, 4)[0])
