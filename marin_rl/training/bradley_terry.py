@@ -259,9 +259,12 @@ class SequenceScorer:
 
 
 def by_length(
-    lengths: Sequence[int], longest: int
+    lengths: Sequence[int], longest: int | None = None
 ) -> Iterator[tuple[Int64[np.ndarray, " n"], int, int]]:
-    """Cut sequences into batches of one padded length: their indices, rows, and that length."""
+    """Cut sequences into batches of one padded length: their indices, rows, and that length.
+
+    None is padded to more than `longest`, where it is given.
+    """
     padded_N = np.array([padded_length(each, longest) for each in lengths], np.int64)
     for length in np.unique(padded_N).tolist():
         # By the length only: a program of another number of rows could give other last bits.
@@ -271,10 +274,11 @@ def by_length(
             yield indices[start : start + rows], rows, length
 
 
-def padded_length(tokens: int, longest: int) -> int:
-    """The bucket that a sequence is padded to; never more than the context."""
-    assert tokens <= longest, f"a sequence has {tokens} tokens, the context {longest}"
-    return min(bucket(tokens, BUCKETS), longest)
+def padded_length(tokens: int, longest: int | None = None) -> int:
+    """The bucket that a sequence is padded to; never more than `longest`, such as a context."""
+    length = bucket(tokens, BUCKETS)
+    assert longest is None or tokens <= longest, f"{tokens} tokens, the context has {longest}"
+    return length if longest is None else min(length, longest)
 
 
 class LearnedReward:

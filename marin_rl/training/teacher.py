@@ -42,8 +42,7 @@ class LocalTeacher:
         """Log-probabilities of each sequence's tokens from `first` on."""
         scores: list[Any] = [None] * len(sequences)
         with self._lock:
-            lengths = list(map(len, sequences))
-            for chunk, most, length in by_length(lengths, max(lengths, default=0)):
+            for chunk, most, length in by_length(list(map(len, sequences))):
                 # A power of two that holds the chunk: empty rows cost as much as full ones.
                 rows = min(most, 1 << (len(chunk) - 1).bit_length())
                 ids, inside = padded([sequences[index] for index in chunk], rows, length)

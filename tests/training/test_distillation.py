@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.batches import random_batch
+from support.batches import compilations, random_batch
 from support.models import full_logprobs
 from support.policy_runs import play_round, small_config
 
@@ -175,6 +175,18 @@ def test_a_larger_teacher_with_a_context_is_learned_from_and_every_reader_knows_
     assert "consumed -> filtered (zero_signal)" in less.moved
     with pytest.raises(ConfigError, match=r"distillation\.context"):
         reprocess_round(run, 1, ["distillation.context=null"])
+
+
+def test_shards_of_other_lengths_compile_nothing_more(tmp_path):
+    _, runtime = begun(tmp_path, "distillation.coefficient=1")
+    runtime.init_policy()
+    own = runtime.teacher()
+    assert own is not None
+    own.score([np.arange(7, 7 + 40, dtype=np.int32)], [1])
+    before = compilations()
+    for longest in (41, 44, 48):  # all of them padded to 48
+        own.score([np.arange(7, 7 + longest, dtype=np.int32)], [1])
+    assert compilations() == before
 
 
 def test_a_folder_gives_the_scores_of_the_checkpoint_it_was_exported_from(tmp_path):
