@@ -92,6 +92,12 @@ def test_an_unknown_recipe_is_answered_with_the_known_ones(tmp_path):
         assert all(recipe.name in str(refused.value) for recipe in RECIPES)
 
 
+def test_a_run_has_one_copy_of_pairs_so_one_section_that_learns_from_them():
+    both = {name: {"pairs": "pairs.jsonl"} for name in ("reward_model", "preference")}
+    with pytest.raises(ConfigError, match=r"reward_model and preference .* expected one of them"):
+        parse_config(both)
+
+
 @pytest.mark.parametrize("section", ["reward_model", "preference"])
 def test_learning_from_pairs_needs_no_room_for_completions(section):
     tree = {"policy": {"context_length": 32}, "sampling": {"max_tokens": 32}}

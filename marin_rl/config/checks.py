@@ -55,6 +55,15 @@ def check_quantised_base(config: RunSections) -> None:
         )
 
 
+def check_pairs(config: RunSections) -> None:
+    """Refuse two sections that learn from pairs: a run has one committed copy of them."""
+    if config.reward_model is not None and config.preference is not None:
+        raise ValueError(
+            "reward_model and preference each commit the pairs of their run: expected one of them; "
+            "give the other a run of its own"
+        )
+
+
 def check_lengths(config: RunSections) -> None:
     """Refuse lengths that the context does not hold, and lists where one is expected."""
     sampled = config.reward_model is None and config.preference is None
@@ -394,5 +403,6 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_greedy_baseline,
     check_kl_in_reward,
     check_ratios,
+    check_pairs,
     check_distillation,
 )

@@ -170,6 +170,10 @@ def test_a_dialogue_keeps_all_of_its_turns_and_equal_answers_are_refused(tmp_pat
         ),
         ({"chosen": [], "rejected": []}, "line 1: field chosen: expected one message"),
         (
+            {"prompt": 3, "chosen": answer("b"), "rejected": answer("c")},
+            "line 1: field prompt: expected a text or messages, found 3",
+        ),
+        (
             {"context": said("a"), "completions": [{"rank": 0, "completion": answer("x")}] * 2},
             "line 1: field completions: expected two of different rank",
         ),

@@ -45,6 +45,8 @@ def _of_messages(row: Row, chosen: Sequence[Any], rejected: Sequence[Any]) -> tu
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list | None):
+        raise ValueError(f"field prompt: expected a text or messages, found {prompt!r:.80}")
     if prompt is None and len(chosen) == len(rejected) == 1:
         prompt = row.get("messages")
     repeated = prompt is None or all(each[: len(prompt)] == prompt for each in (chosen, rejected))
