@@ -29,7 +29,7 @@ async def reward_model(
 async def learn(run: RunRef, section: PairSection) -> SlotRef:
     """The checkpoint after all steps of a section, from the last one that is committed."""
     config = open_run(run).config
-    steps = getattr(config, section).steps
+    steps = config.pair_training(section).steps
     if config.policy.init == "sft":
         await warm_start(run)
     stages = StageRunner(config.flow)

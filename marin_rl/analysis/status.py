@@ -98,9 +98,8 @@ class RunStatus:
 
     The rows have the 95 % interval of `eval/accuracy` as `eval/accuracy/low` and `…/high`.
     `fleet` are the servers that announce themselves, as their last heartbeats say.
-    `trained` counts rounds, of `planned`; `reward_model` and `preference` are
-    None where the run learns from no pairs, and
-    `warm_start` where it has none, or rounds already.
+    `trained` counts rounds, of `planned`; `reward_model` and `preference` are None where the run
+    learns from no pairs, and `warm_start` where it has none, or rounds already.
     """
 
     run_id: str

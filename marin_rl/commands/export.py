@@ -135,6 +135,7 @@ def _export_weights(
     facts: dict[str, object] = {"file" if option == "--gguf" else "folder": str(path)}
     with phase("exporting"):
         from marin_rl.serving.weights.export import export_hf, export_peft, read_merged
+        from marin_rl.storage.runs import policy_at
 
         if option == "--peft":
             adapter = export_peft(run, round, path)
@@ -150,8 +151,6 @@ def _export_weights(
             export_gguf(model, tokenizer, path, gguf_type)
             facts |= {"round": loaded.round, "parameters": loaded.parameters_digest}
             facts |= {"type": gguf_type}
-    from marin_rl.storage.runs import policy_at
-
     of = policy_at(run, round).slot if facts["round"] is None else f"checkpoint {facts['round']}"
     what = f"{'adapter of ' if option == '--peft' else ''}{of}"
     line = f"{path}: {what}, parameters {facts['parameters']}"

@@ -39,11 +39,13 @@ from marin_rl.config.training import (
     BatchingConfig,
     DistillationConfig,
     FiltersConfig,
+    PairTrainingConfig,
     PreferenceConfig,
     RewardModelConfig,
     SFTConfig,
     TrainingConfig,
 )
+from marin_rl.errors import ConfigError
 
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -106,6 +108,16 @@ class RunSections(Section):
     def ahead(self) -> AsynchronyConfig:
         """Settings of sampling ahead, also where the section is null."""
         return self.asynchrony or AsynchronyConfig()
+
+    def pair_training(self, section: str) -> PairTrainingConfig:
+        """The section "reward_model" or "preference". Raises ConfigError without it."""
+        settings = getattr(self, section)
+        if settings is None:
+            raise ConfigError(
+                f"there is no section {section}: add one that names the file of preference pairs "
+                f"({section}.pairs)"
+            )
+        return settings
 
     @property
     def max_staleness(self) -> int:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from marin_rl.batching.selection import check_filter
 from marin_rl.batching.sequences import Demonstration, check_lengths, rendered_lengths
-from marin_rl.config import Config, PairTrainingConfig
+from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, policy_to_begin
 from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import check_demonstrations, environment_of
 from marin_rl.environments.registry import loaded_environment, order_in, parts_of
-from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.errors import ObjectMissing
 from marin_rl.rollouts.data_warnings import data_warnings
 from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.rollouts.pinned import refuse_other_rows
@@ -81,26 +81,14 @@ def group_filter(config: Config) -> str:
     return "every group passes" if chosen is None else check_filter(chosen.score)
 
 
-def pairs_of_reward_model(config: Config) -> str:
-    return _pairs(config, config.reward_model, "reward_model")
-
-
-def pairs_of_preference(config: Config) -> str:
-    return _pairs(config, config.preference, "preference")
-
-
-def _pairs(config: Config, settings: PairTrainingConfig | None, section: PairSection) -> str:
+def pairs(config: Config, section: PairSection) -> str:
     """Check that the preference pairs are well-formed, or that the run has its own copy."""
-    if settings is None:
-        raise ConfigError(
-            f"there is no section {section}: add one that names the file of preference pairs "
-            f"({section}.pairs)"
-        )
-    if not Path(settings.pairs).exists():
+    settings = config.pair_training(section)
+    if not Path(settings.pairs).is_file():  # gone, or a run that may have grown
         with suppress(ObjectMissing):
             run = Run.open(config.root, config.run_id, config.storage_options)
             if committed(run, pairs_slot()) is not None:
-                return f"{settings.pairs} is gone; the run has its own copy"
+                return f"{settings.pairs} is not read; the run has its own copy"
     file = given_pairs(settings.pairs, f"{section}.pairs")
     learned_pairs(config, file)
     return f"{settings.pairs}: {len(file.pairs)} pairs"

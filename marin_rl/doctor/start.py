@@ -4,6 +4,8 @@ Also whether a run is locked, finished, or of another content. The stages that n
 follow at the start of a flow (`engines`).
 """
 
+from functools import partial
+
 from marin_rl.config import Config
 from marin_rl.doctor import data, policy, rewards, system, teachers
 from marin_rl.doctor.stages import (
@@ -46,8 +48,8 @@ FILES = (
     Stage("chat template", policy.chat_template),
     Stage("demonstrations", data.warm_start, ROUNDS - {SFT}),
     Stage("demonstrations of the warm start", data.demonstrations, frozenset({SFT})),
-    Stage("pairs", data.pairs_of_reward_model, frozenset({REWARD_MODEL})),
-    Stage("pairs to learn from", data.pairs_of_preference, frozenset({PREFERENCE})),
+    Stage("pairs", partial(data.pairs, section="reward_model"), frozenset({REWARD_MODEL})),
+    Stage("pairs", partial(data.pairs, section="preference"), frozenset({PREFERENCE})),
     Stage("prompts", policy.prompts, ROUNDS),
     Stage("tools", policy.tools, ROUNDS - {SFT}),
     Stage("canary", policy.canary, ROUNDS - {SFT}),

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from marin_rl.batching.pairs import PairTokenizer, pairs_of_step
-from marin_rl.config import Config, fingerprint_fields
-from marin_rl.errors import ConfigError
+from marin_rl.config import fingerprint_fields
 from marin_rl.rollouts.rewards import given_pairs
 from marin_rl.storage.commits import find_commit, fingerprint, parent_of
-from marin_rl.storage.runs import committed, pairs_slot
+from marin_rl.storage.runs import LATEST_OF_PAIRS, Run, committed, pairs_slot
 from marin_rl.storage.tables.pairs import commit_pairs, committed_pairs
 from marin_rl.tokenizers import trained_ends
+from marin_rl.training.adapters import Modules
 from marin_rl.training.phases import SegmentedPhase, optimizer_content
+from marin_rl.training.policy_source import recorded_modules
 from marin_rl.training.state import sft_result
 from marin_rl.types import PairSection, PreferencePair, SlotRef
 
@@ -135,15 +136,14 @@ class PairPhase(SegmentedPhase):
         }
 
 
-def pair_settings(config: Config, section: PairSection) -> Any:
-    """The settings of a phase of pairs. Raises ConfigError without its section."""
-    settings = getattr(config, section)
-    if settings is None:
-        raise ConfigError(
-            f"run {config.run_id!r} has no section {section}: add one that names the file of pairs "
-            f"({section}.pairs)"
-        )
-    return settings
+def modules_as_begun(run: Run, section: PairSection) -> Modules | None:
+    """Modules of a run's adapter by the last checkpoint; None before there is one.
+
+    An adapter's folder may be gone, or changed, since the run began.
+    """
+    if run.config.policy.lora is None:
+        return None
+    return recorded_modules(run, LATEST_OF_PAIRS[section](run))
 
 
 def held_out(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:

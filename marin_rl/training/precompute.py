@@ -2,10 +2,9 @@
 
 That is the trainer's own log-probabilities, where the objective corrects by them and takes more
 than one update, those of the reference, where KL is a part of the reward, and what advantages are
-made of token by token: the values of a critic, the squared norms of scores, or the log-
-probabilities of a teacher, which the batches have. Leaves out what the
-penalty is (reference_policy.py), what an advantage is (token_advantages.py) and what the
-step does with all of it (step.py).
+made of token by token: the values of a critic, the squared norms of scores, or a teacher's
+log-probabilities, which the batches have. Leaves out what the penalty is (reference_policy.py),
+what an advantage is (token_advantages.py) and what the step does with all of it (step.py).
 
 Axes: M microbatches, R rows of one, T positions.
 """

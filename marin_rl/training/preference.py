@@ -17,32 +17,28 @@ from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import pair_row_tokens, preference_batch, with_reference
-from marin_rl.batching.plan import bucket
-from marin_rl.config import BatchingConfig, Config, PreferenceConfig, fingerprint_fields
+from marin_rl.config import Config, PreferenceConfig, fingerprint_fields
 from marin_rl.metrics import over_steps
-from marin_rl.storage.runs import Run, latest_preference, preference_slot
+from marin_rl.storage.runs import Run, preference_slot
 from marin_rl.training.backend import DeviceBackend, Loss
+from marin_rl.training.bradley_terry import padded_length
 from marin_rl.training.compiled_step import CompiledStep, compiled_step_of, to_fixed_shape
 from marin_rl.training.logprobs import packing_of
 from marin_rl.training.optimizer import sft_adamw
 from marin_rl.training.pair_losses import Pairs, preference_metrics
-from marin_rl.training.pair_phase import PairPhase, held_out, pair_settings
+from marin_rl.training.pair_phase import PairPhase, held_out, modules_as_begun
 from marin_rl.training.phases import optimizer_content
-from marin_rl.training.policy_source import (
-    adapter_before_training,
-    policy_parameters,
-    recorded_modules,
-)
+from marin_rl.training.policy_source import adapter_before_training, policy_parameters
 from marin_rl.training.step_types import Parameters, StepRows, StepSettings, TrainableParams
 from marin_rl.types import PreferencePair, SlotRef
 
-BUCKETS = BatchingConfig()  # the default's
 PACKING = packing_of("shared_prompt")
 
 
 def preference_step(config: Config) -> StepSettings:
     """The settings of a step on pairs."""
-    settings: PreferenceConfig = pair_settings(config, "preference")
+    settings = config.pair_training("preference")
+    assert isinstance(settings, PreferenceConfig), "it is the class of that section"
     return StepSettings(
         objective=None,
         preference=settings.loss,
@@ -66,10 +62,8 @@ class PreferenceTraining(PairPhase):
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError where the run configures no learning from pairs."""
-        config, settings = run.config, pair_settings(run.config, self.section)
-        recorded = None
-        if config.policy.lora is not None:
-            recorded = recorded_modules(run, latest_preference(run))
+        config, settings = run.config, run.config.pair_training(self.section)
+        recorded = modules_as_begun(run, self.section)
         loss = Loss(settings=preference_step(config))
         adamw = sft_adamw(settings, config.training)
         program = compiled_step_of(config, tokenizer, adamw, loss.settings, recorded)
@@ -115,7 +109,7 @@ class PreferenceTraining(PairPhase):
 
     def _rows_of(self, pairs: Sequence[PreferencePair]) -> StepRows:
         settings = self._settings
-        batch = preference_batch(pairs, bucket(max(map(pair_row_tokens, pairs)), BUCKETS))
+        batch = preference_batch(pairs, padded_length(max(map(pair_row_tokens, pairs))))
         shape = settings.microbatch_pairs, settings.pairs_per_step
         return to_fixed_shape(batch, *shape, self._program.layout)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.batching.pairs import longest, pair_batch
 from marin_rl.config import RewardModelConfig
 from marin_rl.metrics import over_steps
-from marin_rl.storage.runs import Run, latest_reward_model, reward_model_slot
+from marin_rl.storage.runs import Run, reward_model_slot
 from marin_rl.training.adapters import HEAD
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.bradley_terry import (
@@ -30,13 +30,9 @@ from marin_rl.training.pair_phase import (
     MEASURED_PAIRS_MAX,
     PairPhase,
     held_out,
-    pair_settings,
+    modules_as_begun,
 )
-from marin_rl.training.policy_source import (
-    adapter_before_training,
-    policy_parameters,
-    recorded_modules,
-)
+from marin_rl.training.policy_source import adapter_before_training, policy_parameters
 from marin_rl.training.step_types import Parameters, StepRows
 
 STD_MIN = 1e-6
@@ -52,12 +48,8 @@ class RewardModelTraining(PairPhase):
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError where the run configures no reward model."""
-        config, settings = run.config, pair_settings(run.config, self.section)
-        recorded = None
-        if config.policy.lora is not None:
-            # By the last checkpoint: an adapter's folder may be gone, or changed, since the run
-            # began.
-            recorded = recorded_modules(run, latest_reward_model(run))
+        config, settings = run.config, run.config.pair_training(self.section)
+        recorded = modules_as_begun(run, self.section)
         adamw = sft_adamw(settings, config.training)
         program = RewardProgram(config, tokenizer, adamw, recorded)
         # Pairs have one loss: what `StepSettings` says besides the dtype is a policy's.

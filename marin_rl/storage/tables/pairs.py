@@ -107,9 +107,8 @@ def commit_pairs(
 ) -> SlotRef:
     """Commit the pairs that a run trains on under the fingerprint `decided`; `extra` is kept.
 
-    `parents` are what their reference's log-probabilities are of.
-
-    Raises CommitConflict when the run has others.
+    `parents` are what their reference's log-probabilities are of. Raises CommitConflict when the
+    run has others.
     """
     attempt, slot = new_attempt(), pairs_slot()
     data = encode_pairs(pairs, {"attempt": attempt})
