@@ -62,13 +62,6 @@ def test_every_recipe_changes_the_objective_of_the_demo_and_nothing_else(recipe)
     assert "arXiv:" in recipe.description
 
 
-def test_there_is_a_recipe_for_every_method_of_the_docs():
-    assert {recipe.name for recipe in RECIPES} == {
-        "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline",
-        "ppo", "lora", "qlora",
-    }  # fmt: skip
-
-
 def test_recipes_are_known_by_name_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = Path("run.yaml")

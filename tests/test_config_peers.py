@@ -90,34 +90,6 @@ def test_no_key_of_another_meaning_is_suggested(key, trap):
     assert f"did you mean retention.{trap}" not in refusal(key, 1)
 
 
-@pytest.mark.parametrize("library", ["TRL", "verl", "prime-rl", "OpenRLHF"])
-def test_the_page_has_the_table_of_errors(library):
-    from marin_rl.config.peers import peers_markdown
-
-    assert f"\n{peers_markdown(library)}\n" in PAGE.read_text(encoding="utf-8")
-
-
-def test_a_folder_for_verl_agrees_with_the_table():
-    """A key that `export --verl` writes is that of our key's row."""
-    from marin_rl.config import Config
-    from marin_rl.config.peers import peer_keys
-    from marin_rl.integrations.verl import verl_fields
-
-    fields, _ = verl_fields(Config(), train_examples=1, one_shot=True)
-    checked = 0
-    for field in fields:
-        rows = [
-            peer
-            for peer in peer_keys()
-            if peer.library == "verl" and f".{field.key}".endswith(f".{peer.key}")
-        ]
-        if rows and field.ours:
-            named = {name for row in rows for name in re.findall(r"`([\w.]+)", row.here)}
-            assert named & set(field.ours), (field.key, named)
-            checked += 1
-    assert checked > 20
-
-
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [

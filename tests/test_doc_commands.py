@@ -198,15 +198,6 @@ def test_python_compiles_and_its_imports_exist(page: str):
         assert missing_imports(block, ELSEWHERE) == []
 
 
-def test_python_that_reads_a_run_runs(demo: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(demo)
-    page = "docs/reading-runs.md"
-    names: dict[str, Any] = {}
-    exec(compile(blocks(page, "python")[0], page, "exec"), names)
-    assert len(names["longest"]) == 5
-    assert names["frame"]["round"].to_list()
-
-
 def known(name: str) -> bool:
     """Return True for a key of the configuration tree, or one below a free-form section."""
     return name in KEYS or name.startswith(FREE_FORM)

@@ -26,9 +26,9 @@ ELSEWHERE = {
     "docs/lora.md": {"run configs/prod-lora.yaml": "test_cli.py"},
     "docs/hugging-face-models.md": {"import --gguf": "test_gguf.py"},
     "docs/other-libraries.md": {
-        "serve-trajectories": "flows/test_atropos.py",
-        "run atropos.yaml": "flows/test_atropos.py",
-        "poll-trajectories": "flows/test_atropos.py",
+        "serve-trajectories": "integrations/test_atropos_push.py",
+        "run atropos.yaml": "integrations/test_atropos_push.py",
+        "poll-trajectories": "integrations/test_atropos_poll.py",
     },
     "docs/reading-runs.md": {"evaluate https://": "test_evaluation.py"},
     "docs/running-at-scale.md": {

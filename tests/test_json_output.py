@@ -88,6 +88,7 @@ def test_an_archive_is_whole_or_exit_code_1_says_that_it_is_not(whole: Run, tmp_
     assert not wrong["whole"]
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_damage_and_differing_runs_end_with_exit_code_1(whole: Run, tmp_path: Path) -> None:
     place = ("--root", str(tmp_path))
     damaged = tmp_path / whole.run_id

@@ -1,15 +1,13 @@
 """Plans multiplied out by hand."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from marin_rl.architecture import UPDATE_BYTES, Rows
 from marin_rl.config import load_config, parse_config
 from marin_rl.errors import InputError
-from marin_rl.planning import Architecture, architecture_of, plan
+from marin_rl.planning import architecture_of, plan
 
 
 def test_a_small_run_multiplies_out():
@@ -92,37 +90,6 @@ def test_a_broken_model_folder_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match=r"config\.json.*expected"):
         architecture_of(config)
-
-
-SIZES = {
-    "0.5B, as Qwen2.5": (151_936, 896, 24, 14, 2, 64, 4864, True),
-    "1.5B, as Qwen2.5": (151_936, 1536, 28, 12, 2, 128, 8960, True),
-    "4B, as Qwen3": (151_936, 2560, 36, 32, 8, 128, 9728, True),
-    "8B, as Llama 3.1": (128_256, 4096, 32, 32, 8, 128, 14_336, False),
-}
-
-
-def test_the_table_of_sizes_in_the_docs_is_computed():
-    """8 rows of 2,048 tokens a microbatch, 64 sequence slots, bfloat16 on a GPU."""
-    names = [field.name for field in dataclasses.fields(Architecture)]
-    rows = []
-    for name, values in SIZES.items():
-        model = Architecture(**dict(zip(names, values, strict=False)))
-        microbatch = Rows(rows=8, length=2048, in_blocks=True)
-        kept, recomputed = (
-            model.activation_bytes(microbatch, 2, recomputed=each) for each in (False, True)
-        )
-        cells = (
-            UPDATE_BYTES * model.parameters,
-            kept,
-            recomputed,
-            model.cache_bytes(64 * 2048, 2),
-            12 * model.parameters,
-        )
-        sizes = " | ".join(f"{cell / 1e9:.1f} GB" for cell in cells)
-        rows.append(f"| {name} | {model.parameters / 1e9:.2f} B | {sizes} |")
-    page = Path(__file__).parent.parent / "docs/hugging-face-models.md"
-    assert "\n".join(rows) in page.read_text(encoding="utf-8"), "\n".join(rows)
 
 
 def test_a_critic_of_its_own_trunk_counts_twice():

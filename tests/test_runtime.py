@@ -20,11 +20,9 @@ from marin_rl.lora import write_peft
 from marin_rl.models.module import LanguageModel
 from marin_rl.rounds import transfer_metrics
 from marin_rl.runtime import RunRuntime
-from marin_rl.serving.launch import proven_server
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.canary import prove
-from marin_rl.serving.weights.checkpoint_loader import Source, read_checkpoint, with_update_root
-from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
+from marin_rl.serving.weights.checkpoint_loader import with_update_root
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.logprobs import token_logprobs
@@ -273,80 +271,3 @@ def test_a_server_whose_engine_ended_is_replaced(tmp_path: Path) -> None:
         assert again.endpoints != first.endpoints
     finally:
         runtime.close()
-
-
-def remote_run(root: Path, server: PolicyServer) -> tuple[Run, RunRuntime]:
-    run = Run.create_or_open(
-        debug(
-            root,
-            f"inference.endpoints=[{server.base_url}]",
-            "inference.publish=update_weights_from_disk",
-        )
-    )
-    return run, RunRuntime(run)
-
-
-class Forgetful(WeightUpdater):
-    """Server that reads and proves new weights, then serves the old ones."""
-
-    first: LanguageModel
-    renames: bool
-
-    def load(
-        self,
-        source: Source,
-        weight_version: int | None = None,
-        *,
-        recompute_kv_cache: bool = False,
-    ) -> Update:
-        """The new id for the old arrays where it `renames`, else nothing at all."""
-        before = self._engine.policy
-        update = super().load(source, weight_version, recompute_kv_cache=recompute_kv_cache)
-        now = self._engine.policy if self.renames else before
-        self._engine.swap(self.first, now.weight_version, now.parameters_digest)
-        return update
-
-
-def forgetful_server(run: Run, *, renames: bool) -> PolicyServer:
-    loaded, tokenizer = read_checkpoint(run, 0), character_tokenizer()
-    server = proven_server(loaded, tokenizer, run.config)
-    updater = Forgetful(
-        server.engine,
-        loaded.model,
-        tokenizer,
-        run.config.inference,
-        jnp.float32,
-        server.telemetry,
-    )
-    updater.first, updater.renames = loaded.model, renames
-    server._service.updater = updater
-    server.start()
-    return server
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["renames", "forgets"])
-def test_a_remote_endpoint_that_did_not_reload_stops_the_loop(tmp_path: Path, kind: str) -> None:
-    origin = small_run(tmp_path / "origin", f"inference.server.update_roots=[{tmp_path}]")
-    first = RunRuntime(origin).init_policy()
-    server = forgetful_server(origin, renames=kind == "renames")
-    run, runtime = remote_run(tmp_path / "runs", server)
-    try:
-        assert runtime.serve(runtime.init_policy()).parameters_digest == (
-            read_checkpoint(origin, 0).parameters_digest
-        )
-        assert first.slot == "checkpoints/round-00000"
-        second = commit(run, 1)
-        with pytest.raises(StalePolicy) as caught:
-            runtime.serve(second)
-    finally:
-        server.stop()
-    message = str(caught.value)
-    expected = read_checkpoint(run, 1).parameters_digest
-    if kind == "renames":
-        check_told(message, run, expected=1, found=0)
-    else:
-        assert f"expected policy@00001-{expected[:8]} (parameters {expected[:16]})" in message
-        first_digest = read_checkpoint(run, 0).parameters_digest
-        assert f"found policy@00000-{first_digest[:8]} at {server.base_url}" in message
-        assert "load the checkpoint there" in message

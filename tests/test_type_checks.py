@@ -1,7 +1,9 @@
 """The library's types and shapes are checked while tests run, those without arrays by less work."""
 
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from beartype.roar import BeartypeCallHintViolation
@@ -10,6 +12,7 @@ from support.run_factories import configuration, policy
 
 from marin_rl.storage.layout import checkpoint_slot
 from marin_rl.storage.runs import Run
+from marin_rl.training.losses import token_weights
 from marin_rl.types import Message
 
 
@@ -28,9 +31,8 @@ def test_a_dataclass_has_its_fields_checked() -> None:
 
 
 def test_shapes_are_compared_between_arguments() -> None:
-    from marin_rl.training.losses import token_weights
-
+    weights = partial(token_weights, aggregation="token_mean", length_norm=1)
     mask, segments = np.ones((2, 4), np.float32), np.ones((2, 4), np.int32)
-    assert np.asarray(token_weights(mask, segments, "token_mean", 1)).shape == (2, 4)
+    assert jax.eval_shape(weights, mask, segments).shape == (2, 4)
     with pytest.raises(TypeCheckError):
-        token_weights(mask, segments[:, :3], "token_mean", 1)
+        jax.eval_shape(weights, mask, segments[:, :3])

@@ -250,39 +250,6 @@ def test_runs_with_an_optimal_token_baseline_pass_and_it_is_checked(
     assert {f"scores/{NORMS}", "scores/advantages"} <= wrong
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "choices",
-    [
-        ("objective.importance_correction=none",),
-        ("objective.importance_correction=truncated",),
-        ("objective.advantage=reinforce", "objective.kl_placement=reward"),
-        ("recipe=recipes/ppo.yaml",),
-    ],
-)
-def test_a_run_of_several_passes_over_several_minibatches_passes(tmp_path: Path, choices) -> None:
-    choices = (*choices, "training.epochs=3")
-    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *SETTINGS, *choices]))
-    play_two_rounds(run, evaluated=True)
-    rows = read_metrics(run).to_pylist()
-    assert [row["updates/steps"] for row in rows] == [9, 18]  # three batches, each three times
-    findings = list(verify_run(run))
-    assert [found.message for found in findings if found.problem] == []
-    checked = checked_in(findings, 1)
-    assert {"scores/ratios", "scores/advantages", "val/num_eos_tokens", "reward", "lr"} <= checked
-    # The last passes leave no scores, so what is an average over all of them is not believed.
-    assert not checked & {"loss", "val/ratio"}
-    in_reward = run.config.objective.kl_placement == "reward"  # that is known before the first
-    for name in ("kl", "objective/kl", "objective/non_score_reward", "objective/rlhf_reward"):
-        assert (name in checked) == in_reward
-    scores = scan_scores(tmp_path, "debug").collect()
-    places = scan_dispositions(tmp_path, "debug").filter(disposition="consumed").collect()
-    assert scores.height == places.height  # those of the first pass alone
-    altered(run, 1, **{"val/num_eos_tokens": 1e6})
-    wrong = [found.metric for found in verify_run(run) if found.problem]
-    assert wrong == ["val/num_eos_tokens"]
-
-
 @pytest.fixture
 def copy(played: Path, tmp_path: Path) -> Run:
     """The same run, to be altered."""

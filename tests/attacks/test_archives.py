@@ -97,16 +97,6 @@ def assert_refused(path: Path, words: str) -> None:
     assert "whole\n" not in told.output
 
 
-@pytest.mark.slow
-def test_an_archive_that_was_made_again_is_whole(entries: Entries, tmp_path: Path) -> None:
-    """The unchanged archive of the other tests passes, so it is their change that is refused."""
-    assert verify_archive(tar_of(tmp_path / "a.tar", entries)).faults == ()
-    assert verify_archive(tar_of(tmp_path / "b.tar", listed(entries))).faults == ()
-    link = tmp_path / "link.tar"
-    link.symlink_to(tmp_path / "a.tar")
-    assert verify_archive(link).faults == ()
-
-
 @pytest.mark.parametrize(
     "name",
     [

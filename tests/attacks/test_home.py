@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from prefect.settings import temporary_settings
 from support.cases import others_slow
-from support.flow_runs import DEBUG
 from support.run_factories import configuration
 
 from marin_rl.storage.own_runs import remembered, try_to_remember
@@ -75,21 +74,3 @@ def test_a_run_that_cannot_be_remembered_is_a_warning(
     try_to_remember(run)
     assert "XDG_STATE_HOME" in caplog.text
     assert remembered(run) is None
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiled_quickly")  # without a home nothing that is compiled is kept
-def test_a_run_is_played_without_a_home(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    done = subprocess.run(
-        [sys.executable, "-m", "marin_rl", "run", DEBUG, "--rounds", "1", "--root", str(root)],
-        env=homeless("/proc", tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "MARIN_RL_COMPILATION_CACHE" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert (root / "debug/metrics/round-00000.parquet").is_file()

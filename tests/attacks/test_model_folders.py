@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.policy_runs import small_run, weights
-from support.servers import asks_well, talk
+from support.servers import talk
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import InputError
@@ -204,22 +204,6 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PolicyServ
 def update(server: PolicyServer, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     status, _, answer = talk(server, "POST", UPDATE, body, KEY)
     return status, answer
-
-
-@pytest.mark.slow
-def test_a_fifo_ends_an_update_and_no_later_one(server: PolicyServer, folder: Path) -> None:
-    hostile = folder.with_name("hostile")
-    hostile.mkdir()
-    for file in folder.iterdir():
-        (hostile / file.name).write_bytes(file.read_bytes())
-    fifo(hostile / "config.json")
-    status, answer = update(server, {"model_path": str(hostile)})
-    assert (status, answer["error"]["code"]) == (400, "weights_refused")
-    assert "config.json: expected a regular file, found a FIFO" in answer["error"]["message"]
-    assert not server.updater.busy
-    status, answer = update(server, {"model_path": str(folder)})
-    assert (status, answer["success"]) == (200, True)
-    assert asks_well(server)
 
 
 def test_weights_come_from_below_the_servers_roots_alone(

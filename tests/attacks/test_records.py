@@ -49,7 +49,7 @@ from schemas.manifests import Manifest, open_sealed_json
 from tasks.process import prune_old
 
 GREW_MB_MAX = 1500  # of a process that has all libraries of reading; a bomb takes 4,000 and more
-QUICK = 12
+QUICK = 6
 SLOW = min(int(os.environ.get("MARIN_RL_FORGERIES") or 10**6), len(FORGERIES))
 FORGED_RECORDS = ("run.json deep", "ancestors numbers", "no config", "run.json a pipe")
 

@@ -283,15 +283,3 @@ def test_a_folder_with_a_hostile_template_is_served_and_ends_by_sigterm(compiled
             assert talk(url, "GET", "/healthz")[0] == 200
             process.send_signal(signal.SIGTERM)
             assert process.wait(STARTS_S) == 0
-
-
-@pytest.mark.slow  # a process of its own imports everything
-def test_a_folder_whose_template_fails_a_probe_is_not_served(tmp_path):
-    tokenizer, policy = character_tokenizer(), small_run(tmp_path).config.policy
-    folder = tmp_path / "model"
-    save_hf(build_model(policy, len(tokenizer), 0), tokenizer, folder)
-    hostile = "{% if messages|length > 1 %}" + ONE_CALL["equality of nested lists"] + "{% endif %}x"
-    (folder / "chat_template.jinja").write_text(hostile, encoding="utf-8")
-    message = "with a system message it exceeds a limit"
-    with pytest.raises(AssertionError, match=message), served(folder):
-        pass

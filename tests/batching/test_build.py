@@ -472,7 +472,7 @@ def _contents(batches: list[TrainingBatch]) -> dict[str, list[list[float]]]:
     return found
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(ROUND, st.integers(0, 2), FILTERS)
 def test_generated_is_consumed_filtered_stale_and_failed(
     drawn: list[list[dict[str, Any]]], staleness: int, filters: dict[str, bool]

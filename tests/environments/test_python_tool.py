@@ -161,20 +161,6 @@ def test_a_round_with_a_tiny_policy_is_scored_and_played_again(config: Config):
     assert (replays.equal, len(replays.episodes)) == (True, 6)
 
 
-@pytest.mark.slow
-def test_a_difference_of_a_program_is_named_when_it_is_played_again(config: Config):
-    def timed(messages: Sequence[Message], member: int) -> str:
-        code = "import time; print(time.time_ns())"
-        return call("python", code=code) if len(messages) == 1 else "done"
-
-    run, _ = record(config, timed)
-    replays = replay_rollouts(run, 0)
-    assert not any(episode.equal for episode in replays.episodes)
-    for episode in replays.episodes:
-        assert [turn.difference is None for turn in episode.turns] == [True, False]
-        assert str(episode.turns[1].difference).startswith("message 1: tool '")
-
-
 def test_a_penalty_is_added_to_the_score():
     environment = made(malformed="penalty", malformed_penalty=0.25)
     episode = environment.episode(environment.example(0, 0, "train"))

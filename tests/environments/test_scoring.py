@@ -371,18 +371,3 @@ def test_a_fork_that_closes_a_pool_leaves_its_parents_workers_alone(tmp_path):
     command = [sys.executable, "-W", "default::ResourceWarning", "-c", FORK_THAT_CLOSES]
     ended = subprocess.run(command, env=environment, capture_output=True, timeout=120)
     assert (ended.returncode, ended.stderr.decode()) == (0, "")
-
-
-@pytest.mark.slow
-def test_reasoning_gym_is_scored_in_a_worker() -> None:
-    """Its countdown scorer evaluates what a model writes: a tower of powers would never end."""
-    config = EnvironmentConfig(
-        name="reasoning_gym", options={"dataset": "countdown"}, reward_timeout_s=6.0
-    )
-    environment = make_environment(config)
-    scorer = Scorer(environment, config)
-    example = environment.example(0, 5, "train")
-    told = rewards(score(scorer, example, example.answer or "", "9**9**9**9"))
-    slow = f"reasoning_gym, example {example.example_id}: took longer than 6 s; {LIMIT}"
-    assert told == [1.0, slow]
-    scorer.close()

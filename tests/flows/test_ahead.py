@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-from concurrent.futures import Future
 from itertools import cycle
 from pathlib import Path
 
@@ -73,22 +72,6 @@ def test_every_round_is_closed_with_the_evaluation_of_its_checkpoint(
     every = again.evaluation.every_rounds
     assert all(rows[r]["eval/accuracy"] is not None for r in range(0, ROUNDS, every))
     assert all(row["timing_s/trainer_idle"] >= 0 for row in rows.values())
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_same_bits(
-    undisturbed: tuple[Outcome, list[str]], tmp_path: Path
-) -> None:
-    config, stop = ahead(tmp_path, 2), Future[None]()
-
-    def listen(event: ProgressEvent) -> None:
-        if event.stage == "round" and not stop.done():
-            stop.set_result(None)
-
-    with listening(listen), pytest.raises(KeyboardInterrupt):
-        start(config, stop)
-    start(config)
-    assert undisturbed[0].same_as(outcome(config)) == []
 
 
 @pytest.mark.slow

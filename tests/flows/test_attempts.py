@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect import flow, get_client, task
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect.client.schemas.objects import TaskRun
+from prefect import flow, task
 from prefect.context import FlowRunContext
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
@@ -29,7 +26,7 @@ from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.tables.rollouts import decode_shard
 from marin_rl.types import SlotRef
 from tasks.generate import generate
-from tasks.options import GROUP, STAGE, StageRunner, as_state, in_thread
+from tasks.options import STAGE, StageRunner, in_thread
 
 FAST = FlowConfig(retries=2, retry_delay_s=0.01, shards_in_flight_max=2)
 
@@ -50,19 +47,6 @@ def run(body: Callable[[], Any]) -> tuple[Any, UUID]:
         return await body(), context.flow_run.id
 
     return asyncio.run(around())
-
-
-def task_runs(flow_run_id: UUID, expected: int) -> list[TaskRun]:
-    """The task runs of a flow run, once the server has written down all of them."""
-    only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-    deadline = time.monotonic() + 120
-    with get_client(sync_client=True) as client:
-        while True:
-            found = client.read_task_runs(flow_run_filter=only)
-            ended = [item for item in found if item.state and item.state.is_final()]
-            if len(ended) >= expected or time.monotonic() > deadline:
-                return sorted(found, key=lambda item: item.name)
-            time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -218,37 +202,6 @@ def test_when_one_of_many_fails_the_others_finish(api: str) -> None:
     with pytest.raises(ConfigError, match="number 0"):
         run(lambda: StageRunner(FAST).each(stage, [(n,) for n in range(4)]))
     assert sorted(finished) == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_the_graph_shows_names_lineage_and_what_was_reused(api: str) -> None:
-    @task(task_run_name="make[{name}]", **STAGE)
-    async def make(name: str, age: str) -> SlotRef:
-        return as_state(ref(name, reused=age == "old"))
-
-    @task(task_run_name="use", **STAGE)
-    async def use(parts: list[SlotRef]) -> SlotRef:
-        return ref("used")
-
-    @task(task_run_name="group", **GROUP)
-    async def group() -> SlotRef:
-        stages = StageRunner(FAST)
-        parts = await stages.each(make, [("a", "old"), ("b", "new")])
-        assert parts == [ref("a"), ref("b")]
-        return await stages.run(use, parts)
-
-    _, flow_run_id = run(group)
-    found = {item.name: item for item in task_runs(flow_run_id, 4)}
-    states = {name: item.state_name for name, item in found.items()}
-    assert states == {
-        "make[a]": "Reused", "make[b]": "Completed", "use": "Completed", "group": "Completed",
-    }  # fmt: skip
-    inputs = {
-        item.id for item in found["use"].task_inputs["parts"] if item.input_type == "task_run"
-    }
-    assert inputs == {found["make[a]"].id, found["make[b]"].id}
-    parents = found["make[a]"].task_inputs["__parents__"]
-    assert {item.id for item in parents} == {found["group"].id}
 
 
 GROUPS, SIZE = 3, 4

@@ -13,7 +13,6 @@ from flows.rl_loop import start
 from marin_rl.config import Config, InferenceConfig
 from marin_rl.errors import FleetEmpty
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.storage.fleet import FleetBoard, Target
 from marin_rl.storage.runs import Run, latest_checkpoint
 
 ROUNDS = 4
@@ -62,30 +61,6 @@ def test_a_server_is_killed_and_one_added_in_the_middle(
     assert third[0].requests > 0, "it was added in the middle, and used"
     assert [server.end() for server in (second, third[0])] == [0, 0]
     assert len(announced(run)) == 1, "that of the server that was killed"
-
-
-@pytest.mark.slow
-@pytest.mark.bits
-def test_a_run_that_samples_ahead_hands_its_weights_to_a_server(
-    api: str, tmp_path: Path, servers: ExitStack
-) -> None:
-    """A round is sampled by the checkpoint of its number, though the trainer is further."""
-    ahead = ("rounds=3", "asynchrony.max_staleness=1")
-    alone = debug(tmp_path / "alone", *ahead)
-    start(alone)
-    config = debug(tmp_path / "fleet", *ahead, *FLEET)
-    run, log = Run.create_or_open(config), tmp_path / "server.log"
-    asked: list[Target] = []
-
-    def listen(event: ProgressEvent) -> None:
-        if event.stage == "generate" and (target := FleetBoard(run.folder, None).target()):
-            asked.append(target)
-
-    serve(servers, run, log)
-    with listening(listen):
-        start(config)
-    assert outcome(alone).same_as(outcome(config)) == []
-    assert {target.version for target in asked} == {0, 1}
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from support.faults import Outcome, Undisturbed, committed_digests, outcome
 from support.flow_runs import debug
 
 from flows.rl_loop import start
-from marin_rl.errors import RootUnfit, StorageError
+from marin_rl.errors import StorageError
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage import commits
 
@@ -57,20 +57,6 @@ def test_a_disk_that_is_full(api: str, undisturbed: Undisturbed, disk: Path) -> 
     assert undisturbed.expected.same_as(outcome(config)) == []
 
 
-def test_a_disk_that_becomes_read_only(api: str, undisturbed: Undisturbed, disk: Path) -> None:
-    remount(disk, "size=64m")
-    config = debug(disk)
-    start(config.model_copy(update={"rounds": 1}))
-    known = committed_digests(config)
-    remount(disk, "ro")
-    with pytest.raises(RootUnfit, match="the file system is read-only"):
-        start(config)
-    assert committed_digests(config) == known
-    remount(disk, "rw")
-    start(config)
-    check_after_one_round(undisturbed, outcome(config))
-
-
 @contextmanager
 def denied() -> Iterator[None]:
     """This process, inside the block, may read files of its own and write none."""
@@ -91,17 +77,6 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("PREFECT_HOME", name)
         monkeypatch.setenv("PREFECT_PROFILES_PATH", f"{name}/profiles.toml")
         yield Path(name)
-
-
-def test_a_folder_that_may_not_be_written(api: str, undisturbed: Undisturbed, folder: Path) -> None:
-    config = debug(folder)
-    start(config.model_copy(update={"rounds": 1}))
-    known = committed_digests(config)
-    with denied(), pytest.raises(RootUnfit, match="permission denied; choose another root"):
-        start(config)
-    assert committed_digests(config) == known
-    start(config)
-    check_after_one_round(undisturbed, outcome(config))
 
 
 def test_permission_that_is_taken_away_in_the_middle(

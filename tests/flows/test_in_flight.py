@@ -313,39 +313,6 @@ def vllm_of(config: Config) -> Iterator[VllmStandIn]:
         yield vllm
 
 
-def test_completions_of_vllm_go_on_with_the_weights_that_it_is_sent(
-    played: Config,
-) -> None:
-    """No group is committed before the new weights are proven where its tokens were sampled."""
-    run = Run.open(played.root, played.run_id)
-    run.folder.delete(CANARIES_KEY)
-    proven = list[int]()
-
-    with vllm_of(played) as vllm:
-        remote = asking_vllm(run, vllm)
-        with closing(RunRuntime(remote)) as runtime:
-            policy = runtime.serve(checkpoint(run, 0))
-            assert (policy.model, vllm.version) == ("policy", 1)
-            vllm.asked.clear()
-            groups = sampled_over(
-                remote,
-                runtime,
-                policy,
-                CHUNK + 4,
-                2,
-                [vllm.server.engine],
-                is_loaded=lambda: vllm.label.startswith("00002"),
-            )
-            proven.extend(proven_by(remote))
-        assert [path.partition("?")[0] for path in vllm.asked] == [
-            "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume",
-        ]  # fmt: skip
-        assert vllm.label == f"00002-{read_checkpoint(run, 2).parameters_digest[:8]}"
-        assert vllm.server.engine.stats.recomputed_sequences > 0
-    assert_tokens(remote, groups, CHUNK + 4)
-    assert proven == [0, 2]
-
-
 def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(
     api: str, tmp_path: Path
 ) -> None:

@@ -106,34 +106,3 @@ def test_a_run_survives_many_kills(
     for played in (last, alone):
         assert fork_server.run(played, limit_s=RUN_S_MAX) == [0], fork_server.said()
     assert outcome(last).same_as(outcome(alone)) == []
-
-
-@pytest.mark.slow
-def test_a_server_that_goes_away_costs_no_work(
-    server: PrefectServer, fork_server: ForkServer, tmp_path: Path
-) -> None:
-    config = debug(tmp_path / "left", f"rounds={ROUNDS_MAX}")
-    first_s = first_round_s(fork_server, config)
-    ended = fork_server.run(config, life_s=first_s + 4.0, also_kill={server.pid: first_s})
-    assert ended == [-signal.SIGKILL], f"it ended by itself: {fork_server.said()}"
-    server.kill()
-    server.start()
-    (gone,) = fork_server.others_killed
-    closed = [path.stat().st_mtime for path in Path(config.root).glob("*/metrics/*.parquet")]
-    alone = sum(moment > gone for moment in closed)
-    print(f"{alone} of {len(closed)} rounds were closed without the server")
-    assert alone > 2
-    last = config.model_copy(update={"rounds": reached(config) + 1})
-    assert fork_server.run(last) == [0], fork_server.said()
-    outcome(last)
-
-
-@pytest.mark.slow
-def test_two_processes_on_one_machine_share_a_run_one_after_the_other(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
-    config = debug(tmp_path / "shared")
-    assert sorted(fork_server.run(config, copies=2)) == [0, 1]
-    assert "RunLocked" in fork_server.said()
-    assert fork_server.run(config) == [0]
-    outcome(config)

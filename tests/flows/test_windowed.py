@@ -2,7 +2,6 @@
 
 import random
 import shutil
-from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from support.windowed_runs import checked
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
 from marin_rl.config import Config
-from marin_rl.progress import ProgressEvent, listening
-from marin_rl.storage.layout import STREAM
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.storage.upkeep.audit import audit_run
@@ -136,21 +133,6 @@ def test_a_killed_sampler_is_followed_by_one_that_goes_on(
     assert left == []
     assert starts > 2
     checked(config)
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_its_own_claims(api: str, tmp_path: Path) -> None:
-    config, stop = windowed(tmp_path), Future[None]()
-
-    def listen(event: ProgressEvent) -> None:
-        if event.stage == "round" and not stop.done():
-            stop.set_result(None)
-
-    with listening(listen), pytest.raises(KeyboardInterrupt):
-        start(config, stop)
-    start(config)
-    run = checked(config)
-    assert [key for key in run.store.list(STREAM) if "group" in key] == [], "all were taken"
 
 
 @pytest.mark.slow

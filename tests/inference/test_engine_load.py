@@ -1,83 +1,15 @@
 """Occupancy of slots under a mixed load, by counting steps: never by a clock."""
 
-import random
 import time
 from contextlib import closing
 
 import jax
 import numpy as np
 import pytest
-from support.engines import bits, engine_of, prompt_of, request_of, result_of
-from support.models import VOCABULARY, tiny_model
+from support.engines import bits, engine_of, request_of, result_of
+from support.models import tiny_model
 
-from marin_rl.config import EngineConfig
-from marin_rl.inference.engine import Engine
-from marin_rl.inference.engine_step import EngineStats
-from marin_rl.inference.generation import Delta, GenerationRequest
-from marin_rl.types import Sampling
-
-
-class Arrivals:
-    """Submits requests one by one, so that a few always wait, until there are no more.
-
-    Runs on the engine's thread, as a listener: so the load is the same in every run.
-    """
-
-    def __init__(self, engine: Engine, requests: list[GenerationRequest], waiting: int) -> None:
-        self.engine, self.waiting = engine, waiting
-        self.requests = requests[::-1]
-        self.futures = []
-        self.at_the_end: EngineStats | None = None
-
-    def __call__(self, delta: Delta | None = None) -> None:
-        while self.requests and self.engine.queued < self.waiting:
-            self.futures.append(self.engine.submit(self.requests.pop(), self))
-        if not self.requests and self.engine.queued == 0 and self.at_the_end is None:
-            self.at_the_end = self.engine.stats.snapshot()
-
-
-def mixed_requests(seed: int, count: int) -> list[GenerationRequest]:
-    """Prompts of 8 to 512 tokens, limits of 8 to 512, ends at random, some groups."""
-    rng = random.Random(seed)
-    return [
-        GenerationRequest(
-            prompt_ids=prompt_of(rng.randint(8, 512), index),
-            n=rng.choice((1, 1, 1, 4, 8)),
-            sampling=Sampling(max_tokens=rng.randint(8, 512), seed=rng.getrandbits(48)),
-            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice((0, 1, 2)))),
-        )
-        for index in range(count)
-    ]
-
-
-@pytest.mark.usefixtures("itself_compiled_quickly")
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk_steps", [4, 16, 64])
-def test_a_mixed_load_keeps_the_slots_busy(chunk_steps):
-    config = EngineConfig(slots=16, chunk_steps=chunk_steps, prefill_rows=4)
-    with closing(Engine(tiny_model(context_length=1024), config, context_length=1024)) as engine:
-        arrivals = Arrivals(engine, mixed_requests(seed=11, count=60), waiting=6)
-        engine.pause()
-        arrivals()
-        engine.resume()
-        samples = 0
-        for future in iter_futures(arrivals):
-            samples += len(future.result(timeout=200).samples)
-        stats = arrivals.at_the_end
-        assert stats is not None
-        share = stats.busy_slot_steps / stats.slot_steps
-        lengths = stats.busy_slot_steps / samples
-        print(f"{share:.1%} busy, {lengths:.0f} steps a sample, {stats.chunks} chunks, {stats}")
-        assert share >= 0.8
-        # groups that got few free slots share their prompt too
-        assert stats.prefilled_prompts <= 60 + 3
-
-
-def iter_futures(arrivals: Arrivals):
-    index = 0
-    while index < len(arrivals.futures):
-        yield arrivals.futures[index]
-        index += 1
+from marin_rl.inference.generation import Delta
 
 
 @pytest.mark.bits

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.cases import printed_seed
 from support.engines import (
-    PROGRAMS,
     bits,
     engine_of,
     random_requests,
@@ -31,7 +30,7 @@ from marin_rl.cpu_streams import (
 from marin_rl.errors import InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta
-from marin_rl.inference.weight_fusion import compiled_layers, fused_weights
+from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import read_model
 from marin_rl.machine import pool_threads
 from marin_rl.models.module import LanguageModel
@@ -81,20 +80,6 @@ def test_bitwise_the_same_in_every_lane_and_under_any_load(laned):
     for _ in range(2):
         for index, result in results_under_load(laned, requests, rng):
             assert bits(result) == expected[index], index
-
-
-@pytest.mark.slow
-@pytest.mark.isa
-@pytest.mark.bits
-def test_sampling_options_of_one_lane_do_not_affect_the_other(laned):
-    wishes = {"logit_bias": ((3, 5.0),), "presence_penalty": 1.0, "top_logprobs": 3}
-    requests = [
-        request_of(prompt_seed=1, n=4, raw_logprobs=True, **wishes),
-        request_of(prompt_seed=2, n=4),
-    ]
-    expected = [bits(result_of(laned, request)) for request in requests]
-    futures = [laned.submit(request) for request in requests]
-    assert [bits(future.result(timeout=120)) for future in futures] == expected
 
 
 @pytest.mark.slow
@@ -148,22 +133,6 @@ def test_all_lanes_change_weights_between_the_same_two_chunks(model):
     for sample in samples:
         assert sample.policy_versions is not None
         assert sample.policy_versions.tolist() == [1] * 4 + [2] * 8
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("itself_compiled_quickly")
-def test_nothing_is_compiled_once_warm_in_any_lane(model):
-    engine = engine_of(model, slots=6, lanes=3)
-    programs = *PROGRAMS, compiled_layers
-    try:
-        engine.warm_up()
-        before = [program._cache_size() for program in programs]
-        wait([engine.submit(one) for one in random_requests(random.Random(5), 12)], timeout=120)
-        engine.swap(tiny_model(seed=1), 2, "two")
-        result_of(engine, request_of(n=6))
-        assert [program._cache_size() for program in programs] == before
-    finally:
-        engine.close()
 
 
 def copy_kept_s(monkeypatch: pytest.MonkeyPatch, value: float | int) -> None:

@@ -126,6 +126,7 @@ def assert_near(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_allclose(found[name] / size, gradient / size, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_recomputed_activations_and_scanned_layers_have_the_same_gradients(
     model: LanguageModel,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,16 @@ def assert_alike(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1, np.abs(other).max()))
 
 
-@pytest.mark.parametrize("forward", [trained, decoded])
 @pytest.mark.parametrize(
-    "name",
-    others_slow(["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "olmoe-1b-7b"], first=2),
+    ("name", "forward"),
+    others_slow(
+        product(
+            ["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "olmoe-1b-7b"], [trained, decoded]
+        ),
+        ("gpt-oss-20b", trained),
+        ("qwen3-30b-a3b", decoded),
+        several=True,
+    ),
 )
 def test_products_by_group_are_those_of_all_experts(name: str, forward: Forward) -> None:
     model = model_with(spec_of(name))
@@ -115,11 +122,15 @@ def test_products_by_group_are_those_of_all_experts(name: str, forward: Forward)
 
 @pytest.mark.parametrize(
     ("tokens", "chosen", "biases"),
-    [
-        (1, 3, {}),  # fewer rows than experts
-        (TOKENS, 3, {1: -100.0, 4: -100.0, 7: -100.0}),  # three experts that no token takes
-        (TOKENS, 1, {5: 100.0}),  # one that all take
-    ],
+    others_slow(
+        [
+            (TOKENS, 3, {1: -100.0, 4: -100.0, 7: -100.0}),  # three experts that no token takes
+            (1, 3, {}),  # fewer rows than experts
+            (TOKENS, 1, {5: 100.0}),  # one that all take
+        ],
+        first=1,
+        several=True,
+    ),
 )
 def test_groups_may_be_empty_or_everything(
     tokens: int, chosen: int, biases: dict[int, float]
@@ -168,7 +179,8 @@ def check(**sizes: int) -> None:
 
 
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
-@pytest.mark.parametrize("axis", others_slow(["fsdp", "tensor"], "fsdp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_devices_of_a_mesh_sort_their_own_tokens(axis: str) -> None:
     check(**{axis: 2})
 

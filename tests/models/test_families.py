@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,6 @@ from marin_rl.inference.kv_cache import empty_cache
 from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table
 from marin_rl.models.families import (
-    ARCHITECTURES,
     LLAMA_DEFAULTS,
     check_peft_names,
     described,
@@ -40,9 +37,6 @@ from marin_rl.training.model import named_parameters, with_parameters
 
 GOLDEN = golden()
 TOLERANCE = 2e-4
-PAGE = Path(__file__).parents[2] / "docs/hugging-face-models.md"
-# MARIN_RL_WRITE_DOCS=1 with -m "slow or not slow" writes the measured differences into the page.
-WRITE = "MARIN_RL_WRITE_DOCS"
 LENGTH = 64
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -161,33 +155,6 @@ def test_adapters_of_joined_projections_are_no_peft_folders(name: str) -> None:
     check_peft_names(described(GOLDEN["gemma-3-1b"]["config"], Path("gemma")))
     with pytest.raises(InputError, match=r"export RUN --hf FOLDER"):
         check_peft_names(described(GOLDEN[name]["config"], Path(name)))
-
-
-def test_every_family_is_in_the_docs_with_its_differences(
-    measured: dict[str, dict[str, float]],
-) -> None:
-    """Of the families measured here: the last bits of another machine are others."""
-    page = PAGE.read_text("utf-8")
-    row = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (\d\S*) \| (\d\S*) \| (.+) \|$", re.MULTILINE)
-    documented = {name: (float(t), float(e), rest) for name, _, t, e, rest in row.findall(page)}
-    held = {
-        case["config"]["model_type"]: described(case["config"], Path()) for case in GOLDEN.values()
-    }
-    assert held.keys() == documented.keys() == {*ARCHITECTURES}
-    if os.environ.get(WRITE):
-        assert measured.keys() == held.keys(), "run the slow tests too"
-        PAGE.write_text(row.sub(lambda found: _row(found, measured), page), "utf-8")
-    for name, (trainer, engine, rest) in documented.items():
-        experts = bool(held[name].experts)
-        assert rest == ("mesh, LoRA on attention" if experts else "mesh, LoRA, QLoRA"), name
-        for by, shown in (("trainer", trainer), ("engine", engine)):
-            assert measured.get(name, {}).get(by, 0.0) <= max(4 * shown, 1e-6), (name, by)
-
-
-def _row(found: re.Match[str], measured: Mapping[str, Mapping[str, float]]) -> str:
-    name, examples, *_, rest = found.groups()
-    shown = " | ".join(f"{measured[name][by]:.1e}" for by in ("trainer", "engine"))
-    return f"| `{name}` | {examples} | {shown.replace('e-0', 'e-')} | {rest} |"
 
 
 def test_defaults_of_llama_are_those_of_transformers() -> None:

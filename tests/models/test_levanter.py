@@ -71,6 +71,7 @@ def test_our_logits_are_those_of_levanters_own_module(name: str, folder: Path) -
     np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["smollm2-135m"], indirect=True)
 def test_levanter_trains_a_model_of_ours(folder: Path) -> None:
     config = LmConfig.get_choice_class("marin_rl")(hf_path=str(folder))

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from marin_rl.serving.weights.adapters import (
     version_of,
     with_adapters_room,
 )
-from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, with_update_root
 from marin_rl.serving.weights.following import Announcement, CheckpointWatcher
 from marin_rl.storage.runs import Run, checkpoint_at, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
@@ -158,33 +156,6 @@ def test_a_version_that_was_promised_otherwise_is_refused(played):
     run, _ = played
     with pytest.raises(StalePolicy, match="expected the policy with the digest 0000"):
         version_of(run, checkpoint_at(run, 1), "0" * 64)
-
-
-def test_a_merged_policy_is_sent_to_our_servers_from_disk(played, tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "manage")
-    run, _ = played
-    config = small_config(tmp_path, *LORA)
-    inference = with_update_root(config.inference, tmp_path)
-    loaded = read_checkpoint(run, 0)
-    roomy = config.model_copy(update={"inference": inference})
-    server = proven_server(loaded, character_tokenizer(), roomy)
-    server.start()
-    sent = small_run(
-        tmp_path,
-        *LORA,
-        "seed=7",
-        f"inference.endpoints=[{server.base_url}]",
-        "inference.publish=update_weights_from_disk",
-    )
-    runtime = RunRuntime(sent)
-    try:
-        policy = runtime.serve(runtime.init_policy())
-        assert policy.model == served_id(sent, 0) == server.model_id
-        # All parameters of the policy were sent, once.
-        assert policy.transfer["bytes"] == loaded.bytes
-    finally:
-        runtime.close()
-        server.stop()
 
 
 @contextmanager

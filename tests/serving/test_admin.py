@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import servers
+from support.cases import others_slow
 from support.policy_runs import commit, parts, small_run, weights
 
 from marin_rl.errors import RequestRejected, StalePolicy
@@ -166,7 +167,9 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize(
+    "damage", others_slow(DAMAGED, "torn weights", "another width", "another tokenizer")
+)
 def test_a_folder_that_is_unfit_is_refused(
     server: PolicyServer, run: Run, tmp_path: Path, damage: str
 ) -> None:
@@ -188,7 +191,7 @@ def spoiled(run: Run, value: float) -> LanguageModel:
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", others_slow([np.inf, np.nan, -np.inf], first=1))
 def test_weights_that_are_no_numbers_are_refused(
     server: PolicyServer, run: Run, tmp_path: Path, value: float
 ) -> None:
@@ -226,20 +229,6 @@ def test_a_flipped_bit_contradicts_the_promised_digest(
     assert f"expected parameters with the digest {promised}, found " in message
 
 
-@pytest.mark.usefixtures("unchanged")
-def test_errors_do_not_show_places_that_the_caller_did_not_name(
-    server: PolicyServer, run: Run, tmp_path: Path
-) -> None:
-    secret = tmp_path / "of-another-user" / "hidden"
-    save_hf(weights(run, 2), character_tokenizer(), secret)
-    truncate(secret / "model.safetensors")
-    given = tmp_path / "given"
-    given.symlink_to(secret)
-    _, _, message = refused(server, {"model_path": str(given)})
-    assert f"{given}/model.safetensors" in message
-    assert "of-another-user" not in message
-
-
 def own_run(root: Path, round: int, **options: Any) -> Run:
     """A run of its own to be damaged, with one checkpoint."""
     run = small_run(root)
@@ -271,7 +260,9 @@ CHECKPOINTS: dict[str, tuple[Callable[[Run], object], str]] = {
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize("damage", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "damage", others_slow(CHECKPOINTS, "a torn file", "a missing file", "a torn manifest", "no run")
+)
 def test_a_damaged_checkpoint_is_refused(server: PolicyServer, tmp_path: Path, damage: str) -> None:
     run = own_run(tmp_path, 2)
     spoil, words = CHECKPOINTS[damage]
@@ -337,12 +328,6 @@ def test_the_wrong_field_of_a_body_is_named(
     assert status == 400
     told = answer["error"]
     assert param in (told["param"] or told["message"])
-
-
-@pytest.mark.usefixtures("unchanged")
-def test_a_root_that_is_no_place_is_refused(server: PolicyServer) -> None:
-    body = {"root": "ftp://nowhere/runs", "run_id": "debug"}
-    assert refused(server, body)[:2] == (400, "weights_refused")
 
 
 def test_good_weights_are_taken_from_folder_and_run(
@@ -511,7 +496,7 @@ def test_an_update_computes_the_cache_of_running_requests_again_where_it_says_so
 
 def test_draining_refuses_what_is_new_and_waits_for_what_runs(server: PolicyServer) -> None:
     answers: list[Answer] = []
-    body = chat_body(n=400, max_tokens=50)
+    body = chat_body(n=120, max_tokens=50)
     asking = threading.Thread(target=lambda: answers.append(talk(server, "POST", CHAT, body)))
     asking.start()
     servers.wait_until(lambda: server.engine.queued)
@@ -523,7 +508,7 @@ def test_draining_refuses_what_is_new_and_waits_for_what_runs(server: PolicyServ
         _, _, answer = talk(server, "POST", "/admin/drain", {"timeout_s": 120})
         assert (answer["drained"], answer["running"], answer["queued"]) == (True, 0, 0)
         asking.join(60)
-        assert len(answers[0][2]["choices"]) == 400
+        assert len(answers[0][2]["choices"]) == 120
     finally:
         assert talk(server, "POST", "/admin/resume")[2]["draining"] is False
     assert talk(server, "GET", "/readyz")[0] == 200

@@ -1,11 +1,8 @@
 """Episodes of several turns, with tools too, against the embedded server with a real engine."""
 
 import asyncio
-import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,24 +10,19 @@ from support.fakes import served_policy
 from support.models import tiny_model
 from support.servers import serving
 
-from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import EnvironmentConfig, InferenceConfig, PolicyConfig
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
 from marin_rl.environments.tool_class import ToolClass, ToolOptions, ToolsOverExamples
 from marin_rl.errors import StalePolicy
-from marin_rl.inference.client.answers import ChatAnswer
-from marin_rl.inference.client.dialects import Read
-from marin_rl.inference.client.policy_client import PolicyClient, client_of
+from marin_rl.inference.client.policy_client import client_of
 from marin_rl.inference.generation import GenerationRequest
-from marin_rl.rollouts.assemble import RolloutMaker
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
-from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import GroupRequest, Trajectory
 from marin_rl.serving.server import PolicyServer
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.types import Example, Message, RewardComponent, Sampling, ServedPolicy, Turn
+from marin_rl.types import Example, Message, Sampling, Turn
 
 DIGEST = "0123456789abcdef"
 SAID = Message(role="assistant", content="")
@@ -38,7 +30,6 @@ AGAIN = (Message(role="user", content="again"),)
 BRIDGE = TemplateBridge(PolicyConfig())
 # A model of random weights hardly ever samples its end token, so turns end at any vowel or stop.
 SAMPLING = Sampling(max_tokens=24, seed=5, stop=tuple("aeiouAEIOU!?.,;:"))
-CONTEXT = 256  # a token is a character
 TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
 {%- for message in messages %}{{ '<|' + message.role + '|>' }}
 {%- if message.content %}{{ message.content }}{% endif %}
@@ -51,8 +42,6 @@ TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endf
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 TOKENIZER = character_tokenizer()
 TOKENIZER.chat_template = TOOL_TEMPLATE
-NOWHERE = "http://127.0.0.1:1/v1"  # no server is there
-FORCED = 2  # turns that must call
 
 
 class Twice:
@@ -138,148 +127,12 @@ class Desk:
         return float(len(self.calls))
 
 
-class Forcing(PolicyClient):
-    """A client whose first turns must call a tool; it keeps what was sent and answered."""
-
-    log: list[tuple[dict[str, Any], dict[str, Any]]]
-
-    async def _send(
-        self, session: str, path: str, body: dict[str, Any], read: Read
-    ) -> list[ChatAnswer]:
-        results = sum(message["role"] == "tool" for message in body["messages"])
-        if results < FORCED:
-            body = body | {"tool_choice": "required", "parallel_tool_calls": False}
-            for tool in body["tools"]:  # a model of random weights would add keys without end
-                parameters = tool["function"]["parameters"] | {"additionalProperties": False}
-                tool["function"] = tool["function"] | {"parameters": parameters}
-
-        def read_and_keep(data: bytes) -> list[ChatAnswer]:
-            self.log.append((body, json.loads(data)))
-            return read(data)
-
-        return await super()._send(session, path, body, read_and_keep)
-
-
-class Bridge(TemplateBridge):
-    """A bridge of the tokenizer of these tests."""
-
-    def __init__(self) -> None:
-        super().__init__(PolicyConfig())
-        self._tokenizer.__dict__["tokenizer"] = TOKENIZER
-
-
-class Turns(ToolTurns):
-    """Calls by the tokenizer of these tests."""
-
-    def __init__(self) -> None:
-        super().__init__(PolicyConfig(), EnvironmentConfig())
-        self._tokenizer.__dict__["tokenizer"] = TOKENIZER
-
-
 def desk() -> ToolsOverExamples:
     tool_class = ToolClass(kind=Desk, arguments={}, options=ToolOptions())
     tool_class.check()
     environment = ToolsOverExamples(tool_class)
     environment.workers = 0  # the class is of this file: it is played in this process
     return environment
-
-
-def policy_at(url: str, model: str) -> ServedPolicy:
-    return served_policy(url, model, weight_version=3, parameters_digest=DIGEST)
-
-
-def driver_of(
-    client: PolicyClient, policy: ServedPolicy, environment: ToolsOverExamples, turns: Turns
-) -> EpisodeDriver:
-    return EpisodeDriver(
-        client=client,
-        policy=policy,
-        environment=environment,
-        settings=EnvironmentConfig(),
-        bridge=Bridge(),
-        turns_max=8,
-        context_length=CONTEXT,
-        tool_turns=turns,
-    )
-
-
-def play(
-    server: PolicyServer, request: GroupRequest, environment: ToolsOverExamples
-) -> tuple[list[Trajectory], list[tuple[dict[str, Any], dict[str, Any]]]]:
-    policy = policy_at(server.base_url, server.model_id)
-
-    async def run() -> Any:
-        async with Forcing(endpoints=policy.endpoints, model=policy.model) as client:
-            client.log = []
-            driver = driver_of(client, policy, environment, Turns())
-            return await driver.play_group(request), client.log
-
-    return asyncio.run(run())
-
-
-def said(call_name: str, arguments: dict[str, Any]) -> str:
-    if call_name == "double":
-        return str(2 * arguments["number"])
-    return "a-b" if arguments["word"] == "ab" else "{'error': 'no such word'}"
-
-
-@pytest.mark.slow
-def test_a_dialogue_of_two_tools_has_exact_ids_and_real_results() -> None:
-    environment = desk()
-    example = environment.example(0, 3, "train")
-    sampling = Sampling(max_tokens=100, seed=89)
-    request = GroupRequest(group_id="g", example=example, size=3, sampling=sampling)
-    with serving(parameters_digest=DIGEST, context_length=CONTEXT, tokenizer=TOKENIZER) as server:
-        trajectories, log = play(server, request, environment)
-    bridge, tools = Bridge(), environment.tool_class.schemas
-    messages = [{"role": "user", "content": "desk 3"}]
-    text = ChatTemplate(TOOL_TEMPLATE, TOKENIZER.special_tokens_map).render(
-        Conversation(messages=messages, tools=[*map(dict, tools)], opening=True)
-    )
-    names = set[str]()
-    for trajectory in trajectories:
-        assert trajectory.fault is None
-        assert len(trajectory.turns) == FORCED + 1
-        first = trajectory.turns[0].answer.prompt_token_ids
-        assert first.tolist() == TOKENIZER.encode(text.text, add_special_tokens=False)
-        dialogue = list(trajectory.messages)
-        for number, (turn, later) in enumerate(pairwise(trajectory.turns)):
-            (call,), (result,) = turn.completion.tool_calls, turn.result.messages
-            names.add(call.name)
-            assert (call.id, result.tool_call_id) == (f"c{number:04d}0000",) * 2
-            assert result.content == said(call.name, json.loads(call.arguments))
-            assert turn.completion.text == ""
-            calls = turn.completion.tool_calls
-            dialogue.append(Message(role="assistant", content="", tool_calls=calls))
-            sampled = turn.completion.token_ids
-            ids = [turn.answer.prompt_token_ids, sampled]
-            ids.append(bridge(dialogue, int(sampled[-1]), turn.result.messages, tools))
-            assert later.answer.prompt_token_ids.tolist() == np.concatenate(ids).tolist()
-            dialogue += turn.result.messages
-        assert trajectory.reward == FORCED
-        assert trajectory.turns[-1].result.done
-    assert names == {"double", "spell"}, "these seeds call both"
-    for body, answer in log:
-        assert [tool["function"]["name"] for tool in body["tools"]] == ["double", "spell"]
-        for choice in answer["choices"]:
-            assert (choice["finish_reason"] == "tool_calls") == bool(
-                choice["message"].get("tool_calls")
-            )
-    # on disk: the call as it was sampled, its name and id, and the result with both
-    maker = RolloutMaker(policy_at(NOWHERE, "policy"), request, datetime.now(UTC))
-    reward = (RewardComponent(name="steps", value=float(FORCED)),)
-    rollout = maker.sampled(0, trajectories[0], reward)
-    asked, called, answered, *_ = rollout.turns
-    assert asked.content == "desk 3"
-    assert called.content.startswith("<tool_call>\n{")
-    assert (called.tool_name, called.tool_call_id) == (answered.tool_name, "c00000000")
-    assert (answered.role, answered.tool_call_id) == ("tool", "c00000000")
-    assert (called.tool_calls[0].name, answered.cut) == (called.tool_name, False)
-    model_s = [called.timing.queue_s, called.timing.prefill_s, called.timing.decode_s]
-    assert all(seconds is not None and seconds >= 0 for seconds in model_s)
-    assert called.timing.environment_s is not None
-    assert rollout.reward == FORCED
-    assert int(rollout.loss_mask.sum()) == rollout.n_completion_tokens
 
 
 def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_first() -> None:

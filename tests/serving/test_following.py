@@ -1,7 +1,6 @@
 """A server that follows a run, damaged checkpoints included, and announces itself to it."""
 
 import logging
-import shutil
 import threading
 import time
 import uuid
@@ -152,21 +151,6 @@ def test_a_restored_checkpoint_is_taken_after_all(memory: Run, server: PolicySer
     assert server.model_id == served_id(memory, 1)
 
 
-def test_a_run_that_vanishes_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
-    run = small_run(tmp_path)
-    commit(run, 0)
-    server = server_of(run)
-    try:
-        with watching(server, run, poll_s=POLL_S) as follower:
-            shutil.rmtree(tmp_path / "debug")
-            time.sleep(5 * POLL_S)
-            assert server.model_id == served_id(run, 0)
-            commit(run, 1)  # and comes back
-            wait_until(lambda: follower.round == 1)
-    finally:
-        server.stop()
-
-
 class Switched(MemoryStore):
     """A store that can be out of reach."""
 
@@ -244,15 +228,6 @@ def test_it_waits_for_an_update_that_is_under_way(memory: Run, server: PolicySer
     loading.join(60)
     follower.look()
     assert server.model_id == served_id(memory, 1)
-
-
-def test_it_ends_at_once(memory: Run, server: PolicyServer) -> None:
-    followers = lambda: [thread.name for thread in threading.enumerate()].count("follower")
-    with watching(server, memory, poll_s=3600.0):
-        assert followers() == 1
-        began = time.monotonic()
-    assert time.monotonic() - began < 60  # it looks once an hour
-    assert followers() == 0
 
 
 def target(run: Run, version: int) -> Target:

@@ -308,39 +308,6 @@ def process(drain_s: float | int) -> Iterator[tuple[subprocess.Popen[str], str]]
 
 
 @pytest.mark.slow  # a process of its own imports and compiles everything
-def test_sigterm_lets_requests_and_streams_finish_and_ends_with_0_and_a_log_line_each() -> None:
-    found: dict[str, tuple] = {}
-    with process(60) as (running, url):
-        bodies = {
-            "plain": chat_body(n=40, max_tokens=24),
-            "stream": chat_body(n=8, max_tokens=60, stream=True),
-        }
-        threads = [
-            threading.Thread(
-                target=lambda k=kind, b=body: found.update({k: talk(url, "POST", CHAT, b)})
-            )
-            for kind, body in bodies.items()
-        ]
-        for thread in threads:
-            thread.start()
-        wait_for_requests(url, 2)
-        idle = socket.create_connection(("127.0.0.1", urlsplit(url).port or 0))
-        running.send_signal(signal.SIGTERM)
-        for thread in threads:
-            thread.join(timeout=60)
-        _, log = running.communicate(timeout=120)
-        idle.close()
-        assert running.returncode == 0
-    routes = [json.loads(line)["route"] for line in log.splitlines() if line.startswith("{")]
-    assert routes.count(CHAT) == 2
-    status, _, answer = found["plain"]
-    assert (status, len(answer["choices"])) == (200, 40)
-    assert found["stream"][0] == 200
-    assert_ended_properly(found["stream"][2])
-    assert '"error"' not in found["stream"][2]
-
-
-@pytest.mark.slow  # a process of its own imports and compiles everything
 def test_a_second_signal_ends_at_once() -> None:
     body = chat_body(n=2000, max_tokens=80, stream=True)
     with process(60) as (running, url), raw_request(url, body):

@@ -7,6 +7,7 @@ with a token. The admin's token opens the admin routes in the thorough run alone
 import os
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ ADMIN = (
     "POST /unload_lora_adapter",
 )
 # Of each kind one in the default suite.
-TRIED = (OPEN[0], "GET /v1/models/{model}", "POST /v1/chat/completions", "POST /admin/pause")
+TRIED = ("GET /v1/models/{model}", "POST /v1/chat/completions", "POST /admin/pause")
 
 
 MOST = {"n": 2, "best_of": 2, "max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0}
@@ -174,13 +175,15 @@ def test_no_wrong_request_breaks_it_either(described, operation):
     assert ask(described, operation, GenerationMode.NEGATIVE, 15, BEARER).total() > 1
 
 
-@pytest.mark.parametrize("operation", ADMIN[:2])
+@pytest.mark.parametrize("operation", others_slow(ADMIN[:2], first=1))
 def test_the_admins_updates_stand_it_too(described, operation):
     assert ask(described, operation, GenerationMode.POSITIVE, 12, ADMIN_BEARER)[400] >= 1
 
 
-@pytest.mark.parametrize("operation", ADMIN[5:])
-@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize(
+    ("operation", "mode"),
+    others_slow(product(ADMIN[5:], GenerationMode), first=1, several=True),
+)
 def test_the_admins_adapters_stand_it_too(described, operation, mode):
     statuses = ask(described, operation, mode, 12, ADMIN_BEARER)
     # No such folder, or no such name: nothing is loaded, and what is served goes on.

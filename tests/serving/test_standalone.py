@@ -15,8 +15,8 @@ import pytest
 from support.adapters import random_adapter
 from support.engine_adapters import adapter_for
 from support.forked_python import python
-from support.policy_runs import commit, play_round, small_run
-from support.servers import CHAT, chat_body, check_sampled, sampled, talk, wait_until
+from support.policy_runs import commit, small_run
+from support.servers import CHAT, chat_body, talk, wait_until
 from typer.testing import CliRunner
 
 from marin_rl import cli
@@ -24,10 +24,8 @@ from marin_rl.commands.serve import serving_config
 from marin_rl.config import Config, LoraConfig
 from marin_rl.errors import ConfigError, MarinRLError, ObjectMissing
 from marin_rl.lora import write_peft
-from marin_rl.runtime import RunRuntime
 from marin_rl.serving import launch as standalone
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.hf_folders import save_hf
@@ -221,31 +219,3 @@ def test_following_a_run_serves_its_next_checkpoint_by_itself(tmp_path: Path) ->
     assert process.returncode == 0
     assert [state["state"] for state in states] == ["compiling", "ready", "draining", "ended"]
     assert (states[1]["url"], states[-1]["exit_code"]) == (f"{url}/v1", 0)
-
-
-@pytest.mark.slow  # a process of its own imports and compiles everything
-def test_following_a_run_with_an_adapter_serves_each_version_by_name(tmp_path: Path) -> None:
-    run = small_run(tmp_path, "policy.lora.rank=4")
-    runtime = RunRuntime(run)
-    try:
-        first = runtime.init_policy()
-        with served(run, "--follow", "--poll-s", "0.1") as (process, url):
-            assert [name.partition("-")[0] for name in served_ids(url)][1:] == [
-                "policy", "policy@00000",
-            ]  # fmt: skip
-            play_round(runtime, run, 0, first)
-            wait_until(lambda: "policy@00001-" in " ".join(served_ids(url)))
-            *_, before, last = served_ids(url)
-            answers = {name: sampled(url, name) for name in ("policy", last, before)}
-            assert answers["policy"]["model"] == last
-            check_sampled(answers[last], read_checkpoint(run, 1).model)
-            check_sampled(answers[before], read_checkpoint(run, 0).model)
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
-    finally:
-        runtime.close()
-
-
-def served_ids(url: str) -> list[str]:
-    """Ids of all served models."""
-    return [card["id"] for card in talk(url, "GET", "/v1/models")[2]["data"]]

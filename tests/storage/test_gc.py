@@ -270,35 +270,6 @@ def test_a_neighbour_that_vanishes_while_it_is_read_is_absent(run: Run) -> None:
     assert borrowed_from(run).by == ()
 
 
-class Asked(Operations):
-    """Counts what is asked of neighbours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def next(self, name: str, url: str) -> str | None:
-        if "neighbour" in url:
-            self.seen.append(name)
-        return None
-
-
-def test_retention_reads_a_neighbour_once_a_round(tmp_path: Path) -> None:
-    run = whole_run(str(tmp_path), 3, retention={"checkpoints_last": 2})
-    for number in range(8):
-        other = run.config.model_copy(update={"run_id": f"neighbour-{number}"})
-        Run.create_or_open(other)
-    asked = Asked()
-    with inject_faults(asked):
-        retire(run)
-        assert asked.seen == ["read"] * 16  # before and after the tombstones
-        play(run, 3, latest_checkpoint(run) or pytest.fail("no checkpoint"))
-        asked.seen.clear()
-        retire(run)
-        assert not has_arrays(run, 2)
-        assert asked.seen == ["read"] * 8
-
-
 def test_a_fork_by_the_name_of_a_run_that_is_known_is_seen(tmp_path: Path) -> None:
     """Cached knowledge of a name is no ground to delete anything."""
     run = whole_run(str(tmp_path), 3, retention={"checkpoints_last": 2})
@@ -395,24 +366,6 @@ def test_the_rule_of_the_configuration_is_asked_after_every_round(tmp_path: Path
     keeping = whole_run(str(tmp_path / "other"), 3)
     retire(keeping)
     assert all(has_arrays(keeping, number) for number in range(4))
-
-
-@pytest.mark.slow
-def test_after_a_round_only_the_latest_checkpoints_are_looked_at(tmp_path: Path) -> None:
-    run = whole_run(str(tmp_path), 4, retention={"checkpoints_last": 2, "checkpoints_every": 3})
-    retire(run)
-    assert [has_arrays(run, number) for number in range(5)] == [True, False, False, True, True]
-    play(run, 4, latest_checkpoint(run) or pytest.fail("no checkpoint"))
-    before = everything(run)
-    # Objects below a pruned one were checked before.
-    manifest = run.store.local_path("checkpoints/round-00001/manifest.json")
-    assert manifest is not None
-    manifest.write_bytes(b"unread")
-    retire(run)
-    assert everything(run) == before  # 3 stays as every third does
-    play(run, 5, latest_checkpoint(run) or pytest.fail("no checkpoint"))
-    retire(run)
-    assert [has_arrays(run, number) for number in (3, 4, 5, 6)] == [True, False, True, True]
 
 
 def test_the_rule_is_that_of_the_latest_continuation(tmp_path: Path) -> None:

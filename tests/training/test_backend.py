@@ -22,8 +22,7 @@ from marin_rl.training.compiled_step import policy_settings, supervised_settings
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, named_parameters
 from marin_rl.training.state import CheckpointSlot, fresh_state, identity_of
-from marin_rl.training.step import make_score
-from marin_rl.training.step_types import Reference, StepSettings, TrainableParams, step_arrays
+from marin_rl.training.step_types import Reference, StepSettings, step_arrays
 
 PAGE = Path(__file__).parents[2] / "docs/training-backend.md"
 OBJECTIVE = ObjectiveConfig(kl_coefficient=0.1, aggregation="token_mean")
@@ -103,31 +102,6 @@ def test_frozen_parameters_have_no_gradient_and_no_moments_and_the_rest_trains()
     for name in trainable:
         np.testing.assert_allclose(state.parameters[name], whole.parameters[name], atol=1e-6)
     assert float(metrics["grad_norm"]) < float(of_whole["grad_norm"])
-
-
-@pytest.mark.slow
-def test_a_backend_combines_frozen_and_trainable_weights(debug, tokenizer):
-    backend = DeviceBackend.of(debug(LAYER), tokenizer)
-    program, state = backend._program, backend.close()
-    names = [name for name in state.parameters if name.startswith("embeddings/")]
-    frozen = {name: state.parameters[name] for name in names}
-    kept = host(frozen)
-    own = {name: array for name, array in state.parameters.items() if name not in frozen}
-    backend = DeviceBackend(program, fresh_state(own, program.optimizer, 0), frozen)
-    rows = to_fixed_shape(random_batch(4), 2, 4)
-    backend.forward_backward(rows, Loss(settings=program.settings))
-    assert backend.optim_step().result().metrics["updates/skipped"] == 0
-    weights = backend.get_weights().result()
-    assert set(weights) == set(state.parameters)
-    for name, array in kept.items():
-        np.testing.assert_array_equal(weights[name], array)
-    score = make_score(program.template, program.settings)
-    parts = TrainableParams({n: weights[n] for n in own}), frozen
-    whole = TrainableParams(weights), {}
-    used = np.int32(rows.used)
-    np.testing.assert_array_equal(
-        score(*parts, rows.arrays, used), score(*whole, rows.arrays, used)
-    )
 
 
 @pytest.mark.slow

@@ -39,9 +39,8 @@ def spec_of(name: str = "qwen3-30b-a3b", layers: int = 3) -> Spec:
     return dataclasses.replace(spec, kinds=spec.kinds[:layers])
 
 
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    rng, template = np.random.default_rng(0), model_of(spec_of())
+def model_with(layers: int) -> LanguageModel:
+    rng, template = np.random.default_rng(0), model_of(spec_of(layers=layers))
     shapes = parameter_shapes(template)
     return with_parameters(
         template,
@@ -92,8 +91,8 @@ def rows(batch: Any) -> tuple[jax.Array, ...]:
     return jax.tree.map(lambda array: jnp.asarray(array[0]), arrays).inputs
 
 
-def test_loads_are_the_same_however_layers_run(model: LanguageModel) -> None:
-    inputs = rows(random_batch(4))
+def test_loads_are_the_same_however_layers_run() -> None:
+    inputs, model = rows(random_batch(4)), model_with(3)
     scanned = with_gradient_checkpointing(model)
 
     @partial(jax.jit, static_argnums=1)
@@ -109,9 +108,8 @@ def test_loads_are_the_same_however_layers_run(model: LanguageModel) -> None:
     np.testing.assert_allclose(one.probabilities.sum(-1), np.full(3, tokens), rtol=1e-5)
 
 
-def test_the_coefficient_adds_the_gradient_of_the_balance_of_each_microbatch(
-    model: LanguageModel,
-) -> None:
+def test_the_coefficient_adds_the_gradient_of_the_balance_of_each_microbatch() -> None:
+    model = model_with(1)  # balances of several layers are those of transformers above
     batch, parameters = random_batch(6), named_parameters(model)
     arrays, used = step_arrays(batch, 2, 4)
 

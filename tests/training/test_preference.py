@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import others_slow
 
 from marin_rl.config import Config
 from marin_rl.errors import CommitConflict, ConfigError, InputError
@@ -63,7 +64,7 @@ def played(run: Run, tokenizer, steps: Sequence[int] = (0, 10)) -> list[SlotRef]
     return refs
 
 
-def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(begun, tokenizer, tmp_path):
+def test_it_learns(begun, tokenizer):
     run, events = begun(), []
     training = PreferenceTraining(run, tokenizer)
     pairs = training.prepare()
@@ -78,17 +79,13 @@ def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(begun, token
     assert refs[1].summary["preference/held_out_margin"] > 0
     assert latest_preference(run) == refs[1]
     assert training.run_segment(10, pairs).reused
-    other = begun(f"root={tmp_path / 'other'}")
-    again = played(other, tokenizer)
-    assert [ref.summary for ref in again] == [ref.summary for ref in refs]
-    assert identity_of(other, again[1]) == identity_of(run, refs[1])
     parents = [parent.slot for parent in manifest_of(run.store, refs[1]).parents]
     assert parents == ["preference/step-00010", "pairs"]
     assert not check_run(run.config.root, run.run_id).faults
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", others_slow(["float32", "bfloat16"], "bfloat16"))
 def test_the_first_step_begins_at_a_difference_of_exactly_nothing(begun, tokenizer, dtype):
     settings = "preference.steps=1", "preference.steps_per_checkpoint=1"
     run = begun(*settings, f"policy.compute_dtype={dtype}")
@@ -132,10 +129,10 @@ def test_without_a_reference_nothing_is_scored(begun, tokenizer):
     run = begun(
         "preference.loss.type=simpo", "preference.loss.beta=2", "preference.loss.target_margin=0.5"
     )
-    refs = played(run, tokenizer)
+    (ref,) = played(run, tokenizer, [0])
     pairs = committed_pairs(run, committed(run, pairs_slot()))
     assert all(pair.chosen_reference_logprobs is None for pair in pairs)
-    assert refs[1].summary["preference/held_out_accuracy"] == 1.0
+    assert ref.summary["preference/loss"] > ref.summary["preference/held_out_loss"]
 
 
 @pytest.mark.slow
@@ -152,8 +149,8 @@ def test_an_adapter_is_trained_and_its_base_is_the_reference(begun, tokenizer, s
 
 
 def test_another_run_begins_with_what_was_learned(begun, debug, tokenizer):
-    run = begun()
-    ref = played(run, tokenizer)[1]
+    run = begun("preference.steps=2", "preference.steps_per_checkpoint=2")
+    (ref,) = played(run, tokenizer, [0])
     place = f"{run.config.root}/{run.run_id}/{ref.slot}"
     start = "policy.model.layers=1", "policy.init=checkpoint", f"policy.checkpoint={place}"
     other = Run.create_or_open(debug(*start, "run_id=other"))

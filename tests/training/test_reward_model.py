@@ -29,13 +29,9 @@ from marin_rl.storage.runs import (
 from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.tokenizers import TokenizerIdentity
-from marin_rl.training.adapters import is_adapters
 from marin_rl.training.bradley_terry import LearnedReward
-from marin_rl.training.loop import Trainer
-from marin_rl.training.policy_source import read_trained
 from marin_rl.training.reward_model import RewardModelTraining
-from marin_rl.training.sft import WarmStart
-from marin_rl.training.state import identity_of, template_of
+from marin_rl.training.state import identity_of
 from marin_rl.types import Message, PreferencePair, SlotRef
 
 SETTINGS = (
@@ -144,40 +140,6 @@ def test_one_with_an_adapter_trains_and_keeps_that_alone(begun, debug, tokenizer
     run.store.local_path("base/manifest.json").unlink()
     with pytest.raises(ObjectMissing, match="expected the base that the run's adapter is of"):
         LearnedReward(slot, tokenizer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["null", "int8"])
-def test_one_whose_adapter_is_warm_started_begins_at_that(begun, tokenizer, tmp_path, scheme):
-    """The warm start trains the adapter too, and the policy and the reward model begin at it."""
-    settings = (
-        "policy.init=sft", "sft.steps=10", "sft.steps_per_checkpoint=10", "sft.learning_rate=0.001",
-        "policy.lora.rank=4", "policy.lora.begins=sft", f"policy.quantize_base={scheme}",
-        "reward_model.learning_rate=0.002",
-    )  # fmt: skip
-    run = begun(*settings)
-    warm = WarmStart(run, tokenizer).run_segment(0)
-    shown = read_trained(run, warm, template_of(run.config.policy, tokenizer))
-    assert [parent.slot for parent in manifest_of(run.store, warm).parents] == ["base"]
-    assert all(is_adapters(name) for name in shown)
-    assert any(name.endswith(":B") and array.any() for name, array in shown.items())
-    training = RewardModelTraining(run, tokenizer)
-    first = training._first_parameters()
-    for name, array in shown.items():
-        np.testing.assert_array_equal(first[f"trunk/{name}"], array)
-    pairs = training.prepare()
-    refs = [training.run_segment(step, pairs) for step in (0, 20)]
-    parents = manifest_of(run.store, refs[0]).parents
-    assert [parent.slot for parent in parents] == ["base", "sft/step-00010", "pairs"]
-    assert refs[1].summary["reward_model/held_out_accuracy"] == 1.0
-    # The same bits from the files alone, and the policy of the run begins at the adapter too.
-    other = begun(*settings, f"root={tmp_path / 'other'}")
-    again = WarmStart(other, tokenizer).run_segment(0)
-    assert identity_of(other, again) == identity_of(run, warm)
-    assert identity_of(other, played(other, tokenizer)[1]) == identity_of(run, refs[1])
-    begun_at = identity_of(other, Trainer(other, tokenizer).init_policy())
-    assert begun_at.parameters_digest == identity_of(run, warm).parameters_digest
-    assert not check_run(run.config.root, run.run_id).faults
 
 
 def test_the_runs_own_pairs_have_tokens_and_outlive_the_file(begun, tokenizer, pairs):

@@ -77,7 +77,6 @@ def test_every_program_can_be_built(trained, dtype, tied, checkpointing, packing
             (("policy.lora.rank=8", "inference.serve_merged=false"), 4),
             (("policy.init=sft",), 5),
         ],
-        first=1,
         several=True,
     ),
 )
