@@ -115,7 +115,7 @@ site: install ## Build the documentation as a site: build/site/index.html
 
 .PHONY: notebooks
 notebooks: install ## Execute the notebooks of docs/notebooks again, and store their outputs
-	cd tests && ../$(BIN)/python -m support.notebooks
+	cd tests && ../$(BIN)/python -m notebook_runs
 
 .PHONY: up
 up: install ## Start a local Prefect server, a worker and the deployments

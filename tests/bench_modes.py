@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.forked_commands import ForkedCommands
+from forked_commands import ForkedCommands
 from support.forked_python import python
 from support.quick_programs import quick_programs
 from support.sandboxes import reason_to_skip

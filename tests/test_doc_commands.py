@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.forked_commands import ForkedCommands
+from forked_commands import ForkedCommands
 from support.imports import missing_imports
 from support.quick_programs import quick_programs
 from support.run_factories import shown_run

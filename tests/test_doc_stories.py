@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 import yaml
-from support.forked_commands import ForkedCommands
+from forked_commands import ForkedCommands
 from test_doc_commands import ALL, PAGES, Command, blocks
 
 Value = TypeVar("Value")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.forked_commands import REPOSITORY
+from support.forked_python import REPOSITORY
 
 DEBUG = str(REPOSITORY / "configs" / "debug.yaml")
 SFT = ("--set", "policy.init=sft", "--set", "sft.steps=100000")

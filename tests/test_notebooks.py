@@ -5,8 +5,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from notebook_runs import FOLDER, NOTEBOOKS, executed
 from support.imports import missing_imports
-from support.notebooks import FOLDER, NOTEBOOKS, executed
 
 BYTES_MAX = 30_000
 MACHINE = re.compile(r"/(?:home|root|tmp|work|usr|Users|mnt|opt)/|127\.0\.0\.1|localhost")

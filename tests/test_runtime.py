@@ -12,7 +12,6 @@ import pytest
 from support.engine_adapters import adapter_for
 from support.fakes import FakePolicyServer
 from support.policy_runs import commit, embedded_server, in_memory, small_run
-from support.servers import check_told, deaf_server
 
 from marin_rl.config import Config, load_config
 from marin_rl.errors import BadResponse, ConfigError, ObjectMissing, StalePolicy
@@ -22,7 +21,8 @@ from marin_rl.rounds import transfer_metrics
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.canary import prove
-from marin_rl.serving.weights.checkpoint_loader import with_update_root
+from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, with_update_root
+from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
 from marin_rl.storage.runs import Run, checkpoint_slot
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.logprobs import token_logprobs
@@ -240,6 +240,42 @@ def test_a_run_of_all_parameters_has_no_adapter_to_publish(tmp_path: Path) -> No
     runtime = RunRuntime(Run.create_or_open(config))
     with pytest.raises(ConfigError, match="is for runs that train an adapter"):
         runtime.serve(runtime.init_policy())
+
+
+class Deaf(WeightUpdater):
+    """An updater that acknowledges new weights and goes on with the old ones."""
+
+    first: LanguageModel
+
+    def swap(self, model: LanguageModel, *args: Any, **options: Any) -> Update:
+        return super().swap(self.first, *args, **options)
+
+
+def deaf_server(run: Run, round: int) -> PolicyServer:
+    """A started one, of a round's checkpoint."""
+    loaded, inference = read_checkpoint(run, round), run.config.inference
+    model, tokenizer = loaded.model, character_tokenizer()
+    server = PolicyServer(
+        model,
+        tokenizer,
+        inference,
+        context_length=run.config.policy.context_length,
+        weight_version=round,
+        parameters_digest=loaded.parameters_digest,
+    )
+    deaf = Deaf(server.engine, model, tokenizer, inference, jnp.float32, server.telemetry)
+    deaf.first = model
+    server.updater = deaf
+    server.start()
+    return server
+
+
+def check_told(message: str, run: Run, *, expected: int, found: int) -> None:
+    """The message has both digests, the checkpoint, and what to do."""
+    for round in (expected, found):
+        assert read_checkpoint(run, round).parameters_digest[:16] in message
+    assert f"load checkpoints/round-{expected:05d} at the endpoint" in message
+    assert "Nothing was sampled for training" in message
 
 
 def test_the_last_rounds_weights_under_this_rounds_id_stop_the_loop(tmp_path: Path) -> None:

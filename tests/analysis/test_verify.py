@@ -40,7 +40,7 @@ DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 SETTINGS = (
     "objective.kl_coefficient=0.1", "objective.ratio_level=token", "evaluation.samples=3",
     "evaluation.k=[1,3]", "batching.sequences_per_step=6", "sampling.max_tokens=6",
-    "training.learning_rate=1e-2",
+    "training.learning_rate=1e-2", "policy.model.layers=1",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from support.models import tiny_model
 from support.policy_runs import small_run
 from support.processes import wait_until_gone
 from support.servers import CHAT, CONTEXT, ENGINE, chat_body, talk
-from support.templates import CHATML, LOOPS, TALK
+from support.templates import CHATML, TALK
 
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import InferenceConfig, ServerConfig
@@ -60,6 +60,48 @@ ONE_CALL = {
     "{% for i in range(9999) %}{% set ns.x = ns.x + [a[:]] %}{% endfor %}",
     "thousands of upper": "{% set s = 'x' * 10000000 %}" + "{% set t = s.upper() %}" * 5000,
     "unique": "{{ (range(99999)|map('string')|list * 999)|unique|list|length }}",
+}
+LOOP = "{% for a in range(99999) %}"
+NESTED = "{% set ns = namespace(x=['x' * 1000]) %}"
+NESTED += "{% for i in range(26) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+
+LOOPS = {
+    "endless loop": LOOP + LOOP + "{% endfor %}{% endfor %}",
+    "endless output": LOOP + LOOP + "x{% endfor %}{% endfor %}",
+    "formatted": "{{ '{:1000000000}'.format('x') }}",
+    "formatted by value": "{{ '{:{}}'.format('x', 10**9) }}",
+    "formatted often": "{{ ('{0}' * 10**5).format('x' * 10**5) }}",
+    "formatted by %": "{{ '%1000000000d' % 1 }}",
+    "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+    "bushy recursion": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "recursive loop": "{% for a in [[1]] recursive %}{{ loop([a, a]) }}{% endfor %}",
+    "long range": "{{ range(10**9) | list }}",
+    "repeated": "{{ 'x' * 10**10 }}",
+    "repeated list": "{{ [0] * 10**10 }}",
+    "output of a gigabyte": "{{ 'x' * 10**9 }}",
+    "powers": "{{ 10**(10**10) }}",
+    "constants when compiling": "{{ 'x' * 10**8 * 10**8 }}",
+    "products": "{% set ns = namespace(x=3) %}{% for i in range(99) %}"
+    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "doubled by ~": "{% set x = 'xxxxxxxx' %}" + "{% set x = x ~ x %}" * 40,
+    "doubled in blocks": "{% set x = 'xxxxxxxx' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
+    "replaced": "{% set x = 'x' * 1000 %}" + "{% set x = x.replace('x', x) %}" * 4,
+    "joined by filter": "{% set x = 'x' * 1000 %}" + "{% set x = x | list | join(x) %}" * 4,
+    "indented": "{{ '\n\n' | indent(10**9) }}",
+    "indented json": "{{ [1] | tojson(indent=10**9) }}",
+    "json of lists": "{% set x = ['x' * 1000] * 1000 %}{{ ([x] * 1000) | tojson | length }}",
+    "centred": "{{ 'x' | center(10**9) }}",
+    "in batches": "{{ ([1] | batch(200000000, 'x') | list | first) | length }}",
+    "rounded": "{{ 3 | round(10**9, 'ceil') }}",
+    "lorem ipsum": "{{ lipsum(n=100000, max=100000) }}",
+    "deep parentheses": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+    "deep blocks": "{% if true %}" * 20_000 + "x" + "{% endif %}" * 20_000,
+    "lists in lists printed": NESTED + "{{ ns.x }}",
+    "lists in lists by ~": NESTED + "{{ (ns.x ~ '') | length }}",
+    "printed by pprint": NESTED + "{{ (ns.x | pprint) | length }}",
+    "urlized": "{{ ('http://x ' * 9999999) | urlize | length }}",
+    "wrapped": "{{ ('x' * 9999999) | wordwrap(1) | length }}",
 }
 ESCAPES = {
     "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",

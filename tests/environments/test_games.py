@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from support.guessing import optimal_mean_guesses
+from support.cases import optimal_mean_guesses
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.episode import StepResult

@@ -10,7 +10,7 @@ from prefect.settings import temporary_settings
 from pydantic import SecretStr
 from support.fault_injection import inject_faults
 from support.faults import CrashStates, Recording, Undisturbed, outcome
-from support.flow_runs import ForkServer, Played, debug, latest_flow_run
+from support.flow_runs import ForkedRuns, Played, debug, latest_flow_run
 from support.prefect_server import copy_template, save_template
 from support.quick_programs import quick_programs
 
@@ -108,10 +108,7 @@ def ended() -> Iterator[ExitStack]:
 
 
 @pytest.fixture(scope="session")
-def fork_server(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Forks runs that report to the API of this folder's tests."""
-    log = tmp_path_factory.mktemp("fork_server") / "said"
+def forked_runs(api: str, tmp_path_factory: pytest.TempPathFactory) -> ForkedRuns:
+    """Runs in processes that report to the API of this folder's tests."""
     with quick_programs():
-        fork_server = ForkServer(log, PREFECT_API_URL=api)
-    with fork_server:
-        yield fork_server
+        return ForkedRuns(tmp_path_factory.mktemp("forked") / "said", PREFECT_API_URL=api)

@@ -12,7 +12,7 @@ from prefect.exceptions import Pause
 from support.cases import printed_seed
 from support.fault_injection import inject_faults
 from support.faults import NamedOperations, Outcome, outcome
-from support.flow_runs import DEBUG, ForkServer, debug
+from support.flow_runs import DEBUG, ForkedRuns, debug
 
 from flows.play import Results, run_together
 from flows.rl_loop import start
@@ -167,7 +167,7 @@ KILLS = 8 if "MARIN_RL_FAULTS_PLAYED" in os.environ else 16  # a sample, as of o
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_ends_in_the_same_bits(
-    undisturbed: tuple[Outcome, list[str]], fork_server: ForkServer, tmp_path: Path
+    undisturbed: tuple[Outcome, list[str]], forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
     """Killed amid operations that create something, and right after others, as often as not."""
     expected, names = undisturbed
@@ -175,7 +175,7 @@ def test_a_run_that_is_killed_ends_in_the_same_bits(
     picked = random.Random(printed_seed()).sample(creates, KILLS)
     faults = dict(zip(picked, cycle(["kill-amid", "kill-after"]), strict=False))
     config = ahead(tmp_path / "killed", 2)
-    starts, left = fork_server.run_until_all_came(config, faults)
+    starts, left = forked_runs.run_until_all_came(config, faults)
     print(f"{starts} starts, {len(left)} operations did not come")
     assert starts > KILLS // 2
     assert expected.same_as(outcome(config)) == []

@@ -13,7 +13,7 @@ import yaml
 from support.cases import printed_seed
 from support.fault_injection import inject_faults
 from support.faults import NamedOperations, Outcome, outcome
-from support.flow_runs import DEBUG, ForkServer
+from support.flow_runs import DEBUG, ForkedRuns
 
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
@@ -166,7 +166,7 @@ def test_rounds_say_what_they_chose_and_what_they_used_again(
 
 @pytest.mark.parametrize("kind", ["sampled_on", "reused"])
 def test_a_run_that_is_killed_takes_the_same_groups(
-    kind: str, fork_server: ForkServer, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, forked_runs: ForkedRuns, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Killed after three operations that create something, started again each time."""
     _, expected, names = request.getfixturevalue(kind)
@@ -174,6 +174,6 @@ def test_a_run_that_is_killed_takes_the_same_groups(
     config = sampling_on(tmp_path) if kind == "sampled_on" else reusing(tmp_path, one_by_one)
     creates = [name for name in names if name.startswith("create ") and ".probe" not in name]
     chosen = random.Random(printed_seed()).sample(creates, 3)
-    starts, left = fork_server.run_until_all_came(config, dict.fromkeys(chosen, "kill-after"))
+    starts, left = forked_runs.run_until_all_came(config, dict.fromkeys(chosen, "kill-after"))
     assert starts > 1, left
     assert expected.same_as(outcome(config)) == []

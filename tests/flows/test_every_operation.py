@@ -28,6 +28,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,7 @@ from support.cases import printed_seed
 from support.fake_stores import Fault, Faults, fake_gcs, fake_s3
 from support.fault_injection import Operations, inject_faults, parse
 from support.faults import NamedOperations, Outcome, Undisturbed, outcome
-from support.flow_runs import ForkServer, debug
+from support.flow_runs import ForkedRuns, debug
 
 from flows.rl_loop import start
 from marin_rl.config import Config
@@ -250,14 +251,14 @@ def test_every_crash_state(undisturbed: Undisturbed, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(ALL_S_MAX)
 def test_kills_at_operations(
-    undisturbed: Undisturbed, fork_server: ForkServer, tmp_path: Path
+    undisturbed: Undisturbed, forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
     """One run that is killed amid everything it creates or writes, one start after the other."""
     expected = summaries(debug(undisturbed.states.run.parent))
 
     def killed(group: Sequence[Case]) -> tuple[Config, list[str]]:
         config = debug(tmp_path / str(uuid.uuid4()))
-        _, left = fork_server.run_until_all_came(config, {name: kind for kind, name in group})
+        _, left = forked_runs.run_until_all_came(config, {name: kind for kind, name in group})
         assert summaries(config) == expected
         return config, left
 
@@ -367,9 +368,10 @@ def test_requests_that_get_no_answer(bucket: Bucket, undisturbed: Undisturbed) -
 
 
 def test_two_processes_at_once_on_an_object_store(
-    bucket: Bucket, fork_server: ForkServer, undisturbed: Undisturbed
+    bucket: Bucket, forked_runs: ForkedRuns, undisturbed: Undisturbed
 ) -> None:
     """Nothing locks a bucket: each adopts what the other was first to commit."""
     config = bucket.new()
-    assert fork_server.run(config, copies=2) == [0, 0], fork_server.said()
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(forked_runs.run, [config] * 2)] == [0, 0], forked_runs.said()
     assert undisturbed.expected.same_as(outcome(config)) == []

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.guessing import optimal_mean_guesses
+from support.cases import optimal_mean_guesses
 
 from flows.rl_loop import start
 from flows.server import prefect_api

@@ -11,18 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.engines import wait_until
 from support.flow_runs import debug
 from support.models import full_logprobs
 from support.policy_runs import embedded_server
-from support.streams import groups_in
+from support.servers import wait_until
+from support.streams import checked, groups_in
 from support.vllm_stand_in import VllmStandIn
-from support.windowed_runs import checked
 
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
 from marin_rl.config import Config
-from marin_rl.errors import MarinRLError, StalePolicy
+from marin_rl.errors import StalePolicy
 from marin_rl.inference.client import fleet_watch
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.inference.engine import Engine
@@ -289,16 +288,6 @@ def test_a_server_with_other_weights_under_the_right_name_is_lost_and_no_group_i
     assert f"endpoint {liar.base_url} is lost" in caplog.text
 
 
-def asking_vllm(run: Run, vllm: VllmStandIn) -> Run:
-    """The run with a vLLM as its endpoint, which is sent its weights."""
-    changes = {
-        "endpoints": (vllm.url,), "publish": "vllm_reload", "route": "vllm_generate",
-        "fleet_timeout_s": 60.0,
-    }  # fmt: skip
-    inference = run.config.inference.model_copy(update=changes)
-    return replace(run, config=run.config.model_copy(update={"inference": inference}))
-
-
 @contextmanager
 def vllm_of(config: Config) -> Iterator[VllmStandIn]:
     """A vLLM with random weights of a run's shape."""
@@ -344,37 +333,6 @@ def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(
     for group in groups:
         for rollout in group.rollouts:
             assert_logprobs(rollout, models)
-
-
-def test_wrong_weights_that_vllm_loads_are_proven_by_no_token(
-    played: Config,
-) -> None:
-    """The trainer's proof fails, and what was sampled with them is not committed."""
-    run = Run.open(played.root, played.run_id)
-    run.folder.delete(CANARIES_KEY)
-
-    def scaled(loaded: Loaded) -> Loaded:
-        arrays = {name: 1.5 * array for name, array in named_parameters(loaded.model).items()}
-        return replace(loaded, model=with_parameters(loaded.model, arrays))
-
-    with vllm_of(played) as vllm:
-        remote = asking_vllm(run, vllm)
-        inference = remote.config.inference.model_copy(update={"fleet_timeout_s": 2.0})
-        remote = replace(remote, config=remote.config.model_copy(update={"inference": inference}))
-        with closing(RunRuntime(remote)) as runtime:
-            policy = runtime.serve(checkpoint(run, 0))
-            vllm.loads = scaled
-            with pytest.raises(MarinRLError, match=r"no endpoint served|has not proven"):
-                sampled_over(
-                    remote,
-                    Unproven(runtime),
-                    policy,
-                    CHUNK + 5,
-                    2,
-                    [vllm.server.engine],
-                    is_loaded=lambda: vllm.label.startswith("00002"),
-                )
-    assert not groups_in(run, numbers_of(run.config, CHUNK + 5))
 
 
 class Unproven:

@@ -1,7 +1,6 @@
 """The whole loop on configs/debug.yaml, in this process, on every real room."""
 
 import asyncio
-import shutil
 import time
 from pathlib import Path
 from uuid import UUID
@@ -17,18 +16,15 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import Artifact, TaskRun
 from support.flow_runs import ROUNDS, SHARDS, Played, debug, latest_flow_run
-from support.policy_runs import in_memory
-from support.servers import check_told, deaf_server
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
 from marin_rl.config import Config
-from marin_rl.errors import ConfigError, ObjectMissing, RunLocked, StalePolicy
+from marin_rl.errors import ConfigError, ObjectMissing, RunLocked
 from marin_rl.planning import plan
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.runtime import runtime_for
 from marin_rl.storage.run_progress import progress
-from marin_rl.storage.runs import Run, checkpoint_slot, committed, latest_checkpoint, round_of
+from marin_rl.storage.runs import Run, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 
 
@@ -275,26 +271,3 @@ def test_the_log_of_the_flow_run_has_a_line_for_each_round(played: Played) -> No
     rounds = [line for line in lines if ": reward 0." in line]
     assert [line.partition(":")[0] for line in rounds] == [f"round {n}" for n in range(ROUNDS)]
     assert all("seconds" in line for line in rounds)
-
-
-def test_the_last_rounds_weights_stop_the_flow_with_both_digests(
-    played: Played, tmp_path: Path
-) -> None:
-    shutil.copytree(played.config.root, tmp_path / "runs")
-    config = played.config.model_copy(update={"root": str(tmp_path / "runs")})
-    newest = latest_round(Run.create_or_open(config))  # another test may have gone on with it
-    config = config.model_copy(update={"rounds": newest + 1})
-    run = Run.create_or_open(config)
-    in_memory(runtime_for(run)).server = server = deaf_server(run, newest - 1)
-    with pytest.raises(StalePolicy, match=f"found those of round {newest - 1}, ") as caught:
-        start(config)
-    assert server.model_id.startswith(f"policy@{newest:05d}-")  # it said that it changed them
-    check_told(str(caught.value), run, expected=newest, found=newest - 1)
-    assert progress(run)[newest].shards == 0
-
-
-def latest_round(run: Run) -> int:
-    """Of the newest committed checkpoint."""
-    latest = latest_checkpoint(run)
-    assert latest is not None
-    return round_of(latest.slot.rpartition("/")[2]) or 0

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from support.cases import printed_seed
-from support.faults import Digests, committed_digests, outcome
-from support.flow_runs import ForkServer, debug
+from support.faults import committed_digests, outcome
+from support.flow_runs import ForkedRuns, debug
 from support.prefect_server import PrefectServer
 
 from marin_rl.config import Config
@@ -43,21 +43,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
 
 
 @pytest.fixture(scope="module")
-def fork_server(
-    server: PrefectServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ForkServer]:
-    """Forks runs that report to that server."""
-    with ForkServer(
-        tmp_path_factory.mktemp("fork_server") / "said", PREFECT_API_URL=server.url
-    ) as made:
-        yield made
+def forked_runs(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> ForkedRuns:
+    return ForkedRuns(tmp_path_factory.mktemp("forked") / "said", PREFECT_API_URL=server.url)
 
 
-def first_round_s(fork_server: ForkServer, config: Config) -> float:
+def first_round_s(forked_runs: ForkedRuns, config: Config) -> float:
     """Play the first round, undisturbed; the seconds of processor time that this took."""
     once = config.model_copy(update={"rounds": 1})
-    assert fork_server.run(once, limit_s=RUN_S_MAX) == [0], fork_server.said()
-    return fork_server.cpu_s[0]
+    assert forked_runs.run(once, limit_s=RUN_S_MAX) == 0, forked_runs.said()
+    return forked_runs.cpu_s
 
 
 def reached(config: Config) -> int:
@@ -71,28 +65,28 @@ def reached(config: Config) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600 if "MARIN_RL_KILLS" in os.environ else 1800)
 def test_a_run_survives_many_kills(
-    server: PrefectServer, fork_server: ForkServer, tmp_path: Path
+    server: PrefectServer, forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
     count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
     print(f"{count} kills")
     choices = random.Random(printed_seed())
     config = debug(tmp_path / "killed", f"rounds={ROUNDS_MAX}", *LARGER)
-    life_s_max = min(LIVES_MAX * first_round_s(fork_server, config), LIFE_S_MAX)
-    known, digests = committed_digests(config), Digests()
+    life_s_max = min(LIVES_MAX * first_round_s(forked_runs, config), LIFE_S_MAX)
+    known = committed_digests(config)
     killed, refused = {"flow": 0, "server": 0}, 0
     for _ in range(count):
         victim, life_s = choices.choice(VICTIMS), choices.uniform(LIFE_S_MIN, life_s_max)
         killed[victim] += 1
         if victim == "flow":
-            ended = fork_server.run(config, life_s=life_s, limit_s=RUN_S_MAX)
+            ended = forked_runs.run(config, life_s=life_s, limit_s=RUN_S_MAX)
         else:
             longer_s, also_kill = life_s + AFTER_THE_SERVER_S, {server.pid: life_s}
-            ended = fork_server.run(config, life_s=longer_s, also_kill=also_kill, limit_s=RUN_S_MAX)
+            ended = forked_runs.run(config, life_s=longer_s, also_kill=also_kill, limit_s=RUN_S_MAX)
             server.kill()
             server.start()
-            refused += ended == [1]  # no answer came when it was about to begin
-        assert ended == [-signal.SIGKILL] or (victim, ended) == ("server", [1]), fork_server.said()
-        now = committed_digests(config, digests)
+            refused += ended == 1  # no answer came when it was about to begin
+        assert ended == -signal.SIGKILL or (victim, ended) == ("server", 1), forked_runs.said()
+        now = committed_digests(config)
         assert known.items() <= now.items(), "something committed was lost or changed"
         known = now
         print(f"{sum(killed.values())}: {victim} after {life_s:.1f} s, {len(known)} commits")
@@ -102,7 +96,7 @@ def test_a_run_survives_many_kills(
     print(f"{rounds - 1} rounds, {len(known)} commits before the last start")
     last = config.model_copy(update={"rounds": rounds})
     alone = debug(tmp_path / "alone", f"rounds={rounds}", *LARGER)
-    first_round_s(fork_server, alone)  # which evaluates what it ends with, as above
+    first_round_s(forked_runs, alone)  # which evaluates what it ends with, as above
     for played in (last, alone):
-        assert fork_server.run(played, limit_s=RUN_S_MAX) == [0], fork_server.said()
+        assert forked_runs.run(played, limit_s=RUN_S_MAX) == 0, forked_runs.said()
     assert outcome(last).same_as(outcome(alone)) == []

@@ -1,12 +1,18 @@
 """Flows over pairs: killed and resumed to the same bits, and a judge that teaches a policy."""
 
 import asyncio
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.cases import printed_seed
-from support.flow_runs import debug, finish, kill_when, spawn_program
+from support.flow_runs import REPOSITORY, debug
 from support.word_forms import write_prompts
 
 import flows.reward_model
@@ -29,6 +35,37 @@ start(parse_config(json.loads(sys.argv[1])))
 """
 
 SLOTS = {"reward_model": reward_model_slot, "preference": preference_slot}
+
+
+TIMEOUT_S = 240
+
+
+def spawn_program(program: str, config: Config, api: str) -> subprocess.Popen[bytes]:
+    """A Python program that is given a configuration as JSON."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, config.model_dump_json()],
+        cwd=REPOSITORY,
+        env={**os.environ, "PREFECT_API_URL": api},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that must end well."""
+    _, told = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, told.decode()[-3000:]
+
+
+def kill_when(process: subprocess.Popen[bytes], seen: Callable[[], bool], delay_s: float) -> None:
+    """SIGKILL the process `delay_s` after `seen` holds."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not seen() and process.poll() is None:
+        assert time.monotonic() < deadline, "the stage never began"
+        time.sleep(0.0005)
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
 
 
 def said(root: Path) -> Path:

@@ -20,8 +20,7 @@ from support.faults import outcome
 from support.flow_runs import debug
 from support.machines import Machines, Site
 from support.nodes import RayCluster, pool_worker, ray_environment, wait
-from support.streams import stream_of
-from support.windowed_runs import checked
+from support.streams import checked, stream_of
 
 from flows.rl_loop import start
 from flows.server import free_port

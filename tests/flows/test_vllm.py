@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 from support.flow_runs import debug
 from support.models import full_logprobs
-from support.windowed_runs import checked
+from support.streams import checked
 
 from flows.rl_loop import start
 from flows.server import free_port

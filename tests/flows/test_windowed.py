@@ -9,8 +9,8 @@ import pytest
 from support.cases import printed_seed
 from support.fault_injection import inject_faults
 from support.faults import NamedOperations, outcome
-from support.flow_runs import ForkServer, debug
-from support.windowed_runs import checked
+from support.flow_runs import ForkedRuns, debug
+from support.streams import checked
 
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
@@ -116,7 +116,7 @@ def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_killed_sampler_is_followed_by_one_that_goes_on(
-    fork_server: ForkServer, tmp_path: Path
+    forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
     """Killed as it commits a part or a pack, and right after it."""
     names = {
@@ -129,7 +129,7 @@ def test_a_killed_sampler_is_followed_by_one_that_goes_on(
         f"create whole/rollouts/.stream/{name}.parquet #1": kind for name, kind in names.items()
     }
     config = windowed(tmp_path, *PIECES, PACKS)
-    starts, left = fork_server.run_until_all_came(config, faults)
+    starts, left = forked_runs.run_until_all_came(config, faults)
     assert left == []
     assert starts > 2
     checked(config)
@@ -139,13 +139,13 @@ def test_a_killed_sampler_is_followed_by_one_that_goes_on(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["kill-amid"])
 def test_a_run_that_is_killed_is_whole_at_its_end(
-    undisturbed: tuple[Config, list[str]], fork_server: ForkServer, tmp_path: Path, kind: str
+    undisturbed: tuple[Config, list[str]], forked_runs: ForkedRuns, tmp_path: Path, kind: str
 ) -> None:
     """Killed at four operations that create something, started again each time."""
     creates = [n for n in undisturbed[1] if n.startswith("create ") and ".probe" not in n]
     faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 4), kind)
     config = windowed(tmp_path / "killed", REPLAY)
-    starts, left = fork_server.run_until_all_came(config, faults)
+    starts, left = forked_runs.run_until_all_came(config, faults)
     print(f"{starts} starts, {len(left)} operations did not come")
     assert starts > 1
     checked(config)

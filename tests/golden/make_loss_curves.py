@@ -9,7 +9,7 @@ why. tests/training/test_loss_curves.py compares the code with the file.
 import json
 
 import jax
-from support.batches import FILE, OBJECTIVES, played
+from training.batches import FILE, OBJECTIVES, played
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
+from inference.engines import engine_of
 from support.engine_adapters import unload_all
-from support.engines import engine_of
 from support.models import tiny_model
 
 from marin_rl.inference.engine import Engine

@@ -4,8 +4,8 @@ import threading
 
 import numpy as np
 import pytest
+from inference.engines import amid, bits, engine_of, request_of, result_of, together
 from support.engine_adapters import adapter_for, check_logprobs, load, merged
-from support.engines import amid, bits, engine_of, request_of, result_of, together
 
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest

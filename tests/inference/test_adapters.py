@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inference.engines import amid, bits, engine_of, request_of, result_of, together
 from support.engine_adapters import NATS, adapter_for, check_logprobs, load, merged
-from support.engines import amid, bits, engine_of, request_of, result_of, together
 from support.models import full_logprobs, tiny_model
 
 from marin_rl.errors import InputError

@@ -9,8 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.cases import others_slow, printed_seed
-from support.engines import (
+from inference.engines import (
     bits,
     engine_of,
     random_requests,
@@ -18,6 +17,7 @@ from support.engines import (
     result_of,
     results_under_load,
 )
+from support.cases import others_slow, printed_seed
 from support.models import tiny_model, tiny_spec
 
 from marin_rl.compilation import CACHE_VARIABLE

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import others_slow, printed_seed
-from support.engines import (
+from inference.engines import (
     PROGRAMS,
     amid,
     bits,
@@ -20,6 +19,7 @@ from support.engines import (
     result_of,
     results_under_load,
 )
+from support.cases import others_slow, printed_seed
 from support.models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
 
 from marin_rl.errors import InferenceError, InputError

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
-from support.engines import (
+from inference.engines import (
     amid,
     bits,
     engine_of,

@@ -6,7 +6,7 @@ from contextlib import closing
 import jax
 import numpy as np
 import pytest
-from support.engines import bits, engine_of, request_of, result_of
+from inference.engines import bits, engine_of, request_of, result_of
 from support.models import tiny_model
 
 from marin_rl.inference.generation import Delta

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inference.engines import bits, engine_of, request_of, result_of, results_under_load
 from support.cases import others_slow, printed_seed
-from support.engines import bits, engine_of, request_of, result_of, results_under_load
 from support.models import FAMILIES, VOCABULARY, full_logits, tiny_model
 
 from marin_rl.errors import InferenceError, InputError

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from inference.engines import bits, engine_of, request_of, result_of
 from support.cases import printed_seed
-from support.engines import bits, engine_of, request_of, result_of
 from support.models import tiny_model
 
 from marin_rl.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, shares_prompts

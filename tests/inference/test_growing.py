@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inference.engines import CONTEXT, amid, prompt_of, request_of, together, wait_until
 from support.cases import others_slow
-from support.engines import CONTEXT, amid, prompt_of, request_of, together, wait_until
 from support.family_folders import golden, write_folder
 from support.models import tiny_model
 from support.run_factories import character_tokenizer

@@ -8,8 +8,7 @@ from contextlib import closing
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import printed_seed
-from support.engines import (
+from inference.engines import (
     bits,
     engine_of,
     random_requests,
@@ -19,6 +18,7 @@ from support.engines import (
     together,
     wait_until,
 )
+from support.cases import printed_seed
 from support.models import tiny_model
 
 from marin_rl.cpu_streams import (

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from support.engines import PROGRAMS
+from inference.engines import PROGRAMS
 from support.models import tiny_model
 from support.quick_programs import run_on_devices
 

@@ -10,8 +10,8 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from inference.engines import bits, engine_of, prompt_of, result_of, together
 from support.engine_adapters import loaded_of
-from support.engines import bits, engine_of, prompt_of, result_of, together
 from support.models import tiny_model
 
 from marin_rl.inference.engine import Engine

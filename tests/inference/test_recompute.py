@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.engines import amid, bits, engine_of, prompt_of, request_of, result_of
+from inference.engines import amid, bits, engine_of, prompt_of, request_of, result_of
 from support.models import full_logprobs, tiny_model
 
 from marin_rl.inference.engine import Engine

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from integrations.libraries import interpreter_with
 from integrations.library_runs import configuration, following
-from support.libraries import interpreter_with
 from support.scripted_policies import record
 
 from marin_rl.integrations.exchange import export_rollouts

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import uvicorn
+from integrations.trajectories import pushed_config, scored
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from support.run_factories import checkpoint
-from support.trajectories import pushed_config, scored
 
 from marin_rl.errors import EndpointUnavailable, InputError
 from marin_rl.integrations.atropos import poller as module

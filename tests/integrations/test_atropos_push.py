@@ -1,6 +1,7 @@
 """Environments of atropos push groups: every route, every refusal, and what a restart knows."""
 
 import asyncio
+import json
 import tarfile
 import time
 from collections.abc import Iterator
@@ -9,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from integrations.trajectories import push, pushed_config, receiving, registration, scored, zipped
 from support.fake_stores import Fault, fake_gcs, fake_s3
 from support.run_factories import checkpoint, policy
-from support.trajectories import push, pushed_config, receiving, registration, scored, zipped
 
 from marin_rl.batching.build import build_round
 from marin_rl.errors import ConfigError, EnvironmentTimeout
@@ -200,12 +201,39 @@ def test_a_group_that_cannot_be_trained_on_is_refused(
     assert (status["queue_size"], status["groups_refused"]) == (0, before + 1)
 
 
-def test_scores_that_are_no_numbers_are_refused(refusing: httpx.Client) -> None:
-    text = '{"tokens": [[5, 6], [5, 6]], "masks": [[-100, 6], [-100, 6]], "scores": [NaN, 1.0], '
-    text += '"inference_logprobs": [[1.0, -1.0], [1.0, -1.0]], "env_id": 0}'
-    answer = refusing.post("/scored_data", content=text)
-    assert answer.status_code == 422
-    assert "the body: expected a finite number, found NaN" in answer.text
+def with_last(name: str, value: Any) -> dict[str, Any]:
+    """A group whose last entry of an array is `value`."""
+    group = scored()
+    group[name][1][-1] = value
+    return group
+
+
+HOSTILE: dict[str, Any] = {
+    "not a number": scored(generation_params={"x": float("nan")}),
+    "infinite": scored(group_overrides={"x": float("inf")}),
+    "a large integer": scored(generation_params={"x": 10**400}),
+    "an id beyond int64": with_last("tokens", 2**63),
+    "a mask beyond int64": with_last("masks", -(2**70)),
+    "an id beyond int32": with_last("tokens", 2**31),
+    "a logprob beyond float32": with_last("inference_logprobs", -1e39),
+    "half a character": scored(generation_params={"x": "\ud800"}),
+    "deep": scored(generation_params={"x": json.loads("[" * 300 + "]" * 300)}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_of_a_list_is_committed_where_one_has_no_value(
+    refusing: httpx.Client, name: str
+) -> None:
+    for groups in ([scored(), HOSTILE[name]], [HOSTILE[name], scored()]):
+        answer = refusing.post("/scored_data_list", content=json.dumps(groups))
+        assert answer.status_code == 422, answer.text
+    assert refusing.get("/status").json()["queue_size"] == 0
+
+
+def test_a_name_that_is_there_twice_is_refused(refusing: httpx.Client) -> None:
+    twice = json.dumps(scored())[:-1] + ', "env_id": 0}'
+    assert refusing.post("/scored_data", content=twice).status_code == 422
 
 
 @pytest.mark.parametrize(
@@ -489,3 +517,15 @@ def test_a_fork_has_a_queue_of_its_own_rounds(run: Run, client: httpx.Client) ->
     generated(fork, 1)
     assert first_tokens(fork, 0) + first_tokens(fork, 1) == [20, 30, 40, 60, 70, 80]
     assert client.get("/status").json()["queue_size"] == 1
+
+
+def test_an_environment_that_ignores_the_queue_is_asked_to_wait(
+    run: Run, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "QUEUE_ROUNDS_MAX", 1)
+    most = run.config.rollouts.groups_per_round * 2 * (1 + run.config.batching.staleness_rounds_max)
+    push(client, range(20, 20 + most))
+    answer = client.post("/scored_data", json=scored(first=20 + most))
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert f"{most} groups wait" in answer.text
+    assert client.get("/status").json()["queue_size"] == most

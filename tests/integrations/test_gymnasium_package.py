@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from integrations.libraries import interpreter_with
 from integrations.library_runs import FAILED, configuration, following, played, texts, trained
-from support.libraries import interpreter_with
 
 from marin_rl import run
 from marin_rl.config import load_config

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from integrations.libraries import interpreter_with, site_packages
 from integrations.test_nemo_gym import configuration
-from support.libraries import interpreter_with, site_packages
 from support.scripted_policies import call, record
 
 from marin_rl import run, scan_rollouts

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from integrations.libraries import interpreter_with
 from integrations.library_runs import FAILED, configuration, following, played, texts, trained
-from support.libraries import interpreter_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from integrations.chat_stand_in import chat_stand_in
+from integrations.libraries import interpreter_with
 from integrations.library_runs import FAILED, configuration, following, played, trained
-from support.libraries import interpreter_with
 
 from marin_rl import run, scan_rollouts
 from marin_rl.environments.checks import make_environment

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integrations.libraries import interpreter_with, site_packages
 from integrations.library_runs import configuration
-from support.libraries import interpreter_with, site_packages
 from support.scripted_policies import call, record
 
 from marin_rl import run, scan_rollouts

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from integrations.libraries import interpreter_with, site_packages
 from integrations.library_runs import FAILED, configuration, played, texts, trained
-from support.libraries import interpreter_with, site_packages
 from support.scripted_policies import call, record
 
 from marin_rl.integrations.exchange import export_rollouts

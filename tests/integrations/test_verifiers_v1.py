@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from integrations.libraries import interpreter_with, site_packages
 from integrations.library_runs import configuration
-from support.libraries import interpreter_with, site_packages
 
 from marin_rl import run, scan_rollouts
 from marin_rl.config import Config, load_config

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from integrations.libraries import interpreter_with, site_packages
 from integrations.library_runs import configuration as tiny_run
 from integrations.test_verl import WAYS, configuration, scripted
-from support.libraries import interpreter_with, site_packages
 from support.scripted_policies import record
 
 from marin_rl import run, scan_rollouts

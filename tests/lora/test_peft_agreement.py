@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lora.peft_folders import adapter_tensors, write_folder
 from safetensors.numpy import load_file
 from support.adapters import random_adapter
 from support.cases import others_slow
 from support.hf_models import VOCABULARY, write_checkpoint
-from support.peft_folders import adapter_tensors, write_folder
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import LoraConfig

@@ -13,6 +13,38 @@ from marin_rl.rollouts.trajectories import Interruption
 END = 1
 MODEL = served_model_id("policy", 0, "ab" * 32)
 
+# A module of an environment whose episodes are dialogues, without the steps.
+TALKS = """
+from marin_rl.environments.base_environment import BaseEnvironment
+from marin_rl.environments.episode import StepResult
+from marin_rl.types import Message, RewardComponent
+
+class Talks(BaseEnvironment):
+    workers = 0
+
+    def example(self, seed, index, split):
+        return self.make_example(f"say w{index}", "w", seed=seed, index=index, split=split)
+
+    def score(self, example, completion):
+        return (RewardComponent(name="length", value=float(len(completion))),)
+
+    def episode(self, example):
+        return Talk(example)
+
+class Talk:
+    def __init__(self, example):
+        self.example, self.turns = example, 0
+
+    def start(self):
+        return self.example.messages, ()
+
+    async def close(self):
+        pass
+
+    async def step(self, turn):
+        self.turns += 1
+"""
+
 
 def token_at(seed: int, position: int) -> int:
     """A token that depends on its seed and position alone, as the engine's random numbers do."""

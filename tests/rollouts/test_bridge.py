@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.cases import others_slow
 from support.chat_folders import LLAMA2, chat_tokenizer
 from support.scripted_policies import tokenizer_of
-from support.templates import LOOPS, TEMPLATES, TOOLS
+from support.templates import TEMPLATES, TOOLS
 from transformers import PreTrainedTokenizerFast
 
 from marin_rl.chat_templates import CHAT_TEMPLATE, ChatTemplate, Conversation
@@ -179,9 +179,13 @@ def test_a_turn_that_another_end_token_ended_is_refused() -> None:
         Bridge(tokenizer)(dialogue, end_of(tokenizer), [Message(role="user", content="c")])
 
 
+LOOP = "{% for a in range(99999) %}"
+ENDLESS = LOOP + LOOP + "{% endfor %}{% endfor %}"
+
+
 @pytest.mark.slow
 def test_a_template_beyond_its_limits_is_a_fault() -> None:
-    tokenizer = tokenizer_of(next(iter(LOOPS.values())), "</s>")
+    tokenizer = tokenizer_of(ENDLESS, "</s>")
     dialogue = [Message(role="user", content="a"), Message(role="assistant", content="b")]
     with pytest.raises(TemplateFault):
         Bridge(tokenizer)(dialogue, end_of(tokenizer), [Message(role="user", content="c")])

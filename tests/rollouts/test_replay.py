@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fakes import TALKS, FakePolicyServer, bridge, served_policy
+from rollouts.scripted_pieces import TALKS
+from support.fakes import FakePolicyServer, bridge, served_policy
 from support.scripted_policies import call, record, tool_run
 from typer.testing import CliRunner, Result
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fakes import TALKS
+from rollouts.scripted_pieces import TALKS
 from support.run_factories import audit_round
 from support.scripted_policies import record, write_tokenizer
 from support.templates import QWEN

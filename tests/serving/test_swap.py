@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 from support.cases import printed_seed
-from support.engines import together
 from support.models import VOCABULARY, full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig
@@ -205,11 +204,12 @@ def test_every_token_of_64_running_requests_tells_who_drew_it(
         swap_once(delta)
 
     listeners = [first, *(heard.append for heard in deltas[1:])]
-    with together(engine):
-        futures = [
-            engine.submit(request, listener)
-            for request, listener in zip(requests, listeners, strict=True)
-        ]
+    engine.pause()  # they start in one chunk, however slowly they come
+    futures = [
+        engine.submit(request, listener)
+        for request, listener in zip(requests, listeners, strict=True)
+    ]
+    engine.resume()
     results = [future.result(timeout=120) for future in futures]
     kinds = {"old": 0, "both": 0, "new": 0}
     for request, result, heard in zip(requests, results, deltas, strict=True):

@@ -49,3 +49,9 @@ def asked(answer: str | None, /, **metadata: Any) -> Example:
         answer=answer,
         metadata=metadata,
     )
+
+
+def optimal_mean_guesses(size: int) -> float:
+    """Mean number of guesses of binary search over all secrets from 1 to `size`."""
+    # level d of the search tree has 2**(d - 1) numbers, each of which takes d guesses
+    return sum((number + 1).bit_length() for number in range(size)) / size

@@ -38,38 +38,6 @@ STATUSES = {
     "conflict": 409,
 }
 
-# A module of an environment whose episodes are dialogues, without the steps.
-TALKS = """
-from marin_rl.environments.base_environment import BaseEnvironment
-from marin_rl.environments.episode import StepResult
-from marin_rl.types import Message, RewardComponent
-
-class Talks(BaseEnvironment):
-    workers = 0
-
-    def example(self, seed, index, split):
-        return self.make_example(f"say w{index}", "w", seed=seed, index=index, split=split)
-
-    def score(self, example, completion):
-        return (RewardComponent(name="length", value=float(len(completion))),)
-
-    def episode(self, example):
-        return Talk(example)
-
-class Talk:
-    def __init__(self, example):
-        self.example, self.turns = example, 0
-
-    def start(self):
-        return self.example.messages, ()
-
-    async def close(self):
-        pass
-
-    async def step(self, turn):
-        self.turns += 1
-"""
-
 
 def echo_script(prompt: str, seed: int) -> str:
     """Repeats the last word of the last message; every third seed gets it wrong."""

@@ -123,31 +123,13 @@ def outcome(config: Config) -> Outcome:
     )
 
 
-class Digests:
-    """SHA-256 of files; one that has the size, time and inode that it had is not read again."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
-
-    def of(self, path: Path) -> str:
-        """The digest of a file as it is now. Raises FileNotFoundError."""
-        status = path.stat()
-        sign = status.st_size, status.st_mtime_ns, status.st_ino
-        if self._known.get(path, (None, ""))[0] != sign:
-            self._known[path] = sign, sha256_of(path.read_bytes())
-        return self._known[path][1]
-
-
-def committed_digests(config: Config, digests: Digests | None = None) -> dict[str, str]:
-    """The SHA-256 of everything that is committed, by key; every part of it verified.
-
-    With `digests` of an earlier call, what no one has touched since is taken for what it was.
-    """
-    if not (folder := Path(config.root, config.run_id)).joinpath("run.json").exists():
+def committed_digests(config: Config) -> dict[str, str]:
+    """The SHA-256 of everything that is committed, by key; every part of it verified."""
+    if not Path(config.root, config.run_id, "run.json").exists():
         return {}
-    run, digests = Run.open(config.root, config.run_id), digests or Digests()
-    _verify(run, digests)
-    return {key: digests.of(folder / key) for key in run.store.list() if is_commit(key)}
+    run = Run.open(config.root, config.run_id)
+    _verify(run)
+    return {key: sha256_of(run.store.read(key)) for key in run.store.list() if is_commit(key)}
 
 
 def is_commit(key: str) -> bool:
@@ -160,7 +142,7 @@ def is_commit(key: str) -> bool:
     )
 
 
-def _verify(run: Run, digests: Digests | None = None) -> None:
+def _verify(run: Run) -> None:
     """Every part that a visible manifest names is there, with its SHA-256, below its parents."""
     seen: dict[str, str] = {}
     parents: dict[str, Sequence[Parent]] = {}
@@ -171,18 +153,11 @@ def _verify(run: Run, digests: Digests | None = None) -> None:
             seen[found[0].slot] = found[1]
             for part in found[0].parts:
                 name = f"{found[0].slot}/{part.name}"
-                assert _digest(run, name, digests) == part.sha256, f"{name} is torn"
+                assert sha256_of(run.store.read(name)) == part.sha256, f"{name} is torn"
             parents[found[0].slot] = found[0].parents
     for slot, above in parents.items():
         for parent in above:
             assert seen[parent.slot] == parent.sha256, f"{slot} has a parent that is not there"
-
-
-def _digest(run: Run, key: str, digests: Digests | None) -> str:
-    path = run.store.local_path(key)
-    if digests is None or path is None:
-        return sha256_of(run.store.read(key))
-    return digests.of(path)
 
 
 def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:

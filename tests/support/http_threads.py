@@ -2,7 +2,6 @@
 
 import threading
 from http.server import HTTPServer
-from types import TracebackType
 from typing import Self
 
 
@@ -22,12 +21,7 @@ class HttpThread:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()

@@ -13,26 +13,26 @@ import threading
 from collections.abc import Iterable
 from typing import NoReturn
 
-# What any run imports as it goes: for its tables, its curve, its adapters, its client's requests.
-RUNS = (
+# What commands of marin-rl import while they run: a run for its tables, its curve, its adapters,
+# its client's requests.
+COMMANDS = (
     "graphviz",
     "httpcore2",
     "jaxlib.mlir.dialects.mhlo",
     "marin_rl.serving.weights.adapters",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+    "openai.resources",
     "pandas",
-)
-# What commands of marin-rl import while they run.
-COMMANDS = (
-    *RUNS,
     "flows.evaluate",
     "flows.rl_loop",
     "flows.session",
     "flows.sft",
     "marin_rl.batching.build",
+    "marin_rl.batching.sequences",
     "marin_rl.cli",
     "marin_rl.compilation",
+    "marin_rl.environments.echo",
     "marin_rl.inference.engine",
     "marin_rl.planning",
     "marin_rl.runtime",
@@ -41,6 +41,7 @@ COMMANDS = (
     "marin_rl.serving.weights.canary",
     "marin_rl.training.loop",
     "marin_rl.training.sft",
+    "marin_rl.weight_sync",
 )
 
 

@@ -9,16 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-import jax.numpy as jnp
 import numpy as np
 from support.models import full_logprobs, tiny_model
 
 from marin_rl.config import EngineConfig, InferenceConfig, ServerConfig
 from marin_rl.models.module import LanguageModel
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.weights.checkpoint_loader import read_checkpoint
-from marin_rl.serving.weights.weight_updates import Update, WeightUpdater
-from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 
 CONTEXT = 96
@@ -104,39 +100,3 @@ def raw(server: PolicyServer, timeout_s: float | int = 30) -> socket.socket:
     assert parts.hostname
     assert parts.port
     return socket.create_connection((parts.hostname, parts.port), timeout=timeout_s)
-
-
-class Deaf(WeightUpdater):
-    """An updater that acknowledges new weights and goes on with the old ones."""
-
-    first: LanguageModel
-
-    def swap(self, model: LanguageModel, *args: Any, **options: Any) -> Update:
-        return super().swap(self.first, *args, **options)
-
-
-def deaf_server(run: Run, round: int) -> PolicyServer:
-    """A started one, of a round's checkpoint."""
-    loaded, inference = read_checkpoint(run, round), run.config.inference
-    model, tokenizer = loaded.model, character_tokenizer()
-    server = PolicyServer(
-        model,
-        tokenizer,
-        inference,
-        context_length=run.config.policy.context_length,
-        weight_version=round,
-        parameters_digest=loaded.parameters_digest,
-    )
-    deaf = Deaf(server.engine, model, tokenizer, inference, jnp.float32, server.telemetry)
-    deaf.first = model
-    server.updater = deaf
-    server.start()
-    return server
-
-
-def check_told(message: str, run: Run, *, expected: int, found: int) -> None:
-    """The message has both digests, the checkpoint, and what to do."""
-    for round in (expected, found):
-        assert read_checkpoint(run, round).parameters_digest[:16] in message
-    assert f"load checkpoints/round-{expected:05d} at the endpoint" in message
-    assert "Nothing was sampled for training" in message

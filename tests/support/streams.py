@@ -5,21 +5,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from support.run_factories import checkpoint, configuration, group, policy
 
+from marin_rl.analysis.verify import verify_run
 from marin_rl.config import Config
 from marin_rl.rollouts.streaming import CHUNK, group_id_of
 from marin_rl.storage.layout import STREAM, numbers_in, stream_key
+from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.group_log import WORKER, GroupLog, groups_of_chunk
 from marin_rl.storage.tables.intakes import (
     collect_shard,
     commit_intake,
     decide,
+    read_intake,
     settled_before,
 )
-from marin_rl.storage.tables.rollouts import commit_groups, decode_shard, groups_of, seal_round
+from marin_rl.storage.tables.rollouts import (
+    commit_groups,
+    decode_shard,
+    groups_of,
+    iter_shards,
+    seal_round,
+)
 from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, number_of, numbers_of
+from marin_rl.storage.upkeep.audit import audit_run
+from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.types import RolloutGroup, SlotRef
 
 FINGERPRINT = "f" * 64
@@ -120,3 +132,27 @@ def groups_in(run: Run, numbers: Sequence[int]) -> list[RolloutGroup]:
 def made(numbers: Sequence[int], version: int = 0) -> list[RolloutGroup]:
     """Groups of a stream by their numbers."""
     return [group(group_id_of(number), [0.0, 1.0], version=version) for number in numbers]
+
+
+def checked(config: Config) -> Run:
+    """The finished run, after a check of its rounds, intakes, audit, metrics and files."""
+    run = Run.open(config.root, config.run_id)
+    rounds = range(config.rounds)
+    assert [number for number, item in progress(run).items() if item.metrics] == [*rounds]
+    seen = set[int]()
+    for round in rounds:
+        intake = read_intake(run, round)
+        assert len(intake.taken) == config.rollouts.groups_per_round
+        bound = config.staleness_rounds_max
+        assert all(round - version <= bound for _, _, version, *_ in intake.taken)
+        order = [(version, number) for number, _, version, *_ in intake.taken]
+        assert order == sorted(order)
+        assert seen.isdisjoint(number for number, *_ in intake.groups)
+        seen.update(number for number, *_ in intake.groups)
+        rows = pa.concat_tables(iter_shards(run, round, ["policy_version_min", "round"]))
+        assert set(rows["round"].to_pylist()) == {round}
+    assert all(item.balanced for item in audit_run(run))
+    assert [finding.message for finding in verify_run(run) if finding.problem] == []
+    faults = check_run(config.root, config.run_id).faults
+    assert [fault for fault in faults if not fault.harmless] == []
+    return run

@@ -266,50 +266,6 @@ def trained_byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
 
 
-LOOP = "{% for a in range(99999) %}"
-NESTED = "{% set ns = namespace(x=['x' * 1000]) %}"
-NESTED += "{% for i in range(26) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-
-LOOPS = {
-    "endless loop": LOOP + LOOP + "{% endfor %}{% endfor %}",
-    "endless output": LOOP + LOOP + "x{% endfor %}{% endfor %}",
-    "formatted": "{{ '{:1000000000}'.format('x') }}",
-    "formatted by value": "{{ '{:{}}'.format('x', 10**9) }}",
-    "formatted often": "{{ ('{0}' * 10**5).format('x' * 10**5) }}",
-    "formatted by %": "{{ '%1000000000d' % 1 }}",
-    "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-    "bushy recursion": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
-    "{{ f(60) }}",
-    "recursive loop": "{% for a in [[1]] recursive %}{{ loop([a, a]) }}{% endfor %}",
-    "long range": "{{ range(10**9) | list }}",
-    "repeated": "{{ 'x' * 10**10 }}",
-    "repeated list": "{{ [0] * 10**10 }}",
-    "output of a gigabyte": "{{ 'x' * 10**9 }}",
-    "powers": "{{ 10**(10**10) }}",
-    "constants when compiling": "{{ 'x' * 10**8 * 10**8 }}",
-    "products": "{% set ns = namespace(x=3) %}{% for i in range(99) %}"
-    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "doubled by ~": "{% set x = 'xxxxxxxx' %}" + "{% set x = x ~ x %}" * 40,
-    "doubled in blocks": "{% set x = 'xxxxxxxx' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
-    "replaced": "{% set x = 'x' * 1000 %}" + "{% set x = x.replace('x', x) %}" * 4,
-    "joined by filter": "{% set x = 'x' * 1000 %}" + "{% set x = x | list | join(x) %}" * 4,
-    "indented": "{{ '\n\n' | indent(10**9) }}",
-    "indented json": "{{ [1] | tojson(indent=10**9) }}",
-    "json of lists": "{% set x = ['x' * 1000] * 1000 %}{{ ([x] * 1000) | tojson | length }}",
-    "centred": "{{ 'x' | center(10**9) }}",
-    "in batches": "{{ ([1] | batch(200000000, 'x') | list | first) | length }}",
-    "rounded": "{{ 3 | round(10**9, 'ceil') }}",
-    "lorem ipsum": "{{ lipsum(n=100000, max=100000) }}",
-    "deep parentheses": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
-    "deep blocks": "{% if true %}" * 20_000 + "x" + "{% endif %}" * 20_000,
-    "lists in lists printed": NESTED + "{{ ns.x }}",
-    "lists in lists by ~": NESTED + "{{ (ns.x ~ '') | length }}",
-    "printed by pprint": NESTED + "{{ (ns.x | pprint) | length }}",
-    "urlized": "{{ ('http://x ' * 9999999) | urlize | length }}",
-    "wrapped": "{{ ('x' * 9999999) | wordwrap(1) | length }}",
-}
-
-
 SPECIAL = [PAD, EOS, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
 # é ñ 中 文 😀 and ASCII can be written with these
 BYTES = sorted({*b"abcdefghijklmnopqrstuvwxyz .,0123", *"éñ中文😀".encode()})

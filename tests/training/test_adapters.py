@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.adapters import random_adapter
-from support.batches import VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
-from support.steps import make_step
+from training.batches import VOCAB, random_batch, tiny_policy
+from training.steps import make_step
 from training.trained_runs import batches_of, begin, play
 
 from marin_rl.compilation import device_array

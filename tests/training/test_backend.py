@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.batches import VOCAB, random_batch, tiny_policy
-from support.steps import make_step, take_step
+from training.batches import VOCAB, random_batch, tiny_policy
+from training.steps import make_step, take_step
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import InputError

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from support.batches import VOCAB, tiny_policy
+from training.batches import VOCAB, tiny_policy
 
 from marin_rl.batching.pairs import PairBatch, padded
 from marin_rl.config import MeshConfig, TrainingConfig

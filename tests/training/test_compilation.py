@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.batches import compilations
+from training.batches import compilations
 
 from marin_rl.compilation import (
     CACHE_VARIABLE,

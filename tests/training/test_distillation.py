@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.batches import compilations, random_batch
 from support.models import full_logprobs
 from support.policy_runs import play_round, small_config
+from training.batches import compilations, random_batch
 
 from marin_rl.analysis.query import sql
 from marin_rl.analysis.scan import scan_batches

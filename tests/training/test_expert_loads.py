@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.batches import random_batch
 from support.family_folders import golden
 from support.run_factories import character_tokenizer, configuration
+from training.batches import random_batch
 
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import ConfigError

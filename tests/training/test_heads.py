@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.batches import VOCAB, random_batch, tiny_policy
 from support.models import reference_states
+from training.batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.config import MeshConfig
 from marin_rl.training.critic import ScalarHead, ScalarModel

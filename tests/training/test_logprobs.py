@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
 from support.models import reference_logits
+from training.batches import LENGTH, VOCAB, random_batch, tiny_policy
 
 from marin_rl.training import attention, hidden_states
 from marin_rl.training import logprobs as trainer_logprobs

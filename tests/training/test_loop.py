@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.batches import commit_round, random_batch
 from support.fault_injection import inject_faults
 from support.faults import NamedOperations
+from training.batches import commit_round, random_batch
 from training.trained_runs import LENGTH, batches_of, begin, play
 
 from marin_rl.analysis.status import run_status

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.batches import KEPT, OBJECTIVES, STEPS, played, stored
+from training.batches import KEPT, OBJECTIVES, STEPS, played, stored
 
 QUICK = "grpo"
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OBJECTIVES if name != QUICK]

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from support.quick_programs import QUICK_FLAG
-from support.steps import take_step
+from training.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
+from training.steps import take_step
 
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import MeshConfig, load_config

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
-from support.batches import VOCAB, random_batch, tiny_policy
 from support.cases import others_slow
+from training.batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.errors import InputError
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -167,8 +168,15 @@ def test_a_wrong_number_is_named(third: Run) -> None:
             optimizer_round(dataclasses.replace(found[0], extra=extra))
 
 
-@pytest.mark.parametrize("retention", [{}, {"checkpoints_last": 2}], ids=["all", "last"])
-@pytest.mark.parametrize("every", others_slow([1, 2, 3, 8], 3))
+@pytest.mark.parametrize(
+    ("every", "retention"),
+    others_slow(
+        product([1, 2, 3, 8], [{}, {"checkpoints_last": 2}]),
+        (3, {"checkpoints_last": 2}),
+        several=True,
+    ),
+    ids=str,
+)
 def test_the_plan_is_what_lies_there(debug: Load, tokenizer, every: int, retention) -> None:
     config = debug(
         *SETTINGS,

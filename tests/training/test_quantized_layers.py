@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 from support.adapters import random_adapter
-from support.batches import VOCAB, random_batch, tiny_policy
-from support.steps import make_step
+from training.batches import VOCAB, random_batch, tiny_policy
+from training.steps import make_step
 
 from marin_rl.config import InferenceConfig, LoraConfig, ObjectiveConfig
 from marin_rl.lora import initial_arrays, merged

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.batches import VOCAB, random_batch, tiny_policy
+from training.batches import VOCAB, random_batch, tiny_policy
 from training.trained_runs import play
 
 from marin_rl.analysis.lineage import Lineage, add_policy

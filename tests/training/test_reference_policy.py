@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.batches import commit_round, random_batch
+from training.batches import commit_round, random_batch
 from training.trained_runs import begin
 
 from marin_rl.config import Config, DistillationConfig, ObjectiveConfig

@@ -13,10 +13,10 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from support.cases import others_slow
 from support.run_factories import commit_round, configuration, group_of, rollout
-from support.steps import make_step
+from training.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
+from training.steps import make_step
 
 from marin_rl.batching.build import build_round
 from marin_rl.config import ObjectiveConfig, PolicyConfig

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.batches import LENGTH, VOCAB, random_batch, tiny_policy
 from support.policy_runs import play_two_rounds
+from training.batches import LENGTH, VOCAB, random_batch, tiny_policy
 
 from marin_rl.config import MeshConfig, ObjectiveConfig
 from marin_rl.storage.commits import manifest_of

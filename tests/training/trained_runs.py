@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from support.batches import commit_round, random_batch
+from training.batches import commit_round, random_batch
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config

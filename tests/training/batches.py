@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pyarrow as pa
-from support.steps import make_step
+from training.steps import make_step
 
 from marin_rl.config import ModelConfig, ObjectiveConfig, PolicyConfig, TrainingConfig
 from marin_rl.storage.commits import commit_slot, new_attempt

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[2] / "docs/notebooks"
+FOLDER = Path(__file__).parents[1] / "docs/notebooks"
 # In this order: a later one reads the run that the first one trains.
 NOTEBOOKS = ("training.ipynb", "reading.ipynb", "own-loop.ipynb", "sampling.ipynb")
 CELL_TIMEOUT_S = 500
