@@ -221,13 +221,15 @@ def keep_one_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the slow tests of part K of N, which `MARIN_RL_SLOW_PART=K/N` asks for: every Nth of
     each room, and one of a room that has fewer.
 
-    Tests of a file that run in order stay together, and those in no folder are one room.
+    Tests of a file that run in order stay together, and those in no folder are one room. Where bits
+    are asked for, slow tests are those marked `isa`.
     """
     text = os.environ.get("MARIN_RL_SLOW_PART", "1/1")
     asked = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", text)
     if asked is None or not 1 <= int(asked[1]) <= int(asked[2]):
         raise pytest.UsageError(f"MARIN_RL_SLOW_PART is {text!r}; give K/N, such as 2/5")
-    slow = [item for item in items if item.get_closest_marker("slow")]
+    marks = {"slow"} if is_of_slow(config) else {"slow", "isa"}
+    slow = [item for item in items if marks <= {mark.name for mark in item.iter_markers()}]
     unit = lambda item: item.path if item.get_closest_marker("in_order") else item
     part, parts = int(asked[1]) - 1, int(asked[2])
     rooms: dict[str, dict[Any, None]] = {}
@@ -237,11 +239,10 @@ def keep_one_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     units = set[Any]()
     for of_room in map(list, rooms.values()):
         units.update(of_room[part % len(of_room) :: parts])
-    kept = {item for item in slow if unit(item) in units}
-    dropped = [item for item in slow if item not in kept]
+    dropped = {item for item in slow if unit(item) not in units}
     if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item in kept]
+        config.hook.pytest_deselected(items=[*dropped])
+        items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -267,5 +268,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             order[item.path],
         )
     )
-    if is_of_slow(config):
+    if is_of_slow(config) or config.option.markexpr.startswith("bits"):
         keep_one_part(config, items)

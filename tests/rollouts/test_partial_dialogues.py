@@ -194,7 +194,6 @@ GAME = (
 )
 
 
-@pytest.mark.isa
 @pytest.mark.slow
 @pytest.mark.bits
 def test_games_of_the_engine_that_are_interrupted_end_in_the_same_bits(tmp_path: Path) -> None:

@@ -174,7 +174,6 @@ def registered(run: Run) -> Iterator[PolicyServer]:
             follower.server.stop()
 
 
-@pytest.mark.isa
 @pytest.mark.bits
 def test_registered_followers_sample_each_version_by_name_as_the_run_itself_does(played, tmp_path):
     alone, _ = played
