@@ -296,8 +296,10 @@ def microbatch_of(config: Config, parts: int, *, on_host: bool) -> Rows:
     """The largest microbatch of a run, of which each of `parts` devices has its share of rows."""
     batching = config.batching
     rows = min(config.training.microbatch_sequences, _step_sequences(config))
-    packed = batching.packing != "none"
-    length = (batching.row_tokens or 0) if packed else config.policy.context_length
+    packed = batching.layout != "none"
+    if batching.layout == "auto":  # rows as long as all of a microbatch, at the most
+        parts = 1
+    length = batching.row_tokens if packed and batching.row_tokens else config.policy.context_length
     fused = not on_host and config.policy.compute_dtype == "bfloat16"
     return Rows(rows=-(-rows // parts), length=length, in_blocks=packed or fused)
 
@@ -315,7 +317,7 @@ def memory_keys(config: Config) -> Iterator[str]:
         yield f"a smaller training.microbatch_sequences (now {training.microbatch_sequences})"
     if not training.gradient_checkpointing:
         yield "training.gradient_checkpointing: true"
-    if config.batching.packing != "none":
+    if config.batching.row_tokens is not None:
         yield f"a smaller batching.row_tokens (now {config.batching.row_tokens})"
     else:
         yield f"a smaller policy.context_length (now {policy.context_length})"

@@ -279,7 +279,8 @@ class TrainingBatch:
     from 0 in each segment; `loss_mask` is 1 on the tokens that are trained on; `policy_logprobs`
     are the sampler's (0 off the mask); `advantages` are already spread over tokens.
     `rollout_ids[b]` names the rollouts of row b in segment order. `teacher_logprobs` are NaN on
-    trained tokens that no teacher scored; None for a run without a teacher.
+    trained tokens that no teacher scored; None for a run without a teacher. `microbatch_rows` are
+    those of a forward and backward pass where the round chose them; None: as configured.
     """
 
     token_ids: Int32[np.ndarray, "B T"]
@@ -291,6 +292,7 @@ class TrainingBatch:
     returns: Float32[np.ndarray, "B T"]
     rollout_ids: tuple[tuple[str, ...], ...] = ()
     teacher_logprobs: Float32[np.ndarray, "B T"] | None = None
+    microbatch_rows: int | None = None
 
 
 def segment_lengths(batch: TrainingBatch) -> Int64[np.ndarray, " S"]:

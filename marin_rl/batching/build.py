@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from marin_rl.batching import selection
 from marin_rl.batching.dispositions import columns_needed, looks_at_turns, numbers
-from marin_rl.batching.packing import Kept, fill_packed
+from marin_rl.batching.packing import Kept, PromptsDiffer, fill_packed
 from marin_rl.batching.plan import (
     LENGTHS,
     RoundPlan,
@@ -51,6 +51,7 @@ from marin_rl.storage.commits import commit_slot, find_commit, fingerprint, new_
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.tables.batches import (
     DISTILLED,
+    MICROBATCH_ROWS,
     BatchWriter,
     StepRows,
     write_dispositions,
@@ -90,13 +91,24 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     manifest = rollouts_manifest(run, round, rollouts)
     scalars = _scalar_columns(run, manifest, run.config, reused)
     _warn_of_rewards(scalars, round)
-    plan = plan_round(scalars, run.config, round)
     # Parts lie under the attempt's own name: a crash before the commit leaves no visible batch.
     attempt, slot = new_attempt(), batches_slot(round)
     distilled = run.config.distillation is not None
-    writer = BatchWriter(run.store, slot, attempt, plan.length, distilled=distilled)
-    for rows in _step_rows(plan, scalars, run, manifest, reused):
-        writer.write(rows)
+
+    def written(plan: RoundPlan) -> BatchWriter:
+        writer = BatchWriter(run.store, slot, attempt, plan.length, distilled=distilled)
+        for rows in _step_rows(plan, scalars, run, manifest, reused):
+            writer.write(rows)
+        return writer
+
+    plan = plan_round(scalars, run.config, round)
+    try:
+        writer = written(plan)
+    except PromptsDiffer:
+        if run.config.batching.layout != "auto":
+            raise
+        attempt, plan = new_attempt(), plan_round(scalars, run.config, round, alike=False)
+        writer = written(plan)
     parts = writer.close()
     table = dispositions_table(plan, scalars)
     return commit_slot(
@@ -173,7 +185,9 @@ def preview_round(
     def batches() -> Iterator[TrainingBatch]:
         for rows in _step_rows(plan, scalars, run, manifest, reused):
             rollout_ids = tuple(tuple(row) for row in rows.rollout_ids.to_pylist())
-            yield TrainingBatch(**rows.arrays, rollout_ids=rollout_ids)
+            yield TrainingBatch(
+                **rows.arrays, rollout_ids=rollout_ids, microbatch_rows=plan.microbatch_rows
+            )
 
     return Preview(plan, names, batches)
 
@@ -258,6 +272,7 @@ def _with_token_values(plan: RoundPlan, row_groups: Iterator[pa.Table]) -> Itera
 def _decisive(config: Config) -> dict[str, object]:
     """The part of the configuration that decides what the batches contain."""
     discount, settings = config.objective.turn_discount, config.ahead
+    rows = [config.training.microbatch_sequences, config.rollouts.group_size]
     chosen: dict[str, object] = {}
     if settings.selects_groups:
         # Under the names that keys once had: fingerprints of earlier runs stay what they were.
@@ -282,6 +297,8 @@ def _decisive(config: Config) -> dict[str, object]:
         **({"turns": True} if config.objective.estimator.by_token else {}),
         **({"trained_tokens": True} if looks_at_turns(config.objective) else {}),
         **({} if discount is None else {"turn_discount": discount}),
+        # The length of rows follows from them.
+        **({"rows": rows} if config.batching.layout == "auto" else {}),
         # The penalty for length is measured against it.
         "max_tokens": config.sampling.max_tokens,
         # Groups below it are dropped.
@@ -297,7 +314,7 @@ def _scalar_columns(
         *SCALAR_COLUMNS, LENGTHS, *columns_needed(config.objective),
         *selection.columns_needed(config),
     )  # fmt: skip
-    by_turn, share = looks_at_turns(config.objective), config.batching.packing == "shared_prompt"
+    by_turn, share = looks_at_turns(config.objective), config.batching.shares_prompts
     read = dict.fromkeys([*(READ if by_turn else ()), *(("loss_mask",) if share else ())])
     scored_by = config.ahead.group_filter
     more = () if scored_by is None else selection.columns_of(scored_by.score)
@@ -337,6 +354,7 @@ def _totals(
         "steps": float(steps),
         "length": float(plan.length),
         "tokens": float(plan.tokens_N[kept].sum()),
+        **({} if plan.microbatch_rows is None else {MICROBATCH_ROWS: float(plan.microbatch_rows)}),
         **round_metrics(scalars, decision.disposition_N, decision.reason_N, config, round),
     }
     if kept.any():

@@ -27,6 +27,10 @@ Integers = Int64[np.ndarray, " K"]
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # flat values and offsets, by name
 
 
+class PromptsDiffer(ConfigError):
+    """Members of a group were given different prompts, where they were to share one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """Places of the K kept rollouts of a round.
@@ -203,8 +207,8 @@ def fill_packed(
 ) -> Iterator[StepRows]:
     """The rows of each step in turn, out of row groups with the token columns.
 
-    Raises CorruptObject when the row groups are not those the plan was made from, ConfigError when
-    the members of a group were given different prompts.
+    Raises CorruptObject when the row groups are not those the plan was made from, PromptsDiffer
+    when the members of a group were given different prompts.
     """
     done = start = step = 0
     rows = _Rows(packing, kept, row_tokens, 0)
@@ -269,7 +273,7 @@ class _Rows:
         # owner's.
         to, source = _ranges(prompt_at, source_k, np.where(shared_k, prompt_k, 0))
         if not np.array_equal(self._flat["token_ids"][to], columns["token_ids"][0][source]):
-            raise ConfigError(
+            raise PromptsDiffer(
                 f"rollouts from {table['rollout_id'][0].as_py()} on: members of a group were given "
                 "different prompts, which cannot be shared; set batching.packing to 'sequences'"
             )

@@ -25,6 +25,8 @@ from marin_rl.errors import ConfigError, CorruptObject
 from schemas.tables import DISPOSITIONS, TEACHER
 
 SHORTEST_BUCKET = 32
+# Of the longest ones, at least: what is left at the end of a row is then little of it.
+SEQUENCES_PER_ROW = 4
 LENGTHS, LEADS = "segment_lengths", "segment_leads"
 _LISTS = ("token_ids", "loss_mask", "logprobs", TEACHER, "returns", "advantages")
 
@@ -64,8 +66,9 @@ class RoundPlan:
     """Decision on the N rollouts of a round, and the places of the kept ones.
 
     `place_N` counts the segments of kept rollouts before a kept one's first, and is -1 for others;
-    `length` is the padded length in tokens. Where the round is `by_token`, advantages are 0 until
-    the training stage makes them.
+    `length` is the padded length in tokens. `microbatch_rows` are those of a forward and backward
+    pass where the round chose them, else None: as configured. Where the round is `by_token`,
+    advantages are 0 until the training stage makes them.
     """
 
     decision: RoundDecision
@@ -74,6 +77,7 @@ class RoundPlan:
     segments: Segments
     length: int
     packing: Packing
+    microbatch_rows: int | None
     by_token: bool
 
     @property
@@ -104,10 +108,11 @@ class RoundPlan:
         return dict(sorted(counts.items()))
 
 
-def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
+def plan_round(scalars: pa.Table, config: Config, round: int, *, alike: bool = True) -> RoundPlan:
     """Decide what becomes of all rollouts of a round, and give the kept ones their places.
 
-    Raises ConfigError as `bucket` and `decide_round` do.
+    Prompts of a group are `alike`, or are not shared where the round chooses. Raises ConfigError as
+    `bucket` and `decide_round` do.
     """
     decision = decide_round(scalars, config, round)
     kept_N = decision.kept_N
@@ -116,18 +121,25 @@ def plan_round(scalars: pa.Table, config: Config, round: int) -> RoundPlan:
     kept_S = kept_N[segments.rollout_S]
     # At least 1: a round of which nothing is kept would divide by 0.
     per_step = config.batching.sequences_per_step or max(int(kept_N.sum()), 1)
-    length = int(segments.tokens_S[kept_S].max(initial=1))
-    if config.batching.packing == "none":
+    length, microbatch_rows = int(segments.tokens_S[kept_S].max(initial=1)), None
+    sequences = _Sequences.of(segments, kept_N, decision.group_N, per_step)
+    if config.batching.layout == "none":
         length = bucket(length, config.batching)
-    elif config.batching.row_tokens:
-        length = config.batching.row_tokens
+        packing = one_per_row(sequences.rollout_K // per_step)
+    elif config.batching.layout == "auto":
+        length, microbatch_rows = rows_for(bucket(length, config.batching), config)
+        packing = sequences.packed(length, share=alike)
+    else:
+        length = config.batching.row_tokens or length
+        packing = sequences.packed(length, share=config.batching.shares_prompts)
     return RoundPlan(
         decision=decision,
         tokens_N=tokens_N,
         place_N=np.where(kept_N, (np.cumsum(kept_S) - 1)[segments.first_N], -1),
         segments=segments,
         length=length,
-        packing=_packing(segments, kept_N, decision.group_N, config.batching, per_step),
+        packing=packing,
+        microbatch_rows=microbatch_rows,
         by_token=config.objective.estimator.by_token,
     )
 
@@ -154,31 +166,55 @@ def bucket(longest: int, config: BatchingConfig) -> int:
     )
 
 
-def _packing(
-    segments: Segments,
-    kept_N: np.ndarray,
-    group_N: np.ndarray,
-    config: BatchingConfig,
-    per_step: int,
-) -> Packing:
-    kept_S = kept_N[segments.rollout_S]
-    # Steps count rollouts: all segments of one are trained on in the same update.
-    rollout_K = (np.cumsum(kept_N) - 1)[segments.rollout_S[kept_S]]
-    if config.packing == "none" or config.row_tokens is None:
-        return one_per_row(rollout_K // per_step)
-    lead_S, rollout_S = segments.lead_S, segments.rollout_S
-    # What a later segment begins with follows from its own first one: no other rollout has it.
-    alone_S = -1 - np.arange(len(rollout_S))
-    group_S = np.where(segments.begins_S, group_N[rollout_S], alone_S)
-    return pack(
-        lead_S[kept_S],
-        (segments.tokens_S - lead_S)[kept_S],
-        group_S[kept_S],
-        row_tokens=config.row_tokens,
-        sequences_per_step=per_step,
-        share=config.packing == "shared_prompt",
-        rollout_K=rollout_K,
-    )
+def rows_for(padded: int, config: Config) -> tuple[int, int]:
+    """Length of rows for a whole group of sequences of up to `padded` tokens, and a microbatch's.
+
+    It has as many positions as `microbatch_sequences` padded ones. Both follow from the limits of
+    the run and not from what a group turned out to need: each pair is a program to compile.
+    """
+    group = padded + (config.rollouts.group_size - 1) * min(config.sampling.max_tokens, padded)
+    length, rows = padded, config.training.microbatch_sequences
+    while length < max(group, SEQUENCES_PER_ROW * padded) and rows > 1:
+        length, rows = 2 * length, rows // 2
+    return length, rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequences:
+    """Lengths and groups of the K kept segments of a round, to be laid into rows."""
+
+    lead_K: Int64[np.ndarray, " K"]
+    tokens_K: Int64[np.ndarray, " K"]
+    group_K: Int64[np.ndarray, " K"]
+    rollout_K: Int64[np.ndarray, " K"]
+    per_step: int
+
+    @classmethod
+    def of(
+        cls, segments: Segments, kept_N: np.ndarray, group_N: np.ndarray, per_step: int
+    ) -> "_Sequences":
+        kept_S, rollout_S = kept_N[segments.rollout_S], segments.rollout_S
+        # What a later segment begins with follows from its own first one: no other rollout has it.
+        alone_S = -1 - np.arange(len(rollout_S))
+        return cls(
+            lead_K=segments.lead_S[kept_S],
+            tokens_K=segments.tokens_S[kept_S],
+            group_K=np.where(segments.begins_S, group_N[rollout_S], alone_S)[kept_S],
+            # Steps count rollouts: all segments of one are trained on in the same update.
+            rollout_K=(np.cumsum(kept_N) - 1)[rollout_S[kept_S]],
+            per_step=per_step,
+        )
+
+    def packed(self, row_tokens: int, *, share: bool) -> Packing:
+        return pack(
+            self.lead_K,
+            self.tokens_K - self.lead_K,
+            self.group_K,
+            row_tokens=row_tokens,
+            sequences_per_step=self.per_step,
+            share=share,
+            rollout_K=self.rollout_K,
+        )
 
 
 def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:

@@ -81,7 +81,7 @@ def check_lengths(config: RunSections) -> None:
     if config.sft.environment is not None and config.sft.environment.reward_model is not None:
         raise ValueError("sft.environment.reward_model: a warm start scores nothing; remove it")
     row = config.batching.row_tokens
-    if config.batching.packing != "none" and row is not None and row < config.policy.context_length:
+    if config.batching.layout != "none" and row is not None and row < config.policy.context_length:
         raise ValueError(
             f"batching.row_tokens is {row}: a row must hold policy.context_length "
             f"({config.policy.context_length})"

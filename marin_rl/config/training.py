@@ -33,13 +33,14 @@ class BatchingConfig(Section):
         "rollouts of one optimizer step, however many rows they fill; null: the whole round",
         ge=1,
     )
-    packing: Literal["none", "sequences", "shared_prompt"] = field(
-        "none",
+    packing: Literal["none", "sequences", "shared_prompt", "auto"] | None = optional_field(
         "none: one sequence per row; sequences: several per row; shared_prompt: several "
-        "completions of a group per row, behind one copy of their prompt",
+        "completions of a group per row, behind one copy of their prompt; auto: the same, in rows "
+        "for a whole group; null: auto on one CPU device, else, and with length_buckets, none",
+        as_begun=True,
     )
     row_tokens: int | None = field(
-        None, "length of a packed row; needed by packing", ge=2, le=10_000_000
+        None, "length of a packed row; needed by sequences and shared_prompt", ge=2, le=10_000_000
     )
     staleness_rounds_max: int = field(
         0,
@@ -55,9 +56,20 @@ class BatchingConfig(Section):
     def _buckets_ascend(self) -> "BatchingConfig":
         if list(self.length_buckets) != sorted(set(self.length_buckets)):
             raise ValueError("length_buckets must ascend without repeats")
-        if self.packing != "none" and self.row_tokens is None:
+        if self.layout in ("sequences", "shared_prompt") and self.row_tokens is None:
             raise ValueError(f"packing {self.packing} needs row_tokens")
+        if self.layout == "auto" and self.row_tokens is not None:
+            raise ValueError("packing auto chooses the length of rows: remove row_tokens")
         return self
+
+    @property
+    def layout(self) -> str:
+        """The packing; none where it is null and no run has chosen."""
+        return self.packing or "none"
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.layout in ("shared_prompt", "auto")
 
 
 class CriticConfig(Section):

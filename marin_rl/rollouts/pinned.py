@@ -14,6 +14,7 @@ from typing import Any
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choices
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.machine import computes_on_host
 from marin_rl.rollouts.data_warnings import GENERATORS, rows_left_out, training_environments
 from marin_rl.storage.commits import commit_object, new_attempt, record_errors
 from marin_rl.storage.runs import Run
@@ -81,6 +82,17 @@ def serve_merged_of(config: Config) -> bool | None:
     return config.in_flight_updates
 
 
+def packing_of(config: Config) -> str | None:
+    """ "auto" for a run on one CPU device that leaves the lengths of rows to us, else None.
+
+    Not on accelerators, whose kernels are at their best with one sequence a row; nor on several
+    devices, among which a microbatch of few long rows cannot be shared.
+    """
+    alone = config.mesh.data == config.mesh.fsdp == 1
+    chooses = computes_on_host() and alone and config.batching.row_tokens is None
+    return "auto" if chooses and not config.batching.length_buckets else None
+
+
 POLICY_CHOICES: Mapping[str, Callable[[PolicyConfig], Any]] = {
     "end_tokens": end_tokens_of,
     "chat_template_options": template_options_of,
@@ -90,6 +102,7 @@ CHOICES: Mapping[str, Callable[[Config], Any]] = {
     "policy.chat_template_options": lambda config: template_options_of(config.policy),
     "inference.engine.prefix_cache": prefix_cache_of,
     "inference.serve_merged": serve_merged_of,
+    "batching.packing": packing_of,
 }
 
 

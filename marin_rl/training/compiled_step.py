@@ -82,7 +82,7 @@ def policy_settings(config: Config) -> StepSettings:
         # Greedy sampling has no distribution to be on: the plain softmax stands in.
         temperature=config.sampling.temperature or 1.0,
         length_norm=config.sampling.max_tokens,
-        packing=packing_of(config.batching.packing),
+        packing=packing_of(config.batching.layout),
         compute_dtype=config.policy.compute_dtype,
         critic=config.training.critic,
         load_balance_coefficient=config.training.load_balance_coefficient or 0.0,

@@ -69,7 +69,8 @@ ALONE = Packing()
 
 
 def packing_of(layout: str) -> Packing:
-    return Packing(packed_rows=layout != "none", shared_prompts=layout == "shared_prompt")
+    shared = layout in ("shared_prompt", "auto")
+    return Packing(packed_rows=layout != "none", shared_prompts=shared)
 
 
 def token_logprobs(

@@ -349,12 +349,12 @@ class Trainer(Phase):
         config = self._run.config
         rollouts = config.rollouts.groups_per_round * config.rollouts.group_size
         rows_max = min(config.batching.sequences_per_step or rollouts, rollouts)
-        microbatch = config.training.microbatch_sequences
+        microbatch = batch.microbatch_rows or config.training.microbatch_sequences
         # Rollouts that were cut fill more rows than there are rollouts.
         while rows_max < len(batch.token_ids):
             rows_max *= 2
         # Packed rows are fewer than rollouts, by a number that changes from round to round.
-        if config.batching.packing != "none":
+        if config.batching.layout != "none":
             rows_max = rows_compiled_for(max(len(batch.token_ids), microbatch), rows_max)
         return to_fixed_shape(batch, microbatch, rows_max, self._program.layout)
 

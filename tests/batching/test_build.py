@@ -58,7 +58,61 @@ def test_policies_of_tokens_are_summed_where_a_rollout_has_several():
     assert "policy_versions" not in summed.column_names
 
 
-@pytest.mark.parametrize("packing", ["sequences", "shared_prompt"])
+def _sampled(name: str, members: int, *, prompt: list[int], tokens: int) -> RolloutGroup:
+    one = {"prompt": prompt, "completion": [7] * tokens}
+    rewards = np.linspace(0, 1, members).tolist()
+    return group_of(
+        name,
+        [rollout(f"{name}/{i}", index=i, reward=r, **one) for i, r in enumerate(rewards)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("members", "prompt", "tokens", "microbatch", "expected"),
+    [
+        # A group may take 64 + 15 x 12 = 244 tokens, and takes 44 + 16 x 12 = 236.
+        pytest.param(16, 44, 12, 16, (256, 4, 8), id="a group a row"),
+        # No row is longer than a microbatch, 2 x 64; three groups take 8 such rows, and two 6.
+        pytest.param(16, 44, 12, 2, (128, 1, 22), id="a row as long as a microbatch"),
+        pytest.param(2, 10, 6, 16, (128, 4, 2), id="several groups a row"),
+        pytest.param(2, 30, 2, 1, (32, 1, 16), id="a sequence a row"),
+    ],
+)
+def test_auto_makes_rows_for_whole_groups(
+    tmp_path: Path,
+    members: int,
+    prompt: int,
+    tokens: int,
+    microbatch: int,
+    expected: tuple[int, int, int],
+) -> None:
+    run = _run(
+        tmp_path,
+        batching={"packing": "auto"},
+        training={"microbatch_sequences": microbatch},
+        policy={"context_length": 64},
+        sampling={"max_tokens": 12},
+        rollouts={"groups_per_round": 8, "group_size": members},
+    )
+    sampled = [_sampled(f"g{n}", members, prompt=[n] * prompt, tokens=tokens) for n in range(8)]
+    (batch,) = read_batches(run, _built(run, sampled))
+    rows, length = batch.token_ids.shape
+    assert (length, batch.microbatch_rows, rows) == expected
+    assert int(batch.loss_mask.sum()) == 8 * members * tokens
+
+
+def test_auto_gives_prompts_that_differ_to_each_of_their_completions(tmp_path: Path) -> None:
+    run = _run(tmp_path, batching={"packing": "auto"})
+    members = [
+        rollout("g/0", reward=0.0, prompt=[1, 2], completion=[7]),
+        rollout("g/1", index=1, reward=1.0, prompt=[1, 3], completion=[8]),
+    ]
+    (batch,) = read_batches(run, _built(run, [group_of("g", members)]))
+    assert batch.token_ids[0, :6].tolist() == [1, 2, 7, 1, 3, 8]
+    assert batch.loss_mask[0, :6].tolist() == [0, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("packing", ["sequences", "shared_prompt", "auto"])
 def test_rollouts_of_several_policies_are_packed_as_they_are_padded(
     tmp_path: Path, packing: str
 ) -> None:
@@ -72,7 +126,10 @@ def test_rollouts_of_several_policies_are_packed_as_they_are_padded(
     bounds = {"staleness_rounds_max": 2}
     padded, packed = (
         _run(tmp_path / name, asynchrony={"partial_tokens": True}, batching={**bounds, **more})
-        for name, more in (("padded", {}), ("packed", {"packing": packing, "row_tokens": 128}))
+        for name, more in (
+            ("padded", {}),
+            ("packed", {"packing": packing, "row_tokens": None if packing == "auto" else 128}),
+        )
     )
     refs = [_built(run, [group_of("g", members)], round=2) for run in (padded, packed)]
     ways = [list(read_batches(run, ref)) for run, ref in zip((padded, packed), refs, strict=True)]

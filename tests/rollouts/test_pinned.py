@@ -70,6 +70,35 @@ def test_a_run_from_before_the_default_goes_on_without_the_cache(tmp_path: Path)
     assert after.config.inference.engine.prefix_cache is None
 
 
+ROWS_LEFT = ("batching.length_buckets=[]",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "packing"),
+    [
+        pytest.param(ROWS_LEFT, "auto", id="left to the run"),
+        pytest.param((), None, id="padded lengths are given"),
+        pytest.param((*ROWS_LEFT, "batching.row_tokens=64"), None, id="a row's length is given"),
+        pytest.param((*ROWS_LEFT, "mesh.data=2"), None, id="several devices"),
+        pytest.param((*ROWS_LEFT, "batching.packing=none"), "none", id="the user's own"),
+    ],
+)
+def test_a_new_run_on_one_cpu_device_chooses_its_rows(overrides, packing, monkeypatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    config = load_config("configs/debug.yaml", overrides)
+    assert as_begun(config).batching.packing == packing
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert as_begun(config).batching == config.batching
+
+
+def test_a_run_from_before_rows_were_chosen_goes_on_with_padded_ones(tmp_path: Path) -> None:
+    """Its run.json says `none`, which was the default."""
+    left = [*ROWS_LEFT, f"root={tmp_path}", "run_id=old"]
+    Run.create_or_open(load_config("configs/debug.yaml", [*left, "batching.packing=none"]))
+    again = Run.create_or_open(load_config("configs/debug.yaml", left), as_begun)
+    assert again.config.batching.packing == "none"
+
+
 def test_each_key_that_a_new_run_chooses_has_a_choice_and_keeps_the_users() -> None:
     asked: list[str] = []
     config = load_config("configs/debug.yaml")

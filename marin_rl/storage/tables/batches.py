@@ -32,6 +32,7 @@ from schemas.tables import ARRAYS, DISPOSITIONS, TEACHER, batches_schema
 
 LENGTH_MAX = 2**24  # tokens of a padded row: more than any context has
 DISPOSITIONS_ROW_GROUP_ROWS = 100_000
+MICROBATCH_ROWS = "microbatch_rows"  # of a manifest's totals, where the round chose them
 DISTILLED = "distilled"  # of a manifest's extra: its batches have a teacher's log-probabilities
 
 
@@ -117,6 +118,9 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     # By the manifest's total: the length of rows is part of their type, and must be known before
     # they are read.
     schema = schema_of(manifest, run.store.url_of(manifest.slot))
+    microbatch_rows = None
+    if MICROBATCH_ROWS in manifest.totals:
+        microbatch_rows = max(count_in(manifest, MICROBATCH_ROWS, manifest.slot), 1)
     for table in _steps(run, manifest, schema):
         # A round without a kept rollout has one empty row group, which is no step.
         if table.num_rows:
@@ -127,7 +131,7 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
                 for name, chunk in chunks.items()
             }
             names = tuple(tuple(row) for row in table["rollout_ids"].to_pylist())
-            yield TrainingBatch(**arrays, rollout_ids=names)
+            yield TrainingBatch(**arrays, rollout_ids=names, microbatch_rows=microbatch_rows)
 
 
 def schema_of(manifest: Manifest, source: str) -> pa.Schema:
