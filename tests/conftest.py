@@ -137,18 +137,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 # Rooms whose tests share much, from the one that takes longest on: compiled programs, what JAX has
-# traced, a Prefect server, servers of buckets. `make test` gives a room to one process.
+# traced, servers of buckets. `make test` gives a room to one process. The Prefect server of flows
+# lives as long as its process, so they are the last.
 ROOMS = (
     "training",
     "inference",
     "serving",
-    "flows",
     "attacks",
     "storage",
     "rollouts",
     "environments",
     "analysis",
     "batching",
+    "flows",
 )
 # The files with the slow tests that take longest, from about the longest on: they begin first, so
 # that `make test-slow`, where a process takes a file at a time, does not end with one at work.

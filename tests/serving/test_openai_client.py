@@ -96,32 +96,6 @@ def test_chat(client: openai.OpenAI, server: PolicyServer) -> None:
     assert answer.usage.total_tokens == total
 
 
-def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
-    for seed in range(6):
-        asked = ASK | {"seed": seed, "n": 3, "stop": ["é", "ab", "c"], "max_tokens": 40}
-        whole = client.chat.completions.create(**asked)
-        told = ["", "", ""]
-        reasons: list[str | None] = [None, None, None]
-        chunks = list(
-            client.chat.completions.create(
-                **asked, stream=True, stream_options={"include_usage": True}
-            )
-        )
-        assert len({chunk.id for chunk in chunks}) == 1
-        firsts: dict[int, Any] = {}
-        for chunk in chunks[:-1]:
-            assert chunk.usage is None
-            (choice,) = chunk.choices
-            firsts.setdefault(choice.index, choice)
-            told[choice.index] += choice.delta.content or ""
-            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-        assert [first.delta.role for first in firsts.values()] == ["assistant"] * 3
-        assert told == [choice.message.content for choice in whole.choices]
-        assert reasons == [choice.finish_reason for choice in whole.choices]
-        assert chunks[-1].choices == []
-        assert chunks[-1].usage == whole.usage
-
-
 def test_logprobs_and_the_likeliest_tokens(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         **ASK | {"temperature": 0, "max_tokens": 6},

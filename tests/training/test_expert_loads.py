@@ -108,6 +108,7 @@ def test_loads_are_the_same_however_layers_run() -> None:
     np.testing.assert_allclose(one.probabilities.sum(-1), np.full(3, tokens), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_coefficient_adds_the_gradient_of_the_balance_of_each_microbatch() -> None:
     model = model_with(1)  # balances of several layers are those of transformers above
     batch, parameters = random_batch(6), named_parameters(model)
