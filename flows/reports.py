@@ -251,6 +251,17 @@ def round_page(
         f"marin-rl rollouts {run.run_id} --round {round} --worst{root}",
         f"marin-rl status {run.run_id}{root}",
     )
+    columns = ("example_id", "turns", "answer", "reward", "status")
+    table = next(iter_shards(run, round, columns))
+    rows = [row for row in table.to_pylist() if row["reward"] is not None]
+    rows.sort(key=lambda row: row["reward"])
+    picked = [("Best", rows[-1]), ("Worst", rows[0])] if rows else []
+    lines: list[str] = []
+    for title, row in picked:
+        lines += [f"## {title} rollout: reward {_short(row['reward'])} ({row['status']})", ""]
+        for turn in row["turns"] or ():
+            lines += [f"**{turn['role']}**", *_quoted(turn["content"])]
+        lines += ["**reference answer**", *_quoted(row["answer"])] if row["answer"] else []
     return "\n".join(
         [
             f"# {run.run_id}, round {round}",
@@ -258,7 +269,7 @@ def round_page(
             f"[learning curve](/artifacts/key/{key('learning-curve')})",
             "",
             *_table(main),
-            *_samples(run, round),
+            *lines,
             "## Look closer",
             *_quoted("\n".join(commands)),
             "## Files",
@@ -284,22 +295,6 @@ def _linked(url: str) -> str:
 def _table(numbers: Mapping[str, float]) -> list[str]:
     rows = [f"| {name} | {_short(value)} |" for name, value in numbers.items()]
     return ["| metric | value |", "|---|--:|", *rows, ""]
-
-
-def _samples(run: Run, round: int) -> list[str]:
-    """The best and the worst rollout of the round's first shard."""
-    columns = ("example_id", "turns", "answer", "reward", "status")
-    table = next(iter_shards(run, round, columns))
-    rows = [row for row in table.to_pylist() if row["reward"] is not None]
-    rows.sort(key=lambda row: row["reward"])
-    picked = [("Best", rows[-1]), ("Worst", rows[0])] if rows else []
-    lines: list[str] = []
-    for title, row in picked:
-        lines += [f"## {title} rollout: reward {_short(row['reward'])} ({row['status']})", ""]
-        for turn in row["turns"] or ():
-            lines += [f"**{turn['role']}**", *_quoted(turn["content"])]
-        lines += ["**reference answer**", *_quoted(row["answer"])] if row["answer"] else []
-    return lines
 
 
 def _quoted(text: str) -> list[str]:

@@ -175,7 +175,15 @@ class Window(Rounds):
         rollouts = committed(self._opened, rollouts_slot(round))
         if rollouts is None:
             began = time.monotonic()
-            intake = await self._intake(stages, round)
+            intake = intake_ref(self._opened, round)
+            while intake is None:
+                ended, looked = self._ended, time.monotonic()
+                if await in_thread(partial(is_ready, ended=ended), self._opened, round):
+                    intake = await stages.run(take, self._run, round, ended)
+                elif ended:
+                    raise asyncio.CancelledError  # what sampling failed by is raised in its place
+                else:
+                    await asyncio.sleep(_pause_s(time.monotonic() - looked))
             idle_s = time.monotonic() - began
             shards = range(self._config.rollouts.shards_per_round)
             calls = [(self._run, round, shard, intake) for shard in shards]
@@ -185,18 +193,6 @@ class Window(Rounds):
         waited = {"timing_s/trainer_idle": idle_s, "timing_s/sampler_idle": self._idle_s}
         self._idle_s = 0.0
         return Taken(rollouts=rollouts, waited=waited, stages=stages)
-
-    async def _intake(self, stages: StageRunner, round: int) -> SlotRef:
-        intake = intake_ref(self._opened, round)
-        while intake is None:
-            ended, looked = self._ended, time.monotonic()
-            if await in_thread(partial(is_ready, ended=ended), self._opened, round):
-                intake = await stages.run(take, self._run, round, ended)
-            elif ended:
-                raise asyncio.CancelledError  # what sampling failed by is raised in its place
-            else:
-                await asyncio.sleep(_pause_s(time.monotonic() - looked))
-        return intake
 
     @asynccontextmanager
     async def _while_trained(self, round: int) -> AsyncIterator[None]:

@@ -68,7 +68,12 @@ from marin_rl.machine import (  # noqa: E402 - the finder comes first
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":  # importlib.metadata takes longer to import than the command line
-        return _version()
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("marin-rl")
+        except PackageNotFoundError:  # a source tree that was never installed
+            return "0.0.0"
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = next((home for home, names in _HOMES.items() if name in names), "marin_rl.analysis")
@@ -78,15 +83,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("marin-rl")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "0.0.0"
 
 
 # Before anything can start JAX: afterwards its thread pool has its size, and its log a level.

@@ -117,7 +117,13 @@ def evaluate_target(target: Target, request: EvaluationRequest) -> EvaluationRes
         return _at_endpoint(target, request)
     folder = Path(target.name)
     if (folder / MODEL_KEY).is_file() and not (folder / RUN_KEY).is_file():
-        return _of_folder(folder, target, request)
+        from marin_rl.serving.launch import folder_tokenizer, serving
+        from marin_rl.serving.weights.checkpoint_loader import read_folder
+
+        config, environment = evaluation_config(_folder_config(folder, target, request), request)
+        loaded, source = read_folder(str(folder)), SlotRef(slot=str(folder), sha256="")
+        with serving(loaded, folder_tokenizer(folder), source, config) as policy:
+            return _evaluate((policy, PolicyClient), config, environment)
     return _of_run(folder, target, request)
 
 
@@ -219,16 +225,6 @@ def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:
         return checkpoint_named(text, POLICY_SLOTS, "what is evaluated", {})
     run = target.open_run()
     return run, policy_at(run, target.round)
-
-
-def _of_folder(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:
-    from marin_rl.serving.launch import folder_tokenizer, serving
-    from marin_rl.serving.weights.checkpoint_loader import read_folder
-
-    config, environment = evaluation_config(_folder_config(folder, target, request), request)
-    loaded, source = read_folder(str(folder)), SlotRef(slot=str(folder), sha256="")
-    with serving(loaded, folder_tokenizer(folder), source, config) as policy:
-        return _evaluate((policy, PolicyClient), config, environment)
 
 
 def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult:

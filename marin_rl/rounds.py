@@ -52,7 +52,12 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     metrics = {**_gathered(run, round, manifests), **measured}
     totals = {name: float(value) for m in manifests for name, value in m.totals.items()}
     metrics |= rates(metrics, totals)
-    metrics["replay/occupancy"] = float(_waiting(run, round))
+    count, ahead = 0, round + 1
+    while (sealed := read_manifest(run.store, rollouts_slot(ahead))) is not None:
+        if read_manifest(run.store, batches_slot(ahead)) is None:
+            count += int(sealed[0].totals.get("rows", 0))
+        ahead += 1
+    metrics["replay/occupancy"] = float(count)
     if run.config.windowed:
         metrics |= intake_metrics(run, round)
     ref = write_round_metrics(run, round, metrics)
@@ -199,16 +204,6 @@ def storage_metrics(manifests: Sequence[Manifest]) -> dict[str, float]:
         "storage/bytes": float(sum(part.bytes for part in parts)),
         "storage/objects": float(len(parts) + len(manifests)),
     }
-
-
-def _waiting(run: Run, round: int) -> int:
-    """Rollouts of sealed rounds after this one whose batches are not committed."""
-    count, ahead = 0, round + 1
-    while (sealed := read_manifest(run.store, rollouts_slot(ahead))) is not None:
-        if read_manifest(run.store, batches_slot(ahead)) is None:
-            count += int(sealed[0].totals.get("rows", 0))
-        ahead += 1
-    return count
 
 
 def _defined(manifest: Manifest) -> dict[str, float]:

@@ -115,7 +115,16 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             f"cannot read a tokenizer from {path}: {error}; expected tokenizer.json and "
             "tokenizer_config.json as transformers 4 or 5 writes them"
         ) from error
-    check_tokenizer(tokenizer, str(path))
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"the tokenizer of {path} has no chat template: expected `chat_template` in "
+            "tokenizer_config.json or a file chat_template.jinja; add the one the model was "
+            "trained with"
+        )
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            f"the tokenizer of {path} has no end token: set `eos_token` in tokenizer_config.json"
+        )
     start_worker()  # its template will be rendered soon
     return tokenizer
 
@@ -144,20 +153,6 @@ def _from_folder(path: Path) -> PreTrainedTokenizerBase:
 
 def _plain(token: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in token.items() if name != "__type"}
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Raise InputError unless the tokenizer has a chat template and an end token."""
-    if not tokenizer.chat_template:
-        raise InputError(
-            f"the tokenizer of {source} has no chat template: expected `chat_template` in "
-            "tokenizer_config.json or a file chat_template.jinja; add the one the model was "
-            "trained with"
-        )
-    if tokenizer.eos_token_id is None:
-        raise InputError(
-            f"the tokenizer of {source} has no end token: set `eos_token` in tokenizer_config.json"
-        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

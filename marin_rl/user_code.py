@@ -102,26 +102,6 @@ def pin(text: str, folder: Path, key: str) -> str:
     spec = parse_spec(text)
     if spec is None or not spec.is_file or spec.sha256 in _sources:
         return text
-    path = _path_of(spec, folder, key)
-    try:
-        data = read_regular(path, FILE_BYTES_MAX)
-        tree = ast.parse(data, str(path))
-    except (OSError, InputError) as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error}") from None
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{key}: {_syntax(error, str(path))}") from None
-    _check_defines(spec, tree, f"{key}: {path}")
-    digest = sha256(data).hexdigest()
-    if spec.sha256 not in ("", digest):
-        raise ConfigError(
-            f"{key}: {path} was changed: expected SHA-256 {spec.sha256}, found {digest}"
-        )
-    offer(digest, lambda: data, str(path.absolute()), allowed=True)
-    return str(replace(spec, sha256=digest))
-
-
-def _path_of(spec: CodeSpec, folder: Path, key: str) -> Path:
-    """Path of a file that is there. Raises ConfigError."""
     parts = PurePosixPath(spec.module)
     if parts.is_absolute() or ".." in parts.parts:
         raise ConfigError(
@@ -139,7 +119,21 @@ def _path_of(spec: CodeSpec, folder: Path, key: str) -> Path:
         raise ConfigError(
             f"{key}: no file {spec.module} in {folder.resolve()}, found {shown} in its place{hint}"
         )
-    return path
+    try:
+        data = read_regular(path, FILE_BYTES_MAX)
+        tree = ast.parse(data, str(path))
+    except (OSError, InputError) as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error}") from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}: {_syntax(error, str(path))}") from None
+    _check_defines(spec, tree, f"{key}: {path}")
+    digest = sha256(data).hexdigest()
+    if spec.sha256 not in ("", digest):
+        raise ConfigError(
+            f"{key}: {path} was changed: expected SHA-256 {spec.sha256}, found {digest}"
+        )
+    offer(digest, lambda: data, str(path.absolute()), allowed=True)
+    return str(replace(spec, sha256=digest))
 
 
 def _check_defines(spec: CodeSpec, tree: ast.Module, file: str) -> None:

@@ -137,7 +137,15 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
     are direct; all later ones started from parameters that it had changed. Raises ObjectMissing
     for a rollout that no processed round has.
     """
-    place, *again = _places_of(run, rollout_id)
+    frame = scan_dispositions(run.config.root, run.run_id, run.config.storage_options)
+    rows = frame.filter(pl.col("rollout_id") == rollout_id).collect().to_dicts()
+    if not rows:
+        raise ObjectMissing(
+            f"no processed round of run {run.run_id!r} has a rollout {rollout_id!r}: expected a "
+            f'rollout_id, such as `marin-rl sql {run.run_id} "select rollout_id from rollouts"` '
+            "lists"
+        )
+    place, *again = sorted(rows, key=lambda row: row["round"])
     graph, round = Lineage(), int(place["round"])
     _add_rollouts(graph, run, int(place["round_generated"]), [rollout_id])
     fate = {name: place[name] for name in ("disposition", "reason", "advantage")}
@@ -217,21 +225,18 @@ def as_text(graph: Lineage, *, rows: bool = True) -> Iterator[str]:
     told = set[str]()
     for node in graph.nodes.values():
         if node.kind not in counted:
-            yield from _paragraph(graph, node, counted)
+            yield f"{node.kind}: {node.name}"
+            for name, value in node.facts.items():
+                shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                # No text can look like a line of ours.
+                indented = "\n        ".join(shown.split("\n"))
+                yield f"    {name}: {indented}"
+            yield from _sources(graph, [node], counted)
         elif node.kind not in told:
             told.add(node.kind)
             yield from _counted(graph, node.kind, counted)
     if graph.left_out:
         yield f"and {graph.left_out} rollouts more"
-
-
-def _paragraph(graph: Lineage, node: Node, counted: Sequence[str]) -> Iterator[str]:
-    yield f"{node.kind}: {node.name}"
-    for name, value in node.facts.items():
-        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        indented = "\n        ".join(shown.split("\n"))  # no text can look like a line of ours
-        yield f"    {name}: {indented}"
-    yield from _sources(graph, [node], counted)
 
 
 def _counted(graph: Lineage, kind: str, counted: Sequence[str]) -> Iterator[str]:
@@ -328,19 +333,6 @@ def _consumed(
         ]
     chosen = [place for place in consumed if step in (None, place["step"])]
     return sorted(chosen, key=lambda place: (place["step"], place["row"], place["segment"]))
-
-
-def _places_of(run: Run, rollout_id: str) -> list[Facts]:
-    """Dispositions of a rollout in the rounds that decided on it, its own first."""
-    frame = scan_dispositions(run.config.root, run.run_id, run.config.storage_options)
-    rows = frame.filter(pl.col("rollout_id") == rollout_id).collect().to_dicts()
-    if not rows:
-        raise ObjectMissing(
-            f"no processed round of run {run.run_id!r} has a rollout {rollout_id!r}: expected a "
-            f'rollout_id, such as `marin-rl sql {run.run_id} "select rollout_id from rollouts"` '
-            "lists"
-        )
-    return sorted(rows, key=lambda row: row["round"])
 
 
 def _add_slot(graph: Lineage, manifest: Manifest, sources: Sequence[str], **facts: Any) -> None:

@@ -148,7 +148,20 @@ def _answering(
             with _connected() as connection:
                 yield _answer(connection, query, runs)
             return
-        _check_statements(query)
+        for statement in duckdb.extract_statements(query):
+            if (kind := statement.type.name) not in STATEMENTS:
+                words = {"MULTI": "PIVOT", "CREATE_FUNC": "CREATE MACRO"}.get(kind, kind)
+                raise InputError(
+                    f"DuckDB's {words.replace('_', ' ')} statement is refused: {UNSAFE}"
+                )
+        tokens, data = duckdb.tokenize(query), query.encode()
+        ends = [start for start, _ in tokens[1:]] + [len(data)]
+        for (start, kind), end in zip(tokens, ends, strict=True):
+            word = data[start:end].split(maxsplit=1)
+            if kind.name == "keyword" and word and word[0].lower() == WRITES_FILES:
+                raise InputError(
+                    f'COPY is refused (a column of that name is written "copy"): {UNSAFE}'
+                )
         with _database(runs).cursor() as connection:
             connection.begin()  # never committed: closing takes back what the query creates
             yield _answer(connection, query, runs)
@@ -157,23 +170,6 @@ def _answering(
         refused = isinstance(error, duckdb.PermissionException) or _REFUSED.search(str(error))
         remedy = f"; {UNSAFE}" if refused else ""
         raise InputError(f"DuckDB refuses the query: {error}{remedy}") from None
-
-
-def _check_statements(query: str) -> None:
-    """Raise InputError for statements that reach beyond memory and the runs' files.
-
-    Raises duckdb.Error where DuckDB cannot parse the query.
-    """
-    for statement in duckdb.extract_statements(query):
-        if (kind := statement.type.name) not in STATEMENTS:
-            words = {"MULTI": "PIVOT", "CREATE_FUNC": "CREATE MACRO"}.get(kind, kind)
-            raise InputError(f"DuckDB's {words.replace('_', ' ')} statement is refused: {UNSAFE}")
-    tokens, data = duckdb.tokenize(query), query.encode()
-    ends = [start for start, _ in tokens[1:]] + [len(data)]
-    for (start, kind), end in zip(tokens, ends, strict=True):
-        word = data[start:end].split(maxsplit=1)
-        if kind.name == "keyword" and word and word[0].lower() == WRITES_FILES:
-            raise InputError(f'COPY is refused (a column of that name is written "copy"): {UNSAFE}')
 
 
 def _database(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:

@@ -94,7 +94,18 @@ class Table:
             return pl.DataFrame(schema=dict(columns)).lazy()
         local = all(part.path for part in parts)
         if self.differ:
-            return _united(parts, columns, local=local)
+            opened: list[Any] = [part.path for part in parts]
+            if not local:
+                with ThreadPoolExecutor(FETCHES_MAX) as pool:
+                    opened = list(pool.map(Part.open, parts))
+            columns = dict(columns)
+            for part, source in zip(parts, opened, strict=True):
+                try:
+                    columns |= _scan(source).collect_schema()
+                except (pl.exceptions.PolarsError, OSError) as error:
+                    url = part.store.url_of(part.key)
+                    raise CorruptObject(f"{url} is not a readable Parquet file: {error}") from None
+            return scan(opened, columns)
         if local and set(self.place) <= {RUN}:  # files of a run are scanned together
             return pl.concat(
                 self._placed(scan([part.path for part in own], columns_of(self.schema)), own[0])
@@ -180,25 +191,6 @@ def _rounds(run: Run, kind: str) -> list[tuple[int, str]]:
 
 def _each_once(parts: Iterator[Part]) -> list[Part]:
     return list({(part.run_id, part.key): part for part in parts}.values())
-
-
-def _united(parts: Sequence[Part], first: Columns, *, local: bool) -> pl.LazyFrame:
-    """The columns `first`, then those of all parts, in order of appearance.
-
-    Footers are read at once, and remote objects whole, for these parts are small.
-    """
-    opened: list[Any] = [part.path for part in parts]
-    if not local:
-        with ThreadPoolExecutor(FETCHES_MAX) as pool:
-            opened = list(pool.map(Part.open, parts))
-    columns = dict(first)
-    for part, source in zip(parts, opened, strict=True):
-        try:
-            columns |= _scan(source).collect_schema()
-        except (pl.exceptions.PolarsError, OSError) as error:
-            url = part.store.url_of(part.key)
-            raise CorruptObject(f"{url} is not a readable Parquet file: {error}") from None
-    return scan(opened, columns)
 
 
 def scan(source: Any, columns: Columns) -> pl.LazyFrame:

@@ -336,7 +336,11 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
     """The first stage of the run that is not committed yet."""
     checkpoints = [number for number, item in slots.items() if item.checkpoint]
     if not checkpoints:
-        return _first_stage(run)
+        if run.config.policy.init != "sft":
+            return Stage(name="loading the policy", round=0)
+        done = latest_sft(run)
+        steps = int(done.slot.rpartition("-")[2]) if done else 0
+        return Stage(name="warm start, steps", round=0, done=steps, total=run.config.sft.steps)
     round = max(checkpoints)
     here = slots.get(round, RoundProgress(round=round))
     if round >= rounds_planned(run, round) and not here.shards:
@@ -368,14 +372,6 @@ def standstill(
     if holder is None or idle_s is None or idle_s < max(QUIET_ROUNDS * usual, QUIET_S_MIN):
         return []
     return [f"nothing was committed for {idle_s:.0f} s; a round takes about {usual:.0f} s"]
-
-
-def _first_stage(run: Run) -> Stage:
-    if run.config.policy.init != "sft":
-        return Stage(name="loading the policy", round=0)
-    done = latest_sft(run)
-    steps = int(done.slot.rpartition("-")[2]) if done else 0
-    return Stage(name="warm start, steps", round=0, done=steps, total=run.config.sft.steps)
 
 
 def _idle_s(run: Run, round: int, now: datetime) -> float | None:

@@ -87,15 +87,10 @@ class NewWarnings:
         rows = [self._rows[round] for round in sorted(self._rows)]
         small = _held_out(rows) if self._more_examples else []
         for warning in (*warnings_of(rows, self._run_id), *small):
-            if (kind := _kind(warning)) not in self._seen:
+            words = warning.partition(": ")[2] if warning.startswith("round ") else warning
+            if (kind := "".join(sign for sign in words if sign.isalpha())) not in self._seen:
                 self._seen.add(kind)
                 self._announce(warning)
-
-
-def _kind(warning: str) -> str:
-    """Return what stays of a warning from round to round: its words, without the numbers."""
-    words = warning.partition(": ")[2] if warning.startswith("round ") else warning
-    return "".join(sign for sign in words if sign.isalpha())
 
 
 def _held_out(rows: Rows) -> list[str]:

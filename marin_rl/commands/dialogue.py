@@ -71,17 +71,6 @@ def _times(timing: Mapping[str, Any]) -> str:
 def _turn(number: int, turn: Mapping[str, Any]) -> Iterator[RenderableType]:
     head = Text(f"{number:>3}  ", "dim")
     head.append(turn["role"], _STYLES.get(turn["role"], "bold"))
-    for fact in turn_facts(turn):
-        head.append(" · ", "dim").append(plain(fact, "dim"))
-    yield head
-    if turn["content"]:
-        yield Padding(Text(shortened(turn["content"])), (0, 0, 0, 5))
-    for call in calls_of(turn):
-        yield Padding(plain(call_text(call), "magenta"), (0, 0, 0, 5))
-
-
-def turn_facts(turn: Mapping[str, Any]) -> list[str]:
-    """Facts of a turn for its heading: tool, tokens, stop reason, reward, seconds."""
     facts: Sequence[tuple[str, Any]] = (
         ("{}", turn["tool_name"]),
         ("answers {}", turn["tool_call_id"]),
@@ -94,7 +83,13 @@ def turn_facts(turn: Mapping[str, Any]) -> list[str]:
         ("model {:.2f} s", turn["model_s"]),
         ("environment {:.2f} s", turn["environment_s"]),
     )
-    return [pattern.format(value) for pattern, value in facts if value is not None]
+    for fact in [pattern.format(value) for pattern, value in facts if value is not None]:
+        head.append(" · ", "dim").append(plain(fact, "dim"))
+    yield head
+    if turn["content"]:
+        yield Padding(Text(shortened(turn["content"])), (0, 0, 0, 5))
+    for call in calls_of(turn):
+        yield Padding(plain(call_text(call), "magenta"), (0, 0, 0, 5))
 
 
 def _parts(rewards: Sequence[Mapping[str, Any]] | None) -> str | None:

@@ -118,7 +118,12 @@ def finished(config: Config, flow: str) -> SlotRef | None:
         refuse_locked(path)
     run = Run.open(config.root, config.run_id, config.storage_options)
     if flow == RL:
-        return _rounds_finished(run, config)
+        trained = _trained(run)
+        if trained < config.rounds or committed(run, evals_slot(trained)) is None:
+            return None
+        if metrics_key(trained - 1).rpartition("/")[2] not in run.store.children("metrics"):
+            return None
+        return committed_checkpoint(run, trained)
     if flow == SFT:
         latest, steps = latest_sft(run), config.sft.steps
     else:
@@ -126,13 +131,3 @@ def finished(config: Config, flow: str) -> SlotRef | None:
         settings, latest = getattr(config, section), LATEST_OF_PAIRS[section](run)
         steps = settings.steps if settings else 0
     return latest if latest and int(latest.slot.rpartition("-")[2]) >= steps else None
-
-
-def _rounds_finished(run: Run, config: Config) -> SlotRef | None:
-    """Return the latest checkpoint if all rounds are trained and closed, and it is evaluated."""
-    trained = _trained(run)
-    if trained < config.rounds or committed(run, evals_slot(trained)) is None:
-        return None
-    if metrics_key(trained - 1).rpartition("/")[2] not in run.store.children("metrics"):
-        return None
-    return committed_checkpoint(run, trained)

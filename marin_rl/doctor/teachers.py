@@ -66,7 +66,17 @@ def _folder(config: Config, folder: Path, added: int) -> str:
     texts = [text for text, _ in rendered(config, first_examples(config, TEXTS))]
     check_tokenization(policy, texts, lambda text: encoder_of(theirs)(text, False), FOLDER)
     _check_vocabulary(tokenizer_for(policy), theirs)
-    _check_ends(policy, theirs)
+    own = tokenizer_for(policy)
+    ends = [own.get_vocab()[token] for token in policy.end_tokens or ()] or [own.eos_token_id]
+    if not set(ends) & set(end_token_ids(theirs)):
+        shown = (
+            [own.decode([end]) for end in ends],
+            [own.decode([e]) for e in end_token_ids(theirs)],
+        )
+        raise InputError(
+            f"{FOLDER}: the policy ends an answer with {shown[0]}, the teacher with {shown[1]}: it "
+            "would teach never to end; take a teacher of the same ends, or set policy.end_tokens"
+        )
     return f"{folder}, which reads {added} tokens more; {len(texts)} texts have the same ids"
 
 
@@ -97,21 +107,6 @@ def _check_vocabulary(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerB
             f"{FOLDER}: {len(other)} tokens of the policy have another id in the teacher's "
             f"tokenizer: expected {other[0]!r} to be {own.get_vocab()[other[0]]}, found "
             f"{vocabulary.get(other[0])}"
-        )
-
-
-def _check_ends(policy: PolicyConfig, theirs: PreTrainedTokenizerBase) -> None:
-    """Raise InputError where the teacher would end answers with none of the policy's ends."""
-    own = tokenizer_for(policy)
-    ends = [own.get_vocab()[token] for token in policy.end_tokens or ()] or [own.eos_token_id]
-    if not set(ends) & set(end_token_ids(theirs)):
-        shown = (
-            [own.decode([end]) for end in ends],
-            [own.decode([e]) for e in end_token_ids(theirs)],
-        )
-        raise InputError(
-            f"{FOLDER}: the policy ends an answer with {shown[0]}, the teacher with {shown[1]}: it "
-            "would teach never to end; take a teacher of the same ends, or set policy.end_tokens"
         )
 
 

@@ -111,7 +111,7 @@ class Math(Problems):
     def demonstration(self, example: Example) -> str | None:
         solution = example.metadata.get("solution") or example.metadata.get("reference") or ""
         text = "\n\n".join(solution) if isinstance(solution, list) else str(solution)
-        text = before_answer(text)
+        text = text.partition(_GSM8K)[0].strip()
         if boxed(text) is not None:
             return text
         final = rf"\boxed{{{example.answer}}}"
@@ -296,11 +296,6 @@ def gold_answer(value: Any) -> str | None:
     if inside is None and len(text.split()) > _WORDS_MAX:
         return None  # a solution that states no answer
     return (text.strip().strip("$") if inside is None else inside.strip()) or None
-
-
-def before_answer(text: str) -> str:
-    """Return a solution of GSM8K without its last line; other texts as they are."""
-    return text.partition(_GSM8K)[0].strip()
 
 
 def written_number(text: str) -> WrittenNumber | None:

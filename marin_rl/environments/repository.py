@@ -319,7 +319,13 @@ class ShellTool:
         """Run the row's tests: 1 where all of them pass."""
         task = self._task
         try:
-            restore(self._place, self._restored())
+            # Configuration of test runners, and compiled modules, which Python may prefer, would
+            # influence the tests: what was added of them goes.
+            files = task.files
+            compiled = {str(Path(name).with_name("__pycache__")) for name in files}
+            restore(
+                self._place, {**dict.fromkeys(_files_of_runners(self._place) | compiled), **files}
+            )
             open_to_all(self._place)
         except OSError:  # a tree that cannot be read: paths that a program made too long
             return 0.0
@@ -334,15 +340,6 @@ class ShellTool:
     def _place(self) -> Path:
         assert self._workspace is not None, "reset comes first"
         return self._workspace
-
-    def _restored(self) -> dict[str, Content]:
-        """Return the row's test files, and None for added files that would influence the tests.
-
-        Those are configuration of test runners, and compiled modules, which Python may prefer.
-        """
-        files = self._task.files
-        compiled = {str(Path(name).with_name("__pycache__")) for name in files}
-        return {**dict.fromkeys(_files_of_runners(self._place) | compiled), **files}
 
 
 # The tree belongs to another user than the one that a program runs as.

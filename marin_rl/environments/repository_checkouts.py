@@ -292,24 +292,19 @@ def names_in(value: Any) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"expected a list of names of tests, found {value!r:.80}")
     for name in names:
-        _check_name(name)
+        node = name.partition("::")[0]
+        unfit = ("-", "@") if are_nodes([name]) else ("-",)
+        if name.startswith(unfit) or node.startswith("/") or ".." in node.split("/"):
+            raise ValueError(
+                "expected names of tests, with plain relative paths (no .., no / or - at their "
+                f"beginning), found {name!r:.200}"
+            )
     return names
 
 
 def are_nodes(names: Sequence[str]) -> bool:
     """Return True for names as pytest has them: `tests/test_sum.py::test_two`."""
     return any("::" in name or name.endswith(".py") for name in names)
-
-
-def _check_name(name: str) -> None:
-    """Raise ValueError for the name of a test that could be read as a place or as an option."""
-    node = name.partition("::")[0]
-    unfit = ("-", "@") if are_nodes([name]) else ("-",)
-    if name.startswith(unfit) or node.startswith("/") or ".." in node.split("/"):
-        raise ValueError(
-            "expected names of tests, with plain relative paths (no .., no / or - at their "
-            f"beginning), found {name!r:.200}"
-        )
 
 
 def files_of_tests(names: Sequence[str], tree: Path) -> set[str]:

@@ -125,7 +125,22 @@ class RewardFunction:
         Raises ValueError for another number of them, or as the function.
         """
         n = len(completions)
-        arguments = _group_arguments(example, completions, completion_ids, dialogues)
+        columns = {"answer": example.answer, **example.metadata}
+        arguments = {
+            name: [value] * len(completions)
+            for name, value in columns.items()
+            if name not in (CONVERSATIONAL, COMPLETION) and (name, value) != ("answer", None)
+        }
+        prompts: list[Any] = [example.messages[-1].content for _ in completions]
+        replies: list[Any] = list(completions)
+        if example.metadata.get(CONVERSATIONAL) is True:
+            prompts = [
+                [{"role": m.role, "content": m.content} for m in example.messages]
+                for _ in completions
+            ]
+            replies = [[_as_trl_has_it(message) for message in dialogue] for dialogue in dialogues]
+        ids = [list(one) for one in completion_ids]
+        arguments = {**arguments, "prompts": prompts, "completions": replies, "completion_ids": ids}
         values = self._result(self._function(**self._taken(arguments, set(arguments) - _TRL)))
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
             raise ValueError(f"expected a list of {n} numbers, found {values!r:.80}")
@@ -194,33 +209,6 @@ def typed_answer(example: Example) -> Any:
         if value is not None and str(value) == example.answer:
             return value
     return example.answer
-
-
-def _group_arguments(
-    example: Example,
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    dialogues: Dialogues,
-) -> dict[str, list[Any]]:
-    """Return TRL's arguments: one entry per completion.
-
-    Where the prompt is a list of messages, completions are the messages that followed it.
-    """
-    columns = {"answer": example.answer, **example.metadata}
-    arguments = {
-        name: [value] * len(completions)
-        for name, value in columns.items()
-        if name not in (CONVERSATIONAL, COMPLETION) and (name, value) != ("answer", None)
-    }
-    prompts: list[Any] = [example.messages[-1].content for _ in completions]
-    replies: list[Any] = list(completions)
-    if example.metadata.get(CONVERSATIONAL) is True:
-        prompts = [
-            [{"role": m.role, "content": m.content} for m in example.messages] for _ in completions
-        ]
-        replies = [[_as_trl_has_it(message) for message in dialogue] for dialogue in dialogues]
-    ids = [list(one) for one in completion_ids]
-    return {**arguments, "prompts": prompts, "completions": replies, "completion_ids": ids}
 
 
 def _as_trl_has_it(message: Message) -> dict[str, Any]:

@@ -141,7 +141,10 @@ def spec_of(
         by_width = architecture.by_width == tree["num_hidden_layers"]
         tree["query_pre_attn_scalar"] = width // heads if by_width else size
     if pattern := own.get("attention.sliding_window_pattern"):
-        tree |= _layer_types(metadata, pattern)
+        if not isinstance(pattern, list) or not all(isinstance(each, bool) for each in pattern):
+            raise metadata.refusal("sliding_window_pattern as a list of layers", f"{pattern!r:.80}")
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        tree |= {"layer_types": [kinds[each] for each in pattern]}
     return described(tree, metadata.path)
 
 
@@ -163,14 +166,6 @@ def _numbers(metadata: Metadata, known: Mapping[str, str]) -> dict[str, Any]:
         if name not in numbers and key not in _DEFAULTED:
             raise metadata.refusal(f"{metadata.architecture}.{key}", "none")
     return numbers
-
-
-def _layer_types(metadata: Metadata, pattern: Any) -> dict[str, Any]:
-    """Kinds of layers by a list of True for a window, the only form that is read."""
-    if not isinstance(pattern, list) or not all(isinstance(each, bool) for each in pattern):
-        raise metadata.refusal("sliding_window_pattern as a list of layers", f"{pattern!r:.80}")
-    kinds = {True: "sliding_attention", False: "full_attention"}
-    return {"layer_types": [kinds[each] for each in pattern]}
 
 
 def _shortest(value: Any) -> Any:

@@ -281,7 +281,16 @@ class OpenEnvEpisode:
     async def _called(self, call: ToolCall) -> tuple[str, Mapping[str, Any]]:
         """Text of a call's result for the model, and the answer of the step that it was, if any."""
         try:
-            arguments = _arguments_of(call, self._tools)
+            if call.name not in self._tools:
+                raise ActionRefused(
+                    f"there is no tool {call.name}: there are {', '.join(sorted(self._tools))}"
+                )
+            try:
+                arguments = json.loads(call.arguments)
+            except (ValueError, RecursionError) as error:
+                raise ActionRefused(f"arguments that are no JSON: {error}") from None
+            if not isinstance(arguments, dict):
+                raise ActionRefused(f"expected arguments by name, found {arguments!r:.80}")
             if call.name == ACT and self._environment.acts_by_call:
                 answer = await self._live.step(arguments)
             elif self._environment.acts_by_tools:
@@ -293,19 +302,6 @@ class OpenEnvEpisode:
         except ActionRefused as error:
             return f"error: {error}", {"reward": 0.0}
         return self._environment.text_of(answer), answer
-
-
-def _arguments_of(call: ToolCall, known: set[str]) -> dict[str, Any]:
-    """Arguments of a call. Raises ActionRefused for an unknown tool, and for what is no object."""
-    if call.name not in known:
-        raise ActionRefused(f"there is no tool {call.name}: there are {', '.join(sorted(known))}")
-    try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError) as error:
-        raise ActionRefused(f"arguments that are no JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise ActionRefused(f"expected arguments by name, found {arguments!r:.80}")
-    return arguments
 
 
 def _reward_of(answer: Mapping[str, Any]) -> float | None:

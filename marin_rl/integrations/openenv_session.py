@@ -165,7 +165,14 @@ def _data_of(record: Any, kind: str, expected: str, url: str) -> dict[str, Any]:
         case "CAPACITY_REACHED":
             raise _AtCapacity(words)
         case "VALIDATION_ERROR":
-            raise ActionRefused(_problems(data.get("errors")) or words)
+            errors = data.get("errors")
+            problems = list[str]()
+            for error in errors if isinstance(errors, list) else ():
+                if isinstance(error, dict):
+                    place = error.get("loc")
+                    name = ".".join(map(str, place if isinstance(place, list) else ()))
+                    problems.append(f"{name}: {error.get('msg')}")
+            raise ActionRefused("; ".join(problems) or words)
         case code:
             raise RewardFault(f"{url}: {kind}: {code}: {words}")
 
@@ -184,17 +191,6 @@ def _check_observation(data: Mapping[str, Any], source: str) -> None:
     ):
         if not fits:
             raise RewardFault(f"{source}: {name}: expected {expected}, found {value!r:.100}")
-
-
-def _problems(errors: Any) -> str:
-    """Return what pydantic says of each field."""
-    problems = list[str]()
-    for error in errors if isinstance(errors, list) else ():
-        if isinstance(error, dict):
-            place = error.get("loc")
-            name = ".".join(map(str, place if isinstance(place, list) else ()))
-            problems.append(f"{name}: {error.get('msg')}")
-    return "; ".join(problems)
 
 
 async def open_session(

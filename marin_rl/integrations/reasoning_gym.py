@@ -122,7 +122,8 @@ class ReasoningGym(BaseEnvironment):
         entry = self._entry(seed, index)
         metadata = plain_json(entry["metadata"], f"reasoning-gym item {seed} + {index}")
         answer = entry["answer"]
-        messages = [Message(role="user", content=self._prompt(entry))]
+        known = {"question": entry["question"], **entry["metadata"]}
+        messages = [Message(role="user", content=_filled(self._options.prompt, known, "prompt"))]
         if self._options.system_prompt is not None:
             messages.insert(0, Message(role="system", content=self._options.system_prompt))
         return self.make_example(
@@ -185,10 +186,6 @@ class ReasoningGym(BaseEnvironment):
             for item in self._items
         ]
         return _create("composite", {"datasets": specs, "seed": seed, "size": _ENDLESS})
-
-    def _prompt(self, entry: dict[str, Any]) -> str:
-        known = {"question": entry["question"], **entry["metadata"]}
-        return _filled(self._options.prompt, known, "prompt")
 
     def _tagged(self, answer: str) -> str:
         tag = self._options.answer_tag

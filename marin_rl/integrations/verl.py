@@ -377,9 +377,18 @@ def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
         part.environment.has_episodes for part in parts_of(environment, config.environment)
     )
     fields, unmapped = verl_fields(config, train_examples=count, one_shot=one_shot)
-    _write_settings(
-        [*fields, *_places(folder, one_shot=one_shot)], unmapped, partial, folder, config
-    )
+    tree: dict[str, Any] = {
+        "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
+        "defaults": ["ppo_trainer", "_self_"],
+    }
+    for field in [*fields, *_places(folder, one_shot=one_shot)]:
+        _set(tree, field.key, field.value)
+    lines = [_HEAD.format(folder=folder, run_id=config.run_id, rollout=ROLLOUT)]
+    if unmapped:
+        lines += ["# Settings of marin-rl that verl does not have:\n"]
+        lines += [f"#   {each}\n" for each in unmapped]
+    text = "".join(lines) + yaml.safe_dump(tree, sort_keys=False)
+    (partial / "verl.yaml").write_text(text, encoding="utf-8")
     return VerlExport(**counts, unmapped=tuple(unmapped))
 
 
@@ -442,27 +451,6 @@ def _places(folder: Path, *, one_shot: bool) -> Iterator[VerlField]:
         yield VerlField(f"{agent}.agent_loop_config_path", loops)
     variables = "ray_kwargs.ray_init.runtime_env.env_vars"
     yield VerlField(f"{variables}.PYTHONPATH", str(folder))
-
-
-def _write_settings(
-    fields: Sequence[VerlField],
-    unmapped: Sequence[Unmapped],
-    partial: Path,
-    folder: Path,
-    config: Config,
-) -> None:
-    tree: dict[str, Any] = {
-        "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
-        "defaults": ["ppo_trainer", "_self_"],
-    }
-    for field in fields:
-        _set(tree, field.key, field.value)
-    lines = [_HEAD.format(folder=folder, run_id=config.run_id, rollout=ROLLOUT)]
-    if unmapped:
-        lines += ["# Settings of marin-rl that verl does not have:\n"]
-        lines += [f"#   {each}\n" for each in unmapped]
-    text = "".join(lines) + yaml.safe_dump(tree, sort_keys=False)
-    (partial / "verl.yaml").write_text(text, encoding="utf-8")
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

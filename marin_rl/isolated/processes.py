@@ -189,7 +189,12 @@ class Worker:
         self.ready: Future[Any] = Future()
         self._pending = {0: _Pending(self.ready, STARTUP_TIMEOUT_S)}
         self._numbers = itertools.count(1)
-        shared = _shared_memory()
+        if LINUX:
+            shared = os.memfd_create("lease")
+        else:
+            with tempfile.TemporaryFile() as file:
+                shared = os.dup(file.fileno())
+        os.truncate(shared, Lease.BYTES)
         wire, theirs = socket.socketpair()
         try:
             self._lease = Lease(shared)
@@ -353,17 +358,6 @@ class Worker:
             mebibytes = (self._limits.memory_bytes or 0) >> 20
             return WorkerFault("memory", f"over {mebibytes} MiB of memory")
         return WorkerFault("crash", f"signal {-code}" if code < 0 else f"exit status {code}")
-
-
-def _shared_memory() -> int:
-    """A descriptor of memory for a lease."""
-    if LINUX:
-        shared = os.memfd_create("lease")
-    else:
-        with tempfile.TemporaryFile() as file:
-            shared = os.dup(file.fileno())
-    os.truncate(shared, Lease.BYTES)
-    return shared
 
 
 def _started(spec: WorkerSpec, wire: socket.socket, lease: int) -> subprocess.Popen[bytes]:

@@ -289,20 +289,6 @@ def check_sandbox(mode: Mode, interpreter: str | None = None) -> str:
             f"the sandbox needs {', '.join(missing)}: install it, {package}; {ALTERNATIVE}"
         )
     sandbox = Sandbox(mode=mode, interpreter=interpreter)
-    facts = _seen_by_a_program(sandbox)
-    if mode == "rlimits_only":
-        return "programs have limits, and no sandbox"
-    if failed := [name for name, holds in _expected(facts, sandbox).items() if not holds]:
-        raise ConfigError(
-            f"the sandbox does not hold on this machine: {', '.join(failed)}; a program in it "
-            f"reports {json.dumps(facts)}. {_hint()}; {ALTERNATIVE}"
-        )
-    filtered = "" if sandbox.filters_calls else "; system calls are not filtered on this machine"
-    return f"programs run in bubblewrap, with {sandbox.python}{filtered}"
-
-
-def _seen_by_a_program(sandbox: Sandbox) -> dict[str, Any]:
-    """Return the report of a program in the sandbox. Raises ConfigError where it cannot run."""
     nonce = secrets.token_hex(16)
     with tempfile.NamedTemporaryFile() as host_file:
         seen = json.dumps([str(home) for home in homes()])
@@ -320,7 +306,16 @@ def _seen_by_a_program(sandbox: Sandbox) -> dict[str, Any]:
             "Set environment.options.interpreter to a Python that every user can read, such as "
             f"/usr/bin/python3; {ALTERNATIVE}"
         )
-    return json.loads(text.removeprefix(nonce))
+    facts = json.loads(text.removeprefix(nonce))
+    if mode == "rlimits_only":
+        return "programs have limits, and no sandbox"
+    if failed := [name for name, holds in _expected(facts, sandbox).items() if not holds]:
+        raise ConfigError(
+            f"the sandbox does not hold on this machine: {', '.join(failed)}; a program in it "
+            f"reports {json.dumps(facts)}. {_hint()}; {ALTERNATIVE}"
+        )
+    filtered = "" if sandbox.filters_calls else "; system calls are not filtered on this machine"
+    return f"programs run in bubblewrap, with {sandbox.python}{filtered}"
 
 
 def _expected(facts: Mapping[str, Any], sandbox: Sandbox) -> dict[str, bool]:

@@ -42,7 +42,12 @@ def main(parent: int, lease: int, command: list[str]) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if LINUX:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    wake = _wake_by_signals()
+    wake, waking = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(waking, False)
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     supervisor = os.getpid()
     if (child := os.fork()) == 0:
         _end_with(supervisor)
@@ -72,17 +77,6 @@ def _end_with(parent: int) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _wake_by_signals() -> int:
-    """A pipe that becomes readable when a child ends, or the parent asks for the end."""
-    wake, waking = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(waking, False)
-    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    return wake
 
 
 def _watch(child: int, lease: int, parent: int, wake: int) -> int:

@@ -129,16 +129,6 @@ def render(
         _tracker.pieces, _tracker.spans = None, []
 
 
-def variables_in(source: str) -> list[str]:
-    """Return the variables that a template reads, `strftime_now` among them if it calls that.
-
-    Raises as `compile_template` does.
-    """
-    tree = _environment().parse(source)
-    called = {node.name for node in tree.find_all(nodes.Name) if node.name == CLOCK}
-    return sorted(meta.find_undeclared_variables(tree) | called)
-
-
 def failure_of(error: Exception) -> dict[str, str]:
     """Describe why a template was not rendered: `kind` and `message`.
 
@@ -175,7 +165,11 @@ def answer(request: Mapping[str, Any]) -> bytes:
     try:
         source = request["template"]
         if "variables" not in request:
-            return json.dumps({"names": variables_in(source)}).encode()
+            tree = _environment().parse(source)
+            called = {node.name for node in tree.find_all(nodes.Name) if node.name == CLOCK}
+            return json.dumps(
+                {"names": sorted(meta.find_undeclared_variables(tree) | called)}
+            ).encode()
         text, spans = render(
             source,
             request["variables"],

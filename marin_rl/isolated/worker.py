@@ -117,7 +117,16 @@ def main() -> None:
     if isinstance(work, Handler):
         _Interleaved(parent, work).serve(calls)
     else:
-        _serve_singly(parent, work, calls, hello["cpu_s"])
+        cpu_s = hello["cpu_s"]
+        while calls is not None:
+            for call in calls:
+                with parent.slice(call["id"], call["limit_s"] or parent.limit_s):
+                    signal.setitimer(signal.ITIMER_PROF, cpu_s or 0)  # SIGPROF ends the process
+                    data = work(call["request"])
+                    signal.setitimer(signal.ITIMER_PROF, 0)
+                parent.note(~call["id"])
+                parent.send(call["id"], answer=data)
+            calls = parent.receive()
 
 
 def load_module(name: str) -> Any:
@@ -206,28 +215,6 @@ class _Parent:
                 os.fstat(self.wire.fileno())
             except OSError:  # it was closed: nobody could ask, or be answered, any more
                 os._exit(1)
-
-
-def _serve_singly(
-    parent: _Parent,
-    answer: Callable[[Any], bytes],
-    calls: "list[dict[str, Any]] | None",
-    cpu_s: "float | None",
-) -> None:
-    """Answer one call after another, without an event loop, so that its code may run one.
-
-    CPU time is limited for each by an interval timer of the kernel, which ends the process even
-    while a C function holds the interpreter lock.
-    """
-    while calls is not None:
-        for call in calls:
-            with parent.slice(call["id"], call["limit_s"] or parent.limit_s):
-                signal.setitimer(signal.ITIMER_PROF, cpu_s or 0)  # SIGPROF ends the process
-                data = answer(call["request"])
-                signal.setitimer(signal.ITIMER_PROF, 0)
-            parent.note(~call["id"])
-            parent.send(call["id"], answer=data)
-        calls = parent.receive()
 
 
 class _Charge:
@@ -423,12 +410,9 @@ class _Interleaved:
             took_s = time.monotonic() - began
             self.busy_s += took_s
             call.own_s += took_s
-            self._rest()
-
-    def _rest(self) -> None:
-        """Note that only the event loop runs, which has a timer for each call."""
-        limit_s = self.limit_s + GRACE_S if self._calls else math.inf
-        self._parent.note(~self._last, limit_s)
+            # Only the event loop runs now, which has a timer for each call.
+            limit_s = self.limit_s + GRACE_S if self._calls else math.inf
+            self._parent.note(~self._last, limit_s)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,18 @@ def scripts() -> tuple[Script, ...]:
     """The scripts of a page in the order they run. Raises InputError where a package is missing."""
     own = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in OWN_SCRIPTS)
     plotly = _package_file("plotly", "package_data/plotly.min.js").read_text(encoding="utf-8")
+    path = _package_file("itables", "html/dt_bundle.js")
+    text, replaced = _EXPORT.subn(
+        lambda match: f"window.DataTable={match['name']};", path.read_text(encoding="utf-8")
+    )
+    if replaced != 1:
+        raise InputError(
+            f"{path}: expected one export list with a default, found {replaced}: this version of "
+            "itables is not the one that constraints.txt names; reinstall marin-rl"
+        )
     return (
         Script(name="plotly.js", text=_inlined(plotly), module=False),
-        Script(name="tables.js", text=_inlined(_tables()), module=True),
+        Script(name="tables.js", text=_inlined(text), module=True),
         Script(name="page.js", text=_inlined(own), module=True),
     )
 
@@ -77,20 +86,6 @@ def policy(script_sources: str, connect: str) -> str:
         f"default-src 'none'; script-src {script_sources}; style-src 'unsafe-inline'; "
         f"img-src data:; font-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-
-
-def _tables() -> str:
-    """DataTables' module, with its default export as `window.DataTable`."""
-    path = _package_file("itables", "html/dt_bundle.js")
-    text, replaced = _EXPORT.subn(
-        lambda match: f"window.DataTable={match['name']};", path.read_text(encoding="utf-8")
-    )
-    if replaced != 1:
-        raise InputError(
-            f"{path}: expected one export list with a default, found {replaced}: this version of "
-            "itables is not the one that constraints.txt names; reinstall marin-rl"
-        )
-    return text
 
 
 def _package_file(package: str, name: str) -> Path:

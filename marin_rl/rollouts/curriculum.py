@@ -93,9 +93,6 @@ class Curriculum:
             "examples": sha256_of(json.dumps(examples).encode()),
         }
 
-    def weight_of(self, label: str, example_id: str) -> float:
-        return WEIGHTS.get(self.buckets.get((label, example_id), ""), 1.0)
-
 
 def decide(run: Run, round: int, policy_version: int) -> Curriculum | None:
     """The decision of a round that this version samples; None for a run without a curriculum.
@@ -217,7 +214,7 @@ def chosen_example(
     examples = [_example(environment, config, label, first + n) for n in range(choices)]
     # The largest of u^(1/w) is each with probability w / sum(w) (Efraimidis and Spirakis 2006).
     keys = [
-        math.log(u) / decision.weight_of(label, example.example_id)
+        math.log(u) / WEIGHTS.get(decision.buckets.get((label, example.example_id), ""), 1.0)
         for u, example in zip(draws, examples, strict=True)
     ]
     return examples[keys.index(max(keys))]

@@ -138,7 +138,11 @@ async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
     The reference's summary holds the `eval/*` metrics. Raises as `generate_shard` does.
     """
     sets = held_out_sets(run.config)
-    digest = evaluation_fingerprint(run, round, policy, sets)
+    versions = {held_out.name: held_out.part.environment.version for held_out in sets}
+    own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
+    fields = sampling_fields(run.config, round, policy) | own
+    fields["evaluation"] = fingerprint_fields(run.config.evaluation)
+    digest = fingerprint("evaluation", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)
     existing = await asyncio.to_thread(find_commit, run.store, evals_slot(round), digest)
     if existing is not None:
         return existing
@@ -180,16 +184,6 @@ async def answered(
         groups += await sample_groups(job, requests, client)
     refuse_if_mostly_errors(groups, config.rollouts.errors_max_fraction, f"evaluation of {name}")
     return groups
-
-
-def evaluation_fingerprint(
-    run: Run, round: int, policy: ServedPolicy, sets: Sequence[HeldOut]
-) -> str:
-    versions = {held_out.name: held_out.part.environment.version for held_out in sets}
-    own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
-    fields = sampling_fields(run.config, round, policy) | own
-    fields["evaluation"] = fingerprint_fields(run.config.evaluation)
-    return fingerprint("evaluation", fields, (parent_of(policy.checkpoint),), CONTENT_VERSION)
 
 
 def requests_of(

@@ -146,8 +146,13 @@ def shard_fingerprint(
         "shard": shard,
         "environment_version": environment.version,
         "rollouts": fingerprint_fields(config.rollouts),
-        **candidate_fields(config),
     }
+    if config.examples_per_round != config.rollouts.groups_per_round:
+        fields["candidates"] = [config.candidates_per_batch, config.sample_batches_max]
+    if config.ahead.select == "first_done":
+        fields["select"] = "first_done"
+    if config.piece_tokens is not None:
+        fields["piece_tokens"] = config.piece_tokens  # the borders of pieces decide last bits
     if scorer is not None:
         fields["reward_model"] = asdict(scorer.identity)
     if teacher is not None and config.distillation is not None:
@@ -177,18 +182,6 @@ def _log_of(
         members = members_of_shard(run, round, shard, digest, policy)
         return CommittedMembers(members, first_done)
     return EarlyGroups(first_done)
-
-
-def candidate_fields(config: Config) -> dict[str, Any]:
-    """Fields of a shard's fingerprint where a round samples other groups than it takes."""
-    fields: dict[str, Any] = {}
-    if config.examples_per_round != config.rollouts.groups_per_round:
-        fields["candidates"] = [config.candidates_per_batch, config.sample_batches_max]
-    if config.ahead.select == "first_done":
-        fields["select"] = "first_done"
-    if config.piece_tokens is not None:
-        fields["piece_tokens"] = config.piece_tokens  # the borders of pieces decide last bits
-    return fields
 
 
 def sampling_fields(config: Config, round: int, policy: ServedPolicy) -> dict[str, Any]:

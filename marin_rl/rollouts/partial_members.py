@@ -112,12 +112,6 @@ class GroupRecord:
         before = self.turns[index][turn - 1] if turn else None
         self.at(seed).add(_part_of(rollout, turn, before))
 
-    def leave_out_before(self, oldest: int) -> None:
-        # One may have ended without a token, where an endpoint leaves the end token out.
-        for index, turns in list(self.turns.items()):
-            if any(turn.versions.min(initial=oldest) < oldest for turn in turns):
-                del self.turns[index]
-
     def new_messages(self, member: Member, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Messages of a dialogue that the environment added before a turn.
 
@@ -165,7 +159,10 @@ def records_of(
     for name, record in records.items():
         for rollout in (rollout for group in chains.get(name, ()) for rollout in group.rollouts):
             record.add(rollout)
-        record.leave_out_before(oldest)
+        # One may have ended without a token, where an endpoint leaves the end token out.
+        for index, turns in list(record.turns.items()):
+            if any(turn.versions.min(initial=oldest) < oldest for turn in turns):
+                del record.turns[index]
     return records
 
 

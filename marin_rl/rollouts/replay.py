@@ -172,7 +172,14 @@ class _Replayer:
     async def group(self, group: RolloutGroup, wanted: set[str]) -> list[ReplayedEpisode]:
         chosen = [rollout for rollout in group.rollouts if rollout.rollout_id in wanted]
         episodes = await all_of(self._rollout(group, rollout) for rollout in chosen)
-        scores = await self._scores(group)
+        scored = [
+            rollout
+            for rollout in group.rollouts
+            if _is_scored(rollout)
+            and not {part.name for part in rollout.reward_components} <= self._by_steps
+        ]
+        scorer = scorer_for(self._environment, self._settings)
+        scores = await score_recorded(scorer, group.example, scored, self._tool_turns)
         return [
             replace(episode, turns=(*episode.turns, *_scored(rollout, episode, scores)))
             for rollout, episode in zip(chosen, episodes, strict=True)
@@ -193,7 +200,17 @@ class _Replayer:
 
     async def _turns(self, episode: PlayedEpisode, rollout: Rollout):
         """Turns in order, up to the first that differs."""
-        opening, *exchanges = _exchanges(rollout.turns)
+        # The opening messages, and each turn of the model with what the environment answered.
+        parts: list[list[Turn]] = [[]]
+        for turn in rollout.turns:
+            sampled = turn.role == "assistant" and (
+                turn.inference_metadata is not None or turn.start is None
+            )
+            if sampled and (parts[0] or len(parts) > 1):
+                parts.append([turn])
+            else:
+                parts[-1].append(turn)
+        opening, *exchanges = parts
         try:
             start = await episode.start()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
@@ -215,31 +232,6 @@ class _Replayer:
                 result = replace(result, messages=messages)
                 difference = _step_difference(rollout, turn, observed, result, last=last)
             yield ReplayedTurn(turn=number, difference=difference)
-
-    async def _scores(self, group: RolloutGroup) -> Mapping[str, Score]:
-        """Scores of the members that the environment scored, by id."""
-        scored = [
-            rollout
-            for rollout in group.rollouts
-            if _is_scored(rollout)
-            and not {part.name for part in rollout.reward_components} <= self._by_steps
-        ]
-        scorer = scorer_for(self._environment, self._settings)
-        return await score_recorded(scorer, group.example, scored, self._tool_turns)
-
-
-def _exchanges(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """The opening messages, and each turn of the model with what the environment answered."""
-    exchanges: list[list[Turn]] = [[]]
-    for turn in turns:
-        sampled = turn.role == "assistant" and (
-            turn.inference_metadata is not None or turn.start is None
-        )
-        if sampled and (exchanges[0] or len(exchanges) > 1):
-            exchanges.append([turn])
-        else:
-            exchanges[-1].append(turn)
-    return exchanges
 
 
 def _is_scored(rollout: Rollout) -> bool:

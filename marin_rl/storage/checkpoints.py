@@ -121,7 +121,10 @@ def restore_checkpoint(
     """
     manifest = manifest_of(run.store, ref)
     if [part.name for part in array_parts(manifest)] == [f"{manifest.attempt}/{PACKED}"]:
-        tree = _read_packed(run, manifest)
+        files = dict[str, pa.Buffer]()
+        _each_part(run, manifest, files.__setitem__)
+        ((name, data),) = files.items()
+        tree = unpacked(memoryview(data).tobytes(), run.store.url_of(f"{manifest.slot}/{name}"))
     else:
         with _local_folder(run, manifest) as folder, explained(folder):
             tree = _handler().restore(epath.Path(folder))
@@ -183,14 +186,6 @@ def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Par
     # Not a create: the name has the attempt, and only the manifest leads readers here.
     run.store.put_part(f"{prefix}/{PACKED}", data)
     return [part_of(f"{attempt}/{PACKED}", data)]
-
-
-def _read_packed(run: Run, manifest: Manifest) -> dict[str, Any]:
-    """Read the one file of a packed checkpoint, verified."""
-    files = dict[str, pa.Buffer]()
-    _each_part(run, manifest, files.__setitem__)
-    ((name, data),) = files.items()
-    return unpacked(memoryview(data).tobytes(), run.store.url_of(f"{manifest.slot}/{name}"))
 
 
 def _save(folder: Path, arrays: Tree) -> None:

@@ -116,7 +116,24 @@ class GroupQueue:
                 return Appended(group_id=known, repeated=True)
             place = place_of(self._run.config, self.accepted)
             group = group_at(place.group_id)
-            if self._commit(place, environment, digest, policy, group):
+            stamp = {DIGEST: digest, ENVIRONMENT: str(environment)}
+            committed, _ = commit_groups(
+                self._run,
+                self._key(place),
+                [group],
+                round=place.round,
+                shard=place.shard,
+                fingerprint=self._fingerprint,
+                policy=policy,
+                stamp=stamp,
+            )
+            # Taken by this group or another one: the number is not tried again.
+            self.accepted = place.number + 1
+            # Another server may have filled this place, and gc may have taken it since: what is
+            # created below a shard that is committed is read by no one.
+            kept = self._collected(place) or self._stamp(place, committed)
+            self._remember(place, kept)
+            if kept == stamp:
                 return Appended(group_id=place.group_id, repeated=False)
 
     def queued(self, taken: int) -> Counter[int]:
@@ -138,34 +155,6 @@ class GroupQueue:
         key = self._key(place)
         data = load_or_none(self._run.store, key)
         return None if data is None else decode_shard(data, source=self._run.store.url_of(key))
-
-    def _commit(
-        self,
-        place: QueuePlace,
-        environment: int,
-        digest: str,
-        policy: ServedPolicy,
-        group: RolloutGroup,
-    ) -> bool:
-        """Create a group at a place; False where the place was taken, or its shard is made."""
-        stamp = {DIGEST: digest, ENVIRONMENT: str(environment)}
-        committed, _ = commit_groups(
-            self._run,
-            self._key(place),
-            [group],
-            round=place.round,
-            shard=place.shard,
-            fingerprint=self._fingerprint,
-            policy=policy,
-            stamp=stamp,
-        )
-        # Taken by this group or another one: the number is not tried again.
-        self.accepted = place.number + 1
-        # Another server may have filled this place, and gc may have taken it since: what is
-        # created below a shard that is committed is read by no one.
-        kept = self._collected(place) or self._stamp(place, committed)
-        self._remember(place, kept)
-        return kept == stamp
 
     def _collected(self, place: QueuePlace) -> dict[str, str] | None:
         """The group that the shard of a place has there; None while that is not committed."""

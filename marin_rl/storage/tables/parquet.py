@@ -162,7 +162,22 @@ class TableReader:
             buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
             self._buffer = buffer
             self._file = open_parquet(buffer)
-            self.stamp = _stamp(self._file, source, ladder)
+            raw = self._file.metadata.metadata or {}
+            stamp = self.stamp = {
+                key.decode().removeprefix(STAMP_PREFIX): value.decode()
+                for key, value in raw.items()
+                if key.startswith(STAMP_PREFIX.encode())
+            }
+            if stamp.get("format") != ladder.format:
+                raise CorruptObject(
+                    f"{source}: expected format {ladder.format!r}, found {stamp.get('format')!r}"
+                )
+            version = stamp.get("schema_version", "")
+            # Bounded first: `int` takes digits of any script, and thousands of them.
+            if not (version.isascii() and version.isdigit() and len(version) < 10):
+                raise CorruptObject(f"{source}: expected a schema version, found {version!r}")
+            # Before a row is read: a later version may have given a column another meaning.
+            ladder.check(int(version))
             self.schema = self._file.schema_arrow
 
     @property
@@ -385,26 +400,6 @@ def select(schema: pa.Schema | None, columns: Columns) -> pa.Schema:
         return columns
     assert schema is not None, "files of this format differ in their columns"
     return schema if columns is None else pa.schema([schema.field(name) for name in columns])
-
-
-def _stamp(file: pq.ParquetFile, source: str, ladder: Ladder) -> dict[str, str]:
-    raw = file.metadata.metadata or {}
-    stamp = {
-        key.decode().removeprefix(STAMP_PREFIX): value.decode()
-        for key, value in raw.items()
-        if key.startswith(STAMP_PREFIX.encode())
-    }
-    if stamp.get("format") != ladder.format:
-        raise CorruptObject(
-            f"{source}: expected format {ladder.format!r}, found {stamp.get('format')!r}"
-        )
-    version = stamp.get("schema_version", "")
-    # Bounded first: `int` takes digits of any script, and thousands of them.
-    if not (version.isascii() and version.isdigit() and len(version) < 10):
-        raise CorruptObject(f"{source}: expected a schema version, found {version!r}")
-    # Before a row is read: a later version may have given a column another meaning.
-    ladder.check(int(version))
-    return stamp
 
 
 def _options(schema: pa.Schema) -> dict[str, Any]:

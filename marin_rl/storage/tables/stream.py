@@ -176,7 +176,8 @@ class GroupStream:
             claimed_at=now,
         )
         key, attempt = claim_key(chunk, number), new_attempt()
-        data = _claim_bytes(ours, attempt)
+        head = {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, "attempt": attempt}
+        data = sealed_json({**head, **asdict(ours), "claimed_at": ours.claimed_at.isoformat()})
         source = self.run.store.url_of(key)
         committed = commit_object(
             self.run.store,
@@ -201,18 +202,8 @@ class GroupStream:
         source = self.run.store.url_of(key)
         reader = TableReader(data, source, LADDER)
         columns = reader.table(select(ROLLOUTS, SCALARS)).to_pydict()  # its footer is read once
-        self._check(source, reader.stamp, columns["run_id"])
-        rows = zip(*(columns[name] for name in SCALARS[1:]), strict=True)
-        sha256 = digest_of(data)
-        # Rows of a group lie together: an object is written group by group.
-        return tuple(
-            _streamed_group(key, group_id, [*members], sha256, source)
-            for group_id, members in groupby(rows, key=lambda row: row[0])
-        )
-
-    def _check(self, source: str, stamp: Mapping[str, str], run_ids: Sequence[str]) -> None:
-        """Refuse what a worker of another run, or with other settings, put into the stream."""
-        worker, theirs = stamp.get(WORKER, "unknown"), stamp.get("fingerprint", "")
+        run_ids = columns["run_id"]
+        worker, theirs = reader.stamp.get(WORKER, "unknown"), reader.stamp.get("fingerprint", "")
         if set(run_ids) != {self.run.run_id}:
             raise CommitConflict(
                 f"{source}: worker {worker} sampled it for run {run_ids[0]!r}, expected "
@@ -224,6 +215,13 @@ class GroupStream:
                 f"expected fingerprint {self.fingerprint}, found {theirs}. Stop that worker, start "
                 "it with this run's configuration, and remove the file"
             )
+        rows = zip(*(columns[name] for name in SCALARS[1:]), strict=True)
+        sha256 = digest_of(data)
+        # Rows of a group lie together: an object is written group by group.
+        return tuple(
+            _streamed_group(key, group_id, [*members], sha256, source)
+            for group_id, members in groupby(rows, key=lambda row: row[0])
+        )
 
     def _read_claims(self, keys: Iterable[str]) -> None:
         """Read the latest claim of each chunk."""
@@ -300,11 +298,6 @@ def groups_alone(run: Run, numbers: Sequence[int]) -> Iterator[RolloutGroup]:
     for key, data in zip(keys, iter_present(run.store, keys), strict=True):
         if data is not None:
             yield from groups_of(decode_shard(data, source=run.store.url_of(key)))
-
-
-def _claim_bytes(claim: Claim, attempt: str) -> bytes:
-    head = {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, "attempt": attempt}
-    return sealed_json({**head, **asdict(claim), "claimed_at": claim.claimed_at.isoformat()})
 
 
 def claim_in(data: bytes, source: str) -> Claim:
