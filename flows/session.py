@@ -18,16 +18,14 @@ from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 
-from flows.connection import current_connection
 from flows.reports import quieten, reporting
-from flows.server import prefect_api
+from flows.server import current_connection, prefect_api
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.stages import EVALUATE, OF_PAIRS
 from marin_rl.integrations import integration
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.pinned import as_begun, record_rows
 from marin_rl.runtime import release
-from marin_rl.storage.own_runs import try_to_remember
 from marin_rl.storage.runs import (
     Run,
     RunRef,
@@ -36,6 +34,7 @@ from marin_rl.storage.runs import (
     metrics_key,
     round_of,
 )
+from marin_rl.trust import try_to_remember
 from marin_rl.types import SlotRef
 from tasks.fan_out import fanning_out
 

@@ -30,7 +30,7 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import get_current_settings
 from prefect.states import Crashed
 
-from flows.connection import healthy
+from flows.server import healthy
 from flows.session import resolve_config
 from marin_rl.errors import MarinRLError, RunLocked
 from marin_rl.storage.runs import LOCK_KEY, Run

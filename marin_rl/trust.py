@@ -2,18 +2,26 @@
 
 One rule: the record of another user's run never names code to import, a place to read or an
 address. Its user does, by a configuration file, `--set`, or `--trust`, which accepts what the
-record names. A run that this user started here is trusted as it was started.
+record names. A run that this user started here is trusted as it was started: a small file in the
+user's state folder remembers the digest of its run.json and the free keys of that time.
 """
 
 import json
+import logging
+import os
+import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from marin_rl.config import (
+    WITHDRAWN,
     Config,
     code_in,
     content_fields,
@@ -28,7 +36,6 @@ from marin_rl.config import (
 )
 from marin_rl.environments.registry import foreign_code
 from marin_rl.errors import ConfigError
-from marin_rl.storage.own_runs import remembered
 from marin_rl.storage.run_records import RUN_KEY, read_record
 from marin_rl.storage.runs import Run
 from marin_rl.user_code import allow, parse_spec, pin
@@ -195,3 +202,76 @@ def pin_function(run: Run, typed: str, option: str, *, trust: bool) -> str:
     pinned = str(replace(spec, sha256=copy.sha256))
     allow(pinned)
     return pinned
+
+
+_log = logging.getLogger(__name__)
+
+FORMAT = "marin-rl/own-run"
+
+
+class _OwnRun(BaseModel):
+    """Record of a run of this user; `free` are its free keys as `dotted.key=JSON`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: str = FORMAT
+    version: int = 1
+    run_id: str
+    url: str
+    free: tuple[str, ...]
+
+
+def state_folder() -> Path:
+    """The folder of these files: `marin-rl/runs` below XDG_STATE_HOME or ~/.local/state."""
+    chosen = os.environ.get("XDG_STATE_HOME")
+    base = Path(chosen) if chosen else Path(os.path.expanduser("~"), ".local", "state")  # noqa: PTH111 - never raises
+    return base / "marin-rl" / "runs"
+
+
+def remember(run: Run) -> None:
+    """Remember `run`, with the free keys it has now, as this user's own. Raises OSError."""
+    own = _OwnRun(run_id=run.run_id, url=run.folder.url, free=run.reference.free)
+    path = _path_of(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        partial.write_text(own.model_dump_json() + "\n", encoding="utf-8")
+        # One rename: another command never reads half a record.
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def try_to_remember(run: Run) -> None:
+    """Remember `run`, or say in the log why that does not work and what to do."""
+    try:
+        remember(run)
+    except OSError as error:
+        _log.warning(
+            "this run cannot be remembered as yours (%s), so other commands may ask for --trust; "
+            "set XDG_STATE_HOME to a folder that you may write",
+            error,
+        )
+
+
+def remembered(run: Run) -> tuple[str, ...] | None:
+    """Return the free keys that `run` was last run with; None where it is not this user's own."""
+    try:
+        own = _OwnRun.model_validate_json(_path_of(run).read_bytes())
+    # A record that cannot be read is that of another user, or of a later version: then --trust
+    # decides.
+    except (OSError, ValidationError):
+        return None
+    # A key was withdrawn, or a key with a value.
+    return tuple(
+        item
+        for item in own.free
+        if not {item.partition("=")[0], item.replace('"', "")} & WITHDRAWN.keys()
+    )
+
+
+def _path_of(run: Run) -> Path:
+    # By content and not by place: a copied run is still the user's own, an edited one is not.
+    digest = sha256(run.folder.read(RUN_KEY)).hexdigest()
+    return state_folder() / f"{digest}.json"

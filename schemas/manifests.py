@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from schemas import Malformed, NewerVersion
-from schemas.fields import Key, Moment, Name, Number, Sha256, Size, Text, validated
+from schemas.records import Key, Moment, Name, Number, Sha256, Size, Text, validated
 from schemas.strict_json import LIMITS, parse_json
 
 FORMAT = "marin-rl/manifest"

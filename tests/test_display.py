@@ -13,13 +13,15 @@ from marin_rl.analysis.before_after import (
 )
 from marin_rl.display.live import RunDisplay, showing
 from marin_rl.display.tables import (
+    duration,
     fleet_table,
     frame_table,
     query_result,
     rollouts_table,
     rounds_table,
+    size,
+    sparkline,
 )
-from marin_rl.display.text import duration, size, sparkline
 from marin_rl.progress import ProgressEvent, listening, phase, publish
 
 

@@ -8,8 +8,7 @@ import pyarrow as pa
 from rich.table import Table
 from rich.text import Text
 
-from marin_rl.display.tables import empty_table, plain
-from marin_rl.display.text import printable
+from marin_rl.display.tables import empty_table, plain, printable
 from marin_rl.rounds import evaluations
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, evals_slot

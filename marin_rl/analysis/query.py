@@ -22,7 +22,7 @@ from marin_rl.errors import InputError
 from marin_rl.machine import cores
 from marin_rl.storage.run_records import read_record
 from marin_rl.storage.runs import Run
-from marin_rl.storage.stores.forked_store import ForkedStore
+from marin_rl.storage.stores.store import ForkedStore
 from schemas.rollouts import ROLLOUTS
 
 # Statements that work in memory. COPY, ATTACH, EXPORT and LOAD reach files, SET and PRAGMA

@@ -114,7 +114,7 @@ def fsck(
 
     Exit code 1 if one is not.
     """
-    from marin_rl.display.text import size
+    from marin_rl.display.tables import size
     from marin_rl.storage.upkeep.fsck import check_run
 
     checked = check_run(root, run_name, workers=workers)
@@ -172,7 +172,7 @@ def verify(
 
     Every digest, part and parent; exit code 1 if one is wrong.
     """
-    from marin_rl.display.text import size
+    from marin_rl.display.tables import size
     from marin_rl.storage.upkeep.archive import verify_archive
 
     archived = verify_archive(archive, root_hash)

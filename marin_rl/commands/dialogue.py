@@ -11,8 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from marin_rl.analysis.dialogues import calls_of
-from marin_rl.display.tables import key_values, plain
-from marin_rl.display.text import shortened
+from marin_rl.display.tables import key_values, plain, shortened
 
 _STYLES = {"assistant": "bold green", "user": "bold cyan", "tool": "bold magenta"}
 

@@ -108,7 +108,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
 
 
 def _print_archive(archive: "Archived", *, as_json: bool) -> None:
-    from marin_rl.display.text import size
+    from marin_rl.display.tables import size
 
     left = f"{archive.left_out} committed objects are left out: --all exports them too"
     print_result(

@@ -216,7 +216,7 @@ def report(
         curve.write_bytes(learning_curve(metric_rows(run), run.run_id))
         print_result({"path": curve}, f"wrote {curve}", as_json=as_json)
         return
-    from marin_rl.display.text import size
+    from marin_rl.display.tables import size
     from marin_rl.pages.document import Choice, RunPage
     from marin_rl.pages.html import report_html
 

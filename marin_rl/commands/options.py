@@ -129,7 +129,7 @@ def print_error(*lines: str, style: str = "red") -> None:
 
 
 def _print_plain(console: Console, lines: Sequence[str], style: str) -> None:
-    from marin_rl.display.text import printable
+    from marin_rl.display.tables import printable
 
     for line in lines:
         console.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)

@@ -54,7 +54,7 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     influenced.
     """
     from marin_rl.analysis.lineage import as_text, as_tree, trace, trace_forward, write_graph
-    from marin_rl.display.text import shortened
+    from marin_rl.display.tables import shortened
     from marin_rl.storage.runs import Run
 
     _check_start(rollout, reverse=reverse, others=(round_number, step, row))

@@ -35,9 +35,9 @@ def fork(
     They are the rounds before --round, and are read where they are, without a copy.
     """
     from marin_rl.config import override, parse_config
-    from marin_rl.storage.own_runs import remembered, try_to_remember
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.forks import fork_run
+    from marin_rl.trust import remembered, try_to_remember
 
     parent = Run.open(root, run_name)
     own_settings = remembered(parent)
@@ -80,8 +80,7 @@ def gc(
     recorded it (`retention.*`); --keep-last and --keep-every override it. Exit code 1 where another
     run under the root cannot be read: it may be a fork, so no checkpoint is pruned.
     """
-    from marin_rl.display.tables import frame_table
-    from marin_rl.display.text import size
+    from marin_rl.display.tables import frame_table, size
     from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.gc import collect, rule_of
 

@@ -14,8 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from marin_rl.display.tables import METRICS, formatted, plain
-from marin_rl.display.text import duration, sparkline
+from marin_rl.display.tables import METRICS, duration, formatted, plain, sparkline
 from marin_rl.progress import (
     OF_STEPS,
     SILENCE_S,

@@ -7,7 +7,7 @@ follow at the start of a flow (`engines`).
 from functools import partial
 
 from marin_rl.config import Config
-from marin_rl.doctor import data, policy, rewards, system, teachers
+from marin_rl.doctor import data, policy, rewards, system
 from marin_rl.doctor.stages import (
     DOCTOR,
     EVALUATE,
@@ -54,7 +54,7 @@ FILES = (
     Stage("tools", policy.tools, ROUNDS - {SFT}),
     Stage("canary", policy.canary, ROUNDS - {SFT}),
     Stage("reward model", policy.reward_model, ROUNDS),
-    Stage("teacher", teachers.teacher, frozenset({RL, DOCTOR})),
+    Stage("teacher", policy.teacher, frozenset({RL, DOCTOR})),
     Stage("memory", system.memory, ROUNDS),
     Stage("reward", rewards.reward, frozenset({DOCTOR})),
     Stage("reward on an example", rewards.own_reward, frozenset({RL, EVALUATE})),

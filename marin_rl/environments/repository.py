@@ -18,7 +18,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
-from marin_rl.data_paths import Content, contents_at
 from marin_rl.environments.chat import ProblemOptions, Problems
 from marin_rl.environments.episode import Episode, Tool
 from marin_rl.environments.prompt_files import Columns, Rows, open_rows
@@ -48,6 +47,7 @@ from marin_rl.environments.tool_class import MalformedCallOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.isolated.sandbox import Sandbox
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree, entries_under
+from marin_rl.plain_files import Content, contents_at
 from marin_rl.types import Example, RewardComponent, Split
 
 SAMPLE = Path(__file__).parent / "samples" / "repository.json"

@@ -9,7 +9,7 @@ of the repository is imported; what a program prints is no verdict, and a progra
 has none. A test passes where it was called and succeeded, in a file of the row, under the row's
 settings of pytest and with the plugins of the interpreter. A program that searches its own process
 for that number, or changes the test library from within, is not kept from it. Leaves out the
-episode (`repository`) and files by name (`data_paths`).
+episode (`repository`) and files by name (`plain_files`).
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from marin_rl.data_paths import Content, contents_at, plain_parts, write_at
 from marin_rl.errors import InputError
 from marin_rl.isolated.sandbox import Sandbox
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree, entries_under
+from marin_rl.plain_files import Content, contents_at, plain_parts, write_at
 
 GIT_TIMEOUT_S = 600.0
 _TIME_S = 946_684_800  # 2000-01-01, of files as of commits

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from marin_rl.digests import digest_of
 from marin_rl.errors import InputError
 
 # A name is part of URLs, metrics and file names.
@@ -241,3 +240,13 @@ def check_adapter_name(name: str) -> str:
             "`@` and `-`, the first a letter or digit"
         )
     return name
+
+
+def digest_of(parameters: Mapping[str, Any]) -> str:
+    """SHA-256 over path, dtype, shape and bytes of every array, as hex."""
+    digest = hashlib.sha256()
+    for path in sorted(parameters):
+        array = np.ascontiguousarray(np.asarray(parameters[path]))
+        digest.update(f"{path} {array.dtype.name} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

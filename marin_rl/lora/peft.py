@@ -18,7 +18,6 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
-from marin_rl.data_paths import CAREFULLY, folder_below
 from marin_rl.errors import InputError
 from marin_rl.lora.adapter import (
     Adapter,
@@ -32,7 +31,14 @@ from marin_rl.lora.adapter import (
     linear_shapes,
     module_name,
 )
-from marin_rl.plain_files import SETTINGS_BYTES_MAX, check_model_folder, check_regular, object_in
+from marin_rl.plain_files import (
+    CAREFULLY,
+    SETTINGS_BYTES_MAX,
+    check_model_folder,
+    check_regular,
+    folder_below,
+    object_in,
+)
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Far above any adapter's; bounds what a damaged file makes us parse.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from marin_rl.display.text import evenly
+from marin_rl.display.tables import evenly
 from marin_rl.pages.records import Chart, Line
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 

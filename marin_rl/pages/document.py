@@ -19,7 +19,7 @@ import yaml
 from marin_rl.analysis.before_after import BeforeAfter, before_and_after
 from marin_rl.analysis.scan import scan_evals
 from marin_rl.analysis.status import Followed, stage_of, status_of
-from marin_rl.display.text import evenly
+from marin_rl.display.tables import evenly
 from marin_rl.pages.charts import make_charts
 from marin_rl.pages.records import Facts, Page, RoundSlots, Slot
 from marin_rl.pages.rounds import Amount, RoundPart, TokenTexts, read_round

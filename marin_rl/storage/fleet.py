@@ -24,9 +24,8 @@ from marin_rl.storage.commits import record_errors
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.types import Canary, SlotRef
-from schemas.fields import Integer, Key, Name, Number, Sha256, Size, Text, validated
 from schemas.manifests import canonical_json, open_sealed_json, sealed_json, sha256_of
-from schemas.records import Record
+from schemas.records import Integer, Key, Name, Number, Record, Sha256, Size, Text, validated
 from schemas.strict_json import parse_json
 
 FLEET = ".fleet"

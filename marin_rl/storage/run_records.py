@@ -34,7 +34,7 @@ from marin_rl.storage.commits import commit_object, fingerprint, new_attempt, re
 from marin_rl.storage.layout import code_key
 from marin_rl.storage.provenance import code_version, library_versions
 from marin_rl.storage.stores.filesystem import ObjectStore
-from marin_rl.storage.stores.forked_store import Ancestor
+from marin_rl.storage.stores.store import Ancestor
 from marin_rl.user_code import files_in, offer, record_of, registered, source_of
 from schemas.manifests import canonical_json, open_record, sealed_json, sha256_of
 from schemas.records import RunRecord

@@ -53,9 +53,9 @@ from marin_rl.storage.run_records import (
     stored_config,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store, probe
-from marin_rl.storage.stores.forked_store import Ancestor, ForkedStore
 from marin_rl.storage.stores.locks import run_lock
-from schemas.fields import is_name
+from marin_rl.storage.stores.store import Ancestor, ForkedStore
+from schemas.records import is_name
 
 __all__ = [
     "LATEST_OF_PAIRS", "LOCK_KEY", "Run", "RunRef", "base_slot", "batches_slot", "check_run_id",

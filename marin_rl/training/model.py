@@ -16,7 +16,7 @@ from haliax import Axis, NamedArray
 
 from marin_rl.compilation import device_array
 from marin_rl.config import PolicyConfig
-from marin_rl.digests import digest_of
+from marin_rl.lora.adapter import digest_of
 from marin_rl.lora.quantization import FIELDS
 from marin_rl.models.families import described_model
 from marin_rl.models.module import LanguageModel, model_of

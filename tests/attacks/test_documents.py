@@ -16,8 +16,8 @@ from marin_rl.environments.code_problems import read_tests
 from marin_rl.environments.prompt_files import open_rows
 from marin_rl.errors import ConfigError, CorruptObject, InputError
 from marin_rl.plain_files import read_object
+from marin_rl.storage.checkpoints import unpacked
 from marin_rl.storage.fleet import heartbeat_age_s
-from marin_rl.storage.packed_arrays import unpacked
 from marin_rl.storage.tables.pairs import read_pairs
 from marin_rl.user_code import pin
 from schemas import Malformed

@@ -10,8 +10,8 @@ from prefect.settings import temporary_settings
 from support.cases import others_slow
 from support.run_factories import configuration
 
-from marin_rl.storage.own_runs import remembered, try_to_remember
 from marin_rl.storage.runs import Run
+from marin_rl.trust import remembered, try_to_remember
 
 HOMES = ["/dev/null", "/proc", "file", None]
 OWN_FOLDERS = (

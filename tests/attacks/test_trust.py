@@ -24,10 +24,9 @@ from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import answers_in, scorers
 from marin_rl.errors import ConfigError
 from marin_rl.rollouts.evaluate import extractors_of
-from marin_rl.storage.own_runs import remember, remembered, state_folder
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import Run
-from marin_rl.trust import Consent, check_named, settings_of
+from marin_rl.trust import Consent, check_named, remember, remembered, settings_of, state_folder
 from schemas.manifests import sealed_json
 
 SECRET = "the-secret-of-another-service"

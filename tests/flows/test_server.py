@@ -19,13 +19,12 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import get_current_settings, temporary_settings
 from support.flow_runs import REPOSITORY
 
-from flows.connection import ApiConnection, _current, end_senders, healthy
 from flows.reports import quieten
-from flows.server import free_port, prefect_api
+from flows.server import ApiConnection, _current, end_senders, free_port, healthy, prefect_api
 
 PROGRAM = """
 import time
-from flows.connection import healthy
+from flows.server import healthy
 from flows.server import prefect_api
 with prefect_api() as connection:
     url = connection.url

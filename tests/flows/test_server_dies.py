@@ -20,8 +20,7 @@ from support.faults import outcome
 from support.flow_runs import DEBUG, REPOSITORY, Played, debug
 from support.forked_python import fork_of, python
 
-from flows.connection import healthy
-from flows.server import free_port
+from flows.server import free_port, healthy
 
 END_TIMEOUT_S = 120  # each event that nothing takes would hold up the end by seven seconds
 START_TIMEOUT_S = 240

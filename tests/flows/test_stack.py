@@ -30,8 +30,7 @@ from support.flow_runs import REPOSITORY, ROUNDS, debug
 from support.forked_python import python
 
 from flows import stack as stack_commands
-from flows.connection import healthy
-from flows.server import free_port
+from flows.server import free_port, healthy
 from flows.session import resolve_config
 from flows.stack import POOL, automations, declare_crashed, may_live
 from marin_rl.errors import RunLocked

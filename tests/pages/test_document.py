@@ -22,7 +22,7 @@ from support.run_factories import (
     whole_run,
 )
 
-from marin_rl.display.text import evenly
+from marin_rl.display.tables import evenly
 from marin_rl.errors import CorruptObject
 from marin_rl.pages import document
 from marin_rl.pages.document import Choice, RunPage, without_secrets

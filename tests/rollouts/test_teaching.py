@@ -12,7 +12,7 @@ from support.fakes import FakePolicyServer, served_policy
 from support.run_factories import group, rollout
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor.teachers import check_tokenization, teacher
+from marin_rl.doctor.policy import check_tokenization, teacher
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import CommitConflict, ConfigError, InputError
 from marin_rl.inference.client.protocol import served_model_id

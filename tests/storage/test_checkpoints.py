@@ -14,9 +14,8 @@ from safetensors import serialize
 from marin_rl.config import Config
 from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing, StorageError
 from marin_rl.machine import machine_facts
-from marin_rl.storage.checkpoints import commit_checkpoint, restore_checkpoint
+from marin_rl.storage.checkpoints import commit_checkpoint, packed, restore_checkpoint, unpacked
 from marin_rl.storage.commits import manifest_of, read_manifest
-from marin_rl.storage.packed_arrays import packed, unpacked
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.types import SlotRef
 

@@ -10,13 +10,12 @@ from support.run_factories import whole_run
 from marin_rl import user_code
 from marin_rl.config import parse_config
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.storage.own_runs import remember
 from marin_rl.storage.run_records import stored_config
 from marin_rl.storage.runs import Run, refuse_other_content
 from marin_rl.storage.upkeep.archive import verify_archive, write_archive
 from marin_rl.storage.upkeep.forks import fork_run
 from marin_rl.storage.upkeep.fsck import check_run
-from marin_rl.trust import Consent, check_named, pin_function
+from marin_rl.trust import Consent, check_named, pin_function, remember
 from marin_rl.user_code import load, pin
 
 SOURCE = "def score(example, completion):\n    return 1.0  # {}\n"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import prefect
 
-from flows.connection import healthy
-from flows.server import free_port
+from flows.server import free_port, healthy
 
 REPOSITORY = Path(__file__).parents[2]
 START_S_MAX = 900.0  # where other programs have the most of a machine

@@ -16,7 +16,7 @@ from marin_rl.analysis.query import sql
 from marin_rl.analysis.scan import scan_batches
 from marin_rl.analysis.verify import verify_run
 from marin_rl.config import ObjectiveConfig
-from marin_rl.doctor.teachers import teacher
+from marin_rl.doctor.policy import teacher
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.weights.export import export_hf

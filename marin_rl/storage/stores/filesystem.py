@@ -1,9 +1,14 @@
 """Access to files and fsspec: `open_store` returns the store behind a URL, `probe` tests it.
 
 All stores of this library come from `open_store`; the memory backend, for tests, is here too. What
-a store is and does is in store.py. What to do about an unknown outcome is decided in commits.py.
+a store is and does is in store.py.
+
+Buckets are Google Cloud Storage through gcsfs and S3 through s3fs. A create is one conditional
+request, sent once; "exists", 409, 5xx and silence are distinguished from refusals here, and judged
+in commits.py. Nothing is ever read from a listing cache.
 """
 
+import logging
 import os
 import random
 import secrets
@@ -12,14 +17,183 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from marin_rl.errors import ConfigError, ObjectMissing, RootUnfit, StorageError, StoreUnavailable
-from marin_rl.storage.stores.buckets import BucketStore
 from marin_rl.storage.stores.local import LocalStore
 from marin_rl.storage.stores.store import FilesystemStore, ObjectStore, PutOutcome
+
+REQUEST_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 1800.0
+# A request slower than this counts as unanswered.
+BYTES_PER_S_MIN = 2**20
+# The most that S3 takes in one PUT.
+SINGLE_REQUEST_BYTES_MAX = 5 * 2**30
+# Not refusals: 409 and 412 may answer our own create, sent twice, and the others pass with time.
+PASSING_STATUSES = (408, 409, 412, 425, 429)
+# The only retries of a read, since its filesystem sends each request once.
+READ_PAUSES_S = (0.2, 0.8)
+
+_log = logging.getLogger(__name__)
+
+
+class BucketStore(FilesystemStore):
+    """A folder of a bucket on Google Cloud Storage (gcsfs) or S3 (s3fs)."""
+
+    def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
+        # Sent once: the commit protocol decides on retries.
+        assert len(data) < SINGLE_REQUEST_BYTES_MAX, f"{key} has {len(data)} bytes: cut it smaller"
+        try:
+            self._fs_once.pipe_file(
+                self._path(key),
+                data,
+                mode="create",
+                # No multipart upload: its parts would be further requests, each with its own fate.
+                chunksize=SINGLE_REQUEST_BYTES_MAX,
+                timeout=_timeout_s(len(data)),
+            )
+        except _remote_errors(self._protocol) as error:
+            if isinstance(error, FileExistsError):
+                return PutOutcome.EXISTS
+            if refusal := _refusal(error):
+                raise StorageError(f"cannot create {self.url_of(key)}: {refusal}") from error
+            # Not raised: an error after the request was sent does not say that nothing was created.
+            _log.warning("no clear answer on creating %s: %s", self.url_of(key), _text(error))
+            return PutOutcome.UNKNOWN
+        return PutOutcome.CREATED
+
+    def read(self, key: str) -> bytes:
+        for pause_s in READ_PAUSES_S:
+            # Reads may be repeated at will, unlike creates: they change nothing.
+            with suppress(StoreUnavailable):
+                return self._read_once(key)
+            time.sleep(pause_s)
+        return self._read_once(key)
+
+    def put_part(self, key: str, data: bytes) -> None:
+        with self._explained(key):
+            # The backend may send it again: no other attempt writes under this name.
+            self._fs.pipe_file(self._path(key), data, timeout=_timeout_s(len(data)))
+
+    def _read_once(self, key: str) -> bytes:
+        with self._explained(key):
+            return self._fs_once.cat_file(self._path(key), timeout=READ_TIMEOUT_S)
+
+    @property
+    def _protocol(self) -> str:
+        return self.url.partition("://")[0]
+
+    @property
+    def _fs(self) -> Any:
+        # By process: connections that a fork inherits would be used by both.
+        return _bucket_filesystem(self._protocol, _frozen(self.options), os.getpid())
+
+    @property
+    def _fs_once(self) -> Any:
+        return _bucket_filesystem(self._protocol, _frozen(self.options), os.getpid(), once=True)
+
+    @property
+    def _base(self) -> str:
+        return self.url.partition("://")[2]
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        where = f"{self.url}/{key}" if key else self.url
+        try:
+            yield
+        except _remote_errors(self._protocol) as error:
+            if isinstance(error, FileNotFoundError):
+                raise ObjectMissing(f"{where} does not exist") from None
+            if refusal := _refusal(error):
+                raise StorageError(f"{where}: {refusal}") from error
+            raise StoreUnavailable(f"{where}: {_text(error)}") from error
+
+
+@cache
+def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: bool = False) -> Any:
+    """Filesystem of this process (none survives a fork) for a protocol and a set of options.
+
+    With `once`, the filesystem sends each request a single time, so that no retry inside it can
+    run past the deadline of a commit.
+    """
+    from fsspec import filesystem  # brings asyncio along, which a local root spares
+
+    # fsspec's own cache would return one instance for both, and `_send_once` alters it.
+    settings = orjson.loads(options) | {"use_listings_cache": False, "skip_instance_cache": True}
+    if protocol == "s3" and once:
+        configured = settings.get("config_kwargs", {})
+        # botocore retries below s3fs, out of reach of `fs.retries`.
+        settings["config_kwargs"] = configured | {"retries": {"total_max_attempts": 1}}
+    try:
+        fs: Any = filesystem("gcs" if protocol == "gs" else protocol, **settings)
+    except ImportError as error:
+        raise ConfigError(f"root: {protocol}:// needs a package that is missing: {error}") from None
+    if once:
+        _send_once(fs)
+    return fs
+
+
+def _send_once(fs: Any) -> None:
+    fs.retries = 1  # s3fs reads it at each call
+    method = getattr(type(fs), "_request", None)
+    if method is not None:  # gcsfs wraps its own count around the method: take what is inside
+        fs._request = method.__wrapped__.__get__(fs)
+
+
+def _frozen(options: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+
+
+def _timeout_s(n_bytes: int) -> float:
+    # By size: one limit for all would cut off checkpoints, or wait minutes for a record.
+    return REQUEST_TIMEOUT_S + n_bytes / BYTES_PER_S_MIN
+
+
+@cache
+def _remote_errors(protocol: str) -> tuple[type[Exception], ...]:
+    """Exceptions of the backend for failures outside of this process; imported on first use."""
+    if protocol == "gs":
+        from aiohttp import ClientError as HTTPError
+        from gcsfs.retry import ChecksumError, HttpError
+        from google.auth.exceptions import GoogleAuthError
+
+        return OSError, ValueError, HTTPError, HttpError, ChecksumError, GoogleAuthError
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return OSError, BotoCoreError, ClientError
+
+
+def _refusal(error: Exception) -> str | None:
+    """Why trying again cannot help; None when it may."""
+    if isinstance(error, FileNotFoundError):
+        return "the bucket does not exist, or you may not see it"
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
+        return f"permission denied; check the credentials and the bucket's policy ({error})"
+    if "Credential" in type(error).__name__:
+        return f"no valid credentials: {error}"
+    status = _status(error)
+    if isinstance(error, ValueError) or (400 <= status < 500 and status not in PASSING_STATUSES):
+        return f"the request was refused: {_text(error)}"
+    return None
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status behind an error of gcsfs or s3fs; 0 where there is none."""
+    # s3fs raises an OSError from botocore's ClientError, which has the response.
+    response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
+    if isinstance(response, dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    code = str(getattr(error, "code", ""))
+    return int(code) if code.isdigit() else 0
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
 
 __all__ = ["MemoryStore", "ObjectStore", "PutOutcome", "open_store", "probe"]
 

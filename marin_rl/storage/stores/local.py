@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from marin_rl.data_paths import CAREFULLY, folder_below
 from marin_rl.errors import (
     CorruptObject,
     ObjectMissing,
@@ -23,6 +22,7 @@ from marin_rl.errors import (
     StorageError,
     StoreUnavailable,
 )
+from marin_rl.plain_files import CAREFULLY, folder_below
 from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome, checked, is_private
 from schemas.manifests import RECORD_BYTES_MAX
 

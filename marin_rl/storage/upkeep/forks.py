@@ -32,7 +32,7 @@ from marin_rl.storage.runs import (
     refuse_other_content,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
-from marin_rl.storage.stores.forked_store import Ancestor
+from marin_rl.storage.stores.store import Ancestor
 from marin_rl.storage.tables.tombstones import pruned_parts
 from schemas.manifests import sha256_of
 from schemas.records import ANCESTORS_MAX

@@ -31,7 +31,7 @@ from marin_rl.storage.layout import (
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, read_record, stored_config
 from marin_rl.storage.runs import check_run_id, with_ancestors
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
-from marin_rl.storage.stores.forked_store import Ancestor
+from marin_rl.storage.stores.store import Ancestor
 from marin_rl.storage.tables.batches import schema_of
 from marin_rl.storage.tables.metrics import check_metrics
 from marin_rl.storage.tables.parquet import TableReader, digest_of, load

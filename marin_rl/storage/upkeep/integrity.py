@@ -25,8 +25,8 @@ from marin_rl.storage.layout import (
     rollouts_slot,
 )
 from marin_rl.storage.stores.filesystem import ObjectStore
-from marin_rl.storage.stores.forked_store import KINDS, Ancestor
 from marin_rl.storage.stores.local import not_regular
+from marin_rl.storage.stores.store import KINDS, Ancestor
 from marin_rl.storage.tables.metrics import JSONL_KEY, json_line
 from marin_rl.storage.tables.parquet import TableReader, load
 from marin_rl.storage.upkeep.inventory import MANIFEST, PARENT, Inventory, Slot

@@ -15,8 +15,8 @@ from typing import BinaryIO
 
 from marin_rl.errors import InputError
 from marin_rl.storage.stores.local import open_regular
-from schemas.fields import is_key
 from schemas.manifests import RECORD_BYTES_MAX
+from schemas.records import is_key
 
 EXTENDED_BYTES_MAX = 64 * 1024  # of one extended header: a name has at most 1024
 _BLOCK = tarfile.BLOCKSIZE
