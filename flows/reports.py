@@ -46,11 +46,11 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Crashed
 
 from flows.server import current_connection
-from marin_rl.analysis.learning_curve import learning_curve
 from marin_rl.analysis.status import headline, metric_rows
 from marin_rl.analysis.warnings import NewWarnings
 from marin_rl.display.tables import COLUMNS, METRICS, formatted
 from marin_rl.errors import MarinRLError
+from marin_rl.pages.charts import learning_curve
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.rollouts.pinned import has_more_examples
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, metrics_key, rollouts_slot

@@ -234,7 +234,12 @@ def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult
         )
     base = _base(target, request)
     tokens = {"max_tokens": request.max_tokens or base.sampling.max_tokens}
-    config, environment = evaluation_config(_roomy(base, tokens["max_tokens"]), request)
+    max_tokens = tokens["max_tokens"]
+    tree: dict[str, Any] = content_fields(base) | {"root": base.root}
+    longest = max(base.policy.context_length, max_tokens + CONTEXT_TOKENS_MAX)
+    tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
+    tree["sampling"]["max_tokens"] = max_tokens
+    config, environment = evaluation_config(parse_config(tree, "endpoint"), request)
     if config.sampling.top_k:
         raise ConfigError("sampling.top_k: OpenAI's protocol has no such field; set it to 0")
     variable = target.api_key_variable or config.inference.api_key_variable
@@ -313,12 +318,3 @@ def _folder_config(folder: Path, target: Target, request: EvaluationRequest) -> 
         tree["sampling"]["max_tokens"] = request.max_tokens
     config = parse_config(tree, str(folder))
     return config if target.config is not None else within_memory(config)
-
-
-def _roomy(config: Config, max_tokens: int) -> Config:
-    """Configuration with room for any request: an endpoint's context length is unknown."""
-    tree: dict[str, Any] = content_fields(config) | {"root": config.root}
-    longest = max(config.policy.context_length, max_tokens + CONTEXT_TOKENS_MAX)
-    tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
-    tree["sampling"]["max_tokens"] = max_tokens
-    return parse_config(tree, "endpoint")

@@ -48,7 +48,13 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     `measured` are metrics that no file has: `timing_s/*` and `weights/*`. A round that was closed
     before keeps its first metrics. Raises StorageError.
     """
-    manifests = _manifests(run, round)
+    slots = (
+        rollouts_slot(round),
+        batches_slot(round),
+        evals_slot(round),
+        checkpoint_slot(round + 1),
+    )
+    manifests = [item[0] for slot in slots if (item := read_manifest(run.store, slot))]
     metrics = {**_gathered(run, round, manifests), **measured}
     totals = {name: float(value) for m in manifests for name, value in m.totals.items()}
     metrics |= rates(metrics, totals)
@@ -138,16 +144,6 @@ def evaluations(run: Run, rounds: Iterable[int] | None = None) -> dict[int, dict
         rounds = rounds_in(run.store, "evals")
     manifests = {round: read_manifest(run.store, evals_slot(round)) for round in rounds}
     return {round: _defined(item[0]) for round, item in sorted(manifests.items()) if item}
-
-
-def _manifests(run: Run, round: int) -> list[Manifest]:
-    slots = (
-        rollouts_slot(round),
-        batches_slot(round),
-        evals_slot(round),
-        checkpoint_slot(round + 1),
-    )
-    return [item[0] for slot in slots if (item := read_manifest(run.store, slot))]
 
 
 def _gathered(run: Run, round: int, manifests: Sequence[Manifest]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from schemas import Malformed, NewerVersion, rollouts, tables
+from schemas import Malformed, NewerVersion, tables
 
 Upgrade = Callable[[pa.Table], pa.Table]
 
@@ -59,7 +59,7 @@ def _with_new_fields(table: pa.Table) -> pa.Table:
     of a rollout may be null from version 2 on.
     """
     for index, name in enumerate(table.column_names):
-        field = rollouts.ROLLOUTS.field(name)
+        field = tables.ROLLOUTS.field(name)
         if not table.schema.field(index).equals(field):
             table = table.set_column(index, field, table[name].cast(field.type))
     return table
@@ -67,18 +67,18 @@ def _with_new_fields(table: pa.Table) -> pa.Table:
 
 def _uncut(table: pa.Table) -> pa.Table:
     """Upgrade rollouts of version 2, each of which is one segment."""
-    return _with_nulls(_with_new_fields(table), rollouts.ROLLOUTS, ("segment_lengths", "start_s"))
+    return _with_nulls(_with_new_fields(table), tables.ROLLOUTS, ("segment_lengths", "start_s"))
 
 
 def _untaught(table: pa.Table) -> pa.Table:
-    return _with_nulls(table, rollouts.ROLLOUTS, ("teacher_logprobs",))
+    return _with_nulls(table, tables.ROLLOUTS, ("teacher_logprobs",))
 
 
 ROLLOUTS = Ladder(
-    rollouts.FORMAT,
-    rollouts.SCHEMA_VERSION,
+    tables.ROLLOUTS_FORMAT,
+    tables.SCHEMA_VERSION,
     {1: _with_new_fields, 2: _uncut, 3: _untaught},
-    rollouts.ROLLOUTS,
+    tables.ROLLOUTS,
 )
 # Rows differ in length. Version 2 has `teacher_logprobs`, and is written by runs with a teacher.
 BATCHES = Ladder("marin-rl/batches", 2, {1: lambda table: table})

@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from marin_rl.analysis.before_after import (
+from marin_rl.analysis.dialogues import (
     BeforeAfter,
     PlayedEpisode,
     episodes_table,

@@ -6,9 +6,8 @@ import pytest
 from support.fakes import FakePolicyServer
 
 from marin_rl.config import Config, load_config
-from marin_rl.doctor.data import storage
+from marin_rl.doctor.data import TRIALS, reward, storage
 from marin_rl.doctor.engines import STAGES, check_all, mesh
-from marin_rl.doctor.rewards import TRIALS, reward
 from marin_rl.doctor.stages import DOCTOR, REWARD_MODEL, RL, examine
 from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
 

@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from marin_rl import cli
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.gguf.reading import import_gguf
-from marin_rl.gguf.writing import export_gguf
+from marin_rl.gguf.conversion import export_gguf, import_gguf
 from marin_rl.inference import decoder
 from marin_rl.inference.weight_fusion import fused_weights
 from marin_rl.inference.weights import read_model, rotary_table

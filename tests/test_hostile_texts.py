@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 from marin_rl.analysis import scan_rollouts, sql
 from marin_rl.batching.build import build_round
 from marin_rl.cli import app, main
-from marin_rl.pages.document import RunPage
-from marin_rl.pages.html import report_html
+from marin_rl.pages.document import RunPage, report_html
 from marin_rl.storage.runs import Run
 
 LONG = "long line " * 100_000

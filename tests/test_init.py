@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from marin_rl.cli import COMMANDS, app
 from marin_rl.commands.config import TEMPLATES
 from marin_rl.config import load_config
+from marin_rl.doctor.data import trials
 from marin_rl.doctor.policy import rendered, tools
-from marin_rl.doctor.rewards import trials
 from marin_rl.doctor.start import before_engines
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, InputError

@@ -15,8 +15,8 @@ from support.scripted_policies import write_tokenizer
 
 from marin_rl.commands.serve import check_folder
 from marin_rl.config import Config, load_config
+from marin_rl.doctor.data import own_reward, reward
 from marin_rl.doctor.engines import check_all
-from marin_rl.doctor.rewards import own_reward, reward
 from marin_rl.doctor.stages import EVALUATE, RL
 from marin_rl.doctor.start import before_engines, check_files, finished, has_passed
 from marin_rl.environments.registry import _loaded

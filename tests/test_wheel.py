@@ -157,7 +157,7 @@ def test_wheel_and_sdist_have_all_that_a_user_needs(built: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         "marin_rl/py.typed", "marin_rl/cli.py", "flows/rl_loop.py", "tasks/train.py",
-        "schemas/rollouts.py", "marin_rl/config/recipes/dapo.yaml", "marin_rl/configs/demo.yaml",
+        "schemas/tables.py", "marin_rl/config/recipes/dapo.yaml", "marin_rl/configs/demo.yaml",
         "marin_rl/templates/arithmetic/rewards.py", "marin_rl/templates/arithmetic/prompts.jsonl",
         "marin_rl/templates/tools/guess.py", "marin_rl/templates/tools/tokenizer/tokenizer.json",
         "marin_rl/templates/tools/tokenizer/chat_template.jinja",

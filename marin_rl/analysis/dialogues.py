@@ -1,21 +1,30 @@
 """Rollouts as people read them: all turns in order, with rewards, stop reasons and times.
 
-One shape serves the list of a round, a single rollout and `--json`. Leaves out drawing
-(`commands.dialogue`) and tokens (`pages`).
+One shape serves the list of a round, a single rollout and `--json`. In the terminal a rollout is
+its facts, then every turn as a dialogue; held-out examples of the first and of the last evaluation
+stand side by side. Texts are those of a model: control characters are replaced, and no markup is
+interpreted. Leaves out tokens (`pages`).
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import pyarrow as pa
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
+from marin_rl.display.tables import empty_table, key_values, plain, printable, shortened
 from marin_rl.errors import InputError, ObjectMissing
-from marin_rl.storage.runs import Run, committed, rollouts_slot, round_of, rounds_in
-from marin_rl.storage.tables.rollouts import iter_shards, rollouts_manifest
+from marin_rl.rounds import evaluations
+from marin_rl.storage.commits import committed_manifest
+from marin_rl.storage.runs import Run, committed, evals_slot, rollouts_slot, round_of, rounds_in
+from marin_rl.storage.tables.rollouts import iter_row_groups, iter_shards, rollouts_manifest
 
 COLUMNS = (
     "round", "rollout_id", "group_id", "environment", "example_id", "turns", "answer", "reward",
@@ -216,3 +225,168 @@ def _round(run: Run, chosen: int | None) -> int:
             f"`marin-rl status {run.run_id}` shows which rounds there are"
         )
     return number
+
+
+EPISODE_COLUMNS = ("example_id", "answer", "turns", "reward")
+SHOWN, DIALOGUES_SHOWN = 10, 3
+TURN_MAX = 160  # characters of a turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedEpisode:
+    """A held-out episode: its turns as (sampled by the model, short text), and its reward."""
+
+    turns: tuple[tuple[bool, str], ...]
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAfter:
+    """Episodes of two rounds: the answer to each example, and how both checkpoints played it."""
+
+    rounds: tuple[int, int]
+    pairs: Sequence[tuple[str, PlayedEpisode, PlayedEpisode]]
+
+
+def before_and_after(run: Run) -> BeforeAfter | None:
+    """Up to SHOWN held-out examples, evenly spread; None before two evaluations.
+
+    Of episodes of several turns, DIALOGUES_SHOWN. Raises ObjectMissing, CorruptObject, NewerSchema.
+    """
+    measured = evaluations(run)
+    if len(measured) < 2:
+        return None
+    shown = DIALOGUES_SHOWN if any("eval/mean_turns" in row for row in measured.values()) else SHOWN
+    first, last = min(measured), max(measured)
+    before, after = _episodes(run, first), _episodes(run, last)
+    both = [name for name in before if name in after]
+    shown = min(shown, len(both))
+    chosen = [both[len(both) * (2 * place + 1) // (2 * shown)] for place in range(shown)]
+    pairs = [(*before[name], after[name][1]) for name in chosen]
+    return BeforeAfter(rounds=(first, last), pairs=pairs) if pairs else None
+
+
+def _episodes(run: Run, round: int) -> dict[str, tuple[str, PlayedEpisode]]:
+    """Answer and first episode of each example of an evaluation."""
+    manifest = committed_manifest(run.store, evals_slot(round))
+    table = pa.concat_tables(iter_row_groups(run, manifest, EPISODE_COLUMNS))
+    episodes: dict[str, tuple[str, PlayedEpisode]] = {}
+    for row in table.to_pylist():
+        turns = tuple(
+            (turn["inference_metadata"] is not None, _short(turn["content"] or ""))
+            for turn in row["turns"] or ()
+        )
+        episode = PlayedEpisode(turns=turns, reward=row["reward"])
+        episodes.setdefault(row["example_id"], (_short(row["answer"] or ""), episode))
+    return episodes
+
+
+def episodes_table(compared: BeforeAfter) -> Table:
+    """Held-out episodes of two rounds side by side: the model's turns in bold, and the reward."""
+    first, last = compared.rounds
+    names = ("prompt", "answer", f"round {first}", f"round {last}")
+    table = empty_table("The same held-out examples before and after", names, left=names)
+    for answer, before, after in compared.pairs:
+        prompt = [text for _, text in takewhile(lambda turn: not turn[0], before.turns)]
+        cells = (_episode_cell(each, len(prompt)) for each in (before, after))
+        table.add_row(plain(" ".join(prompt)), plain(answer), *cells)
+    return table
+
+
+def _episode_cell(episode: PlayedEpisode, begin: int) -> Text:
+    cell = Text()
+    for sampled, text in episode.turns[begin:]:
+        cell.append(printable(text), "bold" if sampled else "dim").append(" ")
+    reward = "no reward" if episode.reward is None else f"reward {episode.reward:.2f}"
+    return cell.append(f" {reward}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= TURN_MAX else f"{text[:TURN_MAX]}…"
+
+
+_STYLES = {"assistant": "bold green", "user": "bold cyan", "tool": "bold magenta"}
+
+
+def dialogue(row: Mapping[str, Any]) -> RenderableType:
+    """Draw a record of `analysis.dialogues`: facts, turns, components of the reward."""
+    parts: list[RenderableType] = [key_values(f"Rollout {row['rollout_id']}", _facts(row)), ""]
+    for number, turn in enumerate(row["turns"], start=1):
+        parts += _drawn_turn(number, turn)
+    if row["error"]:
+        parts.append(plain(f"error: {shortened(row['error'])}", "red"))
+    return Group(*parts)
+
+
+def _facts(row: Mapping[str, Any]) -> dict[str, str]:
+    facts = {
+        "environment": row["environment"],
+        "example": row["example"],
+        "reference answer": shortened(row["answer"]),
+        "reward": _reward_line(row),
+        "status": ended(row),
+        "turns": f"{row['n_turns']} of the model, {len(row['turns'])} in all",
+        "tools": ", ".join(row["tools"]),
+        "tokens": f"{row['n_prompt_tokens']} read, {row['n_completion_tokens']} sampled",
+        "segments": ", ".join(f"{length} tokens" for length in row["segment_lengths"] or ()),
+        "time": _times(row["timing"]),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def ended(row: Mapping[str, Any]) -> str:
+    """Status of a rollout, with the reason that it stopped where that says more."""
+    reason = row.get("finish_reason")
+    return f"{row['status']} ({reason})" if reason else str(row["status"])
+
+
+def _reward_line(row: Mapping[str, Any]) -> str:
+    if row["reward"] is None:
+        return "none"
+    parts = [f"{c['name']} {c['weight']:g} * {c['value']:.3f}" for c in row["reward_components"]]
+    return f"{row['reward']:.3f}" + (f" = {' + '.join(parts)}" if parts else "")
+
+
+def _times(timing: Mapping[str, Any]) -> str:
+    """Return seconds of the model's requests, of the environment's steps, and of the group."""
+    names = {"queued": "queue_s", "prefill": "prefill_s", "decode": "decode_s"}
+    seconds = [(name, timing[key]) for name, key in names.items() if timing[key] is not None]
+    model = ", ".join(f"{name} {value:.2f} s" for name, value in seconds) or "not reported"
+    if timing["environment_s"] is not None:
+        model += f"; environment: {timing['environment_s']:.2f} s"
+    if timing["start_s"] is not None:
+        model += f", its start: {timing['start_s']:.2f} s"
+    return f"model: {model}; group with environment and scoring: {timing['group_s']:.2f} s"
+
+
+def _drawn_turn(number: int, turn: Mapping[str, Any]) -> Iterator[RenderableType]:
+    head = Text(f"{number:>3}  ", "dim")
+    head.append(turn["role"], _STYLES.get(turn["role"], "bold"))
+    facts: Sequence[tuple[str, Any]] = (
+        ("{}", turn["tool_name"]),
+        ("answers {}", turn["tool_call_id"]),
+        ("{}", "cut at the limit" if turn["cut"] else None),
+        ("{} tokens", turn["n_tokens"]),
+        ("{}", turn["finish_reason"]),
+        ("reward {:g}", turn["reward"]),
+        ("{}", _parts(turn["rewards"])),
+        ("{}", None if turn["malformed"] is None else "a call that cannot be read"),
+        ("model {:.2f} s", turn["model_s"]),
+        ("environment {:.2f} s", turn["environment_s"]),
+    )
+    for fact in [pattern.format(value) for pattern, value in facts if value is not None]:
+        head.append(" · ", "dim").append(plain(fact, "dim"))
+    yield head
+    if turn["content"]:
+        yield Padding(Text(shortened(turn["content"])), (0, 0, 0, 5))
+    for call in calls_of(turn):
+        yield Padding(plain(call_text(call), "magenta"), (0, 0, 0, 5))
+
+
+def _parts(rewards: Sequence[Mapping[str, Any]] | None) -> str | None:
+    return ", ".join(f"{part['name']} {part['value']:g}" for part in rewards or ()) or None
+
+
+def call_text(call: Mapping[str, Any]) -> str:
+    called = f"→ {call['name']}({shortened(call['arguments'])})"
+    return f"{called} [{call['id']}]" if call["id"] else called

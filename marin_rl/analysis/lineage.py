@@ -234,21 +234,16 @@ def as_text(graph: Lineage, *, rows: bool = True) -> Iterator[str]:
             yield from _sources(graph, [node], counted)
         elif node.kind not in told:
             told.add(node.kind)
-            yield from _counted(graph, node.kind, counted)
+            nodes = [node for node in graph.nodes.values() if node.kind == node.kind]
+            yield f"{len(nodes)} {node.kind}s: {nodes[0].name} to {nodes[-1].name}"
+            for name in ("advantage", "reward"):
+                values = [node.facts[name] for node in nodes if name in node.facts]
+                if values:
+                    mean = sum(values) / len(values)
+                    yield f"    {name}: {min(values):.4g} to {max(values):.4g}, mean {mean:.4g}"
+            yield from _sources(graph, nodes, counted)
     if graph.left_out:
         yield f"and {graph.left_out} rollouts more"
-
-
-def _counted(graph: Lineage, kind: str, counted: Sequence[str]) -> Iterator[str]:
-    """Number of the nodes of a kind, the range of their rewards or advantages, their sources."""
-    nodes = [node for node in graph.nodes.values() if node.kind == kind]
-    yield f"{len(nodes)} {kind}s: {nodes[0].name} to {nodes[-1].name}"
-    for name in ("advantage", "reward"):
-        values = [node.facts[name] for node in nodes if name in node.facts]
-        if values:
-            mean = sum(values) / len(values)
-            yield f"    {name}: {min(values):.4g} to {max(values):.4g}, mean {mean:.4g}"
-    yield from _sources(graph, nodes, counted)
 
 
 def _sources(graph: Lineage, nodes: Sequence[Node], counted: Sequence[str]) -> Iterator[str]:

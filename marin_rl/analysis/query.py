@@ -23,7 +23,7 @@ from marin_rl.machine import cores
 from marin_rl.storage.run_records import read_record
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.store import ForkedStore
-from schemas.rollouts import ROLLOUTS
+from schemas.tables import ROLLOUTS
 
 # Statements that work in memory. COPY, ATTACH, EXPORT and LOAD reach files, SET and PRAGMA
 # settings, CALL either of them; COMMIT would leave tables for the next query, and EXECUTE hides its

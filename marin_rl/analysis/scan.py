@@ -31,8 +31,7 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import checked_file
 from marin_rl.storage.tables.parquet import FETCHES_MAX
 from marin_rl.storage.tables.rewards import name_of_table
-from schemas.rollouts import ROLLOUTS
-from schemas.tables import DISPOSITIONS, METRICS_IDENTITY, REWARDS, SCORES, batches_schema
+from schemas.tables import DISPOSITIONS, METRICS_IDENTITY, REWARDS, ROLLOUTS, SCORES, batches_schema
 
 LOCAL_TOGETHER = 32  # local parts that are read concurrently where each is a frame of its own
 

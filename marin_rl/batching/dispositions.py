@@ -30,7 +30,7 @@ from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
 from marin_rl.config import Config, ObjectiveConfig
 from marin_rl.errors import ConfigError
 from marin_rl.finite import usable_rewards
-from schemas.rollouts import UNFINISHED
+from schemas.tables import UNFINISHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

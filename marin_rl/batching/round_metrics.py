@@ -20,8 +20,7 @@ from jaxtyping import Bool, Float64, Int64
 from marin_rl.batching.dispositions import numbers
 from marin_rl.config import Config
 from marin_rl.finite import usable_rewards
-from schemas.rollouts import UNFINISHED
-from schemas.tables import DISPOSITION_KINDS
+from schemas.tables import DISPOSITION_KINDS, UNFINISHED
 
 SCALAR_COLUMNS = (
     "rollout_id", "group_id", "environment", "round", "policy_version_min", "policy_version_max",

@@ -29,7 +29,7 @@ from marin_rl.finite import fit_rewards
 from marin_rl.storage.tables.rollouts import groups_of
 from marin_rl.types import RolloutGroup
 from marin_rl.user_code import load, parse_spec
-from schemas.rollouts import ROLLOUTS
+from schemas.tables import ROLLOUTS
 
 SURPLUS = "surplus"  # reason of groups that pass and are not taken
 FINISHED_AT, FINISH_REASON = "finished_at", "finish_reason"

@@ -145,7 +145,7 @@ def _export_weights(
             exported = export_hf(run, round, path)
             facts |= {"round": exported.round, "parameters": exported.parameters_digest}
         else:
-            from marin_rl.gguf.writing import export_gguf  # before a model is read
+            from marin_rl.gguf.conversion import export_gguf  # before a model is read
 
             loaded, model, tokenizer = read_merged(run, round)
             export_gguf(model, tokenizer, path, gguf_type)
@@ -174,7 +174,7 @@ def import_(
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     with phase("importing"):
-        from marin_rl.gguf.reading import import_gguf
+        from marin_rl.gguf.conversion import import_gguf
 
         imported = import_gguf(gguf, output, dtype)
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(imported.tensors.items()))

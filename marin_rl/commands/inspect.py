@@ -131,8 +131,7 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
 
 
 def _print_rollouts(run: "Run", rows: Sequence[Mapping[str, Any]], *, as_dialogue: bool) -> None:
-    from marin_rl.analysis.dialogues import count_rollouts
-    from marin_rl.commands.dialogue import dialogue
+    from marin_rl.analysis.dialogues import count_rollouts, dialogue
     from marin_rl.display.tables import rollouts_table
 
     if as_dialogue:
@@ -209,16 +208,15 @@ def report(
     if curve is not None:
         if output is not None:
             raise ConfigError("--curve writes a picture instead of the page: leave out --output")
-        from marin_rl.analysis.learning_curve import learning_curve
         from marin_rl.analysis.status import metric_rows
+        from marin_rl.pages.charts import learning_curve
 
         curve.parent.mkdir(parents=True, exist_ok=True)
         curve.write_bytes(learning_curve(metric_rows(run), run.run_id))
         print_result({"path": curve}, f"wrote {curve}", as_json=as_json)
         return
     from marin_rl.display.tables import size
-    from marin_rl.pages.document import Choice, RunPage
-    from marin_rl.pages.html import report_html
+    from marin_rl.pages.document import Choice, RunPage, report_html
 
     choice = Choice(groups_per_round=groups, members_per_group=members, rollouts_max=rollouts_max)
     page = RunPage(run, choice).page()

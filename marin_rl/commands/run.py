@@ -313,7 +313,7 @@ def _overlap(config: Config, plan: "Plan") -> str:
 
 def _print_data_warnings(config: Config) -> None:
     """Print what is unexpected in the prompts, where they can be read, and in reward and loss."""
-    from marin_rl.doctor.rewards import own_reward
+    from marin_rl.doctor.data import own_reward
     from marin_rl.rollouts.pinned import data_warnings
 
     try:
@@ -335,10 +335,10 @@ def _print_data_warnings(config: Config) -> None:
 
 
 def _print_result(config: Config, again: str, *, as_json: bool) -> None:
-    from marin_rl.analysis.before_after import before_and_after, episodes_table
-    from marin_rl.analysis.learning_curve import write_learning_curve
+    from marin_rl.analysis.dialogues import before_and_after, episodes_table
     from marin_rl.analysis.status import run_status
     from marin_rl.display.tables import rounds_table
+    from marin_rl.pages.charts import write_learning_curve
     from marin_rl.storage.runs import Run
 
     opened = Run.open(config.root, config.run_id, config.storage_options)

@@ -7,7 +7,7 @@ follow at the start of a flow (`engines`).
 from functools import partial
 
 from marin_rl.config import Config
-from marin_rl.doctor import data, policy, rewards, system
+from marin_rl.doctor import data, policy, system
 from marin_rl.doctor.stages import (
     DOCTOR,
     EVALUATE,
@@ -56,8 +56,8 @@ FILES = (
     Stage("reward model", policy.reward_model, ROUNDS),
     Stage("teacher", policy.teacher, frozenset({RL, DOCTOR})),
     Stage("memory", system.memory, ROUNDS),
-    Stage("reward", rewards.reward, frozenset({DOCTOR})),
-    Stage("reward on an example", rewards.own_reward, frozenset({RL, EVALUATE})),
+    Stage("reward", data.reward, frozenset({DOCTOR})),
+    Stage("reward on an example", data.own_reward, frozenset({RL, EVALUATE})),
     Stage("groups", data.group_filter, ROUNDS),
     Stage("endpoints", system.endpoints, ROUNDS),
 )

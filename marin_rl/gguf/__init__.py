@@ -1,6 +1,6 @@
-"""GGUF files of llama.cpp: `reading` makes a model folder of one, `writing` one of a model.
+"""GGUF files of llama.cpp: `conversion` makes a model folder of one, and one of a model.
 
-`files` opens them; `settings`, `tokenizer` and `tensors` have both directions of their parts.
+`files` opens them; `settings` and `tokenizer` have both directions of their parts.
 """
 
 from importlib.util import find_spec

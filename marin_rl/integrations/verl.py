@@ -267,7 +267,14 @@ def _trained(config: Config, train_examples: int) -> Iterator[VerlField]:
 
 def _objective(config: Config) -> Iterator[VerlField]:
     objective = config.objective
-    yield from _advantage(objective)
+    estimator, scale = _ESTIMATORS.get(objective.advantage), objective.advantage_scale
+    grouped = objective.advantage in ("grpo", "dr_grpo") and scale == "group_std"
+    if scale not in ("default", "none") and not grouped:
+        estimator = None
+    keys = ("objective.advantage", "objective.advantage_scale")
+    yield VerlField("algorithm.adv_estimator", estimator or MISSING, keys)
+    divided = scale == "group_std" or (scale == "default" and objective.advantage == "grpo")
+    yield VerlField("algorithm.norm_adv_by_std_in_grpo", divided)
     loss = _LOSSES.get((objective.surrogate, objective.ratio_level))
     one_step = config.training.epochs == 1 and config.batching.sequences_per_step is None
     if one_step and objective.surrogate in ("reinforce", "ppo_clip"):
@@ -279,21 +286,6 @@ def _objective(config: Config) -> Iterator[VerlField]:
     yield VerlField(f"{ACTOR}.clip_ratio_c", objective.clip_dual or NEVER, ("objective.clip_dual",))
     aggregation = _AGGREGATIONS[objective.aggregation]
     yield VerlField(f"{ACTOR}.loss_agg_mode", aggregation, ("objective.aggregation",))
-    yield from _kl(objective)
-
-
-def _advantage(objective: ObjectiveConfig) -> Iterator[VerlField]:
-    estimator, scale = _ESTIMATORS.get(objective.advantage), objective.advantage_scale
-    grouped = objective.advantage in ("grpo", "dr_grpo") and scale == "group_std"
-    if scale not in ("default", "none") and not grouped:
-        estimator = None
-    keys = ("objective.advantage", "objective.advantage_scale")
-    yield VerlField("algorithm.adv_estimator", estimator or MISSING, keys)
-    divided = scale == "group_std" or (scale == "default" and objective.advantage == "grpo")
-    yield VerlField("algorithm.norm_adv_by_std_in_grpo", divided)
-
-
-def _kl(objective: ObjectiveConfig) -> Iterator[VerlField]:
     weight, estimator = objective.kl_coefficient, _KL[objective.kl_estimator]
     rewarded = objective.kl_placement == "reward"
     keys = ("objective.kl_coefficient", "objective.kl_placement", "objective.kl_estimator")

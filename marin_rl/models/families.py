@@ -133,7 +133,14 @@ def described(tree: Mapping[str, Any], path: Path) -> Spec:
     if "quantization_config" in tree:
         raise _unsupported(path, family, "quantized weights", "plain ones")
     theta, scaling = _rope_of(tree, path)
-    _check_local_rope(tree, path)
+    local = (tree.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if set(local) - {"rope_theta", "rope_type", "partial_rotary_factor"} or (
+        local.get("rope_type", "default") != "default"
+    ):
+        raise InputError(
+            f"{path}: rope_parameters.sliding_attention {dict(local)} is not supported; expected "
+            "rope_type default and a rope_theta"
+        )
     text = json.dumps(tree, sort_keys=True)  # transformers writes into what it is given
     own = {} if theta is None else {"rope_theta": theta}
     own |= _particular_ropes(tree.get("rope_parameters") or {})
@@ -331,18 +338,6 @@ def _particular_ropes(nested: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" in local:
         own["rope_local_base_freq"] = local["rope_theta"]
     return own
-
-
-def _check_local_rope(tree: Mapping[str, Any], path: Path) -> None:
-    """Raise InputError where layers with a window have a scaling of their own: no family has it."""
-    local = (tree.get("rope_parameters") or {}).get("sliding_attention") or {}
-    if set(local) - {"rope_theta", "rope_type", "partial_rotary_factor"} or (
-        local.get("rope_type", "default") != "default"
-    ):
-        raise InputError(
-            f"{path}: rope_parameters.sliding_attention {dict(local)} is not supported; expected "
-            "rope_type default and a rope_theta"
-        )
 
 
 def _rope_of(

@@ -28,8 +28,7 @@ from starlette.types import ASGIApp
 
 from marin_rl.config import ServerConfig
 from marin_rl.errors import ConfigError, MarinRLError
-from marin_rl.pages.document import RunPage
-from marin_rl.pages.html import live_html, page_json, policy, scripts
+from marin_rl.pages.document import RunPage, live_html, page_json, policy, scripts
 from marin_rl.serving.http.auth import Origins, is_loopback, listen
 from marin_rl.serving.http.errors import ApiError
 

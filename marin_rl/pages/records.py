@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from marin_rl.analysis.before_after import BeforeAfter
+from marin_rl.analysis.dialogues import BeforeAfter
 
 Number = float | None
 

@@ -35,8 +35,7 @@ from marin_rl.storage.tables.parquet import TableReader, open_part, select
 from marin_rl.storage.tables.rollouts import rollouts_manifest
 from schemas.migrations import ROLLOUTS as LADDER
 from schemas.migrations import SCORES as SCORES_LADDER
-from schemas.rollouts import ROLLOUTS
-from schemas.tables import SCORES
+from schemas.tables import ROLLOUTS, SCORES
 
 LIGHT = ("rollout_id", "group_id", "index_in_group", "reward", "status")
 LEFT_OUT = ("run_id", "messages", "attempt", "replica")

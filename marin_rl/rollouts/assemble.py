@@ -41,7 +41,7 @@ from marin_rl.types import (
     Timing,
     Turn,
 )
-from schemas.rollouts import UNFINISHED
+from schemas.tables import UNFINISHED
 
 _STATUS_OF: dict[str, Status] = {
     LENGTH: "truncated",

@@ -51,7 +51,7 @@ from marin_rl.storage.runs import Run, evals_slot, round_name
 from marin_rl.storage.tables.parquet import put_part
 from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.types import Example, Rollout, RolloutGroup, Sampling, ServedPolicy, SlotRef
-from schemas.rollouts import CONTENT_VERSION
+from schemas.tables import CONTENT_VERSION
 
 # Environments that say what a completion's answer is, by the name that examples carry; None: all.
 Extractors = Mapping[str | None, EnvironmentPart]

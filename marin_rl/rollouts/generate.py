@@ -56,7 +56,7 @@ from marin_rl.storage.tables.group_log import members_of_shard, partials_of_shar
 from marin_rl.storage.tables.rollouts import commit_shard, commit_tables, shard_ref
 from marin_rl.tokenizers import template_options, tokenizer_for, unlisted_end_ids
 from marin_rl.types import Example, RolloutGroup, Sampling, ServedPolicy, SlotRef
-from schemas.rollouts import CONTENT_VERSION, UNFINISHED
+from schemas.tables import CONTENT_VERSION, UNFINISHED
 
 
 async def generate_shard(

@@ -21,7 +21,7 @@ from marin_rl.rollouts.trajectories import (
     Trajectory,
 )
 from marin_rl.types import Message, Rollout, RolloutGroup
-from schemas.rollouts import UNFINISHED
+from schemas.tables import UNFINISHED
 
 GOES_ON = (LENGTH, "abort")  # finish reasons of a piece; an endpoint that aborts gives what it has
 

@@ -29,7 +29,7 @@ from marin_rl.storage.tables.parquet import TableReader, TableWriter
 from marin_rl.storage.tables.rollouts import encode_shard, seal_round, shard_ref
 from marin_rl.storage.upkeep.fsck import check_run
 from schemas.migrations import ROLLOUTS as LADDER
-from schemas.rollouts import ROLLOUTS
+from schemas.tables import ROLLOUTS
 
 
 def as_version_1(shard: bytes) -> bytes:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from support.run_factories import whole_run
 
-from marin_rl.analysis.learning_curve import write_learning_curve
 from marin_rl.analysis.status import metric_rows
 from marin_rl.errors import CorruptObject, StorageError
+from marin_rl.pages.charts import write_learning_curve
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.storage.stores.locks import holder_in, is_free, run_lock

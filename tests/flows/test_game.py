@@ -7,7 +7,7 @@ from support.cases import optimal_mean_guesses
 
 from flows.rl_loop import start
 from flows.server import prefect_api
-from marin_rl.analysis.before_after import before_and_after
+from marin_rl.analysis.dialogues import before_and_after
 from marin_rl.analysis.status import metric_rows
 from marin_rl.config import load_config
 from marin_rl.storage.runs import Run

@@ -17,8 +17,7 @@ import uvicorn
 from playwright.sync_api import sync_playwright
 from support.run_factories import add_round, dialogue_run, shown_run
 
-from marin_rl.pages.document import RunPage
-from marin_rl.pages.html import report_html
+from marin_rl.pages.document import RunPage, report_html
 from marin_rl.pages.live import view_app
 from marin_rl.serving.http.auth import listen
 from marin_rl.storage.runs import Run

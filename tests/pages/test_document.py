@@ -25,8 +25,14 @@ from support.run_factories import (
 from marin_rl.display.tables import evenly
 from marin_rl.errors import CorruptObject
 from marin_rl.pages import document
-from marin_rl.pages.document import Choice, RunPage, without_secrets
-from marin_rl.pages.html import page_json, report_html, scripts
+from marin_rl.pages.document import (
+    Choice,
+    RunPage,
+    page_json,
+    report_html,
+    scripts,
+    without_secrets,
+)
 from marin_rl.pages.records import Page
 from marin_rl.pages.rounds import Member, pick, pick_members
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest

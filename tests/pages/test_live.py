@@ -44,7 +44,7 @@ def test_the_page_its_scripts_and_its_data(client: TestClient) -> None:
     for name in ("plotly.js", "tables.js", "page.js"):
         assert f'src="/assets/{name}"' in page.text
         assert client.get(f"/assets/{name}").headers["content-type"].startswith("text/javascript")
-    assert client.get("/assets/../html.py").status_code == 404
+    assert client.get("/assets/../document.py").status_code == 404
     data = client.get("/data.json")
     assert data.headers["content-type"] == "application/json"
     assert [item["round"] for item in data.json()["rounds"]] == [0, 1]

@@ -10,7 +10,7 @@ import yaml
 from support.scripted_policies import call, record, tool_run
 
 from marin_rl.config import Config
-from marin_rl.doctor.rewards import reward
+from marin_rl.doctor.data import reward
 from marin_rl.environments.checks import environment_of
 from marin_rl.rollouts.generate import examples_of
 from marin_rl.rollouts.replay import replay_rollouts, rescore_round

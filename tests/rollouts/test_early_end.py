@@ -17,7 +17,7 @@ from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.generate import generate_shard, shard_requests
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
-from schemas.rollouts import UNFINISHED
+from schemas.tables import UNFINISHED
 
 MODEL = served_model_id("policy", 0, "ab" * 32)
 SETTINGS = (

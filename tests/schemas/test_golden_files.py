@@ -36,12 +36,12 @@ from schemas.migrations import REWARDS as REWARDS_LADDER
 from schemas.migrations import ROLLOUTS as ROLLOUTS_LADDER
 from schemas.migrations import SCORES as SCORES_LADDER
 from schemas.migrations import Ladder
-from schemas.rollouts import ROLLOUTS
 from schemas.tables import (
     DISPOSITIONS,
     FLOATS,
     PAIRS,
     REWARDS,
+    ROLLOUTS,
     SCORES,
     VALUED,
     WEIGHED,

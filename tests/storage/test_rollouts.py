@@ -50,7 +50,7 @@ from marin_rl.storage.tables.rollouts import (
     shard_ref,
 )
 from marin_rl.types import RewardComponent, RolloutGroup
-from schemas.rollouts import ROLLOUTS
+from schemas.tables import ROLLOUTS
 
 
 def _encoded(groups: Sequence[RolloutGroup], attempt: str = "a1") -> bytes:

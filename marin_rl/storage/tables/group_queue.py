@@ -29,8 +29,8 @@ from marin_rl.storage.tables.parquet import TableReader, load_or_none, load_read
 from marin_rl.storage.tables.rollouts import commit_groups, decode_shard
 from marin_rl.types import RolloutGroup, ServedPolicy
 from schemas.migrations import ROLLOUTS as LADDER
-from schemas.rollouts import CONTENT_VERSION
 from schemas.strict_json import parse_json
+from schemas.tables import CONTENT_VERSION
 
 # Groups among which a repeated request looks for its first commit: a client tries again within
 # minutes. An opening server reads the footers of as many.

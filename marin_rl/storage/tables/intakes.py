@@ -36,7 +36,7 @@ from marin_rl.storage.tables.rollouts import commit_tables, decode_shard, shard_
 from marin_rl.storage.tables.stream import StreamedGroup, rows_by_group
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Parent
-from schemas.rollouts import CONTENT_VERSION
+from schemas.tables import CONTENT_VERSION
 
 STALE = "policy_age"
 VERSION, RANGES_VERSION = 1, 2  # of `extra`; the first has groups one by one

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from marin_rl.errors import InputError
 from marin_rl.types import Example, Rollout, RolloutGroup, Turn
-from schemas.rollouts import ROLLOUTS, STATUSES, TOKEN_COLUMNS, TURN
+from schemas.tables import ROLLOUTS, STATUSES, TOKEN_COLUMNS, TURN
 
 Record = TypeVar("Record")
 Row = dict[str, Any]

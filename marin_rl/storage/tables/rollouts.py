@@ -49,7 +49,7 @@ from marin_rl.storage.tables.records import check_groups, groups_of, rollout_tab
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 from schemas.manifests import Manifest, Parent, Part
 from schemas.migrations import ROLLOUTS as LADDER
-from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
+from schemas.tables import CONTENT_VERSION, ROLLOUTS
 
 __all__ = [
     "SamplingRecord", "commit_groups", "commit_shard", "commit_tables", "decode_shard",

@@ -39,7 +39,7 @@ from marin_rl.types import RolloutGroup
 from schemas import Malformed, NewerVersion
 from schemas.manifests import open_sealed_json, sealed_json
 from schemas.migrations import ROLLOUTS as LADDER
-from schemas.rollouts import CONTENT_VERSION, ROLLOUTS
+from schemas.tables import CONTENT_VERSION, ROLLOUTS
 
 CLAIM_FORMAT, CLAIM_VERSION = "marin-rl/claim", 1
 SCALARS = ("run_id", "group_id", "reward", "status", "policy_version_min", "policy_version_max")

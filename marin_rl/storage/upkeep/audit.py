@@ -22,8 +22,7 @@ from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_row_groups, rollouts_manifest
 from marin_rl.storage.upkeep.inventory import MANIFEST
 from schemas.manifests import Manifest
-from schemas.rollouts import ROLLOUTS
-from schemas.tables import DISPOSITION_KINDS
+from schemas.tables import DISPOSITION_KINDS, ROLLOUTS
 
 NAMES_MAX = 20
 GENERATED, CONSUMED = "generated", "consumed"
