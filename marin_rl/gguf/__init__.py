@@ -1,6 +1,6 @@
 """GGUF files of llama.cpp: `conversion` makes a model folder of one, and one of a model.
 
-`files` opens them; `settings` and `tokenizer` have both directions of their parts.
+`settings` opens them; it and `tokenizer` have both directions of their parts.
 """
 
 from importlib.util import find_spec

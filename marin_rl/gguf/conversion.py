@@ -30,11 +30,12 @@ from gguf import (
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.errors import InputError
-from marin_rl.gguf.files import Metadata, open_gguf
 from marin_rl.gguf.settings import (
     Architecture,
+    Metadata,
     architecture_of,
     metadata_of,
+    open_gguf,
     rope_factors,
     spec_of,
 )

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges
 
 from marin_rl.errors import InputError
-from marin_rl.gguf.files import Metadata
+from marin_rl.gguf.settings import Metadata
 from marin_rl.tokenizers import end_token_ids
 
 _ENDS_OF_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
