@@ -182,7 +182,16 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
     from marin_rl.runtime import RunRuntime
 
     opened, checkpoint = _checkpoint(folder, target)
-    config = _run_config(opened, target, request)
+    options = tuple(f"environment.options.{item}" for item in request.options)
+    consent = Consent(file=target.config, overrides=options, trust=target.trust)
+    chosen = settings_of(opened, replace(consent, overrides=()), ())
+    # This process serves it, whatever served its training.
+    here = chosen.inference.model_copy(update={"endpoints": ()})
+    config = chosen.model_copy(update={"inference": here})
+    own = request.environment is not None and request.environment != config.environment.name
+    environment = EnvironmentConfig.model_validate(_environment(config, request))
+    sections = ("policy",) if own else ("policy", "environment.")
+    check_named(opened, config.model_copy(update={"environment": environment}), consent, sections)
     settings, environment = evaluation_config(config, request)
     if checkpoint.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
         from marin_rl.serving.launch import serving
@@ -196,23 +205,6 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
         return _evaluate((runtime.serve(checkpoint), PolicyClient), settings, environment)
     finally:
         runtime.close()
-
-
-def _run_config(opened: Run, target: Target, request: EvaluationRequest) -> Config:
-    """The configuration of a run as this process serves it, whatever served its training.
-
-    Raises ConfigError where the run is somebody else's and names what its user did not.
-    """
-    options = tuple(f"environment.options.{item}" for item in request.options)
-    consent = Consent(file=target.config, overrides=options, trust=target.trust)
-    chosen = settings_of(opened, replace(consent, overrides=()), ())
-    here = chosen.inference.model_copy(update={"endpoints": ()})
-    config = chosen.model_copy(update={"inference": here})
-    own = request.environment is not None and request.environment != config.environment.name
-    environment = EnvironmentConfig.model_validate(_environment(config, request))
-    sections = ("policy",) if own else ("policy", "environment.")
-    check_named(opened, config.model_copy(update={"environment": environment}), consent, sections)
-    return config
 
 
 def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:

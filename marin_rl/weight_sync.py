@@ -328,7 +328,16 @@ class FromFolder(Transport):
         timeout_s = self._inference.fleet_timeout_s
         deadline, known = time.monotonic() + timeout_s, set[str]()
         while True:
-            lost = await self._lost(endpoints, publisher)
+            async with self._client(endpoints, self._inference.model) as client:
+                calls = (client.publish(publisher, url) for url in endpoints)
+                # all end before one is raised: none may use a client that is closed
+                outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            lost: dict[str, EndpointUnavailable] = {}
+            for url, outcome in zip(endpoints, outcomes, strict=True):
+                if isinstance(outcome, EndpointUnavailable) and publisher.kind == "vllm_reload":
+                    lost[url] = outcome
+                elif isinstance(outcome, BaseException):
+                    raise outcome
             for url in lost.keys() - known:
                 _log.warning("endpoint %s is lost: %s", url, lost[url])
             known.update(lost)
@@ -342,22 +351,6 @@ class FromFolder(Transport):
                     "nothing is lost"
                 )
             await asyncio.sleep(POLL_S)
-
-    async def _lost(
-        self, endpoints: Sequence[str], publisher: Publisher
-    ) -> dict[str, EndpointUnavailable]:
-        """Have endpoints load weights; return vLLM's that are lost. Raises what loading raises."""
-        async with self._client(endpoints, self._inference.model) as client:
-            calls = (client.publish(publisher, url) for url in endpoints)
-            # all end before one is raised: none may use a client that is closed
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        lost: dict[str, EndpointUnavailable] = {}
-        for url, outcome in zip(endpoints, outcomes, strict=True):
-            if isinstance(outcome, EndpointUnavailable) and publisher.kind == "vllm_reload":
-                lost[url] = outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
-        return lost
 
     async def _model_id(self, endpoints: Sequence[str], version: int, digest: str) -> str:
         """The model id with its version where the endpoints have versions, else the plain name.

@@ -105,7 +105,6 @@ class WorkPool(Nodes):
         return [list(calls[at : at + size]) for at in range(0, len(calls), max(size, 1))]
 
     async def call(self, tuned: Task[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Results of some calls, by the stage's counterpart with the same retries."""
         counterpart = pooled[tuned.name]
         task = counterpart.task.with_options(
             retries=tuned.retries,

@@ -258,7 +258,6 @@ def _sources(graph: Lineage, nodes: Sequence[Node], counted: Sequence[str]) -> I
 
 
 def as_tree(graph: Lineage) -> dict[str, Any]:
-    """The graph as plain JSON."""
     return {
         "nodes": [asdict(node) for node in graph.nodes.values()],
         "edges": [asdict(edge) for edge in graph.edges],

@@ -213,7 +213,6 @@ def _restricted(
 
 
 def _connected(**settings: str | bool) -> duckdb.DuckDBPyConnection:
-    """An empty database in memory."""
     # The system has pages of local files in its memory; a second copy costs more than it spares.
     # DuckDB would count all cores of the machine, not those of this process.
     chosen = {"threads": cores(), "enable_external_file_cache": False, **settings}

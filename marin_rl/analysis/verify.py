@@ -78,7 +78,7 @@ def verify_run(run: Run, round: int | None = None, *, trust: bool = False) -> It
     rows = read_metrics(run, None if round is None else [round]).to_pylist()
     if not rows:
         raise ObjectMissing(f"{run.store.url_of('metrics')}: no round has been closed")
-    episodes = _Episodes(run)
+    episodes, counted = 0.0, 0
     for row in rows:
         number = row.pop("round")
         recorded = {k: v for k, v in row.items() if k != "run_id" and v is not None}
@@ -88,7 +88,13 @@ def verify_run(run: Run, round: int | None = None, *, trust: bool = False) -> It
             sections = (*CODE, "objective") if _is_evaluated(recorded) else ("objective",)
             check_named(player, player.config, Consent(trust=trust), sections)
             expected = expected_metrics(player, number, recorded)
-            expected["episode"] = episodes.up_to(number)
+            # Of all sealed rounds up to this one; each round's manifest is read once.
+            while counted <= number:
+                slot = rollouts_slot(counted)
+                manifest = committed_manifest(run.store, slot)
+                episodes += count_in(manifest, "rows", run.store.url_of(slot))
+                counted += 1
+            expected["episode"] = episodes
             yield from _compare(player, number, recorded, expected)
         except (CorruptObject, NewerSchema, ObjectMissing) as error:
             yield Finding(
@@ -260,19 +266,3 @@ def _problem(definition: Definition | None, expected: float | None, logged: floa
 
 def _shown(value: float | None) -> str:
     return "none" if value is None else f"{value:.9g}"
-
-
-class _Episodes:
-    """Counts the rollouts of a run, reading each round's manifest once."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._next, self._count = run, 0, 0.0
-
-    def up_to(self, round: int) -> float:
-        """Rollouts of all sealed rounds up to this one; rounds are asked for in order."""
-        while self._next <= round:
-            slot = rollouts_slot(self._next)
-            manifest = committed_manifest(self._run.store, slot)
-            self._count += count_in(manifest, "rows", self._run.store.url_of(slot))
-            self._next += 1
-        return self._count

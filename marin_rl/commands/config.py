@@ -48,7 +48,12 @@ def init(
     Also a test of your code and a README. No file is overwritten. Without a template it lists them.
     """
     if only_list or template is None:
-        _print_templates(as_json=as_json)
+        folders, single = _templates()
+        heads = {name: path / "README.md" for name, path in folders.items()} | single
+        for name, path in heads.items():
+            about = path.read_text().partition("\n")[0].lstrip("# ")
+            facts = {"template": name, "about": about}
+            print_result(facts, f"{name:<12} {about}", as_json=as_json)
         return
     files = _files_of(template)
     existing = [name for name in files if os.path.lexists(folder / name)]
@@ -68,16 +73,6 @@ def init(
     if folder != Path():
         print_info(f"\nGo there first:\n  cd {shlex.quote(str(folder))}")
     try_next(f"doctor {template}.yaml", f"run {template}.yaml")
-
-
-def _print_templates(*, as_json: bool) -> None:
-    """Print each template with the first line of its README, or of its configuration."""
-    folders, single = _templates()
-    heads = {name: path / "README.md" for name, path in folders.items()} | single
-    for name, path in heads.items():
-        about = path.read_text().partition("\n")[0].lstrip("# ")
-        facts = {"template": name, "about": about}
-        print_result(facts, f"{name:<12} {about}", as_json=as_json)
 
 
 def _templates() -> tuple[dict[str, Path], dict[str, Path]]:

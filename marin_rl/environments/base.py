@@ -287,5 +287,4 @@ def _checked(component: RewardComponent) -> RewardComponent:
 
 
 def reward_of(components: tuple[RewardComponent, ...]) -> float:
-    """Sum of `weight * value`."""
     return float(sum(component.weight * component.value for component in components))

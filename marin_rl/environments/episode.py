@@ -115,7 +115,6 @@ class OneShot:
         return self._example.messages, ()
 
     async def step(self, turn: Turn) -> StepResult:
-        """The end: the completion is scored with its group."""
         return StepResult(done=True)
 
     async def close(self) -> None:

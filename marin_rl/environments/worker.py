@@ -110,7 +110,6 @@ class Episodes:
     def call(
         self, request: Mapping[str, Any]
     ) -> tuple[Coroutine[Any, Any, bytes], AbstractContextManager[object]]:
-        """See `isolated.worker.Handler`."""
         number, operation, argument = (request[k] for k in ("episode", "operation", "argument"))
         state = self._random.get(number, nullcontext())
         if operation == "start":

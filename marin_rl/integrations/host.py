@@ -48,7 +48,6 @@ class Host:
         self._states: dict[int, Any] = {}
 
     def call(self, request: dict[str, Any]) -> Any:
-        """The call that answers a request, and the context around its slices."""
         state = self._states.get(request.get("episode", -1), nullcontext())
         if "seed" in request:
             state = worker.RandomState(request["seed"])

@@ -166,7 +166,6 @@ class HeldOutRows:
         return iter(self._rows)
 
     def row(self, seed: int, index: int, split: Split) -> dict[str, Any]:
-        """Row number `seed + index` of a split, starting over at the end."""
         rows = self._rows[: self.size] if split == "train" else self._rows[self.size :]
         return rows[(seed + index) % len(rows)]
 
@@ -239,7 +238,6 @@ class Interpreter:
 
     @property
     def ended(self) -> bool:
-        """True once the process has ended and cannot answer."""
         return not self._worker.alive
 
     def ask(self, call: str, **arguments: Any) -> Any:

@@ -30,9 +30,7 @@ class Tracker(Protocol):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
-    def close(self) -> None:
-        """Flush and close."""
-        ...
+    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -58,7 +56,6 @@ class TensorBoard:
         self._writer.add_summary(Summary(value=scalars), step)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -175,7 +172,6 @@ class Trackers:
             board.log(metrics, step)
 
     def close(self) -> None:
-        """Close every board that still works."""
         for board in self._boards:
             board.close()
         self._boards.clear()

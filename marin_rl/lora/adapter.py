@@ -82,7 +82,6 @@ class LoraModule:
 
     @property
     def scale(self) -> float:
-        """Factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 

@@ -376,7 +376,6 @@ class Sample:
 
 
 def samples_of(rollout: Rollout) -> list[Sample]:
-    """The segments of a rollout, in order."""
     lengths = rollout.segment_lengths or (len(rollout.token_ids),)
     ends = list(accumulate(lengths))
     return [

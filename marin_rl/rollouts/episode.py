@@ -114,7 +114,14 @@ class EpisodeDriver:
         try:
             await all_of(member.begin() for member in members)
             prompt = _first_prompt([member.start for member in members], request.example)
-            self._check_tools(request.example, prompt.tools)
+            if any(message.tool_calls for message in request.example.messages):
+                raise InputError(
+                    f"example {request.example.example_id} has messages that call tools: expected "
+                    "them in the messages that its episode starts with"
+                )
+            # Tools that the chat template cannot carry are refused before anything is sampled.
+            if prompt.tools and self.client.gives_ids:
+                self.reader.check(prompt.tools)
             able = [member for member in members if isinstance(member.start, Start)]
             firsts = await self.first_turns(request, prompt, [member.index for member in able])
             for member, first in zip(able, firsts, strict=True):
@@ -171,19 +178,6 @@ class EpisodeDriver:
         if self.tool_turns is None:
             raise InputError("an episode offers tools: expected a driver with `tool_turns`")
         return self.tool_turns
-
-    def _check_tools(self, example: Example, tools: Sequence[Tool]) -> None:
-        """Refuse tools that the policy's chat template cannot carry, before anything is sampled.
-
-        Raises InputError.
-        """
-        if any(message.tool_calls for message in example.messages):
-            raise InputError(
-                f"example {example.example_id} has messages that call tools: expected them in the "
-                "messages that its episode starts with"
-            )
-        if tools and self.client.gives_ids:
-            self.reader.check(tools)
 
 
 @dataclass(slots=True)

@@ -69,8 +69,6 @@ class ReplayedTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedEpisode:
-    """A rollout that was played again."""
-
     rollout_id: str
     finish_reason: str
     turns: tuple[ReplayedTurn, ...]

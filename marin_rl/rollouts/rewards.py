@@ -45,8 +45,6 @@ class RewardIdentity:
 
 @runtime_checkable
 class RewardScorer(Protocol):
-    """A reward model that is ready to score."""
-
     @property
     def identity(self) -> RewardIdentity: ...
 
@@ -57,8 +55,6 @@ class RewardScorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelSlot:
-    """Slot of the configured reward model, and its manifest."""
-
     run: Run
     ref: SlotRef
     identity: RewardIdentity

@@ -235,7 +235,6 @@ class ProgressMeter:
     rewards: list[float] = field(default_factory=list)
 
     def count(self, group: RolloutGroup) -> None:
-        """Add a finished group to the totals, and publish them."""
         self.done += 1
         self.tokens += sum(rollout.n_completion_tokens for rollout in group.rollouts)
         self.rewards += [r.reward for r in group.rollouts if r.reward is not None]

@@ -134,7 +134,14 @@ def restore_checkpoint(
             tree = _handler().restore(epath.Path(folder))
     tree = {name: branch for name, branch in tree.items() if name not in unasked}
     # Digests prove the bytes; they do not prove that the arrays fit this model.
-    _check_like(tree, like, run.store.url_of(ref.slot))
+    shapes, expected = _shapes(tree), _shapes(like)
+    if shapes != expected:
+        array = sorted(set(shapes.items()) ^ set(expected.items()))[0][0]
+        raise CorruptObject(
+            f"{run.store.url_of(ref.slot)}: array {array} expected "
+            f"{expected.get(array, 'absent')}, found {shapes.get(array, 'absent')}: the checkpoint "
+            "is of another model than the configuration describes"
+        )
     return tree
 
 
@@ -160,7 +167,6 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
         _save(folder, arrays)
 
         def seal(file: Path) -> Part:
-            """Make a file durable, and describe it."""
             relative = file.relative_to(folder).as_posix()
             key = f"{prefix}/{relative}"
             if target is None:
@@ -287,17 +293,6 @@ def _read_array(run: Run, slot: str, key: str) -> pa.Buffer:
             f"{run.store.url_of(key)} was pruned by the run's retention: expected a checkpoint "
             f"with its arrays; `marin-rl status {run.run_id}` shows the latest, which is kept"
         ) from None
-
-
-def _check_like(tree: Tree, like: Tree, source: str) -> None:
-    shapes, expected = _shapes(tree), _shapes(like)
-    if shapes != expected:
-        name = sorted(set(shapes.items()) ^ set(expected.items()))[0][0]
-        raise CorruptObject(
-            f"{source}: array {name} expected {expected.get(name, 'absent')}, found "
-            f"{shapes.get(name, 'absent')}: the checkpoint is of another model than the "
-            "configuration describes"
-        )
 
 
 def _shapes(tree: Tree) -> dict[str, str]:

@@ -74,7 +74,6 @@ class BatchWriter:
         )
 
     def write(self, rows: StepRows) -> None:
-        """Append the next step as one row group."""
         count = len(rows.rollout_ids)
         columns = [
             pa.array(np.full(count, self.steps, np.int32)),

@@ -56,7 +56,6 @@ class QueuePlace:
 
 
 def place_of(config: Config, number: int) -> QueuePlace:
-    """The place of the group with this number."""
     groups, shards = config.rollouts.groups_per_round, config.rollouts.shards_per_round
     round, group = divmod(number, groups)
     # The shard whose edges, groups * shard // shards, the group lies between.
@@ -143,7 +142,6 @@ class GroupQueue:
         return Counter(environment for _, environment in self._waiting)
 
     def places(self, round: int, shard: int) -> list[QueuePlace]:
-        """The places of a shard's groups, in order."""
         config = self._run.config
         first = round * config.rollouts.groups_per_round
         numbers = range(first, first + config.rollouts.groups_per_round)

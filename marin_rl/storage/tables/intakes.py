@@ -80,7 +80,6 @@ class Settled:
         return {*range(max(numbers.start, self.floor), numbers.stop)} - self.above
 
     def with_numbers(self, numbers: Iterable[int]) -> "Settled":
-        """These and further numbers."""
         above, floor = {*self.above, *(n for n in numbers if n >= self.floor)}, self.floor
         # Kept small: nearly all numbers are below the floor, and a record lists only those above.
         while floor in above:
@@ -210,7 +209,13 @@ def commit_intake(run: Run, intake: Intake) -> SlotRef:
 
 def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Manifest:
     """The record of an intake, which is yet to be committed."""
-    parents = _parents(run, intake.round)
+    parents: tuple[Parent, ...] = ()
+    if intake.round:
+        # Its digest is part of the fingerprint, so intakes form one chain: no group is taken by two
+        # of them.
+        before = read_manifest(run.store, intake_slot(intake.round - 1))
+        assert before is not None, "rounds take their groups in turn"
+        parents = (parent_of(ref_of(before[0])),)
     # Of the settings alone: what was seen is this record's to say, and the first one's.
     content = {
         "round": intake.round,
@@ -279,16 +284,6 @@ def _entries(
     pack = "" if alone else name
     for number in range(first, first + count):
         yield Entry(number, sha256, int(version), str(reason), pack)
-
-
-def _parents(run: Run, round: int) -> tuple[Parent, ...]:
-    if not round:
-        return ()
-    # Its digest is part of the fingerprint, so intakes form one chain: no group is taken by two of
-    # them.
-    before = read_manifest(run.store, intake_slot(round - 1))
-    assert before is not None, "rounds take their groups in turn"
-    return (parent_of(ref_of(before[0])),)
 
 
 def read_intake(run: Run, round: int) -> Intake:

@@ -91,7 +91,6 @@ def chunk_size(config: Config) -> int:
 
 
 def numbers_of(config: Config, chunk: int) -> range:
-    """Numbers of the groups of a chunk."""
     size = chunk_size(config)
     return range(chunk * size, (chunk + 1) * size)
 

@@ -43,8 +43,6 @@ SAMPLE_SHARDS = 1  # of the first and of the last round
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An object of an archive."""
-
     name: str
     bytes: int
     sha256: str
