@@ -22,8 +22,7 @@ from marin_rl.lora.adapter import (
     module_name,
     policy_digest,
 )
-from marin_rl.lora.configured import configured_modules
-from marin_rl.lora.peft import check_adapter_folder, read_peft, write_peft
+from marin_rl.lora.peft import check_adapter_folder, configured_modules, read_peft, write_peft
 
 __all__ = [
     "ALL_LINEAR",
