@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
+from marin_rl.commands import options as opt
 from marin_rl.commands.options import (
-    AsJson,
-    AsJsonLines,
-    ConfigFile,
-    ConfigRoot,
-    Overrides,
-    RunId,
     load,
     out,
     print_info,
@@ -41,7 +36,7 @@ def init(
     folder: Annotated[Path, typer.Argument(help="folder to write to")] = Path(),
     *,
     only_list: Annotated[bool, typer.Option("--list", help="list the templates and stop")] = False,
-    as_json: AsJsonLines = False,
+    as_json: opt.AsJsonLines = False,
 ) -> None:
     """Write a first configuration, prompts and a reward.
 
@@ -99,12 +94,12 @@ def _files_of(template: str) -> dict[str, bytes]:
 
 
 def config_show(
-    config_file: ConfigFile,
+    config_file: opt.ConfigFile,
     *,
-    run_id: RunId = None,
-    root: ConfigRoot = None,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Print the resolved configuration, defaults included."""
     config = load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
@@ -128,12 +123,12 @@ def _unused(config: "Config") -> Iterator[str]:
 
 
 def config_validate(
-    config_file: ConfigFile,
+    config_file: opt.ConfigFile,
     *,
-    run_id: RunId = None,
-    root: ConfigRoot = None,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Check a configuration; exit code 2 and the wrong keys if it is not valid."""
     config = load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
@@ -142,7 +137,7 @@ def config_validate(
     print_result(facts, line, as_json=as_json)
 
 
-def recipes(*, as_json: AsJsonLines = False) -> None:
+def recipes(*, as_json: opt.AsJsonLines = False) -> None:
     """List the shipped recipes and what they set.
 
     One is used by `recipe: NAME` in a file, or by `--set recipe=NAME`.
@@ -159,7 +154,7 @@ def recipes(*, as_json: AsJsonLines = False) -> None:
         print_info(*(f"    {line}" for line in settings.splitlines()))
 
 
-def config_reference(*, as_json: AsJsonLines = False) -> None:
+def config_reference(*, as_json: opt.AsJsonLines = False) -> None:
     """Print every key as Markdown: docs/configuration.md."""
     from marin_rl.analysis.reference import configuration_keys, configuration_markdown
 
@@ -169,7 +164,7 @@ def config_reference(*, as_json: AsJsonLines = False) -> None:
     print_text(configuration_markdown())
 
 
-def config_metrics(*, as_json: AsJsonLines = False) -> None:
+def config_metrics(*, as_json: opt.AsJsonLines = False) -> None:
     """Print every metric with its formula as Markdown: docs/metrics.md."""
     from marin_rl.analysis.reference import metrics_markdown
     from marin_rl.metrics import DEFINITIONS

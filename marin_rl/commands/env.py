@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marin_rl.commands.options import (
-    ApiKeyVariable,
-    AsJsonLines,
-    ConfigRoot,
-    Overrides,
-    Trust,
-    key_named,
-    load,
-    out,
-    print_info,
-    print_json,
-)
+from marin_rl.commands import options as opt
+from marin_rl.commands.options import key_named, load, out, print_info, print_json
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +29,7 @@ Episodes = Annotated[int, typer.Option(min=1, max=100, help="number of episodes"
 Turns = Annotated[int, typer.Option(min=1, max=1000, help="turns of an episode, at most")]
 
 
-def env_list(*, as_json: AsJsonLines = False) -> None:
+def env_list(*, as_json: opt.AsJsonLines = False) -> None:
     """List the environments that a configuration may name."""
     from marin_rl.display.tables import frame_table
     from marin_rl.environments.registry import described_environments
@@ -59,13 +49,13 @@ def env_try(  # noqa: PLR0913 - each is an option of the command
         str | None, typer.Option(help="OpenAI base URL, ending in /v1; without it you play")
     ] = None,
     model: Annotated[str, typer.Option(help="model to ask the endpoint for")] = "policy",
-    api_key_variable: ApiKeyVariable = None,
+    api_key_variable: opt.ApiKeyVariable = None,
     episodes: Episodes = 3,
     turns: Turns = TURNS_MAX,
-    overrides: Overrides = None,
-    trust: Trust = False,
-    as_json: AsJsonLines = False,
-    root: ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJsonLines = False,
+    root: opt.ConfigRoot = None,
 ) -> None:
     """Play episodes with an endpoint, or by hand.
 
@@ -121,10 +111,10 @@ def env_check(
     *,
     episodes: Episodes = 3,
     turns: Turns = TURNS_MAX,
-    overrides: Overrides = None,
-    trust: Trust = False,
-    as_json: AsJsonLines = False,
-    root: ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJsonLines = False,
+    root: opt.ConfigRoot = None,
 ) -> None:
     """Check the laws of an environment; exit code 1 where one does not hold."""
     from marin_rl.rollouts.trial import check_laws

@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from marin_rl.commands.options import (
-    AsJson,
-    LatestRound,
-    Overrides,
-    Root,
-    Trust,
-    key_named,
-    out,
-    print_info,
-    print_json,
-)
+from marin_rl.commands import options as opt
+from marin_rl.commands.options import key_named, out, print_info, print_json
 from marin_rl.errors import ConfigError
 from marin_rl.progress import listening, phase
 
@@ -51,7 +42,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="new tokens per completion")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Parquet of rows")] = None,
-    round_number: LatestRound = None,
+    round_number: opt.LatestRound = None,
     endpoint: Annotated[str | None, typer.Option(help="OpenAI base URL, ending in /v1")] = None,
     model: Annotated[str | None, typer.Option(help="model to ask the endpoint for")] = None,
     api_key_variable: Annotated[
@@ -60,10 +51,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     config_file: Annotated[
         Path | None, typer.Option("--config", help="your own settings, as YAML")
     ] = None,
-    overrides: Overrides = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    overrides: opt.Overrides = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Evaluate a run, a model folder or an endpoint.
 

@@ -6,18 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marin_rl.commands.options import (
-    AsJson,
-    Overrides,
-    Root,
-    RunName,
-    Trust,
-    load,
-    print_error,
-    print_info,
-    print_json,
-    print_result,
-)
+from marin_rl.commands import options as opt
+from marin_rl.commands.options import load, print_error, print_info, print_json, print_result
 from marin_rl.errors import ConfigError
 from marin_rl.integrations import integration
 from marin_rl.progress import phase
@@ -32,7 +22,7 @@ PAIRS_SUFFIXES = (".jsonl", ".parquet")
 
 
 def export(  # noqa: PLR0913 - each is an option of the command
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="default: RUN.tar")] = None,
     everything: Annotated[bool, typer.Option("--all", help="every committed object")] = False,
@@ -62,10 +52,10 @@ def export(  # noqa: PLR0913 - each is an option of the command
             "--round", help="with --hf, --peft, --gguf one, the latest; with --format like 0-9, all"
         ),
     ] = None,
-    overrides: Overrides = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    overrides: opt.Overrides = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Write a run as one file, or what others read of it.
 
@@ -164,7 +154,7 @@ def import_(
     dtype: Annotated[
         str, typer.Option("--dtype", help="of the files: float32, bfloat16 or float16")
     ] = "bfloat16",
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Write the Hugging Face folder of a GGUF file.
 
@@ -199,7 +189,7 @@ def merge(
     push_to_hub: Annotated[
         str | None, typer.Option("--push-to-hub", help="upload as this repository, too")
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Write the model that an adapter makes of its base.
 
@@ -249,7 +239,7 @@ def _export_rollouts(
 
 
 def pairs(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
     output: Annotated[Path, typer.Option("--output", "-o", help="JSONL or Parquet file")],
     component: Annotated[
@@ -261,8 +251,8 @@ def pairs(
     rounds: Annotated[
         str | None, typer.Option("--round", help="like 3 or 0-9; default: all")
     ] = None,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Write preference pairs from the groups of a run.
 

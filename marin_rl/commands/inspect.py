@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from marin_rl.commands import options as opt
 from marin_rl.commands.options import (
-    AnyRunName,
-    AsJson,
-    AsJsonLines,
-    LatestRound,
-    Root,
-    RunName,
     out,
     print_error,
     print_info,
@@ -34,10 +29,10 @@ RolloutsMax = Annotated[
 
 
 def status(
-    run_name: AnyRunName = None,
+    run_name: opt.AnyRunName = None,
     *,
-    as_json: AsJsonLines = False,
-    root: Root = "runs",
+    as_json: opt.AsJsonLines = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Show rounds and latest metrics of one run or of all.
 
@@ -82,9 +77,9 @@ def _status_of_all(root: str, *, as_json: bool) -> None:
 
 
 def rollouts(  # noqa: PLR0913 - each is an option of the command
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
-    round_number: LatestRound = None,
+    round_number: opt.LatestRound = None,
     rollout: Annotated[
         str | None,
         typer.Option("--id", help="one rollout with all its turns: its id, or the end of it"),
@@ -104,8 +99,8 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
     max_turns: Annotated[
         int | None, typer.Option("--max-turns", min=0, help="only those with no more turns")
     ] = None,
-    as_json: AsJsonLines = False,
-    root: Root = "runs",
+    as_json: opt.AsJsonLines = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Show rollouts of a round: prompt, completion, reward.
 
@@ -148,7 +143,7 @@ def _print_rollouts(run: "Run", rows: Sequence[Mapping[str, Any]], *, as_dialogu
 
 
 def sql(
-    run_name: RunName,
+    run_name: opt.RunName,
     query: Annotated[
         str | None, typer.Argument(help="DuckDB's SQL; none: the tables and their columns")
     ] = None,
@@ -156,8 +151,8 @@ def sql(
     unsafe: Annotated[
         bool, typer.Option("--unsafe", help="let the query reach other files, and write")
     ] = False,
-    as_json: AsJsonLines = False,
-    root: Root = "runs",
+    as_json: opt.AsJsonLines = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Query the tables of a run with DuckDB.
 
@@ -180,7 +175,7 @@ def sql(
 
 
 def report(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
     output: Annotated[
         Path | None,
@@ -192,8 +187,8 @@ def report(
     groups: Groups = 4,
     members: Members = 4,
     rollouts_max: RolloutsMax = 1600,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Write a run as one HTML page.
 
@@ -233,15 +228,15 @@ def report(
 
 
 def view(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
     host: Annotated[str, typer.Option(help="a loopback address; others are refused")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 8765,
     groups: Groups = 4,
     members: Members = 4,
     rollouts_max: RolloutsMax = 1600,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Serve the page of a run on this machine, following it.
 

@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marin_rl.commands.options import (
-    AsJson,
-    LatestRound,
-    Overrides,
-    Root,
-    Round,
-    RunName,
-    Trust,
-    out,
-    print_info,
-    print_json,
-    print_result,
-)
+from marin_rl.commands import options as opt
+from marin_rl.commands.options import out, print_info, print_json, print_result
 from marin_rl.errors import ConfigError, ObjectMissing
 
 if TYPE_CHECKING:
@@ -30,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def lineage(  # noqa: PLR0913 - each is an option of the command
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
-    round_number: LatestRound = None,
+    round_number: opt.LatestRound = None,
     step: Annotated[int | None, typer.Option(min=0, help="one update of the round")] = None,
     row: Annotated[int | None, typer.Option(min=0, help="one row of its batch")] = None,
     rollout: Annotated[
@@ -45,8 +34,8 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     graph: Annotated[
         Path | None, typer.Option("--graph", help="write it as a Mermaid flowchart too: FILE.mmd")
     ] = None,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Trace an update back to text and code, or forward.
 
@@ -105,11 +94,11 @@ def _round_of(run: "Run", chosen: int | None) -> int:
 
 
 def diff(
-    first: RunName,
-    second: RunName,
+    first: opt.RunName,
+    second: opt.RunName,
     *,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Compare the settings and curves of two runs.
 
@@ -135,12 +124,12 @@ def diff(
 
 
 def replay_step(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
-    round_number: Round,
-    trust: Trust = False,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    round_number: opt.Round,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Train a round again, and compare every bit.
 
@@ -171,7 +160,7 @@ def replay_step(
 
 
 def replay_episode(
-    run_name: RunName,
+    run_name: opt.RunName,
     rollout_id: Annotated[
         str | None, typer.Argument(metavar="ID", help="such as round-00003/group-00002/001")
     ] = None,
@@ -179,9 +168,9 @@ def replay_episode(
     round_number: Annotated[
         int | None, typer.Option("--round", min=0, help="all rollouts of this round")
     ] = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Step an environment again, and compare each answer.
 
@@ -222,14 +211,14 @@ def replay_episode(
 
 
 def rescore(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
-    round_number: Round,
+    round_number: opt.Round,
     reward: Annotated[str, typer.Option("--reward", help="FILE.py:function or module:function")],
     name: Annotated[str, typer.Option("--name", help="of the table; versions count up under it")],
-    trust: Trust = False,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Score a round with another reward function.
 
@@ -253,15 +242,15 @@ def rescore(
 
 
 def reprocess(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
-    round_number: Round,
-    overrides: Overrides = None,
+    round_number: opt.Round,
+    overrides: opt.Overrides = None,
     rewards: Annotated[str | None, typer.Option("--rewards", help="a table of `rescore`")] = None,
     gradient: Annotated[bool, typer.Option(help="compare gradients too, which takes JAX")] = True,
-    trust: Trust = False,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Process a round with other settings, and compare.
 

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from marin_rl.commands import options as opt
 from marin_rl.commands.options import (
     ROOT_VARIABLE,
-    ApiKeyVariable,
-    AsJson,
-    ConfigFile,
-    ConfigRoot,
-    Overrides,
-    RunId,
-    Trust,
     err,
     key_named,
     load,
@@ -44,16 +38,16 @@ MORE_ROUNDS = 20  # that the line to continue a finished run proposes
 
 
 def run(  # noqa: PLR0913 - each is an option of the command
-    config_file: ConfigFile,
+    config_file: opt.ConfigFile,
     *,
-    run_id: RunId = None,
-    root: ConfigRoot = None,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
     rounds: Annotated[int | None, typer.Option("--rounds", help="rounds to reach")] = None,
-    overrides: Overrides = None,
-    api_key_variable: ApiKeyVariable = None,
-    trust: Trust = False,
+    overrides: opt.Overrides = None,
+    api_key_variable: opt.ApiKeyVariable = None,
+    trust: opt.Trust = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and stop")] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Start a run, or continue it where it stopped.
 
@@ -81,13 +75,13 @@ def run(  # noqa: PLR0913 - each is an option of the command
 
 
 def sft(
-    config_file: ConfigFile,
+    config_file: opt.ConfigFile,
     *,
-    run_id: RunId = None,
-    root: ConfigRoot = None,
-    overrides: Overrides = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Run only the supervised warm start of a run."""
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
@@ -109,13 +103,13 @@ def sft(
 
 
 def reward_model(
-    config_file: ConfigFile,
+    config_file: opt.ConfigFile,
     *,
-    run_id: RunId = None,
-    root: ConfigRoot = None,
-    overrides: Overrides = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Train a reward model from preference pairs.
 
@@ -129,16 +123,16 @@ def reward_model(
 
 
 def preference(
-    config_file: ConfigFile,
+    config_file: opt.ConfigFile,
     *,
     from_run: Annotated[
         Path | None, typer.Option("--from-run", help="folder of a run whose groups give the pairs")
     ] = None,
-    run_id: RunId = None,
-    root: ConfigRoot = None,
-    overrides: Overrides = None,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Train a policy on preference pairs: DPO and others.
 

@@ -7,16 +7,8 @@ from typing import Annotated
 
 import typer
 
-from marin_rl.commands.options import (
-    AsJsonLines,
-    LatestRound,
-    Overrides,
-    Root,
-    Trust,
-    key_named,
-    print_error,
-    print_json,
-)
+from marin_rl.commands import options as opt
+from marin_rl.commands.options import key_named, print_error, print_json
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.machine import share_one_heap
@@ -64,23 +56,23 @@ def serve(  # noqa: PLR0913 - each is an option that people type
         str | None, typer.Argument(metavar="RUN", help="run id; a checkpoint of it is served")
     ] = None,
     *,
-    round_number: LatestRound = None,
+    round_number: opt.LatestRound = None,
     model: Annotated[Path | None, typer.Option("--model", help="Hugging Face folder")] = None,
     adapter: Adapters = None,
     config_file: ServingConfig = None,
-    overrides: Overrides = None,
+    overrides: opt.Overrides = None,
     api_key_variable: KeyVariable = None,
     admin_key_variable: AdminKeyVariable = None,
-    trust: Trust = False,
+    trust: opt.Trust = False,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    root: Root = "runs",
+    root: opt.Root = "runs",
     follow: Follow = False,
     poll_s: Poll = 2.0,
     register: Register = False,
     labels: Labels = None,
     announce: Announce = None,
-    as_json: AsJsonLines = False,
+    as_json: opt.AsJsonLines = False,
 ) -> None:
     """Serve a run or a model folder as an OpenAI server.
 

@@ -6,19 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marin_rl.commands.options import (
-    ApiKeyVariable,
-    AsJsonLines,
-    ConfigFile,
-    ConfigRoot,
-    Overrides,
-    RunId,
-    Trust,
-    key_named,
-    load,
-    print_error,
-    print_json,
-)
+from marin_rl.commands import options as opt
+from marin_rl.commands.options import key_named, load, print_error, print_json
 from marin_rl.errors import ConfigError
 from marin_rl.integrations import integration
 
@@ -27,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
-    config_file: ConfigFile,
+    config_file: opt.ConfigFile,
     *,
-    run_id: RunId = None,
-    root: ConfigRoot = None,
-    overrides: Overrides = None,
-    api_key_variable: ApiKeyVariable = None,
-    trust: Trust = False,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    api_key_variable: opt.ApiKeyVariable = None,
+    trust: opt.Trust = False,
     host: Annotated[
         str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="MARIN_RL_PORT", help="0 takes a free one")] = 8000,
-    as_json: AsJsonLines = False,
+    as_json: opt.AsJsonLines = False,
 ) -> None:
     """Receive rollouts from environments of atropos.
 
@@ -70,14 +59,14 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
 
 
 def poll_trajectories(
-    config_file: ConfigFile,
+    config_file: opt.ConfigFile,
     *,
     url: Annotated[str, typer.Option(help="API server of atropos, such as http://127.0.0.1:8000")],
-    run_id: RunId = None,
-    root: ConfigRoot = None,
-    overrides: Overrides = None,
-    trust: Trust = False,
-    as_json: AsJsonLines = False,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJsonLines = False,
 ) -> None:
     """Take rollouts from an API server of atropos.
 

@@ -11,17 +11,9 @@ from typing import Annotated
 
 import typer
 
+from marin_rl.commands import options as opt
 from marin_rl.commands.config import demo_configuration
 from marin_rl.commands.options import (
-    ApiKeyVariable,
-    AsJson,
-    AsJsonLines,
-    ConfigRoot,
-    Overrides,
-    Root,
-    RunId,
-    RunName,
-    Trust,
     key_named,
     load,
     out,
@@ -38,12 +30,12 @@ def doctor(
         typer.Argument(metavar="CONFIG|RUN", help="as of `run`; default: the demo's configuration"),
     ] = None,
     *,
-    run_id: RunId = None,
-    root: ConfigRoot = None,
-    overrides: Overrides = None,
-    api_key_variable: ApiKeyVariable = None,
-    trust: Trust = False,
-    as_json: AsJsonLines = False,
+    run_id: opt.RunId = None,
+    root: opt.ConfigRoot = None,
+    overrides: opt.Overrides = None,
+    api_key_variable: opt.ApiKeyVariable = None,
+    trust: opt.Trust = False,
+    as_json: opt.AsJsonLines = False,
 ) -> None:
     """Check storage, model, devices and endpoints.
 
@@ -67,7 +59,9 @@ def doctor(
         raise typer.Exit(1)
 
 
-def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs") -> None:
+def audit(
+    run_name: opt.RunName, *, as_json: opt.AsJsonLines = False, root: opt.Root = "runs"
+) -> None:
     """Check that every rollout is accounted for.
 
     Exit code 1 if not. Reads nothing but files. Cells are rollouts / tokens. Length bias is the
@@ -104,13 +98,13 @@ def audit(run_name: RunName, *, as_json: AsJsonLines = False, root: Root = "runs
 
 
 def fsck(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
     workers: Annotated[
         int | None, typer.Option(min=1, help="threads; default: one per core, 16 on object stores")
     ] = None,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Check that all objects of a run are there, unchanged.
 
@@ -137,12 +131,12 @@ def fsck(
 
 
 def verify_metrics(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
     round_number: Annotated[int | None, typer.Option("--round", min=0, help="default: all")] = None,
-    trust: Trust = False,
-    as_json: AsJsonLines = False,
-    root: Root = "runs",
+    trust: opt.Trust = False,
+    as_json: opt.AsJsonLines = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Recompute metrics from the other files.
 
@@ -168,7 +162,7 @@ def verify(
     archive: Annotated[Path, typer.Argument(help="a file that `export` wrote")],
     *,
     root_hash: Annotated[str | None, typer.Option("--root-hash", help="expected root hash")] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Check an exported run offline.
 
@@ -198,15 +192,15 @@ metrics.command("verify")(verify_metrics)
 
 
 def fork(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
     from_round: Annotated[
         int, typer.Option("--round", min=0, help="first round of the fork's own")
     ],
     run_id: Annotated[str, typer.Option("--run-id", help="name of the fork")],
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    overrides: opt.Overrides = None,
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Make a run that shares its first rounds with another.
 
@@ -238,7 +232,7 @@ def fork(
 
 
 def gc(
-    run_name: RunName,
+    run_name: opt.RunName,
     *,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="list objects, delete nothing")
@@ -249,8 +243,8 @@ def gc(
     checkpoints_every: Annotated[
         int | None, typer.Option("--keep-every", min=1, help="and those of every n-th round")
     ] = None,
-    as_json: AsJson = False,
-    root: Root = "runs",
+    as_json: opt.AsJson = False,
+    root: opt.Root = "runs",
 ) -> None:
     """Delete unreferenced files and old checkpoints.
 
