@@ -14,16 +14,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from marin_rl.config import Config, fingerprint_fields
+from marin_rl.storage import layout
 from marin_rl.storage.commits import fingerprint
-from marin_rl.storage.layout import (
-    group_of_piece,
-    piece_name,
-    pieces_folder,
-    round_name,
-    round_of,
-    shard_key,
-    shard_of,
-)
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import TableReader, load_or_none, load_readable
 from marin_rl.storage.tables.rollouts import commit_groups, decode_shard
@@ -52,7 +44,7 @@ class QueuePlace:
 
     @property
     def group_id(self) -> str:
-        return f"{round_name(self.round)}/group-{self.group:05d}"
+        return f"{layout.round_name(self.round)}/group-{self.group:05d}"
 
 
 def place_of(config: Config, number: int) -> QueuePlace:
@@ -156,7 +148,7 @@ class GroupQueue:
 
     def _collected(self, place: QueuePlace) -> dict[str, str] | None:
         """The group that the shard of a place has there; None while that is not committed."""
-        key = shard_key(place.round, place.shard)
+        key = layout.shard_key(place.round, place.shard)
         data = load_or_none(self._run.store, key)
         if data is None:
             return None
@@ -178,19 +170,19 @@ class GroupQueue:
         return {name: stamp[name] for name in (DIGEST, ENVIRONMENT)}
 
     def _key(self, place: QueuePlace) -> str:
-        folder = pieces_folder(place.round, place.shard, self._fingerprint)
-        return f"{folder}/{piece_name(place.group_id.rpartition('/')[2], 0)}"
+        folder = layout.pieces_folder(place.round, place.shard, self._fingerprint)
+        return f"{folder}/{layout.piece_name(place.group_id.rpartition('/')[2], 0)}"
 
     def _ends(self) -> Iterator[int]:
         """Yield the number after each group that is committed, as a piece or in a shard."""
         rollouts = self._run.config.rollouts
         for key in self._run.store.list("rollouts"):
             _, name, *path = key.split("/")
-            round, inner = round_of(name), "/".join(path)
+            round, inner = layout.round_of(name), "/".join(path)
             if round is None:
                 continue
             first = round * rollouts.groups_per_round
-            shard, group = shard_of(inner), group_of_piece(inner)
+            shard, group = layout.shard_of(inner), layout.group_of_piece(inner)
             if shard is not None:
                 # A shard stands for all of its groups, whose pieces gc may have taken.
                 yield first + rollouts.groups_per_round * (shard + 1) // rollouts.shards_per_round

@@ -15,16 +15,8 @@ import pyarrow as pa
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CommitConflict, CorruptObject
+from marin_rl.storage import layout
 from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
-from marin_rl.storage.layout import (
-    STREAM,
-    claim_key,
-    claim_of,
-    numbers_in,
-    pack_of,
-    stream_group_of,
-    stream_key,
-)
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.group_log import WORKER
 from marin_rl.storage.tables.parquet import (
@@ -143,8 +135,8 @@ class GroupStream:
         Raises CommitConflict for groups of a worker with other settings, CorruptObject,
         NewerSchema, StoreUnavailable.
         """
-        keys = self.run.store.list(STREAM)
-        listed = [key for key in keys if numbers_in(key)]
+        keys = self.run.store.list(layout.STREAM)
+        listed = [key for key in keys if layout.numbers_in(key)]
         # An object may be gone because gc took it after a round had sealed its groups, so they must
         # not be taken again.
         known = {key: self.objects[key] for key in listed if key in self.objects}
@@ -174,7 +166,7 @@ class GroupStream:
             policy_version=policy_version,
             claimed_at=now,
         )
-        key, attempt = claim_key(chunk, number), new_attempt()
+        key, attempt = layout.claim_key(chunk, number), new_attempt()
         head = {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, "attempt": attempt}
         data = sealed_json({**head, **asdict(ours), "claimed_at": ours.claimed_at.isoformat()})
         source = self.run.store.url_of(key)
@@ -226,7 +218,7 @@ class GroupStream:
         """Read the latest claim of each chunk."""
         latest: dict[int, tuple[int, str]] = {}
         for key in keys:
-            if (claim := claim_of(key)) is not None:
+            if (claim := layout.claim_of(key)) is not None:
                 # The highest number: a later claim stands in the place of those that ran out.
                 latest[claim[0]] = max(latest.get(claim[0], (-1, "")), (claim[1], key))
         known = {
@@ -259,15 +251,15 @@ def _streamed_group(
         rollouts=len(statuses),
         # Equal rewards give no advantage: dynamic sampling counts the groups that differ.
         differs=len(valid) > 1,
-        pack="" if stream_group_of(key) is not None else key.rpartition("/")[2],
+        pack="" if layout.stream_group_of(key) is not None else key.rpartition("/")[2],
     )
 
 
 def number_in(key: str, group_id: str, source: str) -> int:
     """The number of a group of an object. Raises CorruptObject where it is not among its own."""
-    if (own := stream_group_of(key)) is not None:
+    if (own := layout.stream_group_of(key)) is not None:
         return own
-    numbers = pack_of(key)
+    numbers = layout.pack_of(key)
     assert numbers is not None, f"{key} is a pack"
     try:
         number = number_of(group_id)
@@ -293,7 +285,7 @@ def rows_by_group(table: pa.Table, key: str, source: str) -> Iterator[tuple[int,
 
 def groups_alone(run: Run, numbers: Sequence[int]) -> Iterator[RolloutGroup]:
     """Yield groups that an older version committed each by itself, those that are there."""
-    keys = [stream_key(number) for number in numbers]
+    keys = [layout.stream_key(number) for number in numbers]
     for key, data in zip(keys, iter_present(run.store, keys), strict=True):
         if data is not None:
             yield from groups_of(decode_shard(data, source=run.store.url_of(key)))

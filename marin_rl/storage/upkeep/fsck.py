@@ -19,15 +19,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject, MarinRLError, NewerSchema, ObjectMissing
-from marin_rl.storage.layout import (
-    BATCHES_PREFIX,
-    DISPOSITIONS_PREFIX,
-    SCORES_PREFIX,
-    code_key,
-    metrics_round_of,
-    shard_of,
-    shard_of_piece,
-)
+from marin_rl.storage import layout
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, read_record, stored_config
 from marin_rl.storage.runs import check_run_id, with_ancestors
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
@@ -73,7 +65,11 @@ Outcome = tuple[int, Fault | None]  # bytes that were read, and what is wrong
 Job = tuple[str, Callable[[], Outcome]]  # the place that is checked comes first
 Look = Callable[[TableReader], Fault | None]
 
-_PARTS = {SCORES_PREFIX: SCORES, DISPOSITIONS_PREFIX: DISPOSITIONS, BATCHES_PREFIX: BATCHES}
+_PARTS = {
+    layout.SCORES_PREFIX: SCORES,
+    layout.DISPOSITIONS_PREFIX: DISPOSITIONS,
+    layout.BATCHES_PREFIX: BATCHES,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +192,7 @@ class _Checks:
                 yield url(item.key), partial(_check_table, self.store, item.key, *table)
         named = files_in(self.record["config"] if self.record else None)
         copies = {item.key for item in self.inventory.of_role("code")}
-        for key in sorted(copies.union(map(code_key, named))):
+        for key in sorted(copies.union(map(layout.code_key, named))):
             yield url(key), partial(self._code, key)
 
     def _part(self, slot: Slot, name: str) -> Outcome:
@@ -233,14 +229,14 @@ class _Checks:
         """
         match item:
             case Item(role="shard" | "late shard" | "piece", slot=Slot(number=round), name=name):
-                shard = shard_of(shard_of_piece(name) or name)
+                shard = layout.shard_of(layout.shard_of_piece(name) or name)
                 expected = {"run_id": self._player(round), "round": round, "shard": shard}
                 return ROLLOUTS, partial(_misplaced, expected=expected)
             case Item(role="group" | "partial group"):
                 # A round after all forks: what waits in a stream is of this run alone.
                 return ROLLOUTS, partial(_misplaced, expected={"run_id": self._player(2**31)})
             case Item(role="metrics"):
-                round = metrics_round_of(item.key) or 0
+                round = layout.metrics_round_of(item.key) or 0
                 expected = {"run_id": self._player(round), "round": round}
 
                 def look(reader: TableReader) -> Fault | None:
@@ -277,7 +273,7 @@ class _Checks:
             data = load(self.store, key)
         except ObjectMissing:
             return 0, Fault("missing", place, f"{self.store.url_of(RUN_KEY)} names it")
-        if code_key(digest_of(data)) == key:
+        if layout.code_key(digest_of(data)) == key:
             return data.size, None
         detail = f"expected a file named by its SHA-256, found {digest_of(data)}"
         return data.size, Fault("altered", place, detail)

@@ -12,18 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.storage import layout
 from marin_rl.storage.commits import attempt_in
-from marin_rl.storage.layout import (
-    LEARNING_CURVE,
-    REPORT,
-    base_slot,
-    batches_slot,
-    checkpoint_slot,
-    intake_slot,
-    metrics_key,
-    metrics_round_of,
-    rollouts_slot,
-)
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import not_regular
 from marin_rl.storage.stores.store import KINDS, Ancestor
@@ -31,7 +21,9 @@ from marin_rl.storage.tables.metrics import JSONL_KEY, json_line
 from marin_rl.storage.tables.parquet import TableReader, load
 from marin_rl.storage.upkeep.inventory import MANIFEST, PARENT, Inventory, Slot
 
-TOP_FILES = frozenset(("run.json", ".lock", JSONL_KEY, LEARNING_CURVE, REPORT, *KINDS))
+TOP_FILES = frozenset(
+    ("run.json", ".lock", JSONL_KEY, layout.LEARNING_CURVE, layout.REPORT, *KINDS)
+)
 
 _BEGUN = re.compile(rb'\{"round": (\d{1,9}), ')
 _TORN = re.compile(rb'\{"round": \d{0,9},?')  # before it is known which round it was to be of
@@ -91,24 +83,29 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
         case "batches":
             # And those of the rounds just before it, whose groups it may use again.
             first = number - len(parents) + 1
-            earlier = [batches_slot(n) for n in range(first, number)] if first >= 0 else []
-            return list(parents) == [rollouts_slot(number), *earlier]
+            earlier = [layout.batches_slot(n) for n in range(first, number)] if first >= 0 else []
+            return list(parents) == [layout.rollouts_slot(number), *earlier]
         case "evals":
-            return list(parents) == [checkpoint_slot(number)]
+            return list(parents) == [layout.checkpoint_slot(number)]
         case "intakes":
-            return list(parents) == ([intake_slot(number - 1)] if number else [])
+            return list(parents) == ([layout.intake_slot(number - 1)] if number else [])
         case "rollouts":
-            if list(parents) == [intake_slot(number)]:
+            if list(parents) == [layout.intake_slot(number)]:
                 return True
             # Any earlier checkpoint: sampling may run ahead of training.
-            return len(parents) == 1 and parents[0] in map(checkpoint_slot, range(number + 1))
+            return len(parents) == 1 and parents[0] in map(
+                layout.checkpoint_slot, range(number + 1)
+            )
         case "checkpoints" if number:
-            return list(parents) == [checkpoint_slot(number - 1), batches_slot(number - 1)]
+            return list(parents) == [
+                layout.checkpoint_slot(number - 1),
+                layout.batches_slot(number - 1),
+            ]
         case "checkpoints" | "sft" | "base":
             # A base is no parent of its own: a manifest cannot name itself.
-            return {parent.partition("/")[0] for parent in parents} <= {"sft", base_slot()}
+            return {parent.partition("/")[0] for parent in parents} <= {"sft", layout.base_slot()}
         case _:  # pairs, and what learns from them
-            kinds = ("pairs", slot.kind, "sft", base_slot())
+            kinds = ("pairs", slot.kind, "sft", layout.base_slot())
             return all(parent.partition("/")[0] in kinds for parent in parents)
 
 
@@ -116,7 +113,7 @@ def gap_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     """Missing commits that later commits imply; for parents, see `link_faults`."""
     for place, proof in inventory.lost.items():
         if proof is not PARENT:
-            key = place if metrics_round_of(place) is not None else f"{place}/{MANIFEST}"
+            key = place if layout.metrics_round_of(place) is not None else f"{place}/{MANIFEST}"
             yield Fault("missing", store.url_of(key), proof)
 
 
@@ -200,7 +197,7 @@ class MetricsLines:
         expected = json_line(reader.table(reader.schema).to_pylist()[0])
         for line in lines:
             if not expected.startswith(line):  # a torn one is its beginning
-                detail = f"its line of round {round} is not what {metrics_key(round)} says"
+                detail = f"its line of round {round} is not what {layout.metrics_key(round)} says"
                 return Fault("altered", self.place, detail)
         return None
 
@@ -209,7 +206,7 @@ class MetricsLines:
         for round in sorted(self.by_round.keys() - inventory.closed):
             if any(line.endswith(b"}") for line in self.by_round[round]):
                 detail = f"{JSONL_KEY} has a line of that round"
-                yield Fault("missing", store.url_of(metrics_key(round)), detail)
+                yield Fault("missing", store.url_of(layout.metrics_key(round)), detail)
 
 
 def read_lines(store: ObjectStore, inventory: Inventory) -> MetricsLines:

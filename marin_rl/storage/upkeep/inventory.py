@@ -12,21 +12,9 @@ from functools import cached_property
 from typing import Literal
 
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing
+from marin_rl.storage import layout
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.fleet import FLEET
-from marin_rl.storage.layout import (
-    batches_slot,
-    checkpoint_slot,
-    evals_slot,
-    metrics_key,
-    metrics_round_of,
-    numbers_in,
-    partial_of,
-    rollouts_slot,
-    round_of,
-    shard_of,
-    shard_of_piece,
-)
 from marin_rl.storage.run_progress import optimizer_round
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.store import is_private
@@ -138,9 +126,9 @@ class Slot:
             return "temporary"
         if name in self.parts:
             return "part"
-        if self.kind == "rollouts" and shard_of(name) is not None:
+        if self.kind == "rollouts" and layout.shard_of(name) is not None:
             return "shard" if self.manifest is None else "late shard"
-        if self.kind == "rollouts" and (shard := shard_of_piece(name)) is not None:
+        if self.kind == "rollouts" and (shard := layout.shard_of_piece(name)) is not None:
             # A sealed round has all its groups in shards: none of its pieces is needed.
             collected = self.manifest is not None or shard in self.names
             return "collected piece" if collected else "piece"
@@ -185,11 +173,11 @@ def _role_outside(key: str) -> Role:
     top = key.partition("/")[0]
     if is_temporary(key):
         return "temporary"
-    if numbers_in(key):
+    if layout.numbers_in(key):
         return "group"
-    if partial_of(key) is not None:
+    if layout.partial_of(key) is not None:
         return "partial group"
-    if metrics_round_of(key) is not None:
+    if layout.metrics_round_of(key) is not None:
         return "metrics"
     if top == FLEET:
         return "heartbeat"
@@ -233,7 +221,7 @@ def take_inventory(store: ObjectStore) -> Inventory:
 
 def _look_again(store: ObjectStore, place: str, keys: set[str], slots: dict[str, Slot]) -> None:
     """Add objects that have come into a slot, or under the key of metrics."""
-    if metrics_round_of(place) is not None:
+    if layout.metrics_round_of(place) is not None:
         with suppress(ObjectMissing, CorruptObject):  # a link in the folder's place: fsck names it
             store.size(place)
             keys.add(place)
@@ -260,16 +248,20 @@ def _proofs(slots: Mapping[str, Slot], keys: Iterable[str]) -> dict[str, str]:
             proofs[slot] = f"{key} was made from it"
     # Metrics are committed after the slots of their round, and before the next round is trained.
     for round in _closed_rounds(keys):
-        why = f"{metrics_key(round)} says that the round was trained"
-        made = rollouts_slot(round), batches_slot(round), checkpoint_slot(round + 1)
+        why = f"{layout.metrics_key(round)} says that the round was trained"
+        made = (
+            layout.rollouts_slot(round),
+            layout.batches_slot(round),
+            layout.checkpoint_slot(round + 1),
+        )
         proofs |= dict.fromkeys(made, why)
     batches = [s for s in slots.values() if s.kind == "batches" and s.manifest and s.number]
     why = "{} was made after that round was closed"
-    proofs |= {metrics_key(slot.number - 1): why.format(slot.slot) for slot in batches}
+    proofs |= {layout.metrics_key(slot.number - 1): why.format(slot.slot) for slot in batches}
     trained = {slot.number for slot in slots.values() if slot.kind == "checkpoints" and slot.seen}
     why = "{} was trained after that round was closed"
     proofs |= {
-        metrics_key(number - 1): why.format(checkpoint_slot(number + 1))
+        layout.metrics_key(number - 1): why.format(layout.checkpoint_slot(number + 1))
         for number in trained
         if number and number + 1 in trained
     }
@@ -288,10 +280,10 @@ def _unseen(
 def scored_slot(key: str) -> str | None:
     """The slot of the rollouts that a reward table is about; None for other keys."""
     top, _, path = key.partition("/")
-    round = round_of(path.partition("/")[0])
+    round = layout.round_of(path.partition("/")[0])
     if top != "rewards" or round is None or is_private(key) or not key.endswith(".parquet"):
         return None
-    return rollouts_slot(round)
+    return layout.rollouts_slot(round)
 
 
 def _evaluations(
@@ -299,20 +291,20 @@ def _evaluations(
 ) -> dict[str, str]:
     """Evaluations that were not seen committed, and that metrics tell of."""
     rounds = sorted(_closed_rounds(keys))
-    unseen = [r for r in rounds if (s := slots.get(evals_slot(r))) is None or not s.seen]
-    buffers = load_readable(store, [metrics_key(round) for round in unseen])
+    unseen = [r for r in rounds if (s := slots.get(layout.evals_slot(r))) is None or not s.seen]
+    buffers = load_readable(store, [layout.metrics_key(round) for round in unseen])
     evaluations = dict[str, str]()
     for round, data in zip(unseen, buffers, strict=True):
-        key = metrics_key(round)
+        key = layout.metrics_key(round)
         with suppress(CorruptObject, NewerSchema):  # faults of those metrics
             reader = None if data is None else TableReader(data, store.url_of(key), METRICS)
             if reader and any(name.startswith("eval/") for name in reader.schema.names):
-                evaluations[evals_slot(round)] = f"{key} has what the evaluation measured"
+                evaluations[layout.evals_slot(round)] = f"{key} has what the evaluation measured"
     return evaluations
 
 
 def _closed_rounds(keys: Iterable[str]) -> frozenset[int]:
-    rounds = map(metrics_round_of, keys)
+    rounds = map(layout.metrics_round_of, keys)
     return frozenset(round for round in rounds if round is not None)
 
 

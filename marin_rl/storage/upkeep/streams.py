@@ -8,17 +8,8 @@ from dataclasses import dataclass
 
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject, NewerSchema
+from marin_rl.storage import layout
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.layout import (
-    STREAM,
-    batches_slot,
-    claim_of,
-    intake_slot,
-    numbers_in,
-    partial_of,
-    popped_batch_of,
-    rollouts_slot,
-)
 from marin_rl.storage.runs import Run, rounds_in
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.intakes import Intake, Settled, intake_in
@@ -41,19 +32,19 @@ def collected_keys(config: Config, inventory: Inventory) -> Iterator[str]:
 
 def taken_batches(inventory: Inventory) -> Iterator[str]:
     """Batches of a server of trajectories whose groups are all committed: those before the last."""
-    numbers = {key: n for key in inventory.keys if (n := popped_batch_of(key)) is not None}
+    numbers = {key: n for key in inventory.keys if (n := layout.popped_batch_of(key)) is not None}
     last = max(numbers.values(), default=0)
     return (key for key, number in numbers.items() if number < last)
 
 
 def _settled_keys(config: Config, keys: Iterable[str], settled: Settled) -> Iterator[str]:
     for key in keys:
-        if (claim := claim_of(key)) is not None:
+        if (claim := layout.claim_of(key)) is not None:
             numbers = numbers_of(config, claim[0])
-        elif (partial := partial_of(key)) is not None:
+        elif (partial := layout.partial_of(key)) is not None:
             numbers = range(partial, partial + 1)
         else:
-            numbers = numbers_in(key)
+            numbers = layout.numbers_in(key)
         # A pack stays until no one goes on with its chunk, for chains have no gaps.
         if numbers and all(n in settled for n in numbers):
             yield key
@@ -64,11 +55,11 @@ def collected_now(run: Run) -> list[str]:
     # The latest one may not be sealed yet.
     for round in reversed(rounds_in(run.folder, "intakes")[-2:]):
         # Both: until the round is sealed its groups are the only copy of them.
-        intake = read_manifest(run.folder, intake_slot(round))
-        if intake is None or read_manifest(run.folder, rollouts_slot(round)) is None:
+        intake = read_manifest(run.folder, layout.intake_slot(round))
+        if intake is None or read_manifest(run.folder, layout.rollouts_slot(round)) is None:
             continue
         settled = intake_in(intake[0], run.folder.url_of).settled
-        return list(_settled_keys(run.config, run.folder.list(STREAM), settled))
+        return list(_settled_keys(run.config, run.folder.list(layout.STREAM), settled))
     return []
 
 
@@ -99,14 +90,14 @@ class Unfinished:
 
 def unfinished_groups(run: Run) -> Unfinished:
     """Groups that a policy has begun and a later one will go on with: not generated yet."""
-    keys = run.store.list(STREAM)
+    keys = run.store.list(layout.STREAM)
     # A part that a crash left behind its finished group is not under way any longer.
     finished, intake = {number for number, _ in _finished(run, keys)}, _latest_intake(run)
     settled = intake.settled if intake else Settled()
     begun = [
         (number, key)
         for key in keys
-        if (number := partial_of(key)) is not None
+        if (number := layout.partial_of(key)) is not None
         and number not in finished
         and number not in settled
     ]
@@ -126,7 +117,7 @@ def unfinished_groups(run: Run) -> Unfinished:
 
 def _latest_intake(run: Run) -> Intake | None:
     rounds = rounds_in(run.store, "intakes")
-    latest = read_manifest(run.store, intake_slot(rounds[-1])) if rounds else None
+    latest = read_manifest(run.store, layout.intake_slot(rounds[-1])) if rounds else None
     return intake_in(latest[0], run.store.url_of) if latest else None
 
 
@@ -140,15 +131,15 @@ def waiting_rollouts(run: Run) -> int:
     if (intake := _latest_intake(run)) is not None:
         settled = intake.settled
         # Earlier ones are: each round is sealed before the next one takes its groups.
-        if read_manifest(run.store, rollouts_slot(intake.round)) is None:
+        if read_manifest(run.store, layout.rollouts_slot(intake.round)) is None:
             unsealed = {entry.number for entry in intake.groups}
     # By number: two workers may have committed a group.
-    streamed = dict(_finished(run, run.store.list(STREAM), settled, unsealed))
+    streamed = dict(_finished(run, run.store.list(layout.STREAM), settled, unsealed))
     count, round = sum(streamed.values()), max(rounds_in(run.store, "batches"), default=-1)
     # A folder without a manifest is an attempt: that round has no batches yet.
-    if round < 0 or read_manifest(run.store, batches_slot(round)) is not None:
+    if round < 0 or read_manifest(run.store, layout.batches_slot(round)) is not None:
         round += 1
-    while (sealed := read_manifest(run.store, rollouts_slot(round))) is not None:
+    while (sealed := read_manifest(run.store, layout.rollouts_slot(round))) is not None:
         count += int(sealed[0].totals.get("rows", 0))
         round += 1
     return count
@@ -162,7 +153,7 @@ def _finished(
     def wanted(number: int) -> bool:
         return number not in settled or number in unsealed
 
-    listed = [key for key in keys if any(map(wanted, numbers_in(key)))]
+    listed = [key for key in keys if any(map(wanted, layout.numbers_in(key)))]
     # An object may be as large as a part of a round.
     for key, data in zip(listed, iter_present(run.store, listed, PARTS_MAX), strict=True):
         source = run.store.url_of(key)
