@@ -65,11 +65,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Serve": {
         "serve": ("serve:serve", "Serve a run or a model folder as an OpenAI server."),
         "serve-trajectories": (
-            "trajectories:serve_trajectories",
+            "serve:serve_trajectories",
             "Receive rollouts from environments of atropos.",
         ),
         "poll-trajectories": (
-            "trajectories:poll_trajectories",
+            "serve:poll_trajectories",
             "Take rollouts from an API server of atropos.",
         ),
     },
