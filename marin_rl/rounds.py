@@ -58,6 +58,7 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     metrics = {**_gathered(run, round, manifests), **measured}
     totals = {name: float(value) for m in manifests for name, value in m.totals.items()}
     metrics |= rates(metrics, totals)
+    # Rollouts of later rounds that are sealed and have no batches yet.
     count, ahead = 0, round + 1
     while (sealed := read_manifest(run.store, rollouts_slot(ahead))) is not None:
         if read_manifest(run.store, batches_slot(ahead)) is None:

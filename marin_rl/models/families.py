@@ -133,6 +133,7 @@ def described(tree: Mapping[str, Any], path: Path) -> Spec:
     if "quantization_config" in tree:
         raise _unsupported(path, family, "quantized weights", "plain ones")
     theta, scaling = _rope_of(tree, path)
+    # Layers with a window have no scaling of their own in any family.
     local = (tree.get("rope_parameters") or {}).get("sliding_attention") or {}
     if set(local) - {"rope_theta", "rope_type", "partial_rotary_factor"} or (
         local.get("rope_type", "default") != "default"
