@@ -127,7 +127,7 @@ class RewardFunction:
         n = len(completions)
         columns = {"answer": example.answer, **example.metadata}
         arguments = {
-            name: [value] * len(completions)
+            name: [value] * n
             for name, value in columns.items()
             if name not in (CONVERSATIONAL, COMPLETION) and (name, value) != ("answer", None)
         }
@@ -140,7 +140,7 @@ class RewardFunction:
             ]
             replies = [[_as_trl_has_it(message) for message in dialogue] for dialogue in dialogues]
         ids = [list(one) for one in completion_ids]
-        arguments = {**arguments, "prompts": prompts, "completions": replies, "completion_ids": ids}
+        arguments |= {"prompts": prompts, "completions": replies, "completion_ids": ids}
         values = self._result(self._function(**self._taken(arguments, set(arguments) - _TRL)))
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
             raise ValueError(f"expected a list of {n} numbers, found {values!r:.80}")

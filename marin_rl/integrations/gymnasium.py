@@ -63,7 +63,8 @@ class Gymnasium(HostedEnvironment):
             )
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        return self.described(self.options.instructions or self.options.id, seed, index, split)
+        shown = self.options.instructions or self.options.id
+        return self.make_example(shown, seed=seed, index=index, split=split)
 
     def episode(self, example: Example) -> "GymnasiumEpisode":
         return GymnasiumEpisode(self, example)

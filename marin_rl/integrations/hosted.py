@@ -110,10 +110,6 @@ class HostedEnvironment(RewardedElsewhere):
     def load_examples(self) -> None:
         _ = self.interpreter  # what the library refuses is known before any work
 
-    def described(self, text: str, seed: int, index: int, split: Split) -> Example:
-        """An example that is nothing but a seed; `text` stands for it where examples are shown."""
-        return self.make_example(text, seed=seed, index=index, split=split)
-
 
 class RowsOptions(HostedOptions):
     """Options of environments whose library has the rows."""

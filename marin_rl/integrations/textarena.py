@@ -73,7 +73,7 @@ class TextArena(HostedEnvironment):
         self.replayable = not self.asks_policy  # its weights are those of one round
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        return self.described(self.options.id, seed, index, split)
+        return self.make_example(self.options.id, seed=seed, index=index, split=split)
 
     def episode(self, example: Example) -> "TextArenaEpisode":
         return TextArenaEpisode(self, example)

@@ -150,7 +150,7 @@ class Counting(HostedEnvironment):
     options_kind = HostedOptions
 
     def example(self, seed: int, index: int, split: Split) -> Example:
-        return self.described("count", seed, index, split)
+        return self.make_example("count", seed=seed, index=index, split=split)
 
 
 class CountingEpisode(HostedEpisode):
