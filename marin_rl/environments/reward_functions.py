@@ -133,6 +133,7 @@ class RewardFunction:
         }
         prompts: list[Any] = [example.messages[-1].content for _ in completions]
         replies: list[Any] = list(completions)
+        # As in TRL: where the prompt is messages, completions are the messages that followed it.
         if example.metadata.get(CONVERSATIONAL) is True:
             prompts = [
                 [{"role": m.role, "content": m.content} for m in example.messages]
