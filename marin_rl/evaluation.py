@@ -189,9 +189,9 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
     here = chosen.inference.model_copy(update={"endpoints": ()})
     config = chosen.model_copy(update={"inference": here})
     own = request.environment is not None and request.environment != config.environment.name
-    environment = EnvironmentConfig.model_validate(_environment(config, request))
+    played = EnvironmentConfig.model_validate(_environment(config, request))
     sections = ("policy",) if own else ("policy", "environment.")
-    check_named(opened, config.model_copy(update={"environment": environment}), consent, sections)
+    check_named(opened, config.model_copy(update={"environment": played}), consent, sections)
     settings, environment = evaluation_config(config, request)
     if checkpoint.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
         from marin_rl.serving.launch import serving

@@ -234,10 +234,10 @@ def as_text(graph: Lineage, *, rows: bool = True) -> Iterator[str]:
             yield from _sources(graph, [node], counted)
         elif node.kind not in told:
             told.add(node.kind)
-            nodes = [node for node in graph.nodes.values() if node.kind == node.kind]
+            nodes = [each for each in graph.nodes.values() if each.kind == node.kind]
             yield f"{len(nodes)} {node.kind}s: {nodes[0].name} to {nodes[-1].name}"
             for name in ("advantage", "reward"):
-                values = [node.facts[name] for node in nodes if name in node.facts]
+                values = [each.facts[name] for each in nodes if name in each.facts]
                 if values:
                     mean = sum(values) / len(values)
                     yield f"    {name}: {min(values):.4g} to {max(values):.4g}, mean {mean:.4g}"
