@@ -140,6 +140,7 @@ def test_an_empty_fleet_is_one_error_that_says_why() -> None:
 def test_an_endpoint_that_joins_answers_the_canary_first(lie: str) -> None:
     async def use(client: PolicyClient) -> None:
         await asyncio.gather(*[one(client) for _ in range(8)])
+        await asyncio.to_thread(wait_until, lambda: bool(liar.requests))
 
     def other(_text: str, _seed: int) -> str:
         return "b"
