@@ -114,7 +114,7 @@ def ours(options: argparse.Namespace) -> None:
     from marin_rl.progress import listening
     from marin_rl.storage.runs import Run
     from marin_rl.tokenizers import tokenizer_for
-    from marin_rl.training.preference import PreferenceTraining
+    from marin_rl.training.pair_phase import PreferenceTraining
 
     model, file = str(options.model), options.folder / "pairs.jsonl"
     steps = len(file.read_text().splitlines()) // options.step

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from marin_rl.rollouts.rewards import RewardScorer
     from marin_rl.rollouts.teaching import Teacher
     from marin_rl.training.loop import Trainer
-    from marin_rl.training.pair_phase import PairPhase
-    from marin_rl.training.preference import PreferenceTraining
-    from marin_rl.training.reward_model import RewardModelTraining
+    from marin_rl.training.pair_phase import PairPhase, PreferenceTraining, RewardModelTraining
     from marin_rl.training.sft import WarmStart
     from marin_rl.weight_sync import Transport, Weights
 
@@ -69,7 +67,7 @@ class RunRuntime:
     @cached_property
     def _reward_model(self) -> "RewardModelTraining":
         from marin_rl.compilation import prepare_for_training
-        from marin_rl.training.reward_model import RewardModelTraining
+        from marin_rl.training.pair_phase import RewardModelTraining
 
         prepare_for_training()
         return RewardModelTraining(self._run, self.tokenizer)
@@ -77,7 +75,7 @@ class RunRuntime:
     @cached_property
     def _preference(self) -> "PreferenceTraining":
         from marin_rl.compilation import prepare_for_training
-        from marin_rl.training.preference import PreferenceTraining
+        from marin_rl.training.pair_phase import PreferenceTraining
 
         prepare_for_training()
         return PreferenceTraining(self._run, self.tokenizer)

@@ -138,26 +138,20 @@ def _metrics_of(objective: ObjectiveConfig, metrics: Any) -> dict[str, Array]:
                 f"{_shown(objective)}: expected metrics named by letters, digits and _ . / -, "
                 f"found {name!r:.80}"
             )
-        number = _number(objective, name, value)
+        try:
+            number = jnp.asarray(value, jnp.float32)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{_shown(objective)}: metric {name} is {value!r:.80}: expected one number"
+            ) from None
+        if number.shape != ():
+            raise ConfigError(
+                f"{_shown(objective)}: metric {name} has shape {number.shape}: expected one "
+                "number, such as its sum over mask divided by mask.sum()"
+            )
         # Reported, not minimised: nothing may flow back from a metric into the loss.
         named[f"{METRICS}{name}"] = jax.lax.stop_gradient(number)
     return named
-
-
-def _number(objective: ObjectiveConfig, name: str, value: Any) -> Array:
-    """A metric as a scalar. Raises ConfigError."""
-    try:
-        array = jnp.asarray(value, jnp.float32)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{_shown(objective)}: metric {name} is {value!r:.80}: expected one number"
-        ) from None
-    if array.shape != ():
-        raise ConfigError(
-            f"{_shown(objective)}: metric {name} has shape {array.shape}: expected one "
-            "number, such as its sum over mask divided by mask.sum()"
-        )
-    return array
 
 
 def check_loss(objective: ObjectiveConfig) -> str:

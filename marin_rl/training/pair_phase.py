@@ -1,27 +1,78 @@
 """Phases that learn from preference pairs, which are committed first; see phases.py for segments.
 
-A reward model is in reward_model.py, a policy that learns from pairs without sampling in
-preference.py.
+What a segment of a reward model measured is in its manifest, and so is the scale of the rewards,
+for normalisation. A policy that learns from pairs without sampling, by DPO and its relatives, has
+the policy before its first update as reference. Its log-probabilities are computed once, when the
+pairs are committed, and are columns of theirs; so no step runs a second model, and a changed start
+cannot meet the scores of another. They come from the trainer's own forward pass over the rows of
+the step that a pair is first taken in, so the first update begins at a difference of exactly 0. The
+losses are in bradley_terry.py and pair_losses.py.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from marin_rl.batching.pairs import PairTokenizer, pairs_of_step
-from marin_rl.config import fingerprint_fields
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32
+from transformers import PreTrainedTokenizerBase
+
+from marin_rl.batching.pairs import (
+    PairTokenizer,
+    longest,
+    pair_batch,
+    pair_row_tokens,
+    pairs_of_step,
+    preference_batch,
+    with_reference,
+)
+from marin_rl.config import Config, PreferenceConfig, RewardModelConfig, fingerprint_fields
+from marin_rl.metrics import over_steps
 from marin_rl.rollouts.rewards import given_pairs
 from marin_rl.storage.commits import find_commit, fingerprint, parent_of
-from marin_rl.storage.runs import LATEST_OF_PAIRS, Run, committed, pairs_slot
+from marin_rl.storage.runs import (
+    LATEST_OF_PAIRS,
+    Run,
+    committed,
+    pairs_slot,
+    preference_slot,
+    reward_model_slot,
+)
 from marin_rl.storage.tables.pairs import commit_pairs, committed_pairs
 from marin_rl.tokenizers import trained_ends
-from marin_rl.training.adapters import Modules
+from marin_rl.training.adapters import HEAD, Modules
+from marin_rl.training.backend import DeviceBackend, Loss
+from marin_rl.training.bradley_terry import (
+    RewardProgram,
+    SequenceScorer,
+    padded_length,
+    pair_arrays,
+    pair_totals,
+)
+from marin_rl.training.compiled_step import (
+    CompiledStep,
+    compiled_step_of,
+    supervised_settings,
+    to_fixed_shape,
+)
+from marin_rl.training.critic import TRUNK, ScalarHead, ScalarModel
+from marin_rl.training.logprobs import packing_of
+from marin_rl.training.model import named_parameters, with_parameters
+from marin_rl.training.optimizer import sft_adamw
+from marin_rl.training.pair_losses import Pairs, preference_metrics
 from marin_rl.training.phases import SegmentedPhase, optimizer_content
-from marin_rl.training.policy_source import recorded_modules
+from marin_rl.training.policy_source import (
+    adapter_before_training,
+    policy_parameters,
+    recorded_modules,
+)
 from marin_rl.training.state import sft_result
+from marin_rl.training.step_types import Parameters, StepRows, StepSettings, TrainableParams
 from marin_rl.types import PairSection, PreferencePair, SlotRef
 
 # In the fingerprint of committed pairs: the version of their table when it was first written.
@@ -149,3 +200,199 @@ def modules_as_begun(run: Run, section: PairSection) -> Modules | None:
 def held_out(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
     """The first held-out pairs, as many as are measured."""
     return [pair for pair in pairs if pair.split == "eval"][:MEASURED_PAIRS_MAX]
+
+
+STD_MIN = 1e-6
+
+
+class RewardModelTraining(PairPhase):
+    """Trains the reward model of one run, segment by segment."""
+
+    stage = section = "reward_model"
+    program_version = 1  # counts up when the same pairs would train other parameters
+    measured = ("loss", "accuracy", "margin")
+    _settings: RewardModelConfig
+
+    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError where the run configures no reward model."""
+        config, settings = run.config, run.config.pair_training(self.section)
+        recorded = modules_as_begun(run, self.section)
+        adamw = sft_adamw(settings, config.training)
+        program = RewardProgram(config, tokenizer, adamw, recorded)
+        # Pairs have one loss: what `StepSettings` says besides the dtype is a policy's.
+        loss = Loss(settings=supervised_settings(config))
+        super().__init__(run, tokenizer, program, loss, settings)
+        self._scorer = SequenceScorer(program.template, config.policy)
+
+    def _rows(self, step: int) -> StepRows:
+        settings, chosen = self._settings, self._step_pairs(step)
+        length = padded_length(longest(chosen), self._run.config.policy.context_length)
+        batch = pair_batch(chosen, settings.margin, length)
+        shape = settings.microbatch_pairs, settings.pairs_per_step
+        return pair_arrays(batch, *shape, self._program.layout)
+
+    def _slot_of(self, step: int) -> str:
+        return reward_model_slot(step)
+
+    def _first_parameters(self) -> Parameters:
+        """The trunk of a policy, or an adapter of it, and a head that returns 0 for everything."""
+        run, program = self._run, self._program
+        trunk = program.base_template
+        if not program.modules:
+            policy = policy_parameters(run, self._names, self._tokenizer, trunk)
+            return named_parameters(ScalarModel.of(with_parameters(trunk, policy)))
+        adapter = adapter_before_training(run, self._names, program.modules, trunk)
+        arrays = {f"{TRUNK}{name}": array for name, array in adapter.items()}
+        head = named_parameters(ScalarHead.init(trunk.spec.width))
+        return arrays | {f"{HEAD}{name}": array for name, array in head.items()}
+
+    def _summary(
+        self, backend: DeviceBackend, history: Sequence[Mapping[str, float]]
+    ) -> tuple[Mapping[str, float], Mapping[str, Any]]:
+        """Means of the steps, metrics of the held-out pairs, and the scale of the rewards.
+
+        The scale is measured on the held-out pairs, without any on training pairs.
+        """
+        apart = held_out(self._pairs)
+        pairs = apart or self._training_pairs[:MEASURED_PAIRS_MAX]
+        batch = pair_batch(pairs, self._settings.margin, longest(pairs))
+        rows = zip(batch.token_ids, batch.inside, strict=True)
+        parameters = backend.get_weights().result()
+        with self._program.layout.active():
+            rewards = self._scorer.score(parameters, [ids[inside] for ids, inside in rows])
+        totals = over_steps(history)
+        if apart:
+            measured = pair_totals(rewards[0::2], rewards[1::2], batch.margins)
+            totals |= self._named(measured, "held_out_")
+        # A model that gives one reward to all would make its users divide by 0.
+        std = max(float(rewards.std()), STD_MIN)
+        return totals, {"reward_mean": float(rewards.mean()), "reward_std": std}
+
+
+PACKING = packing_of("shared_prompt")
+
+
+def preference_step(config: Config) -> StepSettings:
+    """The settings of a step on pairs."""
+    settings = config.pair_training("preference")
+    assert isinstance(settings, PreferenceConfig), "it is the class of that section"
+    return StepSettings(
+        objective=None,
+        preference=settings.loss,
+        packing=PACKING,
+        compute_dtype=config.policy.compute_dtype,
+        load_balance_coefficient=config.training.load_balance_coefficient or 0.0,
+    )
+
+
+class PreferenceTraining(PairPhase):
+    """Trains the policy of one run on preference pairs, segment by segment."""
+
+    stage = section = "preference"
+    program_version = 1  # counts up when the same pairs would train other parameters
+    measured = (
+        "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob",
+        "rejected_logprob", "chosen_nll",
+    )  # fmt: skip
+    _settings: PreferenceConfig
+    _program: CompiledStep
+
+    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError where the run configures no learning from pairs."""
+        config, settings = run.config, run.config.pair_training(self.section)
+        recorded = modules_as_begun(run, self.section)
+        loss = Loss(settings=preference_step(config))
+        adamw = sft_adamw(settings, config.training)
+        program = compiled_step_of(config, tokenizer, adamw, loss.settings, recorded)
+        super().__init__(run, tokenizer, program, loss, settings)
+
+    def _pairs_content(self) -> tuple[Mapping[str, Any], Sequence[SlotRef]]:
+        if not self._settings.loss.has_reference:
+            return {}, ()
+        config, settings = self._run.config, self._settings
+        # The rows that a pair is scored in follow from the steps, and its last bits from the rows.
+        return {
+            "program": self.program_version,
+            "policy": fingerprint_fields(config.policy),
+            "steps": [settings.steps, settings.pairs_per_step, settings.microbatch_pairs],
+            "moments": optimizer_content(config),
+            "seed": config.seed,
+        }, self._first_parents()
+
+    def _prepared(self, pairs: Sequence[PreferencePair]) -> Sequence[PreferencePair]:
+        """Pairs with log-probabilities by the reference, of those that are used."""
+        for pair in pairs:  # refused before anything is computed
+            pair_row_tokens(pair)
+        if not self._settings.loss.has_reference:
+            return pairs
+        program, layout = self._program, self._program.layout
+        reference = layout.place_parameters(self._first_parameters(), program.template)
+        scored = dict[str, PreferencePair]()
+        for some in self._first_uses(pairs):
+            rows = self._rows_of(some)
+            logprobs = self._scores(reference, rows)
+            for pair, logprobs_T in zip(some, logprobs, strict=True):
+                scored.setdefault(pair.id, with_reference(pair, logprobs_T))
+            self._publish(len(scored), len(pairs), {})
+        return [scored.get(pair.id, pair) for pair in pairs]
+
+    def _first_uses(self, pairs: Sequence[PreferencePair]) -> Iterator[Sequence[PreferencePair]]:
+        """The pairs of each step until all are taken once, then those that are held out."""
+        training = [pair for pair in pairs if pair.split != "eval"]
+        per_step = self._settings.pairs_per_step
+        for step in range(min(self._settings.steps, -(-len(training) // per_step))):
+            yield [training[place] for place in self._taken(len(training), step)]
+        yield from _parts(held_out(pairs), per_step)
+
+    def _rows_of(self, pairs: Sequence[PreferencePair]) -> StepRows:
+        settings = self._settings
+        batch = preference_batch(pairs, padded_length(max(map(pair_row_tokens, pairs))))
+        shape = settings.microbatch_pairs, settings.pairs_per_step
+        return to_fixed_shape(batch, *shape, self._program.layout)
+
+    def _scores(self, parameters: Parameters, rows: StepRows) -> Float32[np.ndarray, "R T"]:
+        """Log-probabilities of the answers' tokens, a row for each pair."""
+        program, frozen = self._program, self._base.parameters
+        logprobs = program.rows(program.score, TrainableParams(parameters), frozen, rows)
+        used = rows.arrays.mask.any(axis=-1)
+        return logprobs[used]
+
+    def _rows(self, step: int) -> StepRows:
+        return self._rows_of(self._step_pairs(step))
+
+    def _slot_of(self, step: int) -> str:
+        return preference_slot(step)
+
+    def _first_parameters(self) -> Parameters:
+        run, program = self._run, self._program
+        template = program.base_template
+        if not program.modules:
+            return policy_parameters(run, self._names, self._tokenizer, template)
+        return adapter_before_training(run, self._names, program.modules, template)
+
+    def _summary(
+        self, backend: DeviceBackend, history: Sequence[Mapping[str, float]]
+    ) -> tuple[Mapping[str, float], Mapping[str, Any]]:
+        """Means of the steps, and metrics of the held-out pairs."""
+        totals = over_steps(history)
+        apart = held_out(self._pairs)
+        if apart:
+            weights = backend.get_weights().result()
+            own = {name: weights[name] for name in self._program.like.parameters}
+            parts = _parts(apart, self._settings.pairs_per_step)
+            measured = [self._answers(own, some) for some in parts]
+            pairs: Pairs = jax.tree.map(lambda *each: jnp.concatenate(each), *measured)
+            metrics = preference_metrics(self._settings.loss, pairs)
+            floats = {name: float(value) for name, value in metrics.items()}
+            totals |= self._named(floats, "held_out_")
+        return totals, {}
+
+    def _answers(self, parameters: Parameters, pairs: Sequence[PreferencePair]) -> Pairs:
+        rows = self._rows_of(pairs)
+        used = rows.arrays.mask.any(axis=-1)
+        arrays = jax.tree.map(lambda each: jnp.asarray(each[used]), rows.arrays)
+        return Pairs.of(jnp.asarray(self._scores(parameters, rows)), arrays)
+
+
+def _parts(pairs: Sequence[PreferencePair], size: int) -> Iterator[Sequence[PreferencePair]]:
+    return (pairs[start : start + size] for start in range(0, len(pairs), size))

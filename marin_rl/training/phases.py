@@ -2,9 +2,9 @@
 
 All phases take their steps in one loop over a `DeviceBackend` (`Phase._steps`), from the state of
 one committed checkpoint to the next: reinforcement learning by rounds (loop.py), the warm start
-(sft.py), a reward model (reward_model.py) and a policy that learns from pairs (preference.py) by
-segments of steps. The batches of a segment depend only on the run's seed and the step, so a killed
-and resumed run ends in the same bits as any other.
+(sft.py), a reward model and a policy that learns from pairs (pair_phase.py) by segments of steps.
+The batches of a segment depend only on the run's seed and the step, so a killed and resumed run
+ends in the same bits as any other.
 """
 
 import gc

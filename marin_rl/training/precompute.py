@@ -6,6 +6,10 @@ made of token by token: the values of a critic, the squared norms of scores, or 
 log-probabilities, which the batches have. Leaves out what the penalty is (reference_policy.py),
 what an advantage is (token_advantages.py) and what the step does with all of it (step.py).
 
+Of a teacher, the difference to the sampler's log-probability is a number that multiplies the
+gradient of log-probabilities: it is never differentiated itself, for the gradient of
+log(policy / teacher) does not know the teacher.
+
 Axes: M microbatches, R rows of one, T positions.
 """
 
@@ -13,11 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32, Float64
 
 from marin_rl.batching.advantages import rewards_of
 from marin_rl.config import CriticConfig, ObjectiveConfig
-from marin_rl.training.distillation import distillation_metrics, teacher_terms
 from marin_rl.training.reference_policy import KlPenalty
 from marin_rl.training.segments import rollouts_of_tokens
 from marin_rl.training.step_types import StepArrays, StepRows
@@ -28,6 +31,38 @@ from marin_rl.training.token_advantages import (
     whitened,
 )
 from marin_rl.types import TrainingBatch
+
+
+def teacher_terms(batch: TrainingBatch, rows: StepArrays) -> Float32[np.ndarray, "M R T"]:
+    """log(teacher / sampler) of every trained token, in nats; NaN where no teacher scored it.
+
+    0 off the mask. The sampler's distribution is the one at temperature 1, of all tokens.
+    """
+    assert batch.teacher_logprobs is not None, "batches of a run with a teacher have its numbers"
+    terms = np.zeros(rows.mask.shape, np.float32)
+    trained = np.nonzero(rows.mask.reshape(-1, rows.mask.shape[-1]))
+    terms[rows.mask] = batch.teacher_logprobs[trained] - batch.policy_logprobs[trained]
+    return terms
+
+
+def distillation_metrics(
+    terms: Sequence[Float32[np.ndarray, "M R T"]], masks: Sequence[Bool[np.ndarray, "M R T"]]
+) -> dict[str, float]:
+    """Estimates of KL(policy || teacher) over a round's scored tokens, and tokens without a score.
+
+    k1 is the mean of -d, k3 that of exp(d) - 1 - d, with d = log(teacher / policy). Without any
+    scored token both are absent.
+    """
+    parts = [step[mask].astype(np.float64) for step, mask in zip(terms, masks, strict=True)]
+    every: Float64[np.ndarray, " N"] = np.concatenate([*parts, np.zeros(0)])
+    d = every[~np.isnan(every)]
+    metrics = {"distillation/unscored_tokens": float(len(every) - len(d))}
+    if not len(d):
+        return metrics
+    # Clamped as log-ratios are: one token that the teacher rules out must not overflow.
+    k3 = np.expm1(np.minimum(d, 20.0)) - d
+    return {"distillation/kl": float(-d.mean()), "distillation/kl_k3": float(k3.mean()), **metrics}
+
 
 RowsPass = Callable[[StepRows], Float32[np.ndarray, "M R T"]]
 

@@ -31,7 +31,7 @@ from marin_rl.training.compiled_step import (
 from marin_rl.training.logprobs import LENGTH_STEP, sequence_scores
 from marin_rl.training.model import parameter_structs, with_parameters
 from marin_rl.training.optimizer import policy_adamw, sft_adamw
-from marin_rl.training.preference import preference_step
+from marin_rl.training.pair_phase import preference_step
 from marin_rl.training.step import RowsPass, combine, trainable_of
 from marin_rl.training.step_types import (
     PairArrays,

@@ -23,9 +23,8 @@ from marin_rl.serving.weights.export import export_hf
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.tokenizers import tokenizer_for
-from marin_rl.training.distillation import distillation_metrics, teacher_terms
 from marin_rl.training.losses import policy_losses
-from marin_rl.training.precompute import RowPrecompute
+from marin_rl.training.precompute import RowPrecompute, distillation_metrics, teacher_terms
 from marin_rl.training.replay import replay_round
 from marin_rl.training.reprocess import reprocess_round
 from marin_rl.training.step_types import step_arrays

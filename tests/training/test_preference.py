@@ -16,7 +16,7 @@ from marin_rl.storage.runs import Run, committed, latest_preference, pairs_slot
 from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.training.loop import Trainer
-from marin_rl.training.preference import PreferenceTraining
+from marin_rl.training.pair_phase import PreferenceTraining
 from marin_rl.training.state import identity_of
 from marin_rl.types import Message, PreferencePair, SlotRef
 

@@ -30,7 +30,7 @@ from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.bradley_terry import LearnedReward
-from marin_rl.training.reward_model import RewardModelTraining
+from marin_rl.training.pair_phase import RewardModelTraining
 from marin_rl.training.state import identity_of
 from marin_rl.types import Message, PreferencePair, SlotRef
 
