@@ -26,6 +26,7 @@ from marin_rl.isolated.templates import (
     failure_of,
     render,
 )
+from marin_rl.types import Message
 
 # Each message opens with the token of its role; what the assistant says ends with EOS, and the
 # `generation` block marks which tokens are its own.
@@ -60,6 +61,22 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+def as_template_message(message: Message, calls_max: int | None = None) -> dict[str, Any]:
+    """A message as templates see it: arguments of calls are objects there."""
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+        }
+        for call in message.tool_calls[:calls_max]
+    ]
+    fields = {"role": message.role, "tool_call_id": message.tool_call_id, "name": message.name}
+    seen: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    seen["content"] = (message.content or None) if calls else message.content
+    return seen | ({"tool_calls": calls} if calls else {})
+
+
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """The text of a conversation; `spans` are the (start, end) of its generation blocks."""
@@ -87,7 +104,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, Any], pool: Pool | None = None
     ) -> None:
-        self._source, self._pool = source, pool or _pool
+        self.source, self._pool = source, pool or _pool
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -98,7 +115,7 @@ class ChatTemplate:
 
     @property
     def is_built_in(self) -> bool:
-        return self._source == CHAT_TEMPLATE
+        return self.source == CHAT_TEMPLATE
 
     def render(self, conversation: Conversation) -> Rendering:
         return self.render_all([conversation])[0]
@@ -114,10 +131,10 @@ class ChatTemplate:
         all_variables = [self._variables(conversation) for conversation in conversations]
         if self.is_built_in:
             try:
-                return [Rendering(*render(self._source, v, spans=spans)) for v in all_variables]
+                return [Rendering(*render(self.source, v, spans=spans)) for v in all_variables]
             except Exception as error:  # noqa: BLE001 - as a worker reports it
                 raise _exception_of(failure_of(error)) from None
-        source = _as_json(self._source)
+        source = _as_json(self.source)
         requests = [_request(source, _as_json(each), spans=spans) for each in all_variables]
         values = [_checked(answer, "text") for answer in self._pool.ask(requests)]
         return [Rendering(v["text"], [(start, end) for start, end in v["spans"]]) for v in values]
@@ -129,7 +146,7 @@ class ChatTemplate:
         """
         if self.is_built_in:
             return frozenset()
-        (answer,) = self._pool.ask([_as_json({"template": self._source})])
+        (answer,) = self._pool.ask([_as_json({"template": self.source})])
         own = (
             set(_checked(answer, "names")["names"]) - _GIVEN - {DATE} - self._special_tokens.keys()
         )

@@ -4,8 +4,8 @@ Legend of axes in names and shapes: B sequences, T positions, G members of a gro
 V vocabulary. All records are frozen; arrays inside them are never written to.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import accumulate
 from typing import Any, Literal
@@ -44,6 +44,42 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     cut: bool = False
+
+
+def assistant(content: str) -> Message:
+    return Message(role="assistant", content=content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A conversation to learn: its messages before the last answer, and that answer.
+
+    `tools` are those that it offers, as chat templates have them; `trained` says for each answer of
+    the assistant whether it is learned, where the conversation says it. `name` says in errors where
+    it is from, `options` are those of the template.
+    """
+
+    messages: Sequence[Message]
+    answer: Message
+    name: str
+    tools: Sequence[Mapping[str, Any]] = ()
+    trained: Sequence[bool] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def answers(self) -> "list[Demonstration]":
+        """A demonstration of each answer of the assistant, in order, the last one as it is."""
+        places = [n for n, message in enumerate(self.messages) if message.role == "assistant"]
+        earlier = [
+            replace(
+                self,
+                messages=self.messages[:place],
+                answer=self.messages[place],
+                name=f"{self.name}, answer {number} of {len(places) + 1}",
+            )
+            for number, place in enumerate(places, 1)
+        ]
+        return [*earlier, self]
 
 
 def message_of(values: Mapping[str, Any]) -> Message:

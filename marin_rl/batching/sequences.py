@@ -9,21 +9,29 @@ trim blanks or leave messages out, a tokenizer may normalise what it reads or ha
 and a text may spell a control token: such rows are refused before any work starts.
 """
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import Any, Literal
 from unicodedata import normalize
 
 import numpy as np
 from jaxtyping import Int32
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.chat_templates import PROBES, ChatTemplate, Conversation, Rendering
+from marin_rl.chat_templates import (
+    PROBES,
+    ChatTemplate,
+    Conversation,
+    Rendering,
+    as_template_message,
+)
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
 from marin_rl.tokenizers import any_of, control_tokens
-from marin_rl.types import Message
+from marin_rl.tool_calls import parse_tool_calls, tool_format
+from marin_rl.types import Demonstration, Message, ToolCall, assistant
 
 # How the template says which tokens are the assistant's; transformers parses the same tag.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,6 +40,7 @@ SHOWN = 120
 _KEPT_ROLES = ("system", "user")  # templates write these as they are, or refuse them
 
 Tokens = Int32[np.ndarray, " T"]
+TrainOn = Literal["last", "all", "flagged"] | None  # answers of a conversation; None: the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,90 +88,61 @@ def chat_tokens(
     InputError when the prompt is not a prefix of the conversation, or when no token is left to
     train on.
     """
-    (chat,) = rendered_chats(tokenizer, [(messages, answer)], ends)
+    shown = Demonstration(messages=messages, answer=assistant(answer), name="")
+    (chat,) = _rendered_chats(tokenizer, [shown], ends)
     return chat.ids, chat.mask
 
 
-def rendered_chats(
+def _rendered_chats(
     tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[tuple[Sequence[Message], str]],
+    chats: Sequence[Demonstration],
     ends: Collection[int] | None = None,
-    options: Sequence[Mapping[str, Any]] = (),
 ) -> list[RenderedChat]:
-    """Several conversations, rendered together, with tokens and masks as `chat_tokens` has them.
-
-    `options` are those of the template for each chat, if there are any.
-    """
-    template = _template(tokenizer)
-    marked = _GENERATION.search(tokenizer.get_chat_template()) is not None
-    conversations = list[Conversation]()
-    for (messages, answer), own in zip(chats, options or [{}] * len(chats), strict=True):
-        prompt = _conversation(messages)
-        conversation = [*prompt, {"role": "assistant", "content": answer}]
-        # Both in one message to the worker: a round trip costs more than rendering.
-        conversations.append(Conversation(messages=prompt, opening=True, options=own))
-        conversations.append(Conversation(messages=conversation, options=own))
-    renderings = _rendered(template, conversations, spans=marked)
-    pairs = zip(renderings[::2], renderings[1::2], chats, strict=True)
-    return [
-        _trained_tokens(tokenizer, prompt, conversation, answer, marked=marked, ends=ends)
-        for prompt, conversation, (_, answer) in pairs
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstration:
-    """A conversation to learn: its messages before the last answer, and that answer.
-
-    `name` says in errors where it is from, `options` are those of the template.
-    """
-
-    messages: Sequence[Message]
-    answer: str
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def answers(self) -> list["Demonstration"]:
-        """A demonstration of each answer of the assistant, in order, the last one as it is."""
-        places = [n for n, message in enumerate(self.messages) if message.role == "assistant"]
-        earlier = [
-            replace(
-                self,
-                messages=self.messages[:place],
-                answer=self.messages[place].content,
-                name=f"{self.name}, answer {number} of {len(places) + 1}",
-            )
-            for number, place in enumerate(places, 1)
+    """Several conversations, rendered together, with tokens and masks as `chat_tokens` has them."""
+    rendered = list[RenderedChat]()
+    for with_tools, some in groupby(chats, lambda chat: bool(chat.tools)):
+        together = list(some)
+        template = _template(tokenizer, tools=with_tools)
+        marked = _GENERATION.search(template.source) is not None
+        conversations = list[Conversation]()
+        for chat in together:
+            messages = _conversation([*chat.messages, chat.answer])
+            own: dict[str, Any] = {"options": chat.options, "tools": chat.tools or None}
+            # Both in one message to the worker: a round trip costs more than rendering.
+            conversations.append(Conversation(messages=messages[:-1], opening=True, **own))
+            conversations.append(Conversation(messages=messages, **own))
+        renderings = _rendered(template, conversations, spans=marked)
+        pairs = zip(renderings[::2], renderings[1::2], together, strict=True)
+        rendered += [
+            _trained_tokens(tokenizer, prompt, whole, chat.answer, marked=marked, ends=ends)
+            for prompt, whole, chat in pairs
         ]
-        return [*earlier, self]
+    return rendered
 
 
 def demonstrated(
     tokenizer: PreTrainedTokenizerBase,
     demonstrations: Sequence[Demonstration],
     ends: Collection[int] | None = None,
-    *,
-    every_answer: bool = False,
+    train_on: TrainOn = None,
 ) -> list[RenderedChat]:
-    """Conversations as `rendered_chats` gives them; an error begins with the name of its chat.
+    """Conversations with the tokens that are learned; an error begins with the name of its chat.
 
-    With `every_answer`, the earlier answers of the assistant are trained on too, each as in a
-    conversation that ends with it. Raises InputError also where the template renders such a
-    conversation in another way once it goes on.
+    By default those of the last answer, as `chat_tokens` has them. Where others are learned too,
+    each is trained on as in a conversation that ends with it. Raises InputError also where the
+    template renders such a conversation in another way once it goes on, and for answers that say
+    whether they are learned where nothing asks for that.
     """
-    if every_answer:
+    if train_on in ("all", "flagged"):
         parts = [each.answers for each in demonstrations]
         rendered = iter(demonstrated(tokenizer, [*chain.from_iterable(parts)], ends))
-        return [_joined(tokenizer, of, [next(rendered) for _ in of]) for of in parts]
-    chats = [(each.messages, each.answer) for each in demonstrations]
-    options = [each.options for each in demonstrations]
+        return [_joined(tokenizer, of, [next(rendered) for _ in of], train_on) for of in parts]
     try:
-        return rendered_chats(tokenizer, chats, ends, options)
+        return _rendered_chats(tokenizer, demonstrations, ends)
     except InputError:
-        for each, chat in zip(demonstrations, chats, strict=True):
+        for each in demonstrations:
             try:
-                rendered_chats(tokenizer, [chat], ends, [each.options])
+                _rendered_chats(tokenizer, [each], ends)
             except InputError as error:
                 raise InputError(f"{each.name}: {error}") from None
         raise
@@ -172,10 +152,15 @@ def _joined(
     tokenizer: PreTrainedTokenizerBase,
     answers: Sequence[Demonstration],
     chats: Sequence[RenderedChat],
+    train_on: TrainOn,
 ) -> RenderedChat:
-    """The whole conversation, trained on each of its answers, which `chats` end with."""
-    whole, mask = chats[-1], chats[-1].mask.copy()
-    for answer, chat in zip(answers[:-1], chats[:-1], strict=True):
+    """The whole conversation, trained on those of its answers, which `chats` end with, to learn."""
+    trained = answers[-1].trained if train_on == "flagged" else None
+    whole, learned = chats[-1], [True] * len(answers) if trained is None else trained
+    mask = whole.mask * learned[-1]
+    for answer, chat, learns in zip(answers[:-1], chats[:-1], learned[:-1], strict=True):
+        if not learns:
+            continue
         end = int(np.flatnonzero(chat.mask)[-1]) + 1
         if not np.array_equal(chat.ids[:end], whole.ids[:end]):
             begun = text_of(tokenizer, chat.ids[chat.prompt_length : end])
@@ -189,11 +174,26 @@ def _joined(
     return replace(whole, mask=mask)
 
 
+def _check_flags(each: Demonstration, train_on: TrainOn) -> None:
+    if each.trained is None:
+        return
+    if train_on != "flagged":
+        raise InputError(
+            f"{each.name}: its messages say whether they are learned (train, weight): set "
+            "sft.train_on: flagged, or remove them"
+        )
+    if not any(each.trained):
+        raise InputError(
+            f"{each.name}: none of its answers is learned: expected one without train: false or "
+            "weight: 0"
+        )
+
+
 def _trained_tokens(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Rendering,
     rendering: Rendering,
-    answer: str,
+    answer: Message,
     *,
     marked: bool,
     ends: Collection[int] | None,
@@ -213,8 +213,8 @@ def _trained_tokens(
         mask *= np.roll(own, len(prompt_ids)) if start else own
     if not mask.any():
         raise InputError(
-            f"nothing to train on in the answer {answer!r}: the chat template marks none of its "
-            "tokens as the assistant's"
+            f"nothing to train on in the answer {answer.content!r}: the chat template marks none "
+            "of its tokens as the assistant's"
         )
     return RenderedChat(
         prompt=prompt.text,
@@ -277,17 +277,17 @@ def _assistant_mask(encoding: Any, spans: Sequence[tuple[int, int]], length: int
     return mask
 
 
-def _conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [as_template_message(message) for message in messages]
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+def _template(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> ChatTemplate:
     if not tokenizer.chat_template:
         raise InputError(
             "the tokenizer has no chat template: expected chat_template in tokenizer_config.json "
             "or a chat_template.jinja next to it"
         )
-    return ChatTemplate.of(tokenizer)
+    return ChatTemplate.of(tokenizer, tools=tools)
 
 
 def _rendered(
@@ -332,24 +332,25 @@ def rendered_lengths(
     tokenizer: PreTrainedTokenizerBase,
     demonstrations: Sequence[Demonstration],
     ends: Collection[int],
-    *,
-    every_answer: bool = False,
+    train_on: TrainOn = None,
 ) -> list[int]:
     """Return the tokens of each conversation, answer included.
 
     Raises InputError for the first one that would not be learned as it is written. `ends` are the
     ids that end completions.
     """
-    if every_answer:
+    for each in demonstrations:
+        _check_flags(each, train_on)
+    if train_on in ("all", "flagged"):
         answers = chain.from_iterable(each.answers for each in demonstrations)
-        rendered_lengths(tokenizer, [*answers], ends)
-        whole = demonstrated(tokenizer, demonstrations, ends, every_answer=True)
+        rendered_lengths(tokenizer, [replace(each, trained=None) for each in answers], ends)
+        whole = demonstrated(tokenizer, demonstrations, ends, train_on)
         return [len(chat.ids) for chat in whole]
     control = control_tokens(tokenizer, ends)
     in_prompts, in_answers = (any_of(texts) for texts in (control, control - _of_calls(tokenizer)))
     for each in demonstrations:
-        texts = [(message.content, in_prompts) for message in each.messages]
-        for text, refused in (*texts, (each.answer, in_answers)):
+        texts = [(text, in_prompts) for message in each.messages for text in _texts_of(message)]
+        for text, refused in (*texts, *((text, in_answers) for text in _texts_of(each.answer))):
             if spelt := refused.search(text):
                 raise InputError(
                     f"{each.name}: the text has {spelt[0]!r}, which is a control token of the "
@@ -357,9 +358,13 @@ def rendered_lengths(
                 )
     rendered = demonstrated(tokenizer, demonstrations, ends)
     for each, chat in zip(demonstrations, rendered, strict=True):
-        if fault := _fault_of(tokenizer, each.messages, each.answer, chat, ends):
+        if fault := _fault_of(tokenizer, each, chat, ends):
             raise InputError(f"{each.name}: {fault}")
     return [len(chat.ids) for chat in rendered]
+
+
+def _texts_of(message: Message) -> list[str]:
+    return [message.content, *(call.arguments for call in message.tool_calls)]
 
 
 def _of_calls(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -380,13 +385,13 @@ def _of_calls(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 def _fault_of(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    answer: str,
+    row: Demonstration,
     chat: RenderedChat,
     ends: Collection[int],
 ) -> str | None:
     """Return why a chat is not learned as it is written; None if it is."""
-    for message in messages:
+    answer = row.answer.content
+    for message in row.messages:
         if message.role in _KEPT_ROLES and message.content.strip() not in chat.prompt:
             return (
                 f"the chat template leaves out or changes a message of role {message.role}, "
@@ -404,7 +409,7 @@ def _fault_of(
     before, whole = (text_of(tokenizer, chat.ids[:end]) for end in (first, last))
     learned = whole.removeprefix(before)
     if whole.startswith(before) and answer in learned:
-        return None
+        return _fault_of_calls(tokenizer, row.answer.tool_calls, learned)
     # Two texts that look alike are shown by the numbers of their characters.
     alike = normalize("NFC", answer) in normalize("NFC", learned)
     shown = [(ascii if alike else repr)(text)[:SHOWN] for text in (answer, learned)]
@@ -412,4 +417,25 @@ def _fault_of(
         f"the answer {shown[0]} would be learned as {shown[1]}: the chat "
         "template or the tokenizer changes it; write the row as it is learned, or use a template "
         "that keeps it"
+    )
+
+
+def _fault_of_calls(
+    tokenizer: PreTrainedTokenizerBase, calls: Sequence[ToolCall], learned: str
+) -> str | None:
+    """Return why the text that is learned does not make these calls; None if it does."""
+    if not calls:
+        return None
+    form = tool_format(tokenizer)
+    if form is None:
+        return "the chat template writes tool calls in no known format, or none: use one that does"
+    made = parse_tool_calls(form, learned, {call.name for call in calls}).calls
+    wanted, found = (
+        [(call.name, json.loads(call.arguments)) for call in each] for each in (calls, made)
+    )
+    if wanted == found:
+        return None
+    return (
+        f"its tool calls {wanted!r:.{SHOWN}} would be learned as {learned!r:.{SHOWN}}, which makes "
+        f"the calls {found!r:.{SHOWN}}: use a template that writes them as they are"
     )

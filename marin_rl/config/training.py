@@ -141,9 +141,10 @@ class SFTConfig(Section):
     """Supervised warm start on (prompt, answer) pairs of an environment."""
 
     environment: EnvironmentConfig | None = field(None, "null: the run's environment")
-    train_on: Annotated[Literal["last", "all"] | None, AfterValidator(_null_if_last)] = (
+    train_on: Annotated[Literal["last", "all", "flagged"] | None, AfterValidator(_null_if_last)] = (
         optional_field(
-            "answers of a conversation that are learned: all of the assistant's, or null: the last"
+            "answers of a conversation that are learned: all of the assistant's; flagged: those "
+            "without train: false or weight: 0; null: the last"
         )
     )
     steps: Count = field(500, "optimizer steps")

@@ -6,13 +6,13 @@ A run keeps what it began with, so rows are compared only for runs that are stil
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
 from marin_rl.batching.selection import check_filter
-from marin_rl.batching.sequences import Demonstration, check_lengths, rendered_lengths
+from marin_rl.batching.sequences import check_lengths, rendered_lengths
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, first_examples, policy_to_begin, rendered
 from marin_rl.doctor.stages import await_apart
@@ -36,10 +36,16 @@ from marin_rl.storage.runs import Run, committed, pairs_slot
 from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
 from marin_rl.storage.tables.pairs import PairFile
 from marin_rl.tokenizers import end_token_ids, tokenizer_for
-from marin_rl.types import Example, PairSection
+from marin_rl.types import Demonstration, Example, PairSection, assistant
 
 ROWS_TOGETHER = 64
 GENERATED_CHECKED_MAX = 256  # examples of an environment that generates them without end
+
+TRIALS = 3  # examples whose answers are scored
+TRIAL_COLUMNS = (34, 14, 6, 14, 6)  # characters
+WRONG_ANSWER = ""  # where no example has another answer
+
+_log = logging.getLogger(__name__)
 
 
 def storage(config: Config) -> str:
@@ -116,7 +122,9 @@ def learned_pairs(config: Config, file: PairFile) -> None:
     tokenizer = tokenizer_for(policy)
     texts = [
         Demonstration(
-            messages=pair.messages, answer=getattr(pair, field), name=f"{place}, field {field}"
+            messages=pair.messages,
+            answer=assistant(getattr(pair, field)),
+            name=f"{place}, field {field}",
         )
         for pair, place in zip(file.pairs, file.places, strict=True)
         if pair.chosen_token_ids is None
@@ -156,8 +164,8 @@ def _compared(settings: str) -> int:
     tokenizer, learned = tokenizer_for(config.policy), _demonstrations(config)
     lengths: list[tuple[str, int]] = []
     while some := list(islice(learned, ROWS_TOGETHER)):
-        every = config.sft.train_on == "all"
-        counts = rendered_lengths(tokenizer, some, end_token_ids(tokenizer), every_answer=every)
+        ends = end_token_ids(tokenizer)
+        counts = rendered_lengths(tokenizer, some, ends, config.sft.train_on)
         lengths += zip([each.name for each in some], counts, strict=True)
     check_lengths(lengths, config.policy.context_length)
     return len(lengths)
@@ -179,21 +187,13 @@ def _demonstrations(config: Config) -> Iterator[Demonstration]:
             example = own.example(seed, index, "train")
             name = own.place(seed, index, "train")
             name = name or f"example {example.example_id} of {own.name}"
-            answer = own.demonstration(example)
-            if answer is not None:  # an example without one is refused by `demonstrations`
-                yield Demonstration(
-                    messages=example.messages,
-                    answer=answer,
-                    name=name,
-                    options=part.config.chat_template_options or {},
-                )
-
-
-TRIALS = 3  # examples whose answers are scored
-TRIAL_COLUMNS = (34, 14, 6, 14, 6)  # characters
-WRONG_ANSWER = ""  # where no example has another answer
-
-_log = logging.getLogger(__name__)
+            try:
+                learned = own.demonstrated(example)
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from None
+            if learned is not None:  # an example without one is refused by `demonstrations`
+                options = part.config.chat_template_options or {}
+                yield replace(learned, name=name, options=options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import orjson
 from marin_rl.environments.episode import Episode, FinishedRollout, OneShot, PolicyAddress, Tool
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.finite import BOUNDS, fit_rewards, number, reward_number, shown
-from marin_rl.types import Example, Message, RewardComponent, Split
+from marin_rl.types import Demonstration, Example, Message, RewardComponent, Split, assistant
 
 # Functions of this package that a configuration may name: no foreign code is imported for them.
 _ANSWERS = ("exact_match", "number_match", "last_number")
@@ -86,6 +86,14 @@ class Environment(ABC):
     def demonstration(self, example: Example) -> str | None:
         """Answer for a supervised warm start: by default the example's."""
         return example.answer
+
+    def demonstrated(self, example: Example) -> Demonstration | None:
+        """The conversation that a warm start learns: by default it ends in that answer's text."""
+        text = self.demonstration(example)
+        if text is None:
+            return None
+        name = f"example {example.example_id} of {self.name}"
+        return Demonstration(messages=example.messages, answer=assistant(text), name=name)
 
     def check_demonstrations(self, seed: int, count: int) -> None:
         """Raise InputError where one of the first `count` training examples has none.

@@ -19,6 +19,7 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base import SHIPPED, Environment
 from marin_rl.environments.prompt_files import (
+    TRAINED,
     Columns,
     PromptRow,
     Rows,
@@ -26,11 +27,12 @@ from marin_rl.environments.prompt_files import (
     metadata_of,
     open_rows,
     read_row,
+    tools_in,
 )
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.reward_functions import FunctionOptions, FunctionScored
 from marin_rl.errors import InputError
-from marin_rl.types import Example, Message, Split
+from marin_rl.types import Demonstration, Example, Message, Split
 
 ROWS_CHECKED_MAX = 4096  # of each split, in the order of the run; some seconds
 
@@ -144,7 +146,19 @@ class RowEnvironment(Environment):
 
     def demonstration(self, example: Example) -> str | None:
         shown = demonstration_in(example.metadata, self._columns)
-        return example.answer if shown is None else shown
+        return example.answer if shown is None else shown.content
+
+    def demonstrated(self, example: Example) -> Demonstration | None:
+        learned = super().demonstrated(example)
+        if learned is None:
+            return None
+        try:
+            answer = demonstration_in(example.metadata, self._columns) or learned.answer
+            tools = tools_in(example.metadata)
+        except ValueError as error:
+            raise InputError(f"{learned.name}: {error}") from None
+        trained = example.metadata.get(TRAINED)
+        return replace(learned, answer=answer, tools=tools, trained=trained)
 
     def check_demonstrations(self, seed: int, count: int) -> None:
         """Refuse a warm start on the first `count` examples if one has no demonstration.
@@ -169,8 +183,8 @@ class RowEnvironment(Environment):
         sentences = {
             "ends_with_assistant": "end with an assistant's message: it is the demonstration of a "
             "warm start and no part of the prompt",
-            "tools": "have a column tools: it is metadata, for chat offers no tools; a class of "
-            "tools does (docs/your-environment.md)",
+            "tools": "have a column tools, which a warm start reads; sampling offers none: a class "
+            "of tools offers its own (docs/your-environment.md)",
             "repeated": "repeat the prompt of another row",
         }
         counts = self._loaded.counts

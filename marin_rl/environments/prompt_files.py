@@ -10,7 +10,7 @@ training and evaluation (`chat`).
 import difflib
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from marin_rl.config.files import MARK
 from marin_rl.environments.base import plain_json
 from marin_rl.errors import InputError
 from marin_rl.plain_files import check_regular, read_object, read_regular
-from marin_rl.types import Message
+from marin_rl.types import Message, ToolCall, assistant
 from schemas import Malformed
 from schemas.strict_json import parse_json
 
@@ -223,17 +223,25 @@ def _without_nulls(row: Row) -> Row:
 
 
 ROLES = ("system", "user", "assistant", "tool")
+# Those of ShareGPT's rows, whose messages have `from` and `value`.
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant",
+    "assistant": "assistant", "function_call": "assistant", "observation": "tool", "tool": "tool",
+}  # fmt: skip
+# Where others keep what a model thought: it would not be learned.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 # Columns of the prompt: our own names, and the fallbacks of other libraries.
-PROMPT_COLUMNS = ("messages", "prompt")
+PROMPT_COLUMNS = ("messages", "prompt", "conversations")
 OTHER_PROMPT_COLUMNS = ("question", "problem", "instruction", "input")
 OTHER_ANSWER_COLUMNS = ("ground_truth", "solution", "label", "target", "reward_model.ground_truth")
 
 # Metadata of a row whose prompt is a list of messages, which is what TRL calls conversational.
 CONVERSATIONAL = "conversational"
 COMPLETION = "completion"
-
-Pair = tuple[Any, str]  # role and content
+# Metadata of a row whose messages say which answers are learned: a boolean for each, in order.
+TRAINED = "answers_trained"
+TOOLS = "tools"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,25 +258,25 @@ class Columns:
         """Top-level columns that decide everything but the metadata."""
         configured = (self.prompt, self.answer, self.completion, self.id)
         usual = (*PROMPT_COLUMNS, *OTHER_PROMPT_COLUMNS, *OTHER_ANSWER_COLUMNS)
-        names = {*usual, "answer", COMPLETION, "id", "tools", *filter(None, configured)}
+        names = {*usual, "answer", COMPLETION, "id", TOOLS, *filter(None, configured)}
         return frozenset(names | {name.partition(".")[0] for name in names})
 
 
 class PromptRow(NamedTuple):
-    """Fields of a row. `demonstration` is the text that a supervised warm start learns."""
+    """Fields of a row. `demonstration` is the message that a supervised warm start learns.
+
+    `trained` says of each answer, that one too, whether it is learned, where a message says so.
+    """
 
     row_id: str
     id_given: bool
     prompt_column: str
-    pairs: list[Pair]
+    messages: tuple[Message, ...]
     conversational: bool
     answer: Any
-    demonstration: str | None
+    demonstration: Message | None
     ends_with_assistant: bool
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        return tuple(Message(role=role, content=content) for role, content in self.pairs)
+    trained: list[bool] | None
 
 
 def read_row(raw: Any, columns: Columns) -> PromptRow:
@@ -280,14 +288,21 @@ def read_row(raw: Any, columns: Columns) -> PromptRow:
     conversational = not isinstance(value, str)
     if column == "messages" and not conversational:
         raise ValueError("messages: expected a list that is not empty, found a text")
-    pairs = _pairs(value, column) if conversational else [("user", value)]
+    messages = [Message(role="user", content=value)] if isinstance(value, str) else None
+    messages = messages or _messages(value, column)
     given = value_at(raw, columns.id or "id")
-    row_id = hashlib.sha256(orjson.dumps(pairs)).hexdigest()[:16] if given is None else str(given)
+    row_id = _digest_of_messages(messages) if given is None else str(given)
     demonstration = demonstration_in(raw, columns)
-    ends_with_assistant = pairs[-1][0] == "assistant"
+    trained = _trained(value, column) if conversational else None
+    ends_with_assistant = messages[-1].role == "assistant"
     if ends_with_assistant:
-        demonstration = _last_turn(pairs, column, demonstration, columns)
-        pairs = pairs[:-1]
+        demonstration = _last_turn(messages, column, demonstration, columns)
+        messages = messages[:-1]
+    elif trained is not None:
+        raise ValueError(
+            f"{column}: its messages say which answers are learned (train, weight), and do not end "
+            "with the assistant's: expected the last answer among them"
+        )
     own = column == "messages" or (column == "prompt" and not conversational)
     answer = _answer(raw, columns, own=own)
     if column == "messages" and answer is raw.get("ground_truth"):
@@ -298,12 +313,22 @@ def read_row(raw: Any, columns: Columns) -> PromptRow:
         row_id,
         given is not None,
         column,
-        pairs,
+        tuple(messages),
         conversational,
         answer,
         demonstration,
         ends_with_assistant,
+        trained,
     )
+
+
+def _digest_of_messages(messages: Sequence[Message]) -> str:
+    """The id of a row without one. Of rows without calls of tools it is what it always was."""
+    parts = [
+        [each.role, each.content, *((call.name, call.arguments) for call in each.tool_calls)]
+        for each in messages
+    ]
+    return hashlib.sha256(orjson.dumps(parts)).hexdigest()[:16]
 
 
 def metadata_of(
@@ -320,27 +345,29 @@ def metadata_of(
     if answer is None or (isinstance(answer, str) and columns.answer in (None, "answer")):
         left_out.add("answer")
     metadata = {name: value for name, value in raw.items() if name not in left_out}
-    if row.ends_with_assistant:
-        metadata[COMPLETION] = row.demonstration
+    if row.ends_with_assistant and (shown := row.demonstration) is not None:
+        metadata[COMPLETION] = [as_message(shown)] if shown.tool_calls else shown.content
+    if row.trained is not None:
+        metadata[TRAINED] = row.trained
     if row.conversational:
         metadata.setdefault(CONVERSATIONAL, True)
     return plain_json(metadata, where)
 
 
-def demonstration_in(raw: Mapping[str, Any], columns: Columns) -> str | None:
-    """Return the text of the column with the demonstration: a text, or a list of one message."""
+def demonstration_in(raw: Mapping[str, Any], columns: Columns) -> Message | None:
+    """Return the message of the column with the demonstration: a text, or a list of one message."""
     name = columns.completion or COMPLETION
     value = value_at(raw, name)
     if isinstance(value, str):
-        return value
+        return assistant(value)
     if isinstance(value, list):
-        pairs = _pairs(value, name)
-        if len(pairs) > 1 or pairs[0][0] != "assistant":
+        messages = _messages(value, name)
+        if len(messages) > 1 or messages[0].role != "assistant":
             raise ValueError(
-                f"{name}: expected one message of the assistant, found {len(pairs)} messages of "
-                f"{', '.join(role for role, _ in pairs)}"
+                f"{name}: expected one message of the assistant, found {len(messages)} messages of "
+                f"{', '.join(each.role for each in messages)}"
             )
-        return pairs[0][1]
+        return messages[0]
     if columns.completion is not None and value is not None:
         raise ValueError(f"{name}: expected a text or a message, found {value!r:.80}")
     return None
@@ -402,40 +429,149 @@ def _answer(raw: dict[str, Any], columns: Columns, *, own: bool) -> Any:
     return value_at(raw, present[0]) if present else None
 
 
-def _pairs(value: Any, column: str) -> list[Pair]:
-    """Return role and content of every message."""
+def tools_in(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools that a row offers, as chat templates have them. Raises ValueError.
+
+    Its column `tools` is a list of functions' schemas, also without `type`, or that list as JSON.
+    """
+    tools = _parsed(metadata.get(TOOLS), TOOLS)
+    if not tools:
+        return []
+    if not isinstance(tools, list):
+        raise ValueError(f"{TOOLS}: expected a list of schemas of functions, found {tools!r:.80}")
+    offered = list[dict[str, Any]]()
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"{TOOLS}, {number}: expected a function's schema with a name, found {tool!r:.80}"
+            )
+        offered.append({"type": "function", "function": _dense(function)})
+    return offered
+
+
+def as_message(message: Message) -> dict[str, Any]:
+    """Return a message as rows have it."""
+    calls = [
+        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    return {"role": message.role, "content": message.content, "tool_calls": calls}
+
+
+def _messages(value: Any, column: str) -> list[Message]:
+    """Return the messages of a column; each result of a tool follows its call."""
     if not isinstance(value, list):
         raise ValueError(f"{column}: expected a text or a list of messages, found {value!r:.80}")
     if not value:
         raise ValueError(f"{column}: expected a list of messages that is not empty")
-    return [_pair(item, f"{column}, message {number}") for number, item in enumerate(value)]
+    messages, waiting = list[Message](), dict[str, ToolCall]()
+    for number, item in enumerate(value):
+        where = f"{column}, message {number}"
+        message = _message(item, where)
+        if message.role == "tool":
+            call_id = message.tool_call_id or next(iter(waiting), None)
+            call = waiting.pop(call_id or "", None)
+            if call is None:
+                raise ValueError(
+                    f"{where} is the result of a tool without a call: expected the assistant's "
+                    f"message with that call before it, found {item!r:.80}"
+                )
+            message = replace(message, tool_call_id=call_id, name=message.name or call.name)
+        else:
+            waiting = {call.id: call for call in message.tool_calls}
+        messages.append(message)
+    return messages
 
 
-def _pair(item: Any, where: str) -> Pair:
-    role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (0, 0)
-    if isinstance(item, dict) and item.get("tool_calls"):
+def _message(item: Any, where: str) -> Message:
+    fields = item if isinstance(item, dict) else {}
+    role, content, calls = (fields.get(name) for name in ("role", "content", "tool_calls"))
+    if role is None and "from" in fields:
+        kind, content = fields["from"], fields.get("value")
+        role = SHAREGPT_ROLES.get(kind) if isinstance(kind, str) else None
+        if kind == "function_call":
+            calls, content = [_parsed(content, where)], None
+    if thought := next((name for name in REASONING if fields.get(name)), None):
         raise ValueError(
-            f"{where} calls tools: expected a prompt without tool calls; an environment with tools "
-            "of its own makes them in its episodes (docs/your-environment.md)"
+            f"{where} has {thought}, which the model would not learn: write it into content as the "
+            "chat template does (<think>…</think>, mostly), or remove it"
         )
-    if role not in ROLES or not isinstance(content, str):
+    if calls and content is None:
+        content = ""
+    if role not in ROLES or not isinstance(content, str) or (calls and role != "assistant"):
         raise ValueError(
             f"{where}: expected a message with a role ({', '.join(ROLES)}) and a text as content, "
             f"found {item!r:.80}"
         )
-    return role, content
+    made = tuple(_call(call, f"{where}, call {n}", n) for n, call in enumerate(calls or ()))
+    tool_call_id, name = fields.get("tool_call_id"), fields.get("name")
+    if role != "tool":
+        return Message(role=role, content=content, tool_calls=made)
+    return Message(role=role, content=content, tool_call_id=tool_call_id, name=name)
 
 
-def _last_turn(pairs: list[Pair], column: str, other: str | None, columns: Columns) -> str:
+def _call(call: Any, where: str, number: int) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    name, arguments = function.get("name"), _parsed(function.get("arguments") or {}, where)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(
+            f"{where}: expected a call with the name of a function, and arguments as an object or "
+            f"its JSON, found {call!r:.80}"
+        )
+    # Mistral's templates refuse ids of another length.
+    call_id = call.get("id") or f"call{number:05}"
+    return ToolCall(id=str(call_id), name=name, arguments=orjson.dumps(_dense(arguments)).decode())
+
+
+def _parsed(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value.encode())
+    except Malformed as error:
+        raise ValueError(f"{where}: {value!r:.80} is not JSON: {error}") from None
+
+
+def _dense(value: Any) -> Any:
+    """A value without nulls: Arrow gives each row of a column the fields of all the others."""
+    if isinstance(value, dict):
+        return {name: _dense(each) for name, each in value.items() if each is not None}
+    return [_dense(each) for each in value] if isinstance(value, list) else value
+
+
+def _trained(value: Sequence[Any], column: str) -> list[bool] | None:
+    """Return what an assistant's messages say of themselves, by `train` or `weight`; None: nothing.
+
+    One that says nothing is learned where others say that they are, or are not.
+    """
+    trained, said = list[bool](), False
+    for number, item in enumerate(value):
+        if item.get("role", SHAREGPT_ROLES.get(item.get("from"))) != "assistant":
+            continue
+        flags = [item[name] for name in ("train", "weight") if item.get(name) is not None]
+        if any(flag not in (0, 1) for flag in flags):
+            raise ValueError(
+                f"{column}, message {number}: expected train true or false, or weight 0 or 1, "
+                f"found {flags[0]!r:.80}"
+            )
+        said |= bool(flags)
+        trained.append(all(map(bool, flags)))
+    return trained if said else None
+
+
+def _last_turn(
+    messages: Sequence[Message], column: str, other: Message | None, columns: Columns
+) -> Message:
     """Return the assistant's turn at the end of a prompt, which is its demonstration."""
-    if len(pairs) == 1:
+    if len(messages) == 1:
         raise ValueError(f"{column}: its only message is the assistant's, which leaves no prompt")
     if other is not None:
         raise ValueError(
             f"{column} ends with an assistant's message and there is also a column "
             f"{columns.completion or COMPLETION!r}: expected one demonstration; remove either"
         )
-    return pairs[-1][1]
+    return messages[-1]
 
 
 def _listed(raw: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from marin_rl.config import (
 )
 from marin_rl.environments.base import SHIPPED, Environment, completed
 from marin_rl.errors import ConfigError
-from marin_rl.types import Example, RewardComponent, Split
+from marin_rl.types import Demonstration, Example, RewardComponent, Split
 from marin_rl.user_code import ENTRY_POINTS, parse_spec
 
 USER_CLASS = "FILE.py:Class"  # stands for all classes that are named as code
@@ -362,6 +362,9 @@ class Mixture(Environment):
 
     def demonstration(self, example: Example) -> str | None:
         return self.part_of(example).environment.demonstration(example)
+
+    def demonstrated(self, example: Example) -> Demonstration | None:
+        return self.part_of(example).environment.demonstrated(example)
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         raise AssertionError(f"{example.environment} scores its examples itself: see parts_of")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering
+from marin_rl.chat_templates import ChatTemplate, Conversation, Rendering, as_template_message
 from marin_rl.config import PolicyConfig
 from marin_rl.environments.episode import Tool
 from marin_rl.errors import BridgeFault, TemplateRefusal
@@ -59,7 +59,7 @@ class _Junction:
 
     @property
     def added(self) -> list[dict[str, Any]]:
-        return [_as_template_message(message) for message in self.messages]
+        return [as_template_message(message) for message in self.messages]
 
     def conversation(self, messages: Sequence[dict[str, Any]], *, opening: bool) -> Conversation:
         tools = json.loads(self.tools) if self.tools else None
@@ -222,7 +222,7 @@ class TemplateBridge:
         junction = _Junction(
             messages=dialogue, ended=None, system=False, reasoned=False, tools=tools
         )
-        as_seen = [_as_template_message(message, calls_max) for message in dialogue]
+        as_seen = [as_template_message(message, calls_max) for message in dialogue]
         (opened,) = self._rendered(junction, junction.conversation(as_seen, opening=True))
         return opened.text
 
@@ -320,19 +320,3 @@ class TemplateBridge:
             raise BridgeFault(
                 f"the chat template refuses to go on with messages of {roles}: {error}"
             ) from None
-
-
-def _as_template_message(message: Message, calls_max: int | None = None) -> dict[str, Any]:
-    """Return a message as templates see it: arguments of calls are objects there."""
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-        }
-        for call in message.tool_calls[:calls_max]
-    ]
-    fields = {"role": message.role, "tool_call_id": message.tool_call_id, "name": message.name}
-    seen: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
-    seen["content"] = (message.content or None) if calls else message.content
-    return seen | ({"tool_calls": calls} if calls else {})

@@ -4,13 +4,14 @@ The loss is the mean negative log-likelihood of the answers' tokens. See phases.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import padded
-from marin_rl.batching.sequences import Demonstration, demonstrated
+from marin_rl.batching.sequences import demonstrated
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, no_demonstration
 from marin_rl.environments.registry import loaded_environment, part_for
@@ -25,7 +26,7 @@ from marin_rl.training.optimizer import sft_adamw
 from marin_rl.training.phases import SegmentedPhase, optimizer_content
 from marin_rl.training.policy_source import policy_parameters
 from marin_rl.training.step_types import Parameters, StepRows
-from marin_rl.types import SlotRef, TrainingBatch
+from marin_rl.types import Demonstration, SlotRef, TrainingBatch
 
 LENGTH_STEP = 8  # sequences are padded to a multiple of this, so few lengths are ever compiled
 
@@ -113,20 +114,13 @@ def supervised_batch(
     # ones.
     for number in range(step * rows, (step + 1) * rows):
         example = environment.example(chosen.train_seed, number, "train")
-        answer = environment.demonstration(example)
-        if answer is None:
+        learned = environment.demonstrated(example)
+        if learned is None:
             raise InputError(no_demonstration(environment, example))
         part = part_for(environment, chosen, example)
-        shown.append(
-            Demonstration(
-                messages=example.messages,
-                answer=answer,
-                name=f"example {example.example_id} of {environment.name}",
-                options=part.config.chat_template_options or {},
-            )
-        )
-    ends, every = trained_ends(config.policy, tokenizer), config.sft.train_on == "all"
-    rendered = demonstrated(tokenizer, shown, ends, every_answer=every)
+        shown.append(replace(learned, options=part.config.chat_template_options or {}))
+    ends = trained_ends(config.policy, tokenizer)
+    rendered = demonstrated(tokenizer, shown, ends, config.sft.train_on)
     sequences = [(chat.ids, chat.mask) for chat in rendered]
     longest = max(len(ids) for ids, _ in sequences)
     if longest > config.policy.context_length:

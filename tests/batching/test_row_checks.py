@@ -1,5 +1,6 @@
 """Rows are learned as they are written, or refused by name; answers end with the end token."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from support.templates import TEMPLATES
 
 from marin_rl.batching.pairs import PairTokenizer
 from marin_rl.batching.sequences import (
-    Demonstration,
     chat_tokens,
     check_lengths,
     demonstrated,
@@ -33,9 +33,17 @@ from marin_rl.config import PolicyConfig
 from marin_rl.errors import InputError
 from marin_rl.rollouts.pinned import policy_as_begun
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, tokenizer_for
-from marin_rl.types import Message, PreferencePair
+from marin_rl.types import Demonstration, Message, PreferencePair, ToolCall, assistant
 
 HI = (Message(role="user", content="hi"),)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
 WRAPPED = CHATML.replace(
     "{{ m.content }}<|im_end|>",
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -47,7 +55,7 @@ def check_rows(tokenizer, chats, names, *, ends, context_length, options=()):
     """Check that chats are learned as they are written, and that all of them fit."""
     rows = zip(chats, names, options or [{}] * len(names), strict=True)
     shown = [
-        Demonstration(messages=messages, answer=answer, name=name, options=own)
+        Demonstration(messages=messages, answer=assistant(answer), name=name, options=own)
         for (messages, answer), name, own in rows
     ]
     lengths = rendered_lengths(tokenizer, shown, ends)
@@ -252,23 +260,23 @@ def trained_runs(tokenizer, chat) -> list[str]:
 def test_every_answer_of_a_conversation_is_trained_to_its_end(template, eos, end) -> None:
     tokenizer = chat_tokenizer(template, eos)
     ends = end_token_ids(tokenizer)
-    shown = Demonstration(messages=DIALOGUE, answer="8", name="row")
+    shown = Demonstration(messages=DIALOGUE, answer=assistant("8"), name="row")
     (last,) = demonstrated(tokenizer, [shown], ends)
-    (every,) = demonstrated(tokenizer, [shown], ends, every_answer=True)
+    (every,) = demonstrated(tokenizer, [shown], ends, "all")
     np.testing.assert_array_equal(every.ids, last.ids)
     assert [text.strip() for text in trained_runs(tokenizer, last)] == [f"8{end}"]
     texts = [text.strip() for text in trained_runs(tokenizer, every)]
     assert texts == [f"4{end}", f"6{end}", f"8{end}"]
-    assert rendered_lengths(tokenizer, [shown], ends, every_answer=True) == [len(every.ids)]
+    assert rendered_lengths(tokenizer, [shown], ends, "all") == [len(every.ids)]
 
 
 def test_answers_that_change_once_the_conversation_goes_on_are_refused() -> None:
     """Qwen3's template writes empty reasoning before the last answer, and drops it after it."""
     tokenizer = chat_tokenizer(QWEN3, "<|im_end|>")
     ends = end_token_ids(tokenizer)
-    shown = Demonstration(messages=DIALOGUE, answer="8", name="rows.jsonl, line 2")
+    shown = Demonstration(messages=DIALOGUE, answer=assistant("8"), name="rows.jsonl, line 2")
     with pytest.raises(InputError, match="otherwise once the conversation goes on") as error:
-        rendered_lengths(tokenizer, [shown], ends, every_answer=True)
+        rendered_lengths(tokenizer, [shown], ends, "all")
     assert str(error.value).startswith("rows.jsonl, line 2, answer 1 of 3: ")
     assert "sft.train_on: last" in str(error.value)
     assert rendered_lengths(tokenizer, [shown], ends) > [0]
@@ -278,10 +286,74 @@ def test_an_earlier_answer_that_is_not_learned_as_written_is_named() -> None:
     tokenizer = chat_tokenizer(TRIMMED, "<|im_end|>")
     blank = (*DIALOGUE[:2], Message(role="assistant", content=" 4 "), *DIALOGUE[3:])
     shown = [
-        Demonstration(messages=messages, answer="8", name=f"line {line}")
+        Demonstration(messages=messages, answer=assistant("8"), name=f"line {line}")
         for line, messages in enumerate([DIALOGUE, blank], 1)
     ]
     ends = end_token_ids(tokenizer)
     rendered_lengths(tokenizer, shown, ends)
     with pytest.raises(InputError, match="line 2, answer 1 of 3: the answer ' 4 ' would be"):
-        rendered_lengths(tokenizer, shown, ends, every_answer=True)
+        rendered_lengths(tokenizer, shown, ends, "all")
+
+
+CALL = ToolCall(id="call00000", name="get_weather", arguments='{"city":"Rome"}')
+CALLS = Message(role="assistant", content="", tool_calls=(CALL,))
+RESULT = Message(role="tool", content="sunny", tool_call_id="call00000", name="get_weather")
+
+
+def tool_row(*messages: Message, answer: Message = CALLS) -> Demonstration:
+    return Demonstration(
+        messages=(*HI, *messages), answer=answer, name="rows.jsonl, line 2", tools=[WEATHER]
+    )
+
+
+def test_calls_of_tools_are_learned_as_the_template_writes_them() -> None:
+    tokenizer = chat_tokenizer(TEMPLATES["qwen"], "<|im_end|>")
+    ends = end_token_ids(tokenizer)
+    called = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
+    call = f"<think></think><tool_call>\n{called}\n</tool_call>"
+    row = tool_row(CALLS, RESULT, answer=assistant("sunny"))
+    (last,) = demonstrated(tokenizer, [tool_row()], ends)
+    (every,) = demonstrated(tokenizer, [row], ends, "all")
+    assert trained_runs(tokenizer, last) == [f"{call}<|im_end|>"]
+    assert trained_runs(tokenizer, every) == [f"{call}<|im_end|>", "<think></think>sunny<|im_end|>"]
+    assert '"name": "get_weather", "description"' in every.prompt, "the tools are offered"
+    assert rendered_lengths(tokenizer, [tool_row(), row], ends, "all") == [
+        len(last.ids), len(every.ids),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (CHATML, "writes tool calls in no known format"),
+        (
+            TEMPLATES["qwen"].replace(
+                "ments | tojson }}", "ments | tojson | replace('Ro', 'Ho') }}"
+            ),
+            r"its tool calls \[\('get_weather', {'city': 'Rome'}\)\] would be learned as .*Home",
+        ),
+    ],
+)
+def test_calls_that_a_template_does_not_write_are_refused(template: str, words: str) -> None:
+    tokenizer = chat_tokenizer(template, "<|im_end|>")
+    with pytest.raises(InputError, match=rf"^rows\.jsonl, line 2: .*{words}"):
+        rendered_lengths(tokenizer, [tool_row()], end_token_ids(tokenizer))
+
+
+def test_answers_say_themselves_whether_they_are_learned() -> None:
+    tokenizer = chat_tokenizer(CHATML, "<|im_end|>")
+    ends = end_token_ids(tokenizer)
+    row = Demonstration(messages=DIALOGUE, answer=assistant("8"), name="row")
+    for trained, expected in (
+        ((True, False, True), ["4<|im_end|>", "8<|im_end|>"]),
+        ((False, True, False), ["6<|im_end|>"]),
+        (None, ["4<|im_end|>", "6<|im_end|>", "8<|im_end|>"]),
+    ):
+        flagged = replace(row, trained=trained)
+        rendered_lengths(tokenizer, [flagged], ends, "flagged")
+        (chat,) = demonstrated(tokenizer, [flagged], ends, "flagged")
+        assert trained_runs(tokenizer, chat) == expected
+    with pytest.raises(InputError, match=r"^row: none of its answers is learned"):
+        rendered_lengths(tokenizer, [replace(row, trained=[False] * 3)], ends, "flagged")
+    with pytest.raises(InputError, match=r"^row: .*set sft\.train_on: flagged, or remove them"):
+        rendered_lengths(tokenizer, [replace(row, trained=[True] * 3)], ends, "all")

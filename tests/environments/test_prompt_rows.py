@@ -22,11 +22,16 @@ from marin_rl.environments.prompt_files import (
 )
 from marin_rl.environments.registry import construct
 from marin_rl.errors import InputError
-from marin_rl.types import Example, Message
+from marin_rl.types import Example, Message, ToolCall
 
 USER = {"role": "user", "content": "2 + 2?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 REPLY = {"role": "assistant", "content": "4"}
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "4"}
+ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object"}}
 
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "own": ({"messages": [USER], "answer": "4"}, {}),
@@ -211,7 +216,9 @@ def test_a_run_with_a_warm_start_is_refused_before_it_starts(tmp_path: Path) -> 
 def test_tools_are_said_to_be_no_part_of_the_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "tools": [{"name": "add"}], "answer": "1"}, {"prompt": "b"}]
     tools, unanswered = chat(tmp_path / "p.jsonl", rows).notices()
-    assert "1 of 2 rows have a column tools: it is metadata" in tools
+    assert (
+        "1 of 2 rows have a column tools, which a warm start reads; sampling offers none" in tools
+    )
     assert "1 of 2 rows have no answer: exact_match gives them 0" in unanswered
 
 
@@ -237,7 +244,39 @@ def test_tools_are_said_to_be_no_part_of_the_prompt(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": [USER, REPLY]}, {}, "one message of the assistant"),
         ({"messages": "a"}, {}, "expected a list"),
         ({"messages": []}, {}, "list of messages that is not empty"),
-        ({"messages": [{**REPLY, "tool_calls": [{}]}, USER]}, {}, "message 0 calls tools"),
+        (
+            {"messages": [{**REPLY, "tool_calls": [{}]}, USER]},
+            {},
+            "message 0, call 0: expected a call",
+        ),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, {}, "message 0: expected a message"),
+        (
+            {"messages": [USER, {**REPLY, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            {},
+            "message 1, call 0: '{' is not JSON",
+        ),
+        (
+            {"messages": [USER, RESULT, REPLY]},
+            {},
+            "message 1 is the result of a tool without a call",
+        ),
+        (
+            {"messages": [USER, CALLS, {**RESULT, "tool_call_id": "other"}, REPLY]},
+            {},
+            "message 2 is the result of a tool without a call",
+        ),
+        (
+            {"messages": [USER, {**REPLY, "reasoning_content": "so"}]},
+            {},
+            "message 1 has reasoning_content",
+        ),
+        ({"messages": [USER, {**REPLY, "weight": 0.5}]}, {}, "message 1: expected train true or"),
+        ({"messages": [{**REPLY, "train": True}, USER]}, {}, "expected the last answer among them"),
+        (
+            {"conversations": [{"from": "robot", "value": "hi"}]},
+            {},
+            "message 0: expected a message",
+        ),
         ({"messages": [{"role": "user", "content": [{}]}]}, {}, "a text as content"),
     ],
 )
@@ -252,6 +291,70 @@ def test_rows_that_are_refused(
 def test_an_error_of_parquet_lists_all_columns(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"p\.parquet, row 0: .*columns are text, number"):
         chat(tmp_path / "p.parquet", [{"text": "a", "number": 1}])
+
+
+SHAREGPT = [
+    {"from": "human", "value": "2 + 2?"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
+    {"from": "observation", "value": "4"},
+    {"from": "gpt", "value": "4"},
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({"messages": [USER, CALLS, RESULT, REPLY], "tools": [ADD]}, id="TRL"),
+        pytest.param(
+            {"messages": [USER, CALLS, RESULT, REPLY], "tools": json.dumps([{"function": ADD}])},
+            id="tools as JSON",
+        ),
+        pytest.param({"conversations": SHAREGPT, "tools": json.dumps([ADD])}, id="ShareGPT"),
+        pytest.param(
+            {"prompt": [USER, CALLS, RESULT], "completion": [REPLY], "tools": [ADD]},
+            id="completion",
+        ),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_dialogues_with_tools_are_demonstrations(tmp_path: Path, row: Any, suffix: str) -> None:
+    environment = chat(tmp_path / f"rows{suffix}", [row], eval_fraction=0.0001)
+    learned = environment.demonstrated(environment.example(0, 0, "train"))
+    assert learned is not None
+    call = ToolCall(id="call00000", name="add", arguments='{"a":2,"b":2}')
+    user, calls, result = learned.messages
+    assert (user.content, calls.tool_calls, calls.content) == ("2 + 2?", (call,), "")
+    assert (result.role, result.content, result.tool_call_id) == ("tool", "4", call.id)
+    assert learned.answer == Message(role="assistant", content="4")
+    expected = {name: value for name, value in ADD.items() if name != "parameters"}
+    (tool,) = learned.tools
+    assert tool["function"].items() >= expected.items()
+    assert tool["type"] == "function"
+    assert learned.trained is None
+
+
+def test_the_last_message_may_be_a_call(tmp_path: Path) -> None:
+    environment = chat(tmp_path / "rows.jsonl", [{"messages": [USER, CALLS]}], eval_fraction=0.0001)
+    learned = environment.demonstrated(environment.example(0, 0, "train"))
+    assert learned is not None
+    assert [call.name for call in learned.answer.tool_calls] == ["add"]
+
+
+def test_messages_say_which_answers_are_learned(tmp_path: Path) -> None:
+    answers = [{**REPLY, "train": False}, {**REPLY, "weight": 1}, {**REPLY, "weight": 0}, REPLY]
+    messages = [message for answer in answers for message in (USER, answer)]
+    environment = chat(tmp_path / "rows.jsonl", [{"messages": messages}], eval_fraction=0.0001)
+    learned = environment.demonstrated(environment.example(0, 0, "train"))
+    assert learned is not None
+    assert learned.trained == [False, True, False, True]
+
+
+@pytest.mark.parametrize("tools", ["[", "1", '["name"]', '[{"function": {}}]'])
+def test_tools_without_schemas_are_refused(tmp_path: Path, tools: str) -> None:
+    row = {"messages": [USER, REPLY], "tools": tools}
+    environment = chat(tmp_path / "rows.jsonl", [row], eval_fraction=0.0001)
+    with pytest.raises(InputError, match=r"^example .* of chat: tools"):
+        environment.demonstrated(environment.example(0, 0, "train"))
 
 
 def test_metadata_keeps_what_is_not_read() -> None:
