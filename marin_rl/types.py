@@ -55,8 +55,9 @@ class Demonstration:
     """A conversation to learn: its messages before the last answer, and that answer.
 
     `tools` are those that it offers, as chat templates have them; `trained` says for each answer of
-    the assistant whether it is learned, where the conversation says it. `name` says in errors where
-    it is from, `options` are those of the template.
+    the assistant whether it is learned, where the conversation says it. With `segments` it may be
+    learned as several sequences, where the template rewrites what came before. `name` says in
+    errors where it is from, `options` are those of the template.
     """
 
     messages: Sequence[Message]
@@ -64,6 +65,7 @@ class Demonstration:
     name: str
     tools: Sequence[Mapping[str, Any]] = ()
     trained: Sequence[bool] | None = None
+    segments: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any, Literal
 from unicodedata import normalize
 
@@ -129,14 +129,15 @@ def demonstrated(
     """Conversations with the tokens that are learned; an error begins with the name of its chat.
 
     By default those of the last answer, as `chat_tokens` has them. Where others are learned too,
-    each is trained on as in a conversation that ends with it. Raises InputError also where the
-    template renders such a conversation in another way once it goes on, and for answers that say
-    whether they are learned where nothing asks for that.
+    each is trained on as in a conversation that ends with it. Where the template renders such a
+    conversation in another way once it goes on, it is a chat of its own next to the whole, if the
+    demonstration is to be cut into `segments`. Raises InputError where it is not.
     """
     if train_on in ("all", "flagged"):
         parts = [each.answers for each in demonstrations]
         rendered = iter(demonstrated(tokenizer, [*chain.from_iterable(parts)], ends))
-        return [_joined(tokenizer, of, [next(rendered) for _ in of], train_on) for of in parts]
+        joined = [_joined(tokenizer, of, [next(rendered) for _ in of], train_on) for of in parts]
+        return [*chain.from_iterable(joined)]
     try:
         return _rendered_chats(tokenizer, demonstrations, ends)
     except InputError:
@@ -153,25 +154,32 @@ def _joined(
     answers: Sequence[Demonstration],
     chats: Sequence[RenderedChat],
     train_on: TrainOn,
-) -> RenderedChat:
-    """The whole conversation, trained on those of its answers, which `chats` end with, to learn."""
+) -> list[RenderedChat]:
+    """The whole conversation, trained on those of its answers, which `chats` end with, to learn.
+
+    With `segments`, further chats have the answers that the whole does not render as they are.
+    """
     trained = answers[-1].trained if train_on == "flagged" else None
-    whole, learned = chats[-1], [True] * len(answers) if trained is None else trained
-    mask = whole.mask * learned[-1]
+    learned = [True] * len(answers) if trained is None else trained
+    joined = [replace(chats[-1], mask=chats[-1].mask * learned[-1])]
     for answer, chat, learns in zip(answers[:-1], chats[:-1], learned[:-1], strict=True):
         if not learns:
             continue
         end = int(np.flatnonzero(chat.mask)[-1]) + 1
-        if not np.array_equal(chat.ids[:end], whole.ids[:end]):
+        whole = next((w for w in joined if np.array_equal(chat.ids[:end], w.ids[:end])), None)
+        if whole is not None:
+            whole.mask[:end] |= chat.mask[:end]
+        elif answer.segments:
+            joined.append(replace(chat, mask=chat.mask.copy()))
+        else:
             begun = text_of(tokenizer, chat.ids[chat.prompt_length : end])
             raise InputError(
                 f"{answer.name}: the answer is rendered as {begun!r:.{SHOWN}}, but otherwise once "
                 "the conversation goes on (templates drop earlier reasoning, for one), so no "
-                "sampled conversation is like it: set sft.train_on: last, and write a row for each "
-                "answer to learn"
+                "sampled conversation is like it: set the environment's on_broken_prefix: segments "
+                "to learn it as a sequence of its own, or sft.train_on: last"
             )
-        mask[:end] |= chat.mask[:end]
-    return replace(whole, mask=mask)
+    return [chat for chat in joined if chat.mask.any()]
 
 
 def _check_flags(each: Demonstration, train_on: TrainOn) -> None:
@@ -342,10 +350,12 @@ def rendered_lengths(
     for each in demonstrations:
         _check_flags(each, train_on)
     if train_on in ("all", "flagged"):
-        answers = chain.from_iterable(each.answers for each in demonstrations)
-        rendered_lengths(tokenizer, [replace(each, trained=None) for each in answers], ends)
-        whole = demonstrated(tokenizer, demonstrations, ends, train_on)
-        return [len(chat.ids) for chat in whole]
+        parts = [each.answers for each in demonstrations]
+        answers = [replace(answer, trained=None) for of in parts for answer in of]
+        lengths = rendered_lengths(tokenizer, answers, ends)
+        demonstrated(tokenizer, demonstrations, ends, train_on)
+        ends_of = list(accumulate(map(len, parts)))
+        return [max(lengths[end - len(of) : end]) for end, of in zip(ends_of, parts, strict=True)]
     control = control_tokens(tokenizer, ends)
     in_prompts, in_answers = (any_of(texts) for texts in (control, control - _of_calls(tokenizer)))
     for each in demonstrations:

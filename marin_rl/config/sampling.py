@@ -119,7 +119,7 @@ class EnvironmentConfig(Section):
         "where the chat template writes earlier turns of an episode differently once it goes on "
         "(without their reasoning, say). end: the episode ends with stop reason `bridge`; "
         "segments: it goes on in a new segment with a prompt of its own, which is trained as a "
-        "row of its own; null: end"
+        "row of its own, and so is such an answer of a warm start; null: end"
     )
     step_timeout_s: Seconds | None = optional_field(
         "seconds for each start, step and close of an episode; null: reward_timeout_s"

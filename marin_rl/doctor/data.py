@@ -20,6 +20,7 @@ from marin_rl.environments.base import reward_of
 from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import check_demonstrations, environment_of
 from marin_rl.environments.registry import (
+    demonstrated_by,
     foreign_code,
     loaded_environment,
     order_in,
@@ -188,12 +189,11 @@ def _demonstrations(config: Config) -> Iterator[Demonstration]:
             name = own.place(seed, index, "train")
             name = name or f"example {example.example_id} of {own.name}"
             try:
-                learned = own.demonstrated(example)
+                learned = demonstrated_by(part, example)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
             if learned is not None:  # an example without one is refused by `demonstrations`
-                options = part.config.chat_template_options or {}
-                yield replace(learned, name=name, options=options)
+                yield replace(learned, name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -363,9 +363,6 @@ class Mixture(Environment):
     def demonstration(self, example: Example) -> str | None:
         return self.part_of(example).environment.demonstration(example)
 
-    def demonstrated(self, example: Example) -> Demonstration | None:
-        return self.part_of(example).environment.demonstrated(example)
-
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         raise AssertionError(f"{example.environment} scores its examples itself: see parts_of")
 
@@ -386,6 +383,15 @@ def part_for(
     if isinstance(environment, Mixture):
         return environment.part_of(example)
     return EnvironmentPart(label="", config=config, environment=environment)
+
+
+def demonstrated_by(part: EnvironmentPart, example: Example) -> Demonstration | None:
+    """The conversation that a warm start learns of an example, by its environment's settings."""
+    learned = part.environment.demonstrated(example)
+    if learned is None:
+        return None
+    segments = part.config.on_broken_prefix == "segments"
+    return replace(learned, options=part.config.chat_template_options or {}, segments=segments)
 
 
 def entry_alone(outer: EnvironmentConfig, entry: MixtureEntry) -> EnvironmentConfig:

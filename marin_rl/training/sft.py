@@ -4,7 +4,6 @@ The loss is the mean negative log-likelihood of the answers' tokens. See phases.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from marin_rl.batching.pairs import padded
 from marin_rl.batching.sequences import demonstrated
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, no_demonstration
-from marin_rl.environments.registry import loaded_environment, part_for
+from marin_rl.environments.registry import demonstrated_by, loaded_environment, part_for
 from marin_rl.errors import InputError
 from marin_rl.storage.runs import Run, sft_slot
 from marin_rl.tokenizers import trained_ends
@@ -62,8 +61,11 @@ class WarmStart(SegmentedPhase):
     def _rows(self, step: int) -> StepRows:
         sft = self._run.config.sft
         batch = supervised_batch(self._run.config, self._environment, self._tokenizer, step)
-        layout = self._program.layout
-        return to_fixed_shape(batch, sft.microbatch_sequences, sft.sequences_per_step, layout)
+        layout, rows_max = self._program.layout, sft.sequences_per_step
+        # Examples that were cut fill more rows than there are examples.
+        while rows_max < len(batch.token_ids):
+            rows_max *= 2
+        return to_fixed_shape(batch, sft.microbatch_sequences, rows_max, layout)
 
     def _slot_of(self, step: int) -> str:
         return sft_slot(step)
@@ -103,9 +105,9 @@ def supervised_batch(
 ) -> TrainingBatch:
     """The examples of one step, tokenized by the chat template and padded to one length.
 
-    Row i of step s is example number s * sequences_per_step + i of the environment. Raises
-    InputError for an example without an answer, longer than the context, or that the chat template
-    does not render.
+    Row i of step s is example number s * sequences_per_step + i of the environment, where no
+    example is cut into several. Raises InputError for an example without an answer, longer than the
+    context, or that the chat template does not render.
     """
     chosen = config.sft.environment or config.environment
     rows = config.sft.sequences_per_step
@@ -114,11 +116,10 @@ def supervised_batch(
     # ones.
     for number in range(step * rows, (step + 1) * rows):
         example = environment.example(chosen.train_seed, number, "train")
-        learned = environment.demonstrated(example)
+        learned = demonstrated_by(part_for(environment, chosen, example), example)
         if learned is None:
             raise InputError(no_demonstration(environment, example))
-        part = part_for(environment, chosen, example)
-        shown.append(replace(learned, options=part.config.chat_template_options or {}))
+        shown.append(learned)
     ends = trained_ends(config.policy, tokenizer)
     rendered = demonstrated(tokenizer, shown, ends, config.sft.train_on)
     sequences = [(chat.ids, chat.mask) for chat in rendered]
@@ -130,8 +131,8 @@ def supervised_batch(
         )
     # Of the step's longest row, rounded up: one length for all steps would compute mostly padding.
     length = -(-longest // LENGTH_STEP) * LENGTH_STEP
-    token_ids, inside_BT = padded([ids for ids, _ in sequences], rows, length)
-    loss_mask, _ = padded([mask for _, mask in sequences], rows, length)
+    token_ids, inside_BT = padded([ids for ids, _ in sequences], len(sequences), length)
+    loss_mask, _ = padded([mask for _, mask in sequences], len(sequences), length)
     nothing = np.zeros(inside_BT.shape, np.float32)
     return TrainingBatch(
         token_ids=token_ids,

@@ -280,6 +280,16 @@ def test_answers_that_change_once_the_conversation_goes_on_are_refused() -> None
     assert str(error.value).startswith("rows.jsonl, line 2, answer 1 of 3: ")
     assert "sft.train_on: last" in str(error.value)
     assert rendered_lengths(tokenizer, [shown], ends) > [0]
+    chats = demonstrated(tokenizer, [replace(shown, segments=True)], ends, "all")
+    thought = "<think>\n\n</think>\n\n"
+    assert [trained_runs(tokenizer, chat) for chat in chats] == [
+        [f"{thought}{answer}<|im_end|>"] for answer in ("8", "4", "6")
+    ]
+    assert [chat.prompt.count("<|im_start|>user") for chat in chats] == [3, 1, 2]
+    flagged = replace(shown, segments=True, trained=[True, False, False])
+    (only,) = demonstrated(tokenizer, [flagged], ends, "flagged")
+    np.testing.assert_array_equal(only.ids, chats[1].ids)
+    assert rendered_lengths(tokenizer, [flagged], ends, "flagged") == [len(chats[0].ids)]
 
 
 def test_an_earlier_answer_that_is_not_learned_as_written_is_named() -> None:

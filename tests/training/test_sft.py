@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from support.chat_folders import QWEN3, chat_folder
 
 from marin_rl.config import fingerprint_fields
 from marin_rl.doctor.data import learned_rows
@@ -13,7 +14,9 @@ from marin_rl.environments.checks import make_environment
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import InputError
 from marin_rl.progress import listening
+from marin_rl.rollouts.pinned import as_begun
 from marin_rl.storage.runs import Run, latest_sft
+from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.loop import Trainer
 from marin_rl.training.sft import WarmStart, supervised_batch
 from marin_rl.training.state import identity_of
@@ -59,6 +62,32 @@ def test_all_answers_of_a_dialogue_are_trained_on_where_that_is_asked(debug, tok
             assert [tokenizer.decode(ids[start:end]) for start, end in pairs] == expected
     same = [fingerprint_fields(debug(f"sft.train_on={choice}").sft) for choice in ("null", "last")]
     assert same[0] == same[1] == fingerprint_fields(debug().sft)
+
+
+def test_an_example_that_is_cut_fills_several_rows(debug, tmp_path):
+    folder = chat_folder(tmp_path / "tokenizer", QWEN3, "<|im_end|>")
+    turns = [("user", "ab"), ("assistant", "ba"), ("user", "cd"), ("assistant", "dc")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    config = debug(
+        *SETTINGS, "environment.name=chat", f"environment.options.path={tmp_path / 'rows.jsonl'}",
+        "environment.on_broken_prefix=segments", "sft.train_on=all", f"policy.tokenizer={folder}",
+        "policy.context_length=256", "sampling.max_tokens=8", "batching.length_buckets=[256]",
+        "sft.steps=1", "sft.sequences_per_step=3", "sft.microbatch_sequences=2",
+    )  # fmt: skip
+    assert learned_rows(config) == "1 rows"
+    config = as_begun(config)
+    tokenizer = tokenizer_for(config.policy)
+    environment = loaded_environment(config.environment, "train")
+    batch = supervised_batch(config, environment, tokenizer, 0)
+    thought = "<think>\n\n</think>\n\n"
+    learned = [
+        tokenizer.decode(ids[mask == 1])
+        for ids, mask in zip(batch.token_ids, batch.loss_mask, strict=True)
+    ]
+    assert learned == 3 * [f"{thought}dc<|im_end|>", f"{thought}ba<|im_end|>"]
+    ref = WarmStart(Run.create_or_open(config), tokenizer).run_segment(0)
+    assert np.isfinite(ref.summary["sft/loss"])
 
 
 def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(debug, tokenizer, tmp_path):
