@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lora.peft_folders import write_folder
+from golden.peft_folders import write_folder
 from support.hf_models import VOCABULARY, write_checkpoint
 
 GOLDEN = Path(__file__).with_name("peft.json")

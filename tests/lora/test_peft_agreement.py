@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lora.peft_folders import adapter_tensors, write_folder
+from golden.peft_folders import adapter_tensors, write_folder
 from safetensors.numpy import load_file
 from support.adapters import random_adapter
 from support.cases import others_slow
