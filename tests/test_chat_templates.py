@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.templates import CALLING, CHATML, TALK, TEMPLATES, TOOLS, trained_byte_tokenizer
 
-from marin_rl.batching.sequences import chat_tokens, rendered_chats, rendered_prompts
+from marin_rl.batching.sequences import chat_tokens, demonstrated, rendered_prompts
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.errors import InputError, TemplateRefusal
 from marin_rl.tokenizers import character_tokenizer
-from marin_rl.types import Message
+from marin_rl.types import Demonstration, Message, assistant
 
 MARKED = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -123,7 +123,8 @@ def test_loss_masks_are_those_of_transformers(name, messages, answer):
 def test_a_batch_equals_single_conversations():
     tokenizer = TOKENIZERS["marked"]
     chats = [((Message(role="user", content="2+" * n),), f"answer {n}") for n in range(1, 40)]
-    for rendered, chat in zip(rendered_chats(tokenizer, chats), chats, strict=True):
+    shown = [Demonstration(messages=m, answer=assistant(answer), name="") for m, answer in chats]
+    for rendered, chat in zip(demonstrated(tokenizer, shown), chats, strict=True):
         one_ids, one_mask = chat_tokens(tokenizer, *chat)
         assert rendered.ids.tolist() == one_ids.tolist()
         assert rendered.mask.tolist() == one_mask.tolist()
