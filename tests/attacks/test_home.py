@@ -48,13 +48,13 @@ def test_no_home_for_compiled_programs_is_a_warning(home: str, tmp_path: Path) -
 
 
 def test_a_home_that_cannot_be_written_is_a_warning_and_no_history(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flows import server
 
     (tmp_path / "file").write_bytes(b"")
     home = {"home": tmp_path / "file" / "home"}
-    server._log.addHandler(caplog.handler)
+    monkeypatch.setattr(server._log, "handlers", [caplog.handler])
     with temporary_settings(updates=home), server._environment() as own:
         folder = Path(own["PREFECT_HOME"])
         assert folder.is_dir()
