@@ -499,20 +499,22 @@ def _message(item: Any, where: str) -> Message:
         )
     if calls and content is None:
         content = ""
-    if role not in ROLES or not isinstance(content, str) or (calls and role != "assistant"):
+    fits = not calls or (isinstance(calls, list) and role == "assistant")
+    if role not in ROLES or not isinstance(content, str) or not fits:
         raise ValueError(
             f"{where}: expected a message with a role ({', '.join(ROLES)}) and a text as content, "
             f"found {item!r:.80}"
         )
     made = tuple(_call(call, f"{where}, call {n}", n) for n, call in enumerate(calls or ()))
-    tool_call_id, name = fields.get("tool_call_id"), fields.get("name")
     if role != "tool":
         return Message(role=role, content=content, tool_calls=made)
-    return Message(role=role, content=content, tool_call_id=tool_call_id, name=name)
+    call_id, name = (fields.get(key) and str(fields[key]) for key in ("tool_call_id", "name"))
+    return Message(role=role, content=content, tool_call_id=call_id, name=name)
 
 
 def _call(call: Any, where: str, number: int) -> ToolCall:
     function = call.get("function", call) if isinstance(call, dict) else {}
+    function = function if isinstance(function, dict) else {}
     name, arguments = function.get("name"), _parsed(function.get("arguments") or {}, where)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(

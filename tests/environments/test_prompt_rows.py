@@ -250,6 +250,17 @@ def test_tools_are_said_to_be_no_part_of_the_prompt(tmp_path: Path) -> None:
             "message 0, call 0: expected a call",
         ),
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, {}, "message 0: expected a message"),
+        ({"messages": [USER, {**CALLS, "tool_calls": 5}]}, {}, "message 1: expected a message"),
+        (
+            {"messages": [USER, {**CALLS, "tool_calls": [{"function": None}]}]},
+            {},
+            "message 1, call 0: expected a call",
+        ),
+        (
+            {"messages": [USER, CALLS, {**RESULT, "tool_call_id": [1]}, REPLY]},
+            {},
+            "message 2 is the result of a tool without a call",
+        ),
         (
             {"messages": [USER, {**REPLY, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             {},
