@@ -44,7 +44,7 @@ _OWN = {
     USER_CLASS: "marin_rl.environments.custom",
     "chat": "marin_rl.environments.chat",
     "code": "marin_rl.environments.code_problems",
-    "echo": "marin_rl.environments.game",
+    "echo": "marin_rl.environments.echo",
     "game": "marin_rl.environments.game",
     "judge": "marin_rl.environments.judge",
     "math": "marin_rl.environments.math_problems",

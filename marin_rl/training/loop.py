@@ -41,8 +41,7 @@ from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.phases import Phase
 from marin_rl.training.policy_source import (
-    adapter_before_training,
-    policy_parameters,
+    parameters_before_training,
     recorded_modules,
 )
 from marin_rl.training.precompute import RowExtras, RowPrecompute
@@ -170,18 +169,15 @@ class Trainer(Phase):
         slot = self._slot(checkpoint_slot(0), content, (*base, *warm))
         if (existing := slot.find()) is not None:
             return existing
-        state = program.first_state(self._first_parameters(), run.config.seed)
+        state = program.first_state(
+            parameters_before_training(
+                run, self._names, self._tokenizer, program.modules, program.base_template
+            ),
+            run.config.seed,
+        )
         ref = self._commit(DeviceBackend(program, state), slot, {})
         give_back_freed_memory()  # reading a model's folder frees several times its size
         return ref
-
-    def _first_parameters(self) -> Parameters:
-        """The trained parameters of checkpoint 0."""
-        run, program = self._run, self._program
-        template = program.base_template
-        if not program.modules:
-            return policy_parameters(run, self._names, self._tokenizer, template)
-        return adapter_before_training(run, self._names, program.modules, template)
 
     def train_round(self, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
         """Train on a round's batches from `checkpoint`, and commit checkpoint `round` + 1.
@@ -350,9 +346,6 @@ class Trainer(Phase):
         rollouts = config.rollouts.groups_per_round * config.rollouts.group_size
         rows_max = min(config.batching.sequences_per_step or rollouts, rollouts)
         microbatch = batch.microbatch_rows or config.training.microbatch_sequences
-        # Rollouts that were cut fill more rows than there are rollouts.
-        while rows_max < len(batch.token_ids):
-            rows_max *= 2
         # Packed rows are fewer than rollouts, by a number that changes from round to round.
         if config.batching.layout != "none":
             rows_max = rows_compiled_for(max(len(batch.token_ids), microbatch), rows_max)

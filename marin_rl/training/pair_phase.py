@@ -236,13 +236,10 @@ class RewardModelTraining(PairPhase):
 
     def _first_parameters(self) -> Parameters:
         """The trunk of a policy, or an adapter of it, and a head that returns 0 for everything."""
-        run, program = self._run, self._program
-        trunk = program.base_template
-        if not program.modules:
-            policy = policy_parameters(run, self._names, self._tokenizer, trunk)
-            return named_parameters(ScalarModel.of(with_parameters(trunk, policy)))
-        adapter = adapter_before_training(run, self._names, program.modules, trunk)
-        arrays = {f"{TRUNK}{name}": array for name, array in adapter.items()}
+        trained, trunk = self._policy(), self._program.base_template
+        if not self._program.modules:
+            return named_parameters(ScalarModel.of(with_parameters(trunk, trained)))
+        arrays = {f"{TRUNK}{name}": array for name, array in trained.items()}
         head = named_parameters(ScalarHead.init(trunk.spec.width))
         return arrays | {f"{HEAD}{name}": array for name, array in head.items()}
 
@@ -364,11 +361,7 @@ class PreferenceTraining(PairPhase):
         return preference_slot(step)
 
     def _first_parameters(self) -> Parameters:
-        run, program = self._run, self._program
-        template = program.base_template
-        if not program.modules:
-            return policy_parameters(run, self._names, self._tokenizer, template)
-        return adapter_before_training(run, self._names, program.modules, template)
+        return self._policy()
 
     def _summary(
         self, backend: DeviceBackend, history: Sequence[Mapping[str, float]]

@@ -270,6 +270,23 @@ def adapter_before_training(
     return first_adapter(run.config, modules, template)
 
 
+def parameters_before_training(
+    run: Run,
+    names: TokenizerIdentity,
+    tokenizer: PreTrainedTokenizerBase,
+    modules: Modules,
+    template: LanguageModel,
+) -> Parameters:
+    """The trained parameters that the phase after the warm start begins with.
+
+    They are an adapter's where it has `modules`, else all. Raises as `policy_parameters` and
+    `adapter_before_training` do.
+    """
+    if modules:
+        return adapter_before_training(run, names, modules, template)
+    return policy_parameters(run, names, tokenizer, template)
+
+
 def recorded_modules(run: Run, ref: SlotRef | None = None) -> Modules | None:
     """Modules of a run's adapter by a checkpoint, or the first one; None until there is one.
 

@@ -20,7 +20,7 @@ from marin_rl.environments.checks import (
     environment_of,
     make_environment,
 )
-from marin_rl.environments.game import Echo
+from marin_rl.environments.echo import Echo
 from marin_rl.environments.registry import known_environments, register
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.types import Example, Message, RewardComponent, Split

@@ -39,7 +39,7 @@ ROOMS = (
     *HEAVY,
     "marin_rl.batching.sequences",
     "marin_rl.compilation",
-    "marin_rl.environments.game",
+    "marin_rl.environments.echo",
     "marin_rl.serving.weights.canary",
     "marin_rl.weight_sync",
     "marin_rl.planning",

@@ -18,7 +18,7 @@ from support.flow_runs import DEBUG
 from flows.reports import quieten
 from flows.server import prefect_api
 from marin_rl.config import FlowConfig, load_config
-from marin_rl.environments.game import Echo
+from marin_rl.environments.echo import Echo
 from marin_rl.errors import ConfigError, EndpointUnavailable, NonFiniteUpdate, StoreUnavailable
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.generate import shard_requests

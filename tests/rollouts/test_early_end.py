@@ -11,7 +11,7 @@ from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
 
 from marin_rl.config import load_config
-from marin_rl.environments.game import Echo
+from marin_rl.environments.echo import Echo
 from marin_rl.errors import EndpointUnavailable
 from marin_rl.inference.client.protocol import served_model_id
 from marin_rl.rollouts.generate import generate_shard, shard_requests

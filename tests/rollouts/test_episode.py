@@ -21,8 +21,8 @@ from support.fakes import (
 
 from marin_rl.batching.turns import Turns, with_turns
 from marin_rl.config import Config, EnvironmentConfig, load_config
+from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult
-from marin_rl.environments.game import Echo
 from marin_rl.errors import InputError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient

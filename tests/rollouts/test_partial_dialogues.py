@@ -16,8 +16,8 @@ from support.streams import groups_in
 
 from marin_rl.config import Config, EnvironmentConfig, load_config
 from marin_rl.environments.checks import environment_of
+from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.environments.game import Echo
 from marin_rl.errors import ConfigError
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import SamplingJob, sample_groups
@@ -213,7 +213,7 @@ def test_games_of_the_engine_that_are_interrupted_end_in_the_same_bits(tmp_path:
 
 
 OUTSIDE = """
-from marin_rl.environments.game import Echo
+from marin_rl.environments.echo import Echo
 
 
 class Outside(Echo):

@@ -11,8 +11,8 @@ from support.models import tiny_model
 from support.servers import serving
 
 from marin_rl.config import EnvironmentConfig, InferenceConfig, PolicyConfig
+from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.environments.game import Echo
 from marin_rl.environments.tool_class import ToolClass, ToolOptions, ToolsOverExamples
 from marin_rl.errors import StalePolicy
 from marin_rl.inference.client.policy_client import client_of

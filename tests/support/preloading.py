@@ -32,7 +32,7 @@ COMMANDS = (
     "marin_rl.batching.sequences",
     "marin_rl.cli",
     "marin_rl.compilation",
-    "marin_rl.environments.game",
+    "marin_rl.environments.echo",
     "marin_rl.inference.engine",
     "marin_rl.planning",
     "marin_rl.runtime",
