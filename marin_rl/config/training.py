@@ -22,6 +22,10 @@ class FiltersConfig(Section):
     truncated: bool = field(False, "drop completions cut off at max_tokens")
 
 
+# Layouts of rows in which a group's prompt lies once.
+SHARING = ("shared_prompt", "auto")
+
+
 class BatchingConfig(Section):
     """Padding and packing of sequences into rows."""
 
@@ -69,7 +73,7 @@ class BatchingConfig(Section):
 
     @property
     def shares_prompts(self) -> bool:
-        return self.layout in ("shared_prompt", "auto")
+        return self.layout in SHARING
 
 
 class CriticConfig(Section):

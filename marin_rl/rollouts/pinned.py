@@ -82,11 +82,11 @@ def serve_merged_of(config: Config) -> bool | None:
     return config.in_flight_updates
 
 
-def packing_of(config: Config) -> str | None:
-    """ "auto" for a run on one CPU device that leaves the lengths of rows to us, else None.
+def row_layout_of(config: Config) -> str | None:
+    """The layout `auto` for a run on one CPU device that says no length of rows; else None.
 
-    Not on accelerators, whose kernels are at their best with one sequence a row; nor on several
-    devices, among which a microbatch of few long rows cannot be shared.
+    Not on accelerators, where it has not been measured, nor on several devices, which could not
+    share a microbatch of few long rows.
     """
     alone = config.mesh.data == config.mesh.fsdp == 1
     chooses = computes_on_host() and alone and config.batching.row_tokens is None
@@ -102,7 +102,7 @@ CHOICES: Mapping[str, Callable[[Config], Any]] = {
     "policy.chat_template_options": lambda config: template_options_of(config.policy),
     "inference.engine.prefix_cache": prefix_cache_of,
     "inference.serve_merged": serve_merged_of,
-    "batching.packing": packing_of,
+    "batching.packing": row_layout_of,
 }
 
 

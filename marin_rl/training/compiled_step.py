@@ -298,8 +298,12 @@ def to_fixed_shape(
 ) -> StepRows:
     """A batch in the fixed shape that steps of up to `rows_max` rows are compiled for.
 
-    The rows of a microbatch are a multiple that the devices of the layout share evenly.
+    Examples and rollouts that were cut fill more rows than there are of them: such a step has a
+    doubling of `rows_max`. The rows of a microbatch are a multiple that the devices of the layout
+    share evenly.
     """
+    while rows_max < len(batch.token_ids):
+        rows_max *= 2
     rows = layout.whole_rows(min(microbatch, rows_max))
     return step_arrays(batch, rows, -(-rows_max // rows))
 

@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from marin_rl.config.training import SHARING
 from marin_rl.models.block import Norm, after_mlp, logits_of, normed
 from marin_rl.models.experts import ExpertLoads
 from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
@@ -69,8 +70,7 @@ ALONE = Packing()
 
 
 def packing_of(layout: str) -> Packing:
-    shared = layout in ("shared_prompt", "auto")
-    return Packing(packed_rows=layout != "none", shared_prompts=shared)
+    return Packing(packed_rows=layout != "none", shared_prompts=layout in SHARING)
 
 
 def token_logprobs(

@@ -66,11 +66,7 @@ from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.training.optimizer import sft_adamw
 from marin_rl.training.pair_losses import Pairs, preference_metrics
 from marin_rl.training.phases import SegmentedPhase, optimizer_content
-from marin_rl.training.policy_source import (
-    adapter_before_training,
-    policy_parameters,
-    recorded_modules,
-)
+from marin_rl.training.policy_source import parameters_before_training, recorded_modules
 from marin_rl.training.state import sft_result
 from marin_rl.training.step_types import Parameters, StepRows, StepSettings, TrainableParams
 from marin_rl.types import PairSection, PreferencePair, SlotRef
@@ -123,6 +119,12 @@ class PairPhase(SegmentedPhase):
         pairs = self._prepared(tokenizer.tokenized(file.pairs, settings.held_out_fraction))
         extra = {"file": settings.pairs, "file_sha256": file.sha256, **asdict(self._names)}
         return commit_pairs(run, pairs, decided=decided, extra=extra, parents=above)
+
+    def _first_parameters(self) -> Parameters:
+        run, program = self._run, self._program
+        return parameters_before_training(
+            run, self._names, self._tokenizer, program.modules, program.base_template
+        )
 
     def _pairs_content(self) -> tuple[Mapping[str, Any], Sequence[SlotRef]]:
         """Further content of the committed pairs: settings, and slots they are made from."""
@@ -236,7 +238,7 @@ class RewardModelTraining(PairPhase):
 
     def _first_parameters(self) -> Parameters:
         """The trunk of a policy, or an adapter of it, and a head that returns 0 for everything."""
-        trained, trunk = self._policy(), self._program.base_template
+        trained, trunk = super()._first_parameters(), self._program.base_template
         if not self._program.modules:
             return named_parameters(ScalarModel.of(with_parameters(trunk, trained)))
         arrays = {f"{TRUNK}{name}": array for name, array in trained.items()}
@@ -359,9 +361,6 @@ class PreferenceTraining(PairPhase):
 
     def _slot_of(self, step: int) -> str:
         return preference_slot(step)
-
-    def _first_parameters(self) -> Parameters:
-        return self._policy()
 
     def _summary(
         self, backend: DeviceBackend, history: Sequence[Mapping[str, float]]

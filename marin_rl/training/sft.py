@@ -61,11 +61,8 @@ class WarmStart(SegmentedPhase):
     def _rows(self, step: int) -> StepRows:
         sft = self._run.config.sft
         batch = supervised_batch(self._run.config, self._environment, self._tokenizer, step)
-        layout, rows_max = self._program.layout, sft.sequences_per_step
-        # Examples that were cut fill more rows than there are examples.
-        while rows_max < len(batch.token_ids):
-            rows_max *= 2
-        return to_fixed_shape(batch, sft.microbatch_sequences, rows_max, layout)
+        layout = self._program.layout
+        return to_fixed_shape(batch, sft.microbatch_sequences, sft.sequences_per_step, layout)
 
     def _slot_of(self, step: int) -> str:
         return sft_slot(step)
