@@ -7,7 +7,7 @@ from support.chat_folders import CHATML, chat_folder
 
 from marin_rl.config import parse_config
 from marin_rl.doctor.data import learned_pairs, learned_rows
-from marin_rl.doctor.policy import prompts
+from marin_rl.doctor.policy import prompts, tools
 from marin_rl.errors import InputError
 from marin_rl.rollouts.data_warnings import data_warnings
 from marin_rl.storage.tables.pairs import read_pairs
@@ -40,6 +40,29 @@ def test_a_row_without_room_is_refused_wherever_it_is(tmp_path, long):
     assert f"remove {len(long)} of 31 prompts" in str(refused.value)
     first = f"rows.jsonl, line {long[0] + 1}: the prompt of row-{long[0]} has "
     assert first in str(refused.value)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_prompts_that_call_tools_are_refused_before_a_run_samples_for_them(tmp_path, held_out):
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    plain = [{"prompt": f"{n}?", "answer": "1"} for n in range(9)]
+    calling = [*plain, {"messages": messages, "answer": "2"}]
+    config = configured(tmp_path, plain if held_out else calling, eval_fraction=0.5)
+    if held_out:
+        (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, calling)))
+        options = {"path": str(tmp_path / "held.jsonl"), "eval_fraction": 1}
+        sets = {"held": {"name": "chat", "options": options}}
+        config = parse_config(
+            {**config.model_dump(exclude_unset=True), "evaluation": {"sets": sets}}
+        )
+    place = "held.jsonl" if held_out else "rows.jsonl"
+    with pytest.raises(InputError, match=rf"{place}, line 10: its messages call tools"):
+        tools(config)
 
 
 @pytest.mark.parametrize("long", [[30], [3, 17, 29]])

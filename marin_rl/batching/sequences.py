@@ -37,7 +37,7 @@ from marin_rl.types import Demonstration, Message, ToolCall, assistant
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 SHOWN = 120
-_KEPT_ROLES = ("system", "user")  # templates write these as they are, or refuse them
+_KEPT_ROLES = ("system", "user", "tool")  # templates write these as they are, or refuse them
 
 Tokens = Int32[np.ndarray, " T"]
 TrainOn = Literal["last", "all", "flagged"] | None  # answers of a conversation; None: the last
@@ -402,7 +402,12 @@ def _fault_of(
     """Return why a chat is not learned as it is written; None if it is."""
     answer = row.answer.content
     for message in row.messages:
-        if message.role in _KEPT_ROLES and message.content.strip() not in chat.prompt:
+        text = message.content.strip()
+        # Some templates write results of tools as JSON.
+        kept = text in chat.prompt or (
+            message.role == "tool" and json.dumps(text, ensure_ascii=False) in chat.prompt
+        )
+        if message.role in _KEPT_ROLES and not kept:
             return (
                 f"the chat template leaves out or changes a message of role {message.role}, "
                 f"{message.content!r:.{SHOWN}}: change the row, or use a template that writes it"

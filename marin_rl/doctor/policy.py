@@ -24,6 +24,7 @@ from marin_rl.plain_files import check_model_folder, read_hf_config, read_object
 from marin_rl.planning import architecture_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.data_warnings import training_environments
+from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.rollouts.pinned import as_begun, has_dialogues, policy_as_begun
 from marin_rl.rollouts.rewards import reward_model_slot_of
 from marin_rl.rollouts.teaching import KEY, Prompts
@@ -184,8 +185,17 @@ def _measured(config: Config) -> dict[str, Example]:
 
 
 def tools(config: Config) -> str:
-    """Check that the policy's chat template carries the tools that episodes offer."""
+    """Check that the policy's chat template carries the tools that episodes offer.
+
+    Also that no prompt to sample for calls tools, which its environment would not offer.
+    """
     names: list[str] = []
+    sampled = [*parts_of(environment_of(config), config.environment)]
+    if config.evaluation.sets is not None:
+        sampled += (held_out.part for held_out in held_out_sets(config))
+    for part in sampled:
+        if isinstance(part.environment, RowEnvironment):
+            part.environment.check_prompts()
     for part in parts_of(environment_of(config), config.environment):
         if offered := part.environment.tools_offered():
             ToolTurns(config.policy, part.config).check(offered)

@@ -179,6 +179,17 @@ class RowEnvironment(Environment):
                 "options.answer_key, or choose another sft.environment"
             )
 
+    def check_prompts(self) -> None:
+        """Raise InputError where a prompt, which completions would be sampled for, calls tools."""
+        rows = self._loaded.calling
+        if len(rows):
+            raise InputError(
+                f"{self._loaded.rows.place(int(rows[0]))}: its messages call tools, which a warm "
+                f"start learns alone ({len(rows)} of {len(self._loaded.rows)} rows do): name such "
+                "rows in sft.environment, and sample from prompts without calls, or from an "
+                "environment with tools of its own (docs/your-environment.md)"
+            )
+
     def notices(self, *, scored: bool = True) -> list[str]:
         sentences = {
             "ends_with_assistant": "end with an assistant's message: it is the demonstration of a "
@@ -207,13 +218,15 @@ class PromptSet:
     """Rows with the numbers of those of each split, checked.
 
     `suffixes` make the ids of repeated prompts differ, by the number of the row; `demonstrated`
-    rows are those that a warm start can learn from; `counts` are for `notices`.
+    rows are those that a warm start can learn from, `calling` ones have prompts that call tools;
+    `counts` are for `notices`.
     """
 
     rows: Rows
     of_split: dict[Split, np.ndarray]
     suffixes: dict[int, str]
     demonstrated: np.ndarray
+    calling: np.ndarray
     counts: dict[str, int]
 
 
@@ -221,8 +234,8 @@ def read_prompts(
     rows: Rows, columns: Columns, path: str, eval_fraction: float, left_out: Sequence[int] = ()
 ) -> PromptSet:
     """Read every row once. Raises InputError that names the file, the row and the remedy."""
-    facts = np.zeros((5, len(rows)), bool)
-    held_out, answered, demonstrated, ending, tools = facts
+    facts = np.zeros((6, len(rows)), bool)
+    held_out, answered, demonstrated, ending, tools, calling = facts
     suffixes: dict[int, str] = {}
     seen: dict[str, int] = {}
     for index, (raw, row) in enumerate(_checked_rows(rows, columns)):
@@ -240,6 +253,7 @@ def read_prompts(
             row.demonstration is not None,
             row.ends_with_assistant,
             bool(raw.get("tools")),
+            any(message.tool_calls for message in row.messages),
         )
     if not seen:
         raise InputError(f"{path} has no rows: expected at least two prompts")
@@ -263,6 +277,7 @@ def read_prompts(
         of_split=numbers,
         suffixes=suffixes,
         demonstrated=answered | demonstrated,
+        calling=np.flatnonzero(calling),
         counts={
             "ends_with_assistant": int(ending.sum()),
             "unanswered": int((~answered).sum()),

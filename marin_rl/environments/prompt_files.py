@@ -232,7 +232,8 @@ SHAREGPT_ROLES = {
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 # Columns of the prompt: our own names, and the fallbacks of other libraries.
-PROMPT_COLUMNS = ("messages", "prompt", "conversations")
+PROMPT_COLUMNS = ("messages", "prompt")
+SHAREGPT_COLUMNS = ("conversations",)
 OTHER_PROMPT_COLUMNS = ("question", "problem", "instruction", "input")
 OTHER_ANSWER_COLUMNS = ("ground_truth", "solution", "label", "target", "reward_model.ground_truth")
 
@@ -257,7 +258,7 @@ class Columns:
     def read(self) -> frozenset[str]:
         """Top-level columns that decide everything but the metadata."""
         configured = (self.prompt, self.answer, self.completion, self.id)
-        usual = (*PROMPT_COLUMNS, *OTHER_PROMPT_COLUMNS, *OTHER_ANSWER_COLUMNS)
+        usual = (*PROMPT_COLUMNS, *SHAREGPT_COLUMNS, *OTHER_PROMPT_COLUMNS, *OTHER_ANSWER_COLUMNS)
         names = {*usual, "answer", COMPLETION, "id", TOOLS, *filter(None, configured)}
         return frozenset(names | {name.partition(".")[0] for name in names})
 
@@ -288,8 +289,10 @@ def read_row(raw: Any, columns: Columns) -> PromptRow:
     conversational = not isinstance(value, str)
     if column == "messages" and not conversational:
         raise ValueError("messages: expected a list that is not empty, found a text")
-    messages = [Message(role="user", content=value)] if isinstance(value, str) else None
-    messages = messages or _messages(value, column)
+    if conversational:
+        messages = _messages(value, column)
+    else:
+        messages = [Message(role="user", content=value)]
     given = value_at(raw, columns.id or "id")
     row_id = _digest_of_messages(messages) if given is None else str(given)
     demonstration = demonstration_in(raw, columns)
@@ -393,7 +396,7 @@ def _prompt_column(raw: dict[str, Any], columns: Columns) -> str:
                 f"{_listed(raw)}"
             )
         return columns.prompt
-    for names in (PROMPT_COLUMNS, OTHER_PROMPT_COLUMNS):
+    for names in (PROMPT_COLUMNS, SHAREGPT_COLUMNS, OTHER_PROMPT_COLUMNS):
         present = [name for name in names if raw.get(name) is not None]
         if len(present) > 1:
             raise ValueError(
@@ -402,7 +405,7 @@ def _prompt_column(raw: dict[str, Any], columns: Columns) -> str:
             )
         if present:
             return present[0]
-    expected = ", ".join((*PROMPT_COLUMNS, *OTHER_PROMPT_COLUMNS))
+    expected = ", ".join((*PROMPT_COLUMNS, *SHAREGPT_COLUMNS, *OTHER_PROMPT_COLUMNS))
     raise ValueError(
         f"expected a prompt in one of the columns {expected}{_listed(raw)}; name it by "
         "environment.options.prompt_key"

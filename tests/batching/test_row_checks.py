@@ -350,6 +350,23 @@ def test_calls_that_a_template_does_not_write_are_refused(template: str, words: 
         rendered_lengths(tokenizer, [tool_row()], end_token_ids(tokenizer))
 
 
+@pytest.mark.parametrize("written", ["content", "content | tojson"])
+def test_results_of_tools_are_written_as_they_are_or_as_json(written: str) -> None:
+    """Llama 3's template writes them as JSON."""
+    template = TEMPLATES["qwen"].replace("{{- content }}", f"{{{{- {written} }}}}")
+    tokenizer = chat_tokenizer(template, "<|im_end|>")
+    row = tool_row(CALLS, replace(RESULT, content='"hot"'), answer=assistant("hot"))
+    assert rendered_lengths(tokenizer, [row], end_token_ids(tokenizer)) > [0]
+
+
+def test_a_result_of_a_tool_that_a_template_drops_is_refused() -> None:
+    template = TEMPLATES["qwen"].replace("{{- content }}", "{{- 'a result' }}")
+    tokenizer = chat_tokenizer(template, "<|im_end|>")
+    row = tool_row(CALLS, RESULT, answer=assistant("sunny"))
+    with pytest.raises(InputError, match="leaves out or changes a message of role tool, 'sunny'"):
+        rendered_lengths(tokenizer, [row], end_token_ids(tokenizer))
+
+
 def test_answers_say_themselves_whether_they_are_learned() -> None:
     tokenizer = chat_tokenizer(CHATML, "<|im_end|>")
     ends = end_token_ids(tokenizer)
