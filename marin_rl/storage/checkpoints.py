@@ -48,8 +48,10 @@ from schemas.manifests import Manifest, Part
 from schemas.strict_json import parse_json
 
 SCHEMA_VERSION = 1
-# Each is read whole to be hashed or uploaded, so this bounds the memory of a commit.
+# Each is read whole to be hashed or uploaded: number and size bound the memory of a commit, and
+# files of a large checkpoint are hashed side by side.
 FILES_IN_FLIGHT_MAX = 8
+FILE_BYTES = 2**28
 # Beyond, one file would take more memory and time than Orbax's several.
 PACKED_BYTES_MAX = 2**26
 
@@ -145,12 +147,16 @@ def restore_checkpoint(
     return tree
 
 
+def _orbax() -> Any:
+    # here, because that takes half a second, and packed checkpoints do not need it
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
 def _handler() -> Any:
     """Orbax handler for few, uncompressed files: its fastest layout once every file is synced."""
-    # here, because that takes half a second, and packed checkpoints do not need it
-    import orbax.checkpoint as ocp
-
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
+    return _orbax().PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
 
 
 def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
@@ -201,9 +207,11 @@ def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Par
 def _save(folder: Path, arrays: Tree) -> None:
     # Checked first: TensorStore's threads may report a full disk late, with some files written.
     need_room(folder, _bytes_of(arrays))
-    handler = _handler()
+    handler, ocp = _handler(), _orbax()
+    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=FILE_BYTES), arrays)
+    args = ocp.args.PyTreeSave(arrays, save_args=chunks, ocdbt_target_data_file_size=FILE_BYTES)
     try:
-        handler.save(epath.Path(folder), arrays)
+        handler.save(epath.Path(folder), args=args)
         # Merges the OCDBT files of the process; only an Orbax Checkpointer calls it by itself.
         handler.finalize(epath.Path(folder))
     except ValueError as error:  # of a full disk, with the code in its text

@@ -14,6 +14,7 @@ from safetensors import serialize
 from marin_rl.config import Config
 from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing, StorageError
 from marin_rl.machine import machine_facts
+from marin_rl.storage import checkpoints
 from marin_rl.storage.checkpoints import commit_checkpoint, packed, restore_checkpoint, unpacked
 from marin_rl.storage.commits import manifest_of, read_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
@@ -76,6 +77,25 @@ def test_a_tree_comes_back_bit_for_bit_on_every_backend(run):
     assert all(part.name.startswith(f"{manifest.attempt}/") for part in manifest.parts)
     stored = {key for key in run.store.list(ref.slot) if not key.endswith("manifest.json")}
     assert stored == {f"{ref.slot}/{part.name}" for part in manifest.parts}
+
+
+def test_large_arrays_are_parts_that_fit_into_memory(local_run, monkeypatch):
+    monkeypatch.setattr(checkpoints, "FILE_BYTES", 2**20)
+    rng = np.random.default_rng(0)
+    large = {
+        "parameters": {
+            "embedding": rng.standard_normal((2**12, 2**9), np.float32),  # 8 MiB
+            "layers": rng.standard_normal((30, 2**16), np.float32),
+            "norm": rng.standard_normal(64, np.float32),
+        }
+    }
+    ref = commit_checkpoint(
+        local_run, checkpoint_slot(0), large, content={}, parents=(), totals={}, extra={}
+    )
+    sizes = [part.bytes for part in manifest_of(local_run.store, ref).parts]
+    assert sum(sizes) > 15 * 2**20
+    assert max(sizes) < 3 * 2**20  # a file ends with the chunk that fills it
+    assert_equal(restore_checkpoint(local_run, ref, large), large)
 
 
 def test_damage_is_detected_on_every_backend_and_names_the_file(run):
