@@ -285,7 +285,8 @@ class PreferencePair:
     answers came from. Token ids are prompt and answer together, as the model that answered saw
     them, under the tokenizer and template of the two digests; without them the texts are tokenized.
     Loss masks are 1 on the tokens of an answer that a policy learns; reference log-probabilities
-    are of these, by the policy before its first update.
+    are of these, by the policy before its first update. With a `label`, `chosen` is one answer that
+    is desirable or not, and `rejected` an answer to another prompt, for the KL of KTO.
     """
 
     id: str
@@ -307,6 +308,7 @@ class PreferencePair:
     rejected_loss_mask: Int8[np.ndarray, " U"] | None = None
     chosen_reference_logprobs: Float32[np.ndarray, " T"] | None = None
     rejected_reference_logprobs: Float32[np.ndarray, " U"] | None = None
+    label: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

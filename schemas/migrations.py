@@ -97,7 +97,10 @@ SCORES = Ladder(
 PAIRS = Ladder(
     "marin-rl/pairs",
     tables.PAIRS_VERSION,
-    {1: partial(_with_nulls, schema=tables.PAIRS, names=tables.LEARNED)},
+    {
+        1: partial(_with_nulls, schema=tables.PAIRS, names=tables.LEARNED),
+        2: partial(_with_nulls, schema=tables.PAIRS, names=(tables.LABEL,)),
+    },
     tables.PAIRS,
 )
 REWARDS = Ladder("marin-rl/rewards", 1, schema=tables.REWARDS)

@@ -158,7 +158,7 @@ TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "policy_versions", "teach
 
 
 BATCHES_VERSION = 1
-PAIRS_VERSION = 2
+PAIRS_VERSION = 3
 
 INTEGER_ARRAYS = ("token_ids", "loss_mask", "segment_ids", "positions")
 FLOAT_ARRAYS = ("policy_logprobs", "advantages", "returns")
@@ -294,7 +294,9 @@ PAIRS_V1 = pa.schema(
 )
 
 # `*_loss_mask` is 1 on the tokens of an answer that are trained on; `*_reference_logprobs` are of
-# these by the policy before its first update, in nats, and 0 elsewhere.
+# these by the policy before its first update, in nats, and 0 elsewhere. With a `label`, `rejected`
+# is an answer to another prompt.
+LABEL = "label"
 LEARNED = (
     "chosen_loss_mask", "rejected_loss_mask", "chosen_reference_logprobs",
     "rejected_reference_logprobs",
@@ -304,6 +306,7 @@ PAIRS = pa.schema(
         *PAIRS_V1,
         *(pa.field(name, list_of(pa.int8())) for name in LEARNED[:2]),
         *(pa.field(name, list_of(pa.float32())) for name in LEARNED[2:]),
+        pa.field(LABEL, pa.bool_()),
     ]
 )
 

@@ -1,7 +1,8 @@
 """Preference pairs as rows of tokens: split, order of steps, layout.
 
 Pure NumPy. For a reward model the two answers of a pair are neighbouring rows, the chosen one
-first; for a policy a pair is one row, in which both continue one copy of the prompt. The pairs of a
+first; for a policy a pair is one row, in which both continue one copy of the prompt, and so is an
+answer with a label, with an answer to another prompt in the place of the second. The pairs of a
 step are a function of the seed and the step alone; the split, of the prompt alone, so that no
 prompt is on both sides.
 """
@@ -58,6 +59,8 @@ class PairTokenizer:
         vocabulary, answers longer than the context, and where no pair is left to train on.
         """
         filled = [self._filled(pair, held_out_fraction) for pair in pairs]
+        if filled[0].label is not None:
+            filled = mismatched(filled, self.context_length)
         # After all are filled: a pair's own split counts before the fraction.
         if all(pair.split == "eval" for pair in filled):
             raise InputError(
@@ -78,7 +81,9 @@ class PairTokenizer:
                 )
         held_out = is_held_out(pair.messages, held_out_fraction)
         chosen, chosen_mask = self._tokens(pair, "chosen")
-        rejected, rejected_mask = self._tokens(pair, "rejected")
+        rejected, rejected_mask = None, None
+        if pair.label is None:
+            rejected, rejected_mask = self._tokens(pair, "rejected")
         return dataclasses.replace(
             pair,
             split=pair.split or ("eval" if held_out else "train"),
@@ -154,25 +159,63 @@ def pair_batch(pairs: Sequence[PreferencePair], margin: float, length: int) -> P
     return PairBatch(token_ids=token_ids, inside=inside, margins=np.array(margins, np.float32))
 
 
+def mismatched(rows: Sequence[PreferencePair], context_length: int) -> list[PreferencePair]:
+    """Labelled answers, each with the answer of the next row that has another prompt.
+
+    That answer stands behind the own prompt, and is cut off where the context ends. Raises
+    InputError where all rows have one prompt, and as `shared_prompt`.
+    """
+    paired = list[PreferencePair]()
+    for place, row in enumerate(rows):
+        following = (rows[(place + step) % len(rows)] for step in range(1, len(rows)))
+        other = next((each for each in following if each.messages != row.messages), None)
+        if other is None:
+            raise InputError(
+                f"all {len(rows)} answers are to the prompt of row {row.id}: expected several "
+                "prompts, for kto measures the KL by answers to other ones"
+            )
+        prompt, ids, mask = _answer(row, "chosen")
+        start, other_ids, other_mask = _answer(other, "chosen")
+        behind = slice(context_length)
+        paired.append(
+            dataclasses.replace(
+                row,
+                rejected=other.chosen,
+                rejected_token_ids=np.concatenate([ids[:prompt], other_ids[start:]])[behind],
+                rejected_loss_mask=np.concatenate([mask[:prompt], other_mask[start:]])[behind],
+            )
+        )
+    return paired
+
+
+def _answer(
+    pair: PreferencePair, field: str
+) -> tuple[int, Int32[np.ndarray, " T"], Int8[np.ndarray, " T"]]:
+    """Tokens of the prompt, ids of prompt and answer, and the mask of what is learned."""
+    ids, mask = getattr(pair, f"{field}_token_ids"), getattr(pair, f"{field}_loss_mask")
+    if mask is None:
+        raise InputError(
+            f"pair {pair.id}, field chosen_loss_mask: expected which tokens the answers have, "
+            "found none; write the pairs again with `marin-rl pairs`, or leave token ids and "
+            "digests out, so that the texts count"
+        )
+    if not mask.any() or mask[0]:
+        raise InputError(
+            f"pair {pair.id}: expected a prompt, and an answer with a token to learn, found a "
+            f"loss mask with {int(mask.sum())} of {len(mask)} tokens, the first {int(mask[0])}"
+        )
+    return int(mask.argmax()), ids, mask
+
+
 def shared_prompt(pair: PreferencePair) -> int:
     """Tokens of the prompt that both answers of a pair with tokens continue.
 
     Raises InputError naming the pair for two prompts, and for tokens without masks.
     """
     prompts = []
-    for ids, mask in _learned(pair):
-        if mask is None:
-            raise InputError(
-                f"pair {pair.id}, field chosen_loss_mask: expected which tokens the answers have, "
-                "found none; write the pairs again with `marin-rl pairs`, or leave token ids and "
-                "digests out, so that the texts count"
-            )
-        if not mask.any() or mask[0]:
-            raise InputError(
-                f"pair {pair.id}: expected a prompt, and an answer with a token to learn, found a "
-                f"loss mask with {int(mask.sum())} of {len(mask)} tokens, the first {int(mask[0])}"
-            )
-        prompts.append(ids[: int(mask.argmax())])
+    for field in ("chosen", "rejected"):
+        prompt, ids, _ = _answer(pair, field)
+        prompts.append(ids[:prompt])
     if not np.array_equal(*prompts):
         raise InputError(
             f"pair {pair.id}: expected two answers to one prompt, found prompts of "
@@ -191,7 +234,8 @@ def preference_batch(pairs: Sequence[PreferencePair], length: int) -> TrainingBa
 
     Segments are numbered as where prompts are shared (packing.py): 1 the chosen answer, 2 the
     rejected one, 3 the prompt. Advantages are 1 on the chosen answer's trained tokens and -1 on the
-    rejected one's, `policy_logprobs` those of the reference, 0 without one.
+    rejected one's, `policy_logprobs` those of the reference, 0 without one. With a label, they are
+    1 or -1 on those of the labelled answer and 0 on the mismatched one's.
     """
     shape = len(pairs), length
     token_ids, loss_mask, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
@@ -202,9 +246,10 @@ def preference_batch(pairs: Sequence[PreferencePair], length: int) -> TrainingBa
         positions[row, :prompt] = np.arange(prompt)
         segment_ids[row, :prompt] = 3
         logprobs = pair.chosen_reference_logprobs, pair.rejected_reference_logprobs
-        answers = zip((1, 2), (1, -1), _learned(pair), logprobs, strict=True)
-        for segment, sign, (ids, mask), reference in answers:
-            assert mask is not None, "`shared_prompt` refuses it"
+        signs = (1, -1) if pair.label is None else (1 if pair.label else -1, 0)
+        answers = zip((1, 2), signs, ("chosen", "rejected"), logprobs, strict=True)
+        for segment, sign, field, reference in answers:
+            _, ids, mask = _answer(pair, field)
             start, end = end, end + len(ids) - prompt
             token_ids[row, start:end] = ids[prompt:]
             positions[row, start:end] = np.arange(prompt, len(ids))
@@ -248,12 +293,6 @@ def padded(
     # Boolean indexing goes row by row, in the order that the sequences are joined in.
     token_ids[inside] = np.concatenate(sequences)
     return token_ids, inside
-
-
-def _learned(
-    pair: PreferencePair,
-) -> Iterator[tuple[Int32[np.ndarray, " _"], Int8[np.ndarray, " _"] | None]]:
-    return zip(_both(pair), (pair.chosen_loss_mask, pair.rejected_loss_mask), strict=True)
 
 
 def _both(pair: PreferencePair) -> Iterator[Int32[np.ndarray, " _"]]:

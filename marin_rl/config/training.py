@@ -242,6 +242,11 @@ class PairTrainingConfig(Section):
     gradient_clip_norm: float = field(1.0, "global norm of the gradient", gt=0)
     steps_per_checkpoint: Count = field(100, "steps between committed checkpoints")
 
+    @property
+    def labelled(self) -> bool:
+        """True if single answers with labels are learned, in place of pairs."""
+        return False
+
 
 class RewardModelConfig(PairTrainingConfig):
     """A reward model that is trained from preference pairs (docs/reward-models.md)."""
@@ -258,9 +263,13 @@ class RewardModelConfig(PairTrainingConfig):
 class PreferenceLossConfig(Section):
     """The loss of a pair (docs/preferences.md), of log-ratios to the reference where it has one."""
 
-    type: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo"] = (
-        field("sigmoid", "sigmoid: DPO, with label_smoothing cDPO; simpo, orpo: no reference")
-    )
+    type: Literal[
+        "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo", "kto"
+    ] = field(
+        "sigmoid",
+        "sigmoid: DPO, with label_smoothing cDPO; simpo, orpo: no reference; kto: answers with a "
+        "label, without pairs",
+    )  # fmt: skip
     beta: float = field(
         0.1, "weight of a difference of log-probabilities; simpo is usually given 2", gt=0, le=100
     )
@@ -278,6 +287,12 @@ class PreferenceLossConfig(Section):
     sft_coefficient: float = field(
         0.0, "weight of the mean negative log-likelihood of chosen answers", ge=0, le=100
     )
+    desirable_weight: float | None = optional_field(
+        "kto: weight of desirable answers; null: 1", gt=0, le=1000
+    )
+    undesirable_weight: float | None = optional_field(
+        "kto: weight of the others; null: 1", gt=0, le=1000
+    )
 
     @model_validator(mode="after")
     def _each_key_is_used(self) -> "PreferenceLossConfig":
@@ -285,6 +300,8 @@ class PreferenceLossConfig(Section):
             raise ValueError(f"type {self.type} has no label_smoothing; leave it out")
         if self.target_margin and self.type != "simpo":
             raise ValueError(f"type {self.type} has no target_margin; it is simpo's")
+        if (self.desirable_weight or self.undesirable_weight) and self.type != "kto":
+            raise ValueError(f"type {self.type} has no desirable_weight; it is kto's")
         if self.normalise != "type" and self.type in ("simpo", "orpo"):
             raise ValueError(f"type {self.type} is of mean log-probabilities; leave normalise out")
         return self
@@ -306,3 +323,7 @@ class PreferenceConfig(PairTrainingConfig):
 
     loss: PreferenceLossConfig = PreferenceLossConfig()
     learning_rate: float = field(1e-6, "peak AdamW step size", gt=0, le=1)
+
+    @property
+    def labelled(self) -> bool:
+        return self.loss.type == "kto"

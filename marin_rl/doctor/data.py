@@ -107,9 +107,10 @@ def pairs(config: Config, section: PairSection) -> str:
             run = Run.open(config.root, config.run_id, config.storage_options)
             if committed(run, pairs_slot()) is not None:
                 return f"{settings.pairs} is not read; the run has its own copy"
-    file = given_pairs(settings.pairs, f"{section}.pairs")
+    file = given_pairs(settings, section)
     learned_pairs(config, file)
-    return f"{settings.pairs}: {len(file.pairs)} pairs"
+    kind = "answers with labels" if settings.labelled else "pairs"
+    return f"{settings.pairs}: {len(file.pairs)} {kind}"
 
 
 def learned_pairs(config: Config, file: PairFile) -> None:
@@ -129,7 +130,7 @@ def learned_pairs(config: Config, file: PairFile) -> None:
         )
         for pair, place in zip(file.pairs, file.places, strict=True)
         if pair.chosen_token_ids is None
-        for field in ("chosen", "rejected")
+        for field in (("chosen", "rejected") if pair.label is None else ("chosen",))
     ]
     lengths = [
         (f"{place}, field {field}_token_ids", len(ids))

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int32
 
-from marin_rl.config import Config, LearnedRewardConfig
+from marin_rl.config import Config, LearnedRewardConfig, PairTrainingConfig
 from marin_rl.environments.base import reward_of
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.finite import BOUNDS, fit_rewards
@@ -24,7 +24,14 @@ from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import Run, checkpoint_named
 from marin_rl.storage.tables.pairs import PairFile, encode_pairs, read_pairs
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards
-from marin_rl.types import PreferencePair, RewardComponent, Rollout, RolloutGroup, SlotRef
+from marin_rl.types import (
+    PairSection,
+    PreferencePair,
+    RewardComponent,
+    Rollout,
+    RolloutGroup,
+    SlotRef,
+)
 from schemas.manifests import sha256_of
 
 KEY = "environment.reward_model.checkpoint"
@@ -160,20 +167,22 @@ def _with_component(rollout: Rollout, settings: LearnedRewardConfig, value: floa
     return replace(rollout, reward=reward, reward_components=components, turns=turns)
 
 
-def given_pairs(place: str, key: str) -> PairFile:
-    """The pairs of a file, or of the groups of the run whose folder `place` is.
+def given_pairs(settings: PairTrainingConfig, section: PairSection) -> PairFile:
+    """The pairs that a section names: of a file, or of the groups of a run whose folder it names.
 
-    `key` is that of the configuration. Raises InputError naming the row and the field.
+    Raises InputError naming the row and the field.
     """
-    folder = Path(place)
-    if not (folder / RUN_KEY).is_file():
-        return read_pairs(folder, key)
-    pairs = pairs_of_run(Run.open(str(folder.parent), folder.name))
-    return PairFile(
-        pairs=tuple(pairs),
-        places=tuple(f"{folder}, pair {pair.id}" for pair in pairs),
-        sha256=sha256_of(encode_pairs(pairs)),
-    )
+    folder = Path(settings.pairs)
+    if (folder / RUN_KEY).is_file():
+        pairs = pairs_of_run(Run.open(str(folder.parent), folder.name))
+        file = PairFile(
+            pairs=tuple(pairs),
+            places=tuple(f"{folder}, pair {pair.id}" for pair in pairs),
+            sha256=sha256_of(encode_pairs(pairs)),
+        )
+    else:
+        file = read_pairs(folder, f"{section}.pairs")
+    return file.learned_as(labelled=settings.labelled)
 
 
 def pairs_of_run(

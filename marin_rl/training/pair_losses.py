@@ -2,6 +2,8 @@
 
 A row holds one pair: its `advantages` are 1 on the tokens of the chosen answer and -1 on those of
 the rejected one, its `policy_logprobs` the reference's log-probabilities, 0 without a reference.
+For `kto` a row has one answer, chosen or rejected by its label, and a mismatched one, of a row with
+another prompt, whose `advantages` are 0.
 
 With p and r the log-probabilities of an answer by policy and reference, summed over its tokens or
 their mean, D = (p - r of chosen) - (p - r of rejected), s the logistic function, e the smoothing:
@@ -15,8 +17,11 @@ their mean, D = (p - r of chosen) - (p - r of rejected), s the logistic function
     simpo     as sigmoid of beta (p of chosen - p of rejected) - gamma       arXiv:2405.14734, eq. 6
     orpo      -beta log s(log odds of chosen - those of rejected), and the mean negative
               log-likelihood of the chosen answers' tokens                arXiv:2403.07691, eq. 6, 7
+    kto       w (1 - s(beta (p - r - z))) of a desirable answer, w (1 - s(beta (z - p + r))) of an
+              undesirable one, z the mean p - r of a microbatch's mismatched answers, at least 0
+                                                                       arXiv:2402.01306, eq. 8
 
-Axes: R rows, P pairs, T positions.
+Axes: M microbatches, where there are several, R rows of one, P pairs, T positions.
 """
 
 from typing import NamedTuple
@@ -40,9 +45,9 @@ class Answers(NamedTuple):
     `ratios` are of policy to reference, in nats.
     """
 
-    logprobs: Float[Array, " P"]
-    ratios: Float[Array, " P"]
-    tokens: Float[Array, " P"]
+    logprobs: Float[Array, "*M P"]
+    ratios: Float[Array, "*M P"]
+    tokens: Float[Array, "*M P"]
 
     def means(self) -> "Answers":
         tokens = jnp.maximum(self.tokens, 1.0)
@@ -61,29 +66,39 @@ class Pairs(NamedTuple):
 
     chosen: Answers
     rejected: Answers
-    there: Bool[Array, " P"]
+    mismatched: Answers
+    there: Bool[Array, "*M P"]
 
     @classmethod
-    def of(cls, logprobs_RT: Float[Array, "R T"], rows: StepArrays) -> "Pairs":
+    def of(cls, logprobs_RT: Float[Array, "*M R T"], rows: StepArrays) -> "Pairs":
         def answers(sign: float) -> Answers:
-            own_RT = rows.mask & (rows.advantages * sign > 0)
+            own_RT = rows.mask & (jnp.sign(rows.advantages) == sign)
             # Token by token, so that a policy that is its reference has a ratio of exactly 0.
             ratios_RT = logprobs_RT - rows.policy_logprobs
             sums = (
-                jnp.sum(jnp.where(own_RT, values_RT, 0.0), axis=1)
+                jnp.sum(jnp.where(own_RT, values_RT, 0.0), axis=-1)
                 for values_RT in (logprobs_RT, ratios_RT, jnp.ones_like(logprobs_RT))
             )
             return Answers(*sums)
 
-        return cls(answers(1.0), answers(-1.0), jnp.any(rows.mask, axis=1))
+        return cls(answers(1.0), answers(-1.0), answers(0.0), jnp.any(rows.mask, axis=-1))
 
     def answers(self, loss: PreferenceLossConfig) -> tuple[Answers, Answers]:
         """The two answers as the loss normalises them."""
         both = self.chosen, self.rejected
         return (both[0].means(), both[1].means()) if loss.of_means else both
 
+    def kl(self, loss: PreferenceLossConfig) -> Float[Array, "*M P"]:
+        """KTO's estimate of the KL to the reference for each row, one for all of a microbatch."""
+        answers = self.mismatched.means() if loss.of_means else self.mismatched
+        total = jnp.sum(jnp.where(self.there, answers.ratios, 0.0), axis=-1, keepdims=True)
+        mean = total / jnp.maximum(jnp.sum(self.there, axis=-1, keepdims=True), 1.0)
+        # A baseline, so without a gradient.
+        kl = jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
+        return jnp.broadcast_to(kl, self.there.shape)
 
-def pair_losses(loss: PreferenceLossConfig, pairs: Pairs) -> Float[Array, " P"]:
+
+def pair_losses(loss: PreferenceLossConfig, pairs: Pairs) -> Float[Array, "*M P"]:
     """The loss of each pair, in nats; of `orpo` without its likelihood (`nll_weight`)."""
     (chosen, rejected), beta = pairs.answers(loss), loss.beta
     difference_P = chosen.ratios - rejected.ratios
@@ -104,11 +119,19 @@ def pair_losses(loss: PreferenceLossConfig, pairs: Pairs) -> Float[Array, " P"]:
         case "simpo":
             logits_P = beta * (chosen.logprobs - rejected.logprobs) - loss.target_margin
             return _logistic(loss, logits_P)
-        case "sigmoid" | "robust":
+        case _:  # sigmoid, robust
             return _logistic(loss, beta * difference_P)
 
 
-def _logistic(loss: PreferenceLossConfig, logits_P: Array) -> Float[Array, " P"]:
+def kto_losses(loss: PreferenceLossConfig, pairs: Pairs) -> Float[Array, "*M P"]:
+    """The loss of each labelled answer."""
+    (desirable, undesirable), kl_P = pairs.answers(loss), pairs.kl(loss)
+    surplus_P = jnp.where(desirable.tokens > 0, desirable.ratios - kl_P, kl_P - undesirable.ratios)
+    weights = loss.desirable_weight or 1.0, loss.undesirable_weight or 1.0
+    return jnp.where(desirable.tokens > 0, *weights) * (1.0 - jax.nn.sigmoid(loss.beta * surplus_P))
+
+
+def _logistic(loss: PreferenceLossConfig, logits_P: Array) -> Float[Array, "*M P"]:
     smoothing = loss.label_smoothing
     right_P, wrong_P = -jax.nn.log_sigmoid(logits_P), -jax.nn.log_sigmoid(-logits_P)
     if loss.type == "robust":
@@ -125,7 +148,8 @@ def preference_loss(
     loss: PreferenceLossConfig, pairs: Pairs, counts: PairCounts
 ) -> Float[Array, ""]:
     """The part of a step's loss that these pairs are; `counts` are those of the whole step."""
-    losses_P = jnp.where(pairs.there, pair_losses(loss, pairs), 0.0)
+    losses = kto_losses if loss.type == "kto" else pair_losses
+    losses_P = jnp.where(pairs.there, losses(loss, pairs), 0.0)
     total = jnp.sum(losses_P) / counts.pairs
     if weight := nll_weight(loss):
         total -= weight * jnp.sum(pairs.chosen.logprobs) / counts.chosen_tokens
@@ -142,29 +166,33 @@ def preference_metrics(loss: PreferenceLossConfig, pairs: Pairs) -> Metrics:
     """Metrics of pairs as TRL has them; a tie is wrong.
 
     The reward of an answer is beta times its log-ratio to the reference, summed over its tokens;
-    without a reference, beta times its mean log-probability.
+    without a reference, beta times its mean log-probability. NaN where there is no such answer.
     """
     chosen, rejected = pairs.chosen, pairs.rejected
     count = jnp.maximum(jnp.sum(pairs.there), 1.0)
 
-    def mean(values_P: Array) -> Array:
-        return jnp.sum(jnp.where(pairs.there, values_P, 0.0)) / count
+    def mean(values_P: Array, of: Answers | None = None) -> Array:
+        own_P = pairs.there if of is None else of.tokens > 0
+        return jnp.sum(jnp.where(own_P, values_P, 0.0)) / jnp.sum(own_P)
 
     def rewards(answers: Answers) -> Array:
         return loss.beta * (answers.ratios if loss.has_reference else answers.means().logprobs)
 
     margins_P = rewards(chosen) - rewards(rejected)
     tokens = jnp.maximum(jnp.sum(chosen.tokens), 1.0)
-    return {
+    metrics = {
         "loss": preference_loss(loss, pairs, PairCounts(count, tokens)),
-        "accuracy": mean((margins_P > 0).astype(jnp.float32)),
-        "margin": mean(margins_P),
-        "chosen_reward": mean(rewards(chosen)),
-        "rejected_reward": mean(rewards(rejected)),
-        "chosen_logprob": mean(chosen.logprobs),
-        "rejected_logprob": mean(rejected.logprobs),
+        "chosen_reward": mean(rewards(chosen), chosen),
+        "rejected_reward": mean(rewards(rejected), rejected),
+        "chosen_logprob": mean(chosen.logprobs, chosen),
+        "rejected_logprob": mean(rejected.logprobs, rejected),
         "chosen_nll": -jnp.sum(chosen.logprobs) / tokens,
     }
+    if loss.type == "kto":  # no two answers belong together
+        margin = metrics["chosen_reward"] - metrics["rejected_reward"]
+        return metrics | {"margin": margin, "kl": mean(pairs.kl(loss))}
+    accuracy = mean((margins_P > 0).astype(jnp.float32))
+    return metrics | {"accuracy": accuracy, "margin": mean(margins_P)}
 
 
 def _log_odds(logprobs_P: Array) -> Array:

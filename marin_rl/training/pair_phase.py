@@ -95,7 +95,7 @@ class PairPhase(SegmentedPhase):
         # A file that is there must be the one that was committed; a run's folder may have grown.
         if existing is not None and not Path(settings.pairs).is_file():
             return existing
-        file = given_pairs(settings.pairs, f"{self.section}.pairs")
+        file = given_pairs(settings, self.section)
         further, parents = self._pairs_content()
         decides = {
             "file": file.sha256,
@@ -291,7 +291,7 @@ class PreferenceTraining(PairPhase):
     program_version = 1  # counts up when the same pairs would train other parameters
     measured = (
         "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob",
-        "rejected_logprob", "chosen_nll",
+        "rejected_logprob", "chosen_nll", "kl",
     )  # fmt: skip
     _settings: PreferenceConfig
     _program: CompiledStep

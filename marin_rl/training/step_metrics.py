@@ -59,7 +59,7 @@ def step_metrics(
 ) -> Metrics:
     """Return the loss and the metrics of a step, over all its rows at once."""
     if settings.preference is not None:
-        pairs = Pairs.of(*jax.tree.map(in_rows, (outputs.scores.logprobs, arrays)))
+        pairs = Pairs.of(outputs.scores.logprobs, arrays)  # by microbatch, as the loss takes them
         return preference_metrics(settings.preference, pairs) | _loads(outputs)
     loss, surrogate = step_loss(settings, outputs, coefficient, arrays)
     rows = jax.tree.map(in_rows, arrays)

@@ -12,6 +12,7 @@ from marin_rl.batching.pairs import (
     longest,
     pair_batch,
     pairs_of_step,
+    preference_batch,
 )
 from marin_rl.errors import InputError
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
@@ -100,6 +101,39 @@ def test_texts_become_tokens_of_the_chat_template_and_given_tokens_stay(characte
     assert given.chosen_token_ids.tolist() == [7, 8]
     assert (plain.split, given.split) == ("train", "eval")
     assert plain.tokenizer_digest == tokenizer.tokenizer_digest
+
+
+def test_a_labelled_answer_stands_beside_the_next_one_to_another_prompt(characters):
+    def labelled(name: str, answer: str, /, *, label: bool) -> PreferencePair:
+        return pair(name, id=f"{name}{answer}", chosen=answer, rejected="", label=label)
+
+    rows = [
+        labelled("a", "x", label=True),
+        labelled("a", "yy", label=False),
+        labelled("b", "z", label=True),
+        labelled("c", "w" * 20, label=False),
+    ]
+    made = characters(context_length=40).tokenized(rows, 0.0)
+    decode = character_tokenizer().decode
+    assert [decode(each.rejected_token_ids) for each in made] == [
+        "<|user|>say a<|assistant|>z<|end|>",
+        "<|user|>say a<|assistant|>z<|end|>",
+        "<|user|>say b<|assistant|>" + "w" * 20 + "<|end|>",
+        "<|user|>say c<|assistant|>x<|end|>",
+    ]
+    batch = preference_batch(made, 64)
+    for row, (each, sign) in enumerate(zip(made, (1, -1, 1, -1), strict=True)):
+        own, other = batch.segment_ids[row] == 1, batch.segment_ids[row] == 2
+        assert decode(batch.token_ids[row][own]) == f"{each.chosen}<|end|>"
+        assert decode(batch.token_ids[row][other]) == f"{each.rejected}<|end|>"
+        assert (batch.advantages[row][own] == sign).all()
+        assert (batch.advantages[row][other] == 0).all()
+        assert (batch.loss_mask[row][own | other] == 1).all()
+    some = [labelled("a", "x" * 7, label=True), labelled("bbbb", "z", label=False)]
+    _, cut = characters(context_length=15).tokenized(some, 0.0)
+    assert decode(cut.rejected_token_ids) == "<|user|>say bbbb<|assistant|>xxxxx"
+    with pytest.raises(InputError, match="all 2 answers are to the prompt of row ax"):
+        characters().tokenized(rows[:2], 0.0)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ SCORES_V1 = GOLDEN / "scores-v1.parquet"
 SCORES_V2 = GOLDEN / "scores-v2.parquet"
 SCORES_V3 = GOLDEN / "scores-v3.parquet"
 PAIRS_V1 = GOLDEN / "pairs-v1.parquet"
+PAIRS_V2 = GOLDEN / "pairs-v2.parquet"
 REWARDS_V1 = GOLDEN / "rewards-v1.parquet"
 
 # Of a turn, what versions 2 and 3 of rollouts added.
@@ -326,6 +327,16 @@ def pairs_v1() -> pa.Table:
     return TableReader(data, "now", PAIRS_LADDER).table(PAIRS)
 
 
+def pairs_v2() -> pa.Table:
+    """The golden pair with a mask and log-probabilities of the reference."""
+    learned = {
+        "chosen_loss_mask": np.array([0, 1], np.int8),
+        "chosen_reference_logprobs": np.array([0, -0.5], np.float32),
+    }
+    data = encode_pairs([replace(sampled_pair(), **learned)], {"attempt": "attempt-1"})
+    return TableReader(data, "now", PAIRS_LADDER).table(PAIRS)
+
+
 def rewards_v1() -> pa.Table:
     """The golden rewards, of attempt-1 and the function m:f: one that changed, one that failed."""
     rows = [
@@ -347,6 +358,7 @@ def rewards_v1() -> pa.Table:
         (SCORES_V2, SCORES_LADDER, scores_of(valued=True)),
         (SCORES_V3, SCORES_LADDER, scores_of(weighed=True)),
         (PAIRS_V1, PAIRS_LADDER, pairs_v1()),
+        (PAIRS_V2, PAIRS_LADDER, pairs_v2()),
         (REWARDS_V1, REWARDS_LADDER, rewards_v1()),
     ],
     ids=lambda value: getattr(value, "name", ""),

@@ -193,6 +193,52 @@ def test_a_published_row_that_is_no_pair_is_named(tmp_path, row, told):
         read_pairs(file_of(tmp_path, row))
 
 
+LABELLED = [
+    {"prompt": "2+2", "completion": "4", "label": True},
+    {"prompt": said("2+3"), "completion": answer("4"), "label": False},
+]
+
+
+def test_answers_with_labels_are_read_as_trl_has_them(tmp_path):
+    file = read_pairs(file_of(tmp_path, *LABELLED))
+    assert [(pair.chosen, pair.rejected, pair.label) for pair in file.pairs] == [
+        ("4", "", True), ("4", "", False),
+    ]  # fmt: skip
+    assert file.learned_as(labelled=True) == file
+    with pytest.raises(
+        InputError, match=r"line 1: expected a pair, .*found an answer with a label"
+    ):
+        file.learned_as(labelled=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (LABELLED[:1] * 1, "line 1: expected answers of both labels, found label true in all 1"),
+        ([LABELLED[1]], "line 1: expected answers of both labels, found label false in all 1"),
+        ([LABELLED[0] | {"label": 1}], "line 1, field label: .*valid boolean, found 1"),
+        ([{"prompt": "a", "completion": "b"}], "line 1: expected prompt, completion and label"),
+        ([LABELLED[0] | {"chosen": "c"}], "line 1: expected prompt, completion and label"),
+        ([LABELLED[0] | {"completion": said("a")}], "line 1: field completion: expected one"),
+        ([LABELLED[0], GOOD], "line 2: expected a row of the kind 'labelled', .*'pair'"),
+    ],
+)
+def test_a_wrong_answer_with_a_label_is_named(tmp_path, rows, told):
+    with pytest.raises(InputError, match=told):
+        read_pairs(file_of(tmp_path, *rows)).learned_as(labelled=True)
+
+
+def test_a_pair_is_two_answers_with_labels(tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl", [sampled_pair()])
+    file = read_pairs(tmp_path / "pairs.jsonl").learned_as(labelled=True)
+    assert [(p.id, p.label, p.chosen, p.chosen_id, p.chosen_reward) for p in file.pairs] == [
+        ("run/round-00000/group-00001/chosen", True, "yes", "r/1", 1.0),
+        ("run/round-00000/group-00001/rejected", False, "", "r/2", -0.25),
+    ]
+    assert [p.chosen_token_ids.tolist() for p in file.pairs] == [[3, 4], [3]]
+    assert len(file.places) == 2
+
+
 def test_rows_of_two_kinds_in_one_file_are_refused(tmp_path):
     rows = PUBLISHED["TRL, explicit"], PUBLISHED["UltraFeedback"]
     told = "line 2: expected a row of the kind 'pair', as .*line 1, found 'conversations'"

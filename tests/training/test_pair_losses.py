@@ -71,7 +71,12 @@ def loss_of(case: dict[str, Any]) -> tuple[PreferenceLossConfig, float]:
     return settings, scale
 
 
-@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
+CASES = {False: [], True: []}  # by whether they are of labelled answers
+for golden_case in GOLDEN["cases"]:
+    CASES[golden_case["name"].startswith("kto")].append(golden_case)
+
+
+@pytest.mark.parametrize("case", CASES[False], ids=lambda case: case["name"])
 def test_values_gradients_and_metrics_are_those_of_trl(case: dict[str, Any]) -> None:
     logprobs, rows = rows_of(GOLDEN["data"][case["inputs"]["data"]])
     settings, factor = loss_of(case)
@@ -87,6 +92,70 @@ def test_values_gradients_and_metrics_are_those_of_trl(case: dict[str, Any]) -> 
     found = preference_metrics(settings, Pairs.of(jnp.asarray(logprobs), rows))
     for name, number in case["outputs"].get("metrics", {}).items():
         np.testing.assert_allclose(found[METRICS[name]], number, rtol=1e-5, atol=1e-6)
+
+
+def labelled_rows(case: dict[str, Any]) -> tuple[np.ndarray, StepArrays]:
+    """TRL's rows with a last token each, that of the mismatched answer."""
+    data, inputs = GOLDEN["data"][case["inputs"]["data"]], case["inputs"]
+    mask = np.pad(array(data["completion_mask"])[:, 1:] > 0, ((0, 0), (0, 1)), constant_values=True)
+    sign = np.where(array(inputs["label"])[:, None] > 0, 1.0, -1.0) * mask
+    sign[:, -1] = 0
+
+    def joined(tokens: str, mismatched: str) -> np.ndarray:
+        columns = array(data[tokens]), array(inputs[mismatched])[:, None]
+        return np.concatenate(columns, axis=1).astype(np.float32)
+
+    nothing = np.zeros(mask.shape, np.int32)
+    return joined("token_logps", "kl_logps"), StepArrays(
+        token_ids=nothing,
+        mask=mask,
+        segment_ids=nothing,
+        positions=nothing,
+        policy_logprobs=joined("ref_token_logps", "ref_kl_logps"),
+        advantages=sign.astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("case", CASES[True], ids=lambda case: case["name"])
+def test_answers_with_labels_have_values_gradients_and_metrics_of_trl(case: dict[str, Any]) -> None:
+    logprobs, rows = labelled_rows(case)
+    weights = {name: case["args"][name] for name in ("desirable_weight", "undesirable_weight")}
+    settings = loss_settings(type="kto", beta=case["args"]["beta"], **weights)
+
+    def loss(logprobs: jax.Array) -> jax.Array:
+        return preference_loss(settings, Pairs.of(logprobs, rows), counts_of(rows))
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(logprobs))
+    expected = np.pad(array(case["outputs"]["grad_token_logps"]), ((0, 0), (0, 1)))
+    expected[:, -1] = 0  # the KL has no gradient
+    np.testing.assert_allclose(value, case["outputs"]["loss"], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(gradient, np.where(rows.mask, expected, 0), atol=1e-6)
+    found = preference_metrics(settings, Pairs.of(jnp.asarray(logprobs), rows))
+    for name, number in case["outputs"]["metrics"].items():
+        np.testing.assert_allclose(
+            found[(METRICS | {"kl": "kl"})[name]], number, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_the_kl_of_kto_is_of_a_microbatch_and_rows_that_fill_up_are_in_none() -> None:
+    """Two microbatches of one row and two of them, the last filled up with an empty row."""
+    ratio = np.array([[[0.5, 2.0], [-0.5, 4.0]], [[0.25, 3.0], [0.0, 0.0]]], np.float32)
+    mask = np.array([[[1, 1], [1, 1]], [[1, 1], [0, 0]]], bool)
+    sign = np.array([[[1, 0], [-1, 0]], [[1, 0], [0, 0]]], np.float32)
+    nothing = np.zeros(mask.shape, np.int32)
+    rows = StepArrays(nothing, mask, nothing, nothing, np.zeros_like(ratio), sign)
+    settings = loss_settings(type="kto", beta=1.0)
+    pairs = Pairs.of(jnp.asarray(ratio), rows)
+    np.testing.assert_allclose(pairs.kl(settings), [[3, 3], [3, 3]])
+    surplus = np.array([0.5 - 3, 3 + 0.5, 0.25 - 3])
+    found = preference_metrics(settings, pairs)
+    np.testing.assert_allclose(found["loss"], np.mean(1 / (1 + np.exp(surplus))), rtol=1e-6)
+    np.testing.assert_allclose(found["chosen_reward"], 0.375)
+    np.testing.assert_allclose(found["margin"], 0.875)
+    assert "accuracy" not in found
+    alone = jax.tree.map(lambda each: each[1], rows)
+    metrics = preference_metrics(settings, Pairs.of(jnp.asarray(ratio[1]), alone))
+    assert np.isnan(metrics["rejected_reward"])
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down"])
@@ -123,6 +192,7 @@ def test_rows_that_fill_up_count_nowhere_and_answers_of_certain_tokens_are_finit
         ({"type": "ipo", "target_margin": 0.5}, "type ipo has no target_margin"),
         ({"type": "simpo", "normalise": "sum"}, "of mean log-probabilities"),
         ({"label_smoothing": 0.5}, "less than 0.5"),
+        ({"type": "ipo", "undesirable_weight": 2.0}, "type ipo has no desirable_weight; .* kto's"),
     ],
 )
 def test_a_key_that_a_loss_does_not_use_is_refused(wrong: dict[str, Any], told: str) -> None:

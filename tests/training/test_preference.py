@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from support.cases import others_slow
 
@@ -133,6 +134,40 @@ def test_without_a_reference_nothing_is_scored(begun, tokenizer):
     pairs = committed_pairs(run, committed(run, pairs_slot()))
     assert all(pair.chosen_reference_logprobs is None for pair in pairs)
     assert ref.summary["preference/loss"] > ref.summary["preference/held_out_loss"]
+
+
+def test_answers_with_labels_are_learned_without_pairs(begun, tokenizer, tmp_path):
+    rows = [
+        {"prompt": f"say {number}", "completion": ANSWERS[number % 3], "label": True}
+        for number in range(PAIRS)
+    ]
+    rows += [row | {"completion": "no", "label": False} for row in rows]
+    (tmp_path / "pairs.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    run = begun("preference.loss.type=kto", "preference.loss.beta=0.5")
+    refs = played(run, tokenizer)
+    made = committed_pairs(run, committed(run, pairs_slot()))
+    assert [pair.label for pair in made] == [True] * PAIRS + [False] * PAIRS
+    # Scored by the reference, the mismatched answer too: the first step has a loss of exactly 1/2.
+    assert all(
+        (pair.rejected_reference_logprobs is None) == (pair.chosen_reference_logprobs is None)
+        for pair in made
+    )
+    first, last = refs[0].summary, refs[1].summary
+    assert last["preference/held_out_loss"] < first["preference/held_out_loss"] < 0.5
+    assert last["preference/held_out_margin"] > 0
+    assert last["preference/held_out_kl"] >= 0
+    assert "preference/accuracy" not in last
+    assert not check_run(run.config.root, run.run_id).faults
+
+
+@pytest.mark.bits
+def test_labels_begin_at_a_loss_of_exactly_one_half(begun, tokenizer):
+    settings = "preference.steps=1", "preference.steps_per_checkpoint=1"
+    run = begun(*settings, "preference.loss.type=kto")  # of pairs, two answers each
+    (ref,) = played(run, tokenizer, [0])
+    assert ref.summary["preference/loss"] == 0.5
+    assert ref.summary["preference/kl"] == 0
+    assert ref.summary["preference/margin"] == 0
 
 
 @pytest.mark.slow

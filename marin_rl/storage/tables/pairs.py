@@ -11,12 +11,13 @@ conversations   `chosen` and `rejected` are whole conversations, whose common be
                 prompt: TRL's implicit one, and UltraFeedback's, which has `prompt` besides
 ranked          `context`, and two `completions` with `rank`, of which the lowest is best: NeMo's
 dialogues       `chosen` and `rejected` are texts of "Human: " and "Assistant: ": HH-RLHF's
+labelled        `completion`, and `label`, true for a desirable one: TRL's for KTO
 """
 
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from schemas import Malformed
 from schemas.manifests import Parent
 from schemas.migrations import PAIRS as LADDER
 from schemas.strict_json import parse_json
-from schemas.tables import LEARNED, PAIRS
+from schemas.tables import LABEL, LEARNED, PAIRS
 
 _PAIR = Struct(PreferencePair, PAIRS)
 
@@ -50,6 +51,37 @@ class PairFile:
     pairs: tuple[PreferencePair, ...]
     places: tuple[str, ...]
     sha256: str
+
+    def learned_as(self, *, labelled: bool) -> "PairFile":
+        """The rows as pairs, or as `labelled` answers, of which a pair is two.
+
+        Raises InputError for labelled answers in place of pairs, and for answers of one label.
+        """
+        if not labelled and self.pairs[0].label is not None:
+            raise InputError(
+                f"{self.places[0]}: expected a pair, chosen and rejected, found an answer with a "
+                "label, which only preference.loss.type kto learns from"
+            )
+        if not labelled:
+            return self
+        if self.pairs[0].label is None:
+            answers = tuple(answer for pair in self.pairs for answer in _labelled_answers(pair))
+            places = tuple(place for place in self.places for _ in range(2))
+            return replace(self, pairs=answers, places=places)
+        if len(labels := {pair.label for pair in self.pairs}) == 1:
+            raise InputError(
+                f"{self.places[-1]}: expected answers of both labels, found label "
+                f"{str(*labels).lower()} in all {len(self.pairs)} rows"
+            )
+        return self
+
+
+def _labelled_answers(pair: PreferencePair) -> Iterator[PreferencePair]:
+    fields = ("", "_id", "_reward", "_token_ids", "_loss_mask")
+    nothing = {f"rejected{field}": None for field in fields} | {"rejected": ""}
+    for label, side in ((True, "chosen"), (False, "rejected")):
+        own = {f"chosen{field}": getattr(pair, f"{side}{field}") for field in fields}
+        yield replace(pair, id=f"{pair.id}/{side}", label=label, **nothing, **own)
 
 
 def read_pairs(path: str | Path, key: str = "reward_model.pairs") -> PairFile:
@@ -172,6 +204,7 @@ class _PairRow(BaseModel):
     rejected_loss_mask: list[Literal[0, 1]] | None = None
     tokenizer_digest: str | None = None
     chat_template_digest: str | None = None
+    label: bool | None = None
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "_PairRow":
@@ -192,7 +225,7 @@ class _PairRow(BaseModel):
                     f"expected in {name}_loss_mask a number for each token id, {len(ids or ())}, "
                     f"found {len(mask)}"
                 )
-        if self.chosen == self.rejected and tokens[0] == tokens[1]:
+        if self.label is None and self.chosen == self.rejected and tokens[0] == tokens[1]:
             raise ValueError("the fields chosen and rejected hold the same answer")
         return self
 
@@ -223,7 +256,7 @@ def _pair(raw: object, where: str) -> tuple[PreferencePair, str]:
         text = orjson.dumps([tree["messages"], row.chosen, row.rejected, *ids])
         tree["id"] = hashlib.sha256(text).hexdigest()[:16]
     try:
-        return _PAIR.decode(dict.fromkeys(LEARNED) | tree), kind
+        return _PAIR.decode(dict.fromkeys((*LEARNED, LABEL)) | tree), kind
     except OverflowError:
         raise InputError(f"{where}: a token id does not fit in 32 bits") from None
 
@@ -260,6 +293,8 @@ def row_of_ours(raw: Mapping[str, Any]) -> tuple[str, Row]:
     row = {_RENAMED.get(name, name): value for name, value in raw.items()}
     if "context" in row and "completions" in row:
         return "ranked", _ranked(row)
+    if "completion" in row or "label" in row:
+        return "labelled", _labelled(row)
     answers: tuple[Any, Any] = row.get("chosen"), row.get("rejected")
     asked = row.get("prompt") is not None or row.get("messages") is not None
     if all(isinstance(answer, list) for answer in answers):
@@ -317,6 +352,17 @@ def _answer(messages: Sequence[Any], field: str) -> Any:
             f"field {field}: expected role and content in a message, found {sorted(extra)}"
         )
     return messages[0].get("content")
+
+
+def _labelled(row: Row) -> Row:
+    if {"completion", "label"} - row.keys() or {"chosen", "rejected"} & row.keys():
+        raise ValueError(f"expected prompt, completion and label, found {sorted(row)}")
+    if isinstance(row.get("prompt"), list):
+        row["messages"] = row.pop("prompt")
+    answer = row.pop("completion")
+    if isinstance(answer, list):
+        answer = _answer(answer, "completion")
+    return {**row, "chosen": answer, "rejected": ""}
 
 
 def _ranked(row: Row) -> Row:
