@@ -191,6 +191,10 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             "advantage pass_at_k would count a success that is penalised at all as a failure",
         ),
         (
+            {"objective": {"advantage": "gdpo", "overlong": "soft_penalty"}},
+            "advantage gdpo compares the components of rewards one by one: expected keep or mask",
+        ),
+        (
             {"objective": {"advantage": "pass_at_k"}, "rollouts": {"group_size": 4}},
             "objective.pass_k is 4 and rollouts.group_size 4",
         ),

@@ -170,6 +170,23 @@ def grpo(reward_G: Rewards, epsilon: float = EPSILON) -> Advantages:
     return dr_grpo(reward_G) / (statistics(rewards_array(reward_G)).std + epsilon)
 
 
+def gdpo(
+    reward_G: Rewards, parts_GK: Float64[np.ndarray, "2 *P G K"], epsilon: float = EPSILON
+) -> Advantages:
+    """`A_i = sum_k w_k (r_ik - mean r_k) / (std r_k + epsilon)`, of the components of rewards.
+
+    Liu et al. 2026, "GDPO", arXiv:2601.05242, equations 4 and 5; equation 6 is the scale
+    `batch_whitening`. `parts_GK` are the components' values and weights, NaN where a member lacks
+    one. Raises ValueError for a reward without components.
+    """
+    valid_G = np.isfinite(rewards_array(reward_G))
+    value_KG, weight_KG = np.moveaxis(parts_GK, -1, 1)
+    if (valid_G & ~np.isfinite(value_KG).any(axis=0)).any():
+        raise ValueError("gdpo compares the components of rewards: found a reward without any")
+    apart_KG = grpo(np.where(valid_G, value_KG, np.nan), epsilon)
+    return np.sum(np.nan_to_num(weight_KG) * apart_KG, axis=0)
+
+
 def reinforce(reward_G: Rewards) -> Advantages:
     return np.nan_to_num(rewards_array(reward_G))
 
@@ -275,6 +292,7 @@ OF_GROUP: dict[str, Callable[..., Advantages]] = {
     "reinforce_batch": reinforce_batch,
     "maxrl": maxrl,
     "pass_at_k": pass_at_k,
+    "gdpo": gdpo,
     "opo": opo,
     "remax": remax,
     "gae": made_in_training,

@@ -205,11 +205,13 @@ def _advantages(
         if parted is None or discount is None:
             tokens_N = None if parted is None else parted.trained_n
             of_group = reward_N, group_N, groups
-            advantage_N = round_advantages(*of_group, choice, tokens_N, greedy_N)
+            parts_NK = _parts(scalars) if "parts_GK" in choice.facts.inputs else None
+            of_rollout = tokens_N, greedy_N, parts_NK
+            advantage_N = round_advantages(*of_group, choice, *of_rollout)
             # Unequal rewards are worth the same to pass_at_k where each of `pass_k` members, or
-            # none of them, has a success.
-            if "k" in choice.facts.inputs:
-                reward_N = round_advantages(*of_group, replace(choice, scale="none"))
+            # none of them, has a success; equal ones may differ in their components.
+            if "k" in choice.facts.inputs or parts_NK is not None:
+                reward_N = round_advantages(*of_group, replace(choice, scale="none"), *of_rollout)
             spread_P = group_statistics(reward_N, group_N, groups).spread
             return _RoundAdvantages(advantage_N=advantage_N, spread_P=spread_P)
         by_turn = turn_advantages(parted, reward_N, group_N, groups, discount, choice)
@@ -270,6 +272,17 @@ def _greedy(scalars: pa.Table, choice: AdvantageChoice) -> Bool[np.ndarray, " N"
     if "greedy_G" not in choice.facts.inputs:
         return None
     return numbers(scalars, "index_in_group") == numbers(scalars, "group_size") - 1
+
+
+def _parts(scalars: pa.Table) -> Float64[np.ndarray, "2 N K"]:
+    """Values and weights of the components of each reward, by name; NaN where it has none."""
+    components_N = scalars["reward_components"].to_pylist()
+    names = sorted({part["name"] for parts in components_N for part in parts})
+    parts_NK = np.full((2, len(components_N), len(names)), np.nan)
+    for place, parts in enumerate(components_N):
+        for part in parts:
+            parts_NK[:, place, names.index(part["name"])] = part["value"], part["weight"]
+    return parts_NK
 
 
 def statuses(scalars: pa.Table) -> np.ndarray:

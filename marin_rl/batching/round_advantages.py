@@ -57,7 +57,7 @@ class AdvantageChoice:
 
     @property
     def over_round(self) -> bool:
-        return self.facts.over_round or self.scale not in ("default", "none", "group_std")
+        return self.facts.over_round or self.scale_used not in ("none", "group_std")
 
     @property
     def members_min(self) -> int:
@@ -79,6 +79,7 @@ def round_advantages(
     choice: AdvantageChoice,
     tokens_N: Int[np.ndarray, " N"] | None = None,
     greedy_N: Bool[np.ndarray, " N"] | None = None,
+    parts_NK: Float64[np.ndarray, "2 N K"] | None = None,
 ) -> Float64[np.ndarray, " N"]:
     """The advantages of all rollouts of a round, 0 where there is no reward.
 
@@ -89,9 +90,10 @@ def round_advantages(
     mean of the advantages over the round's rollouts and divides by their std; `token_whitening`,
     the same over the round's tokens, of which a rollout has `tokens_N` (REINFORCE++, Hu et al.
     2025, section 3); `default` is the estimator's own. `greedy_N` marks the
-    baselines of remax, at most one in a group. Raises ValueError where remax lacks them, where
-    token_whitening or opo lack the tokens, where maxrl finds a negative reward, and where pass_at_k
-    finds a group of fewer than `pass_k`.
+    baselines of remax, at most one in a group; `parts_NK` are values and weights of the components
+    of rewards, for gdpo. Raises ValueError where remax lacks them, where token_whitening or
+    opo lack the tokens, where maxrl finds a negative reward, gdpo one without components, and
+    pass_at_k a group of fewer than `pass_k`.
     """
     reward_N = rewards_array(reward_N)
     if tokens_N is None:
@@ -108,6 +110,7 @@ def round_advantages(
         inputs = {
             "tokens_G": tokens_N[index_PG],
             "greedy_G": None if greedy_N is None else greedy_N[index_PG],
+            "parts_GK": None if parts_NK is None else parts_NK[:, index_PG],
             "k": choice.pass_k,
             "threshold": choice.success_threshold,
         }

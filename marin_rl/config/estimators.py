@@ -26,7 +26,7 @@ class Estimator:
     """
 
     name: str
-    inputs: tuple[Literal["tokens_G", "greedy_G", "k", "threshold"], ...] = ()
+    inputs: tuple[Literal["tokens_G", "greedy_G", "k", "threshold", "parts_GK"], ...] = ()
     within_groups: bool = True
     over_round: bool = False
     linear: bool = False
@@ -77,6 +77,16 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 inputs=("k", "threshold"),
                 by_turns=False,
                 no_penalty="would count a success that is penalised at all as a failure",
+            ),
+            Estimator(
+                name="gdpo",
+                inputs=("parts_GK",),
+                by_turns=False,
+                scale="batch_whitening",
+                scales_refused=("group_std", "batch_std"),
+                scales_reason="divides by the spread of summed rewards, of which gdpo has divided "
+                "each by its own",
+                no_penalty="compares the components of rewards one by one",
             ),
             Estimator(name="opo", inputs=("tokens_G",)),
             Estimator(

@@ -17,6 +17,7 @@ from marin_rl.batching.advantages import (
     discounted_returns,
     dr_grpo,
     gae,
+    gdpo,
     grpo,
     maxrl,
     opo,
@@ -158,9 +159,11 @@ def test_agrees_with_trl(case: dict) -> None:
         reward = reward - case["beta"] * np.array(case["kl"])
     groups = np.arange(len(reward)) // case["group_size"]
     choice = AdvantageChoice(estimator=case["estimator"], scale=case.get("scale", "default"))
-    whole = round_advantages(reward, groups, int(groups.max()) + 1, choice)
+    parts = np.stack([components, np.broadcast_to(case["weights"], components.shape)])
+    count = int(groups.max()) + 1
+    whole = round_advantages(reward, groups, count, choice, parts_NK=parts)
     assert_allclose(whole, case["advantages"], rtol=1e-4, atol=1e-4)
-    if choice.scale == "default":
+    if choice.estimator in WITHIN_GROUPS and choice.scale == "default":
         alone = WITHIN_GROUPS[case["estimator"]]
         ours = np.concatenate([alone(reward[groups == g]) for g in range(groups.max() + 1)])
         assert_allclose(ours, case["advantages"], rtol=1e-4, atol=1e-4)
@@ -218,11 +221,13 @@ def test_a_group_has_the_same_bits_alone_as_among_others(name: str) -> None:
     tokens, greedy = rng.integers(1, 50, len(group)), np.zeros(len(group), bool)
     greedy[np.unique(group, return_index=True)[1]] = True
     choice = AdvantageChoice(estimator=name, scale="group_std", success_threshold=0.5)
-    among = round_advantages(reward, group, 12, choice, tokens, greedy)
+    parts = np.stack([rng.random((len(group), 3)), np.full((len(group), 3), 0.5)])
+    among = round_advantages(reward, group, 12, choice, tokens, greedy, parts)
     for number in range(12):
         members = group == number
         one = np.zeros(members.sum(), np.int64)
-        alone = round_advantages(reward[members], one, 1, choice, tokens[members], greedy[members])
+        own = tokens[members], greedy[members], parts[:, members]
+        alone = round_advantages(reward[members], one, 1, choice, *own)
         assert_array_equal(among[members], alone)
 
 
@@ -308,7 +313,7 @@ def test_only_group_baselines_are_blind_to_a_group_of_equal_rewards() -> None:
 def test_a_group_of_one_is_enough_where_its_mean_is_no_baseline() -> None:
     found = {name: AdvantageChoice(estimator=name, pass_k=3).members_min for name in ESTIMATORS}
     assert found == dict.fromkeys(
-        [*WITHIN_GROUPS, "opo", "remax", "optimal_token_baseline"], 2
+        [*WITHIN_GROUPS, "gdpo", "opo", "remax", "optimal_token_baseline"], 2
     ) | {
         "pass_at_k": 3, "reinforce": 1, "reinforce_batch": 1, "gae": 1,
     }  # fmt: skip
@@ -336,6 +341,24 @@ def test_opo_by_hand_and_by_loops() -> None:
     assert_array_equal(opo([0.3] * 3, np.array([1, 2, 4])), np.zeros(3))
     with pytest.raises(ValueError, match="opo needs the number of tokens of every rollout"):
         round_advantages(rewards, groups, 4, choice)
+
+
+def test_gdpo_by_hand() -> None:
+    # Rewards 2, 1, 1 are the same to grpo for the last two, components tell them apart.
+    value = np.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    parts = np.stack([value, np.broadcast_to([1.0, 3.0], value.shape)])
+    high, low = 1 / 3 / (3**-0.5 + EPSILON), -2 / 3 / (3**-0.5 + EPSILON)  # std of 1, 1, 0
+    expected = [high + 3 * high, high + 3 * low, low + 3 * high]
+    assert_allclose(gdpo(value.sum(axis=1), parts), expected, rtol=1e-12)
+    # A missing reward is in no mean, a missing component adds nothing.
+    missing = parts.copy()
+    missing[:, 2, 0] = np.nan
+    found = gdpo([2.0, 1.0, 1.0], missing)
+    assert_allclose(found, [3 * high, 3 * low, 3 * high], rtol=1e-12)
+    assert_array_equal(gdpo([2.0, None, 1.0], parts)[1], 0.0)
+    with pytest.raises(ValueError, match="a reward without any"):
+        gdpo([2.0, 1.0], np.full((2, 2, 1), np.nan))
+    assert AdvantageChoice(estimator="gdpo").over_round
 
 
 def test_remax_by_hand_and_by_loops() -> None:

@@ -24,7 +24,7 @@ from marin_rl.errors import CommitConflict, ConfigError, CorruptObject
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.batches import read_batches, read_dispositions
-from marin_rl.types import RewardComponent, RolloutGroup, SlotRef, TrainingBatch
+from marin_rl.types import RewardComponent, Rollout, RolloutGroup, SlotRef, TrainingBatch
 
 
 def _run(root: str | os.PathLike[str], **sections: Any) -> Run:
@@ -265,6 +265,29 @@ def test_best_of_k_learns_nothing_from_equal_rewards(tmp_path: Path) -> None:
     assert {fates[f"a/{i}"] for i in range(3)} == {"consumed"}
     flat = [f"b/{i}" for i in range(3)] + [f"c/{i}" for i in range(3)]
     assert {fates[name] for name in flat} == {"zero_signal"}
+
+
+def test_equal_rewards_are_a_signal_where_their_components_differ(tmp_path: Path) -> None:
+    def member(name: str, index: int, right: float, short: float) -> Rollout:
+        parts = (
+            RewardComponent(name="right", value=right, weight=1.0),
+            RewardComponent(name="short", value=short, weight=2.0),
+        )
+        own = rollout(f"{name}/{index}", index=index, reward=right + 2 * short)
+        return replace(own, reward_components=parts)
+
+    run = _run(tmp_path, objective={"advantage": "gdpo"})
+    apart = [member("a", 0, 2.0, 0.0), member("a", 1, 0.0, 1.0)]  # a reward of 2 each
+    flat = [member("b", index, 1.0, 0.5) for index in range(2)]
+    (batch,) = read_batches(run, _built(run, [group_of("a", apart), group_of("b", flat)]))
+    fates = _fates(run)
+    assert [fates[name] for name in ("a/0", "b/0", "b/1")] == [
+        "consumed", "zero_signal", "zero_signal",
+    ]  # fmt: skip
+    # -+ of right is 1 / sqrt 2, twice as much of short; whitened over 4 rollouts, two of them 0.
+    std = np.sqrt(2 * 0.5 / 3)
+    found = batch.advantages[batch.loss_mask == 1]
+    assert_allclose(np.unique(found), np.array([-1, 1]) * 0.5**0.5 / std, rtol=1e-3)
 
 
 @pytest.mark.parametrize("turns", [{}, {"turn_discount": 0.5, "ratio_level": "token"}])
