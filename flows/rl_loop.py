@@ -28,6 +28,7 @@ from flows.sft import warm_start
 from flows.window import Window
 from marin_rl.config import Config
 from marin_rl.doctor.stages import RL
+from marin_rl.storage.run_progress import ends_early
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import SlotRef
 from tasks.options import StageRunner, open_run
@@ -61,6 +62,10 @@ async def play_rounds(run: RunRef, checkpoint: SlotRef) -> SlotRef:
         return await InOrder(run, checkpoint).play()
     for round in range(round_after(checkpoint), config.rounds):
         await pause_if_suspended()
+        if config.evaluation.patience and round % config.evaluation.every_rounds == 0:
+            await measure(run, checkpoint)
+            if ends_early(open_run(run), config, round):
+                break
         checkpoint = await run_round(run, round, checkpoint)
     return checkpoint
 

@@ -232,6 +232,7 @@ class CheckpointDisk:
         last = min(rule.checkpoints_last + 1, number)  # the newest is written before one is pruned
         others = number - last
         spread = 0 if rule.checkpoints_every is None else -(-others // rule.checkpoints_every)
+        spread += rule.best is not None
         kept = min(number, last + spread)
         # The oldest of the last, and each of the others, may need an earlier one that is whole.
         bases = 0 if every == 1 else min(1 + spread, others)

@@ -223,6 +223,10 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             "asynchrony.max_staleness is 2, but objective.surrogate reinforce",
         ),
         (
+            {"asynchrony": {"max_staleness": 1}, "evaluation": {"patience": 2}},
+            "evaluation.patience ends a run before the round after an evaluation",
+        ),
+        (
             {"asynchrony": {"max_staleness": 3}, "retention": {"checkpoints_last": 3}},
             "retention.checkpoints_last is 3, but asynchrony.max_staleness 3",
         ),

@@ -119,6 +119,7 @@ def test_a_critic_of_its_own_trunk_counts_twice():
         ({"checkpoints_last": 50}, 21),
         # besides the last ones, of rounds 0 to 17, which are older, every fifth
         ({"checkpoints_last": 2, "checkpoints_every": 5}, 7),
+        ({"checkpoints_last": 2, "best": "eval/accuracy"}, 4),
     ],
 )
 def test_checkpoints_are_counted_with_retention(retention, kept):

@@ -19,7 +19,15 @@ from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
 from marin_rl.storage.commits import manifest_of, read_manifest
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
-from marin_rl.storage.run_progress import RoundProgress, progress, rounds_planned
+from marin_rl.storage.run_progress import (
+    BEST_BY,
+    RoundProgress,
+    best_checkpoints,
+    ends_early,
+    evaluated,
+    progress,
+    rounds_planned,
+)
 from marin_rl.storage.runs import (
     LATEST_OF_PAIRS,
     LOCK_KEY,
@@ -114,6 +122,7 @@ class RunStatus:
     warm_start: str | None
     reward_model: str | None
     preference: str | None
+    best: str | None
     headline: str
     warnings: Sequence[str]
     rounds: Sequence[Mapping[str, Any]]
@@ -127,11 +136,13 @@ class RunStatus:
         if learned and not self.checkpoints:  # a run that learns from pairs alone
             return {"root": self.root, "policy": self.policy, **learned}
         warm = {} if self.warm_start is None else {"warm start": self.warm_start}
+        best = {} if self.best is None else {"best checkpoint": self.best}
         return {
             "root": self.root,
             **warm,
             "rounds trained": f"{self.trained} of {self.planned}",
             "checkpoints": str(self.checkpoints),
+            **best,
             "shards": str(self.shards),
             "environment": self.environment,
             "policy": self.policy,
@@ -179,11 +190,23 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         warm_start=None if trained else _warm_start(run),
         reward_model=_learned_from_pairs(run, "reward_model"),
         preference=_learned_from_pairs(run, "preference"),
+        best=_best(run, trained),
         headline=headline(rows, run.run_id),
         warnings=[*warnings_of(rows, run.run_id), *standstill(run, slots, rows)],
         rounds=[{**row, **bounds.get(row["round"], {})} for row in rows],
         fleet=fleet_rows(run),
     )
+
+
+def _best(run: Run, trained: int) -> str | None:
+    """The best checkpoint, where the run keeps it or ends by it, and its value."""
+    config = run.config
+    metric = config.retention.best or (BEST_BY if config.evaluation.patience else None)
+    if metric is None or not (values := evaluated(run, metric)):
+        return None
+    best = best_checkpoints(values)[-1]
+    ended = "; the run ended early" if ends_early(run, config, trained) else ""
+    return f"{checkpoint_slot(best)}, {metric} {values[best]:.4g}{ended}"
 
 
 def fleet_rows(run: Run) -> list[dict[str, Any]]:

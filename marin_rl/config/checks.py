@@ -342,6 +342,15 @@ def check_sampling_ahead(config: RunSections) -> None:
         )
 
 
+def check_patience(config: RunSections) -> None:
+    """Refuse to end a run early whose next rounds are sampled before an evaluation is there."""
+    if config.evaluation.patience is not None and (config.max_staleness or config.windowed):
+        raise ValueError(
+            "evaluation.patience ends a run before the round after an evaluation, which asynchrony "
+            "samples by then: expected asynchrony.max_staleness 0, or patience null"
+        )
+
+
 def check_machines(config: RunSections) -> None:
     """Refuse other machines that sample from an engine in this process."""
     if config.flow.runner != "local" and not config.inference.endpoints:
@@ -396,6 +405,7 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_window,
     check_in_flight,
     check_sampling_ahead,
+    check_patience,
     check_machines,
     check_lengths,
     check_lists,

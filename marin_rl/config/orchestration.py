@@ -40,6 +40,13 @@ class EvaluationConfig(Section):
     )
     temperature: float = field(0.0, "sampling temperature of evaluations; 0 is greedy", ge=0, le=10)
     pass_threshold: float = field(1.0, "reward from which an answer counts as right")
+    patience: int | None = optional_field(
+        "evaluations in a row that are no better than the best one, by `retention.best`, after "
+        "which the run ends; null: all rounds are played",
+        plan=True,
+        ge=1,
+        le=1_000_000,
+    )
 
     @model_validator(mode="after")
     def _enough_samples(self) -> "EvaluationConfig":
@@ -151,6 +158,12 @@ class RetentionConfig(Section):
     )
     checkpoints_every: int | None = plan_field(
         None, "in addition, keep the arrays of every n-th round's checkpoint", ge=1
+    )
+    best: Annotated[str, Field(pattern=r"^eval/\S{1,200}$")] | None = optional_field(
+        "in addition, keep the arrays of the best checkpoint, which has the highest value of this "
+        "metric of evaluations, the first of equals; null: none, and eval/accuracy for "
+        "evaluation.patience",
+        plan=True,
     )
     age_s: Seconds = plan_field(
         3600.0, "age in seconds from which `gc` deletes files of killed processes (local roots)"

@@ -155,19 +155,20 @@ def optional_field(
     *,
     as_begun: bool | str | Sequence[str] = False,
     runtime_only: bool = False,
+    plan: bool = False,
     **limits: Any,
 ) -> Any:
     """A key that is null by default, and then left out of all that is written.
 
     `as_begun` marks it `AS_BEGUN`, at a word in place of null, or the named entries of a mapping;
-    `runtime_only` marks it `RUNTIME_ONLY` as well.
+    `runtime_only` and `plan` mark it `RUNTIME_ONLY` and `PLAN` as well.
     """
     marks = dict(AS_BEGUN if as_begun is True else OMIT_IF_NONE)
     if isinstance(as_begun, str):
         marks["as_begun"] = as_begun
     elif not isinstance(as_begun, bool):
         marks["entries_as_begun"] = list(as_begun)
-    marks |= RUNTIME_ONLY if runtime_only else {}
+    marks |= PLAN if plan else RUNTIME_ONLY if runtime_only else {}
     return field(None, description, json_schema_extra=marks, **limits)
 
 

@@ -21,6 +21,7 @@ from marin_rl.doctor.stages import (
     run_stages,
 )
 from marin_rl.storage.layout import evals_slot, metrics_key, round_of
+from marin_rl.storage.run_progress import ends_early
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import (
     LATEST_OF_PAIRS,
@@ -119,7 +120,9 @@ def finished(config: Config, flow: str) -> SlotRef | None:
     run = Run.open(config.root, config.run_id, config.storage_options)
     if flow == RL:
         trained = _trained(run)
-        if trained < config.rounds or committed(run, evals_slot(trained)) is None:
+        if trained < config.rounds and not ends_early(run, config, trained):
+            return None
+        if committed(run, evals_slot(trained)) is None:
             return None
         if metrics_key(trained - 1).rpartition("/")[2] not in run.store.children("metrics"):
             return None

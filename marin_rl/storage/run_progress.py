@@ -4,20 +4,22 @@ Read from listings and manifests at each call; nothing here is written but what 
 of the free keys that its writer went by. Leaves out the run itself and single slots (`runs`).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from marin_rl.errors import CorruptObject
+from marin_rl.config import Config
+from marin_rl.errors import ConfigError, CorruptObject
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.layout import checkpoint_slot, round_of
-from marin_rl.storage.runs import Run
+from marin_rl.storage.layout import checkpoint_slot, evals_slot, round_of
+from marin_rl.storage.runs import Run, rounds_in
 from schemas.manifests import Manifest
 
 ROUNDS_PLANNED = "rounds_planned"  # in a checkpoint's `extra`: `rounds`, as its writer had it
 RETENTION = "retention"  # likewise the rule of retention
 # Likewise the latest checkpoint that holds the optimizer's state, where this one does not.
 OPTIMIZER_ROUND = "optimizer_round"
+BEST_BY = "eval/accuracy"  # of evaluations, where `retention.best` names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,47 @@ def rounds_planned(run: Run, trained: int) -> int:
             f"{str(planned)[:100]!r}"
         )
     return max(planned, trained)
+
+
+def evaluated(run: Run, metric: str) -> dict[int, float]:
+    """A metric of the committed evaluations by checkpoint, ascending.
+
+    Raises ConfigError where there are evaluations, and none has it.
+    """
+    manifests = {n: read_manifest(run.store, evals_slot(n)) for n in rounds_in(run.store, "evals")}
+    totals = {number: item[0].totals for number, item in sorted(manifests.items()) if item}
+    values = {number: own[metric] for number, own in totals.items() if metric in own}
+    if totals and not values:
+        known = ", ".join(sorted({name for own in totals.values() for name in own}))
+        raise ConfigError(
+            f"retention.best: expected a metric of the run's evaluations, found {metric!r}; they "
+            f"have {known}"
+        )
+    return values
+
+
+def best_checkpoints(values: Mapping[int, float]) -> list[int]:
+    """Checkpoints that were better than all before, of values by `evaluated`; the best is last."""
+    found = list[int]()
+    for number, value in values.items():
+        if not found or value > values[found[-1]]:
+            found.append(number)
+    return found
+
+
+def ends_early(run: Run, config: Config, number: int) -> bool:
+    """True if a run that goes by `config` ends with this checkpoint, by `evaluation.patience`.
+
+    Only evaluations that were due count, up to its own: what is evaluated by hand, or by a later
+    attempt, does not change where a run ends.
+    """
+    evaluation = config.evaluation
+    if evaluation.patience is None or number % evaluation.every_rounds:
+        return False
+    every = evaluated(run, config.retention.best or BEST_BY)
+    due = {n: v for n, v in every.items() if n <= number and n % evaluation.every_rounds == 0}
+    since = [n for n in due if n > best_checkpoints(due)[-1]]
+    return number in due and len(since) >= evaluation.patience
 
 
 def optimizer_round(checkpoint: Manifest) -> int | None:

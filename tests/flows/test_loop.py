@@ -19,7 +19,10 @@ from support.flow_runs import ROUNDS, SHARDS, Played, debug, latest_flow_run
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
+from marin_rl.analysis.status import run_status
 from marin_rl.config import Config
+from marin_rl.doctor.stages import RL
+from marin_rl.doctor.start import finished
 from marin_rl.errors import ConfigError, ObjectMissing, RunLocked
 from marin_rl.planning import plan
 from marin_rl.progress import ProgressEvent, listening
@@ -207,6 +210,24 @@ def test_more_rounds_go_on_from_the_last(played: Played) -> None:
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert rows[3]["eval/accuracy"] is not None
     assert rows[3]["loss"] is not None
+
+
+def test_a_run_ends_once_evaluations_get_no_better(tmp_path: Path) -> None:
+    # Nothing is learned, so that all evaluations are alike: the second ends the run.
+    still = "training.learning_rate=1e-12", "policy.init=random", "evaluation.every_rounds=1"
+    config = debug(tmp_path, *still, "rounds=5", "evaluation.patience=2")
+    start(config.model_copy(update={"rounds": 1}))  # as if it was killed after a round
+    assert finished(config, RL) is None
+    heard: list[ProgressEvent] = []
+    with listening(heard.append):
+        assert start(config).slot == "checkpoints/round-00002"
+    assert {event.round for event in heard if event.stage == "train"} == {1}
+    assert "ended early" in run_status(config.root, config.run_id).facts["best checkpoint"]
+    before = files(config)
+    assert finished(config, RL) == start(config)
+    assert files(config) == before
+    changed = config.evaluation.model_copy(update={"patience": None})
+    assert finished(config.model_copy(update={"evaluation": changed}), RL) is None
 
 
 @pytest.mark.slow

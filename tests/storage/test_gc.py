@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.fault_injection import Operations, inject_faults
-from support.run_factories import FILES, checkpoint, configuration, play, whole_run
+from support.run_factories import FILES, checkpoint, configuration, evaluate, play, whole_run
 
 from marin_rl.config import RetentionConfig
 from marin_rl.errors import CommitExpired, ConfigError, CorruptObject, ObjectMissing, StorageError
@@ -21,7 +21,7 @@ from marin_rl.storage.commits import (
     new_manifest,
     read_manifest,
 )
-from marin_rl.storage.run_progress import as_continued
+from marin_rl.storage.run_progress import as_continued, best_checkpoints, ends_early, evaluated
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, latest_checkpoint
 from marin_rl.storage.tables.tombstones import commit_tombstone
 from marin_rl.storage.upkeep.forks import borrowed_from, fork_run
@@ -366,6 +366,47 @@ def test_the_rule_of_the_configuration_is_asked_after_every_round(tmp_path: Path
     keeping = whole_run(str(tmp_path / "other"), 3)
     retire(keeping)
     assert all(has_arrays(keeping, number) for number in range(4))
+
+
+def test_the_best_checkpoint_stays_until_another_is_better(tmp_path: Path) -> None:
+    rule = {"checkpoints_last": 2, "best": "eval/accuracy"}
+    run = Run.create_or_open(configuration(str(tmp_path), shards=2, groups=2, retention=rule))
+    start, kept = checkpoint(run, 0), []
+    for round, accuracy in enumerate([0.25, 0.75, 0.75, 0.5, 1.0, 0.0]):
+        evaluate(run, round, start, accuracy)
+        start = play(run, round, start)
+        retire(run)
+        kept.append([number for number in range(round + 2) if has_arrays(run, number)])
+    # The first of equals; the one before goes with the round after a better one.
+    assert kept == [[0, 1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [4, 5, 6]]
+    assert collect(run, rule_of(run)).garbage == ()
+    assert not check_run(run.config.root, run.run_id).faults
+    assert best_checkpoints(evaluated(run, "eval/accuracy")) == [0, 1, 4]
+    with pytest.raises(ConfigError, match=r"found 'eval/other'; they have eval/accuracy"):
+        collect(run, RetentionConfig(checkpoints_last=2, best="eval/other"))
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "ends"),
+    [
+        ({0: 0.5, 2: 0.5, 4: 0.25}, {4}),  # two since the first, which is the best of equals
+        ({0: 0.5, 2: 0.25, 4: 0.75, 6: 0.5}, set()),
+        ({0: 0.5, 1: 0.9, 2: 0.6, 4: 0.7}, set()),  # 1 was evaluated by hand
+        ({0: 0.5, 2: 0.25}, set()),
+    ],
+)
+def test_a_run_ends_by_evaluations_that_were_due(
+    tmp_path: Path, accuracies: dict[int, float], ends: set[int]
+) -> None:
+    rule = {"patience": 2, "every_rounds": 2}
+    run = Run.create_or_open(configuration(str(tmp_path), evaluation=rule))
+    start = checkpoint(run, 0)
+    for number, accuracy in accuracies.items():
+        evaluate(run, number, start, accuracy)
+        # What came later, as to an attempt that was killed, changes no earlier decision.
+        assert {n for n in range(number + 1) if ends_early(run, run.config, n)} == {
+            n for n in ends if n <= number
+        }
 
 
 def test_the_rule_is_that_of_the_latest_continuation(tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def sample(run: Run, round: int, shard: int, start: SlotRef) -> SlotRef:
     return commit_shard(run, round, shard, groups, FINGERPRINT, served)
 
 
-def evaluate(run: Run, round: int, start: SlotRef) -> None:
+def evaluate(run: Run, round: int, start: SlotRef, accuracy: float = 0.5) -> None:
     """Commit the evaluation of a checkpoint."""
     attempt, slot = new_attempt(), evals_slot(round)
     played = group(f"eval/{round}", [0.0, 1.0], version=round)
@@ -347,7 +347,7 @@ def evaluate(run: Run, round: int, start: SlotRef) -> None:
         fingerprint=FINGERPRINT,
         parents=[parent_of(start)],
         parts=[part_of(name, data)],
-        totals={"eval/accuracy": 0.5},
+        totals={"eval/accuracy": accuracy},
     )
     commit_manifest(run.store, manifest)
 

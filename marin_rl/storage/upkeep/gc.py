@@ -34,7 +34,7 @@ from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing, RunLocked
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
 from marin_rl.storage.fleet import heartbeat_age_s
 from marin_rl.storage.layout import POLICY_SLOTS
-from marin_rl.storage.run_progress import RETENTION
+from marin_rl.storage.run_progress import RETENTION, best_checkpoints, evaluated
 from marin_rl.storage.runs import (
     LOCK_KEY,
     Run,
@@ -163,9 +163,10 @@ def retire(run: Run) -> None:
         return
     slots: list[Slot] = []
     last = 0
+    before = _best(run, rule)[-2:-1]  # kept until another was better
     for number in reversed(rounds_in(run.folder, "checkpoints")):
-        if number < last:
-            break
+        if number < last and number not in before:
+            continue
         slot = checkpoint_slot(number)
         names = [key.removeprefix(f"{slot}/") for key in run.folder.list(slot)]
         slots.append(read_slot(run.folder, slot, names))
@@ -296,8 +297,9 @@ def _proven(run: Run, slots: set[str]) -> set[str]:
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:
     """Arrays that the rule prunes, and the rest of what an earlier gc was deleting."""
     garbage: list[Garbage] = []
+    best = _best(run, rule)[-1:]
     for slot in _checkpoints(inventory):
-        if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule)):
+        if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule, best)):
             # What the tombstone names, where there is one: no other part may go missing.
             arrays = (part.name for part in array_parts(slot.manifest))
             names = set(slot.pruned or arrays).intersection(slot.names)
@@ -308,7 +310,12 @@ def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garb
     return _unpinned(run, inventory, garbage, known=_known.get(run.folder.url, {}))
 
 
-def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig) -> bool:
+def _best(run: Run, rule: RetentionConfig) -> list[int]:
+    """Checkpoints that were the best by the rule when they were evaluated, the best one last."""
+    return [] if rule.best is None else best_checkpoints(evaluated(run, rule.best))
+
+
+def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig, best: list[int]) -> bool:
     """True if the rule keeps a checkpoint; of the warm start, only the last ones are kept."""
     last, every = rule.checkpoints_last, rule.checkpoints_every
     if last is None:
@@ -317,7 +324,8 @@ def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig) -> bool:
     committed = [s.number for s in inventory.of_kind(slot.kind) if s.manifest is not None]
     if slot.number in sorted(committed)[-last:]:
         return True
-    return slot.kind == "checkpoints" and every is not None and slot.number % every == 0
+    spread = every is not None and slot.number % every == 0
+    return slot.kind == "checkpoints" and (spread or slot.number in best)
 
 
 def _checkpoints(inventory: Inventory) -> list[Slot]:
