@@ -98,14 +98,23 @@ class RunRuntime:
 
     @cached_property
     def _teacher(self) -> "Teacher":
-        from marin_rl.compilation import enable_compilation_cache
         from marin_rl.rollouts.teaching import prove_teacher
+
+        teacher = self._read_teacher()
+        prove_teacher(self._run, teacher)
+        return teacher
+
+    def _read_teacher(self) -> "Teacher":
+        settings = self._run.config.distillation
+        if settings is not None and settings.endpoint is not None:
+            from marin_rl.rollouts.endpoint_teacher import EndpointTeacher
+
+            return EndpointTeacher(self._run.config)
+        from marin_rl.compilation import enable_compilation_cache
         from marin_rl.training.teacher import local_teacher
 
         enable_compilation_cache()
-        teacher = local_teacher(self._run, self.tokenizer)
-        prove_teacher(self._run, teacher)
-        return teacher
+        return local_teacher(self._run, self.tokenizer)
 
     @cached_property
     def transport(self) -> "Transport":
@@ -126,7 +135,7 @@ class RunRuntime:
     def teacher(self) -> "Teacher | None":
         """The teacher of the run's distillation, read and proven once; None without one.
 
-        Raises as `local_teacher` and `prove_teacher` do.
+        Raises as `local_teacher`, `EndpointTeacher` and `prove_teacher` do.
         """
         if self._run.config.distillation is None:
             return None

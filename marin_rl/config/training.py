@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
-from marin_rl.config.section import Count, Section, field, optional_field, plan_field
+from marin_rl.config.section import (
+    Count,
+    Section,
+    field,
+    optional_field,
+    plan_field,
+    runtime_field,
+)
+from marin_rl.config.serving import KeyVariable
 
 
 class FiltersConfig(Section):
@@ -176,12 +184,30 @@ class ContextMessage(Section):
 class DistillationConfig(Section):
     """A teacher that scores what the policy samples (docs/distillation.md).
 
-    Without `folder` and `checkpoint` it is the run's own first checkpoint.
+    Without `folder`, `checkpoint` and `endpoint` it is the run's own first checkpoint.
     """
 
     folder: str | None = optional_field("Hugging Face folder of the teacher")
     checkpoint: str | None = optional_field(
         "checkpoint of the teacher: ROOT/RUN_ID/checkpoints/round-00012"
+    )
+    endpoint: str | None = optional_field(
+        "base URL, ending in /v1, of a server that scores prompts: vLLM's, SGLang's, marin-rl's",
+        runtime_only=True,
+        pattern=r"^https?://[^\s]+$",
+    )
+    route: Literal["completions", "sglang"] | None = optional_field(
+        "how the endpoint is asked: by prompt_logprobs on /v1/completions, as vLLM and marin-rl "
+        "have it, or by SGLang's /generate; null: completions",
+        runtime_only=True,
+    )
+    model: str | None = optional_field(
+        "id of the endpoint's model, or its name without a version; null: the only one it serves",
+        runtime_only=True,
+    )
+    api_key_variable: KeyVariable = runtime_field(
+        "MARIN_RL_TEACHER_API_KEY",
+        "environment variable, MARIN_RL_*, that holds the bearer token of the endpoint",
     )
     context: tuple[ContextMessage, ...] | None = optional_field(
         "messages that the teacher alone reads before the prompt: example turns, or a system "
@@ -203,14 +229,17 @@ class DistillationConfig(Section):
 
     @model_validator(mode="after")
     def _one_teacher(self) -> "DistillationConfig":
-        if self.folder is not None and self.checkpoint is not None:
-            raise ValueError("folder and checkpoint are two teachers: expected one of them")
+        named = [name for name in ("folder", "checkpoint", "endpoint") if getattr(self, name)]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} are two teachers: expected one of them")
+        if "endpoint" not in named and (self.route or self.model):
+            raise ValueError("route and model are those of an endpoint: expected one, found null")
         return self
 
     @property
     def is_self(self) -> bool:
         """True if the teacher is the run's own first checkpoint."""
-        return self.folder is None and self.checkpoint is None
+        return not (self.folder or self.checkpoint or self.endpoint)
 
     def covers(self, environment: str) -> bool:
         """True if the teacher scores the rollouts of this environment."""

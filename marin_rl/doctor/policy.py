@@ -4,8 +4,10 @@ They look at files, tokenizers, chat templates, prompts and tools. That a teache
 the same scores is proven as it is loaded (`rollouts.teaching`).
 """
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -13,10 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.batching.sequences import check_lengths, rendered_prompts
 from marin_rl.chat_templates import check_options
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig
+from marin_rl.doctor.stages import await_apart
 from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.registry import loaded_environment, parts_of
-from marin_rl.errors import BridgeFault, InputError, ObjectMissing
+from marin_rl.errors import BridgeFault, InputError, ObjectMissing, RequestRejected
 from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT
 from marin_rl.lora import configured_modules
 from marin_rl.models.families import described
@@ -24,10 +27,11 @@ from marin_rl.plain_files import check_model_folder, read_hf_config, read_object
 from marin_rl.planning import architecture_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.data_warnings import training_environments
+from marin_rl.rollouts.endpoint_teacher import EndpointTeacher
 from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.rollouts.pinned import as_begun, has_dialogues, policy_as_begun
 from marin_rl.rollouts.rewards import reward_model_slot_of
-from marin_rl.rollouts.teaching import KEY, Prompts
+from marin_rl.rollouts.teaching import KEY, Prompts, check_recorded, check_steady
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.layout import POLICY_SLOTS
@@ -262,7 +266,7 @@ def rendered_by(config: Config, prompts: Sequence[Sequence[Message]]) -> list[tu
 
 
 TEXTS = 50  # prompts that a teacher must tokenize as the policy does
-FOLDER = "distillation.folder"
+FOLDER, ENDPOINT = "distillation.folder", "distillation.endpoint"
 
 
 def teacher(config: Config) -> str:
@@ -273,6 +277,8 @@ def teacher(config: Config) -> str:
     added = _context_tokens(config)
     if settings.folder is not None:
         return _folder(config, Path(settings.folder), added)
+    if settings.endpoint is not None:
+        return await_apart(lambda: asyncio.to_thread(_endpoint, config, added))
     if settings.checkpoint is None:
         _check_room(config.policy, config.policy.hf_path, added)
         return f"the run's first checkpoint, which reads {added} tokens more"
@@ -299,19 +305,51 @@ def _folder(config: Config, folder: Path, added: int) -> str:
     theirs, policy = load_tokenizer(folder), policy_as_begun(config.policy)
     texts = [text for text, _ in rendered(config, first_examples(config, TEXTS))]
     check_tokenization(policy, texts, lambda text: encoder_of(theirs)(text, False), FOLDER)
-    _check_vocabulary(tokenizer_for(policy), theirs)
+    own = tokenizer_for(policy)
+    _check_vocabulary(own, theirs)
+    _check_ends(policy, end_token_ids(theirs), FOLDER)
+    return f"{folder}, which reads {added} tokens more; {len(texts)} texts have the same ids"
+
+
+def _endpoint(config: Config, added: int) -> str:
+    teacher, policy = EndpointTeacher(config, attempts_max=1), policy_as_begun(config.policy)
+    texts = [text for text, _ in rendered(config, first_examples(config, TEXTS))]
+    bodies = [{"prompt": text, "add_special_tokens": False} for text in texts]
+    found, longest = teacher.tokenized(bodies)
+    check_tokenization(policy, texts, dict(zip(texts, found, strict=True)).__getitem__, ENDPOINT)
+    if longest is not None:  # a token is sampled after each sequence
+        _check_positions(policy, teacher.identity, longest - 1, added)
+    dialogue = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ends = "the same ends"
+    try:
+        (question, answered), _ = teacher.tokenized(
+            [
+                {"messages": dialogue[:1], "add_generation_prompt": True},
+                {"messages": dialogue, "add_generation_prompt": False},
+            ]
+        )
+    except RequestRejected:
+        ends = "ends unknown, as it has no chat template"
+    else:
+        _check_ends(policy, answered[len(question) :], ENDPOINT)
+    check_steady(config, teacher)
+    with suppress(ObjectMissing):  # a run that is new
+        run = Run.open(config.root, config.run_id, config.storage_options)
+        asked = run.config.model_copy(update={"distillation": config.distillation})
+        check_recorded(replace(run, config=asked), teacher)  # run.json keeps no addresses
+    return f"{teacher.identity}, which reads {added} tokens more; {len(texts)} texts alike, {ends}"
+
+
+def _check_ends(policy: PolicyConfig, theirs: Sequence[int], key: str) -> None:
+    """Raise InputError unless an end of the policy's answers is among the teacher's ids."""
     own = tokenizer_for(policy)
     ends = [own.get_vocab()[token] for token in policy.end_tokens or ()] or [own.eos_token_id]
-    if not set(ends) & set(end_token_ids(theirs)):
-        shown = (
-            [own.decode([end]) for end in ends],
-            [own.decode([e]) for e in end_token_ids(theirs)],
-        )
+    if not set(ends) & set(theirs):
+        shown = [own.decode([end]) for end in ends], [own.decode([each]) for each in theirs]
         raise InputError(
-            f"{FOLDER}: the policy ends an answer with {shown[0]}, the teacher with {shown[1]}: it "
+            f"{key}: the policy ends an answer with {shown[0]}, the teacher with {shown[1]}: it "
             "would teach never to end; take a teacher of the same ends, or set policy.end_tokens"
         )
-    return f"{folder}, which reads {added} tokens more; {len(texts)} texts have the same ids"
 
 
 def check_tokenization(
@@ -358,10 +396,13 @@ def _check_room(policy: PolicyConfig, folder: str | None, added: int) -> None:
     if folder is None:
         return  # built here: any position has an angle
     file = Path(folder) / "config.json"
-    longest = described(read_object(file), file).context_length
+    _check_positions(policy, folder, described(read_object(file), file).context_length, added)
+
+
+def _check_positions(policy: PolicyConfig, name: str, longest: int, added: int) -> None:
     if policy.context_length + added > longest:
         raise InputError(
-            f"distillation: {folder} was made for {longest} positions, but a teacher may read "
+            f"distillation: {name} was made for {longest} positions, but a teacher may read "
             f"policy.context_length ({policy.context_length}) and {added} tokens of context: lower "
             "the one, or shorten the other"
         )

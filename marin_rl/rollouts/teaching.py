@@ -8,7 +8,7 @@ completion follow as they were sampled.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, islice, takewhile
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,19 +16,24 @@ from jaxtyping import Float32, Int32
 
 from marin_rl.config import Config, DistillationConfig, fingerprint_fields
 from marin_rl.environments.base import Environment
+from marin_rl.environments.checks import environment_of
 from marin_rl.environments.registry import part_for
 from marin_rl.errors import InputError, ObjectMissing
-from marin_rl.inference.client.proofs import CANARY_PROMPT
+from marin_rl.inference.client.proofs import CANARY_PROMPT, mean_difference
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.layout import POLICY_SLOTS, rollouts_slot
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run, checkpoint_named, checkpoint_slot, committed
+from marin_rl.storage.tables.records import groups_of
+from marin_rl.storage.tables.rollouts import iter_shards
 from marin_rl.tokenizers import template_options
 from marin_rl.types import Example, Message, Rollout, RolloutGroup, SlotRef
 
 KEY = "distillation.checkpoint"
-DRIFT_MAX = 1e-3  # nats, between two scores of the same ids
+# Nats, between two scores of the same ids: of a teacher here, and of one whose server may compute
+# them in bfloat16, in other batches, or on another replica.
+DRIFT_MAX, ENDPOINT_DRIFT_MAX = 1e-3, 0.1
 STAMP = "teacher"  # in the footer of a shard and the manifest of a round: its identity
 
 
@@ -197,14 +202,31 @@ def teacher_checkpoint(run: Run) -> tuple[Run, SlotRef]:
 
 def prove_teacher(run: Run, teacher: Teacher) -> None:
     """Raise InputError for a teacher that contradicts itself, or is another than in last rounds."""
-    prompt = TemplateBridge(run.config.policy).prompt(CANARY_PROMPT)
-    once, again = (teacher.score([prompt], [1])[0] for _ in range(2))
-    drift = float(np.abs(once - again).max())
-    if not drift <= DRIFT_MAX:  # NaN is none
+    check_steady(run.config, teacher)
+    check_recorded(run, teacher)
+
+
+def check_steady(config: Config, teacher: Teacher) -> None:
+    """Raise InputError for a teacher that scores the same ids differently."""
+    remote = config.distillation is not None and config.distillation.endpoint is not None
+    prompt = TemplateBridge(config.policy).prompt(CANARY_PROMPT)
+    # Several at once of a server: requests may go to several replicas behind one address.
+    at_once, most = (4, ENDPOINT_DRIFT_MAX) if remote else (1, DRIFT_MAX)
+    asked = [prompt] * at_once, [1] * at_once
+    scores = np.array([each for _ in range(2) for each in teacher.score(*asked)])
+    drift = float(np.ptp(scores, axis=0).max())
+    if not drift <= most:  # NaN is none
         raise InputError(
             f"distillation: the teacher gave the same {len(prompt)} tokens log-probabilities that "
-            f"differ by {drift:g} nats: expected at most {DRIFT_MAX:g}, and finite ones"
+            f"differ by {drift:g} nats: expected at most {most:g}, and finite ones"
         )
+
+
+def check_recorded(run: Run, teacher: Teacher) -> None:
+    """Raise InputError for another teacher than that of the run's last sealed round.
+
+    One behind an endpoint, whose id may outlive its weights, scores a group of that round again.
+    """
     first = run.ancestors[-1].through_round if run.ancestors else 0  # a fork may have another
     sealed = [
         each.round for each in progress(run).values() if each.rollouts and each.round >= first
@@ -217,3 +239,28 @@ def prove_teacher(run: Run, teacher: Teacher) -> None:
             f"by {', '.join(map(str, recorded))}: restore the one that the run began with, or fork "
             "the run"
         )
+    settings = run.config.distillation
+    if recorded and settings is not None and settings.endpoint is not None:
+        _check_scores(run, sealed[-1], teacher)
+
+
+def _check_scores(run: Run, round: int, teacher: Teacher) -> None:
+    """Raise InputError unless a teacher gives the first group that it scored its numbers again."""
+    groups = (group for table in iter_shards(run, round) for group in groups_of(table))
+    scored = (g for g in groups if any(r.teacher_logprobs is not None for r in g.rollouts))
+    for group in islice(scored, 1):
+        (again,) = add_teacher_logprobs([group], run.config, environment_of(run.config), teacher)
+        pairs = [
+            (one.teacher_logprobs[one.loss_mask != 0], other.teacher_logprobs[one.loss_mask != 0])
+            for one, other in zip(group.rollouts, again.rollouts, strict=True)
+            if one.teacher_logprobs is not None and other.teacher_logprobs is not None
+        ]
+        expected, measured = map(np.concatenate, zip(*pairs, strict=True))
+        gap = mean_difference(expected, measured)
+        if not gap <= ENDPOINT_DRIFT_MAX:
+            raise InputError(
+                f"distillation: the teacher {teacher.identity} gives {group.group_id} "
+                f"log-probabilities that differ by {gap:g} nats on average from those of the run, "
+                f"expected at most {ENDPOINT_DRIFT_MAX:g}: it has other weights under the same id; "
+                "restore those that the run began with, or fork the run"
+            )

@@ -239,7 +239,7 @@ def test_generation_as_sglang_has_it(asked: Ask) -> None:
 
 
 def test_a_prompt_is_scored_for_those_who_ask_a_teacher(asked: Ask) -> None:
-    """As prime-rl asks on vLLM's route and slime on SGLang's: no token is sampled."""
+    """As prime-rl and TRL ask on vLLM's routes and slime on SGLang's."""
     truth = full_logprobs(
         tiny_model(), np.array(PROMPT[:1], np.int32), np.array(PROMPT[1:], np.int32)
     )
@@ -255,8 +255,19 @@ def test_a_prompt_is_scored_for_those_who_ask_a_teacher(asked: Ask) -> None:
     for place in places:
         ranked = sorted(place.values(), key=lambda entry: -entry["logprob"])
         assert [entry["rank"] for entry in ranked[:2]] == [1, 2]
-        assert [entry["rank"] for entry in ranked[2:]] == [None] * (len(place) - 2)
+        assert [entry["rank"] for entry in ranked[2:]] == [3] * (len(place) - 2)
     assert answer["choices"][0]["token_ids"] == []
+    listed = {"model": "policy", "prompt": [PROMPT, PROMPT[:4]], "prompt_logprobs": 2}
+    for more in ({"max_tokens": 1, "logprobs": 1}, {"max_tokens": 0}):
+        status, _, plain = asked("POST", PLAIN, listed | more)
+        assert status == 200
+        whole, part = (choice["prompt_logprobs"] for choice in plain["choices"])
+        assert (whole, part) == (answer["prompt_logprobs"], answer["prompt_logprobs"][:4])
+        for choice in plain["choices"] if "logprobs" in more else ():
+            (top,) = choice["logprobs"]["top_logprobs"]
+            assert len(top) <= 2  # the likeliest, and the one that was sampled
+    status, _, error = asked("POST", PLAIN, listed | {"stream": True})
+    assert (status, error["error"]["message"][:16]) == (400, "prompt_logprobs:")
     parameters = {"max_new_tokens": 0, "temperature": 0.5}
     body = {"input_ids": PROMPT, "sampling_params": parameters, "return_logprob": True}
     for start in (0, 2):

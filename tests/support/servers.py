@@ -30,7 +30,8 @@ def serving(server: ServerConfig | None = None, **options: Any) -> Iterator[Poli
     config = InferenceConfig(engine=engine, server=server or ServerConfig())
     tokenizer = options.pop("tokenizer", None) or character_tokenizer()
     given = {"context_length": CONTEXT, "weight_version": 3, "parameters_digest": "0123456789"}
-    running = PolicyServer(tiny_model(), tokenizer, config, **(given | options))
+    model = options.pop("model", None) or tiny_model()
+    running = PolicyServer(model, tokenizer, config, **(given | options))
     try:
         running.start()
         yield running

@@ -112,7 +112,7 @@ def _answer(
     }
     return ChatAnswer(
         model=str(body.get("model", "")),
-        prompt_token_ids=_token_ids(prompt.get("prompt_token_ids"), "prompt_token_ids"),
+        prompt_token_ids=read_token_ids(prompt.get("prompt_token_ids"), "prompt_token_ids"),
         completions=completions,
         request_id=str(body.get("id") or ""),
         weight_version=version,
@@ -158,7 +158,7 @@ def read_tool_calls(message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 def decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
     """Read a choice's ids, log-probabilities and versions. Raises BadResponse."""
-    token_ids = _token_ids(choice.get("token_ids"), "token_ids")
+    token_ids = read_token_ids(choice.get("token_ids"), "token_ids")
     logprobs = _logprobs(choice)
     if len(logprobs) != len(token_ids):
         raise BadResponse(
@@ -166,7 +166,7 @@ def decode_completion(choice: Mapping[str, Any], text: object) -> Completion:
         )
     versions = choice.get("policy_versions")
     if versions is not None:
-        versions = _token_ids(versions, "policy_versions")
+        versions = read_token_ids(versions, "policy_versions")
         if len(versions) != len(token_ids):
             raise BadResponse(f"expected {len(token_ids)} policy_versions, found {len(versions)}")
     return Completion(
@@ -203,7 +203,8 @@ def _logprobs(choice: Mapping[str, Any]) -> Float32[np.ndarray, " T"]:
     return wide.astype(np.float32)
 
 
-def _token_ids(values: object, name: str) -> Int32[np.ndarray, " T"]:
+def read_token_ids(values: object, name: str) -> Int32[np.ndarray, " T"]:
+    """Read a list of ids, called `name` where it is none. Raises BadResponse."""
     if values is None:
         raise BadResponse(
             f"the endpoint gave no {name}: it must honour `return_token_ids: true` (vLLM 0.10.2 or "

@@ -4,7 +4,7 @@ vLLM serves its route where it is started with `--enable-scale-out`, and `marin-
 Each choice names the weights of its tokens in `weight_versions`, spans `[start, end)` with the
 label that the weights had: the one that `inference.publish: vllm_reload` gave them (round and
 digest, as in `00012-1a2b3c4d`), a number at servers of our own, or any other text. SGLang's chat
-route gives no token ids.
+route gives no token ids. Two dialects score the ids of a prompt in place of sampling, for teachers.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ from marin_rl.inference.client.answers import (
 from marin_rl.inference.client.dialects import Dialect, Probe, Send
 from marin_rl.inference.client.http_client import Root
 from marin_rl.inference.client.protocol import (
+    COMPLETIONS_PATH,
     GENERATE_ROUTE,
     NO_OPTIONS,
     SGLANG_GENERATE_ROUTE,
@@ -71,7 +72,7 @@ class TokenIdsDialect(Dialect):
     Each sample is a separate request with its own seed: n samples of one request might share it.
     """
 
-    route: Root
+    route: str
 
     def __init__(self, template: Template) -> None:
         self._template = template
@@ -239,18 +240,81 @@ class SGLangDialect(TokenIdsDialect):
             "policy_versions": meta.get("policy_versions"),
             "finish_reason": reason.get("type") if isinstance(reason, dict) else reason,
         }
-        # A text, and "default" before any weights were loaded by `inference.publish`.
-        label, served = str(meta.get("weight_version") or ""), parse_served_model_id(request.model)
-        version = int(label) if label.isdecimal() else None
-        if served is not None and version not in (None, served.weight_version):
-            raise StalePolicy(
-                f"asked for the model {request.model!r}, but the endpoint has weights of version "
-                f"{version}"
-            )
         return ChatAnswer(
             model=request.model,  # the route does not name it
             prompt_token_ids=prompt_ids,
             completions=(decode_completion(choice, body.get("text")),),
             request_id=str(meta.get("id") or ""),
-            weight_version=version,
+            weight_version=_version_in(meta, request.model),
         )
+
+
+def _version_in(meta: Mapping[str, Any], model: str) -> int | None:
+    """Version of SGLang's weights. Raises StalePolicy for another one than a model's id names."""
+    # A text, and "default" before any weights were loaded by `inference.publish`.
+    label, served = str(meta.get("weight_version") or ""), parse_served_model_id(model)
+    version = int(label) if label.isdecimal() else None
+    if served is not None and version not in (None, served.weight_version):
+        raise StalePolicy(
+            f"asked for the model {model!r}, but the endpoint has weights of version {version}"
+        )
+    return version
+
+
+class CompletionsScores(TokenIdsDialect):
+    """vLLM's `prompt_logprobs` on the route of plain completions, which is ours too.
+
+    The completion of an answer is the prompt, with 0 for its first token, which nothing precedes.
+    """
+
+    route = COMPLETIONS_PATH
+
+    def body(self, request: ChatRequest, prompt_ids: Ids) -> dict[str, Any]:
+        parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        return {"model": request.model, "prompt": prompt_ids.tolist(), **parameters}
+
+    def read(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
+        body, choices = read_choices(data)
+        places: Any = choices[0].get("prompt_logprobs")
+        try:
+            pairs = [*zip(places[1:], map(str, prompt_ids[1:].tolist()), strict=True)]
+            logprobs = [place[token]["logprob"] for place, token in pairs]
+        except (TypeError, KeyError, ValueError):
+            raise _unscored("prompt_logprobs", prompt_ids, places) from None
+        return _scores(str(body.get("model") or request.model), prompt_ids, logprobs)
+
+
+class SGLangScores(SGLangDialect):
+    """The same by SGLang's `/generate`, which samples nothing."""
+
+    def body(self, request: ChatRequest, prompt_ids: Ids) -> dict[str, Any]:
+        return {
+            "input_ids": prompt_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+
+    def read(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
+        meta = expect_object(read_object(data).get("meta_info"), "meta_info")
+        triples: Any = meta.get("input_token_logprobs")
+        try:
+            logprobs, ids = [each[0] for each in triples[1:]], [each[1] for each in triples]
+        except (TypeError, IndexError):
+            logprobs, ids = [], []
+        if ids != prompt_ids.tolist():
+            raise _unscored("meta_info.input_token_logprobs", prompt_ids, triples)
+        _version_in(meta, request.model)
+        return _scores(request.model, prompt_ids, logprobs)
+
+
+def _unscored(name: str, prompt_ids: Ids, found: object) -> BadResponse:
+    shown = f"{len(found)} of them: {found!r:.80}" if isinstance(found, list) else f"{found!r:.80}"
+    return BadResponse(f"expected {name} of the {len(prompt_ids)} tokens sent, found {shown}")
+
+
+def _scores(model: str, prompt_ids: Ids, logprobs: Sequence[object]) -> ChatAnswer:
+    """Log-probabilities of all tokens but the first as an answer. Raises BadResponse."""
+    choice = {"token_ids": prompt_ids.tolist(), "token_logprobs": [0.0, *logprobs]}
+    completion = decode_completion(choice, "")
+    return ChatAnswer(model=model, prompt_token_ids=prompt_ids, completions=(completion,))

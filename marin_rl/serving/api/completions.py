@@ -24,6 +24,7 @@ from marin_rl.serving.api.dialect import (
     chat_logprobs,
     event,
     plain_logprobs,
+    prompt_logprobs,
     sampled_tokens,
     scored_tokens,
     timings,
@@ -229,9 +230,9 @@ class Completions(TextDialect[CompletionBody]):
                 prompt,
                 limit,
                 number=number,
-                top_logprobs=body.logprobs or 0,
+                top_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0),
                 raw_logprobs=body.raw,
-                score_prompt=self._scored or limit == 0,
+                score_prompt=self._scored or limit == 0 or body.prompt_logprobs is not None,
                 adapter=self._adapter,
             )
             self.requests.append(request)
@@ -268,6 +269,9 @@ class Completions(TextDialect[CompletionBody]):
             choice["logprobs"] = self._logprobs(prompt, result.prompt_scores, sample, offsets)
         if body.return_token_ids:
             choice |= {"prompt_token_ids": self._prompts[prompt], "token_ids": sample.token_ids}
+        if (top := body.prompt_logprobs) is not None:
+            described = self._service.detokenizer, self._prompts[prompt]
+            choice["prompt_logprobs"] = prompt_logprobs(*described, result, top)
         return choice
 
     def _logprobs(
@@ -289,6 +293,9 @@ class Completions(TextDialect[CompletionBody]):
         if len(sampled.token_ids):
             tokens += sampled_tokens(sampled, raw=self._body.raw)
             places += offsets.of(sampled.token_ids.tolist())
+        # prompt_logprobs may have asked the engine for more of them
+        top = self._body.logprobs or 0
+        tokens = [(token, value, ids[:top], likely[:top]) for token, value, ids, likely in tokens]
         return plain_logprobs(detokenizer, tokens, places)
 
     def delta(self, prompt: int, delta: Delta) -> bytes:

@@ -208,6 +208,34 @@ def plain_logprobs(
     }
 
 
+def prompt_logprobs(
+    detokenizer: Detokenizer, prompt: Int32[np.ndarray, " T"], result: GenerationResult, top: int
+) -> list[dict[str, Any] | None]:
+    """As vLLM has it: null, then each token by its id, first, with the likeliest after it.
+
+    The rank of a token that is none of the `top` likeliest is given as the next, for clients sort
+    by it.
+    """
+    scores, name = result.prompt_scores, detokenizer.name
+    assert scores is not None, "the engine was asked for them"
+    columns = prompt, scores.logprobs, scores.top_ids, scores.top_logprobs
+    places: list[dict[str, Any] | None] = [None]
+    for token, logprob, ids, logprobs in scored_tokens(*columns)[1:]:
+        ranks = {other: rank for rank, other in enumerate(ids[:top], 1)}
+        likeliest = {token: logprob} | dict(zip(ranks, logprobs, strict=False))
+        places.append(
+            {
+                str(id): {
+                    "logprob": value,
+                    "rank": ranks.get(id, top + 1),
+                    "decoded_token": name(id),
+                }
+                for id, value in likeliest.items()
+            }
+        )
+    return places
+
+
 def usage(
     prompts: Sequence[Int32[np.ndarray, " _"]], results: Sequence[GenerationResult]
 ) -> dict[str, Any]:

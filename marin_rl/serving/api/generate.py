@@ -18,8 +18,8 @@ from marin_rl.serving.api.dialect import (
     Dialect,
     complete_response,
     dumps,
+    prompt_logprobs,
     sampled_tokens,
-    scored_tokens,
 )
 from marin_rl.serving.api.requests import (
     GenerateBody,
@@ -84,29 +84,13 @@ class IdsToIds(Dialect):
                 choice["policy_versions"] = versions
             choices.append(choice)
         top = {"request_id": f"generate-{new_id()}", "model": self._service.id_of(result)}
-        more = {} if self._top is None else {"prompt_logprobs": self._of_prompt(result)}
+        more: dict[str, Any] = {}
+        if self._top is not None:
+            detokenizer = self._service.detokenizer
+            more = {
+                "prompt_logprobs": prompt_logprobs(detokenizer, self._prompt, result, self._top)
+            }
         return complete_response(top, choices, [self._prompt], results, **more)
-
-    def _of_prompt(self, result: GenerationResult) -> list[dict[str, Any] | None]:
-        """As vLLM has it: null, then each token by its id, first, with the likeliest after it."""
-        scores, name = result.prompt_scores, self._service.detokenizer.name
-        assert scores is not None, "the engine was asked for them"
-        top = scores.top_ids, scores.top_logprobs
-        places: list[dict[str, Any] | None] = [None]
-        for token, logprob, ids, logprobs in scored_tokens(self._prompt, scores.logprobs, *top)[1:]:
-            ranks = {other: rank for rank, other in enumerate(ids[: self._top], 1)}
-            likeliest = dict(zip(ranks, logprobs, strict=False))
-            places.append(
-                {
-                    str(each): {
-                        "logprob": value,
-                        "rank": ranks.get(each),
-                        "decoded_token": name(each),
-                    }
-                    for each, value in ({token: logprob} | likeliest).items()
-                }
-            )
-        return places
 
 
 def version_spans(versions: Sequence[int]) -> list[dict[str, Any]]:

@@ -263,11 +263,15 @@ class ChatTokensBody(ChatBody):
 
 
 class CompletionBody(SamplingBody):
-    """POST /v1/completions: one prompt or a list of them, as text or as token ids."""
+    """POST /v1/completions: one prompt or a list of them, as text or as token ids.
+
+    `prompt_logprobs` scores prompts as vLLM has it, which TRL asks a teacher for.
+    """
 
     prompt: PromptText | PromptTexts | SomeTokens | ManyTokens
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1)
     suffix: None = None
@@ -286,7 +290,9 @@ class CompletionBody(SamplingBody):
             raise ValueError("seeds: give either seed or seeds")
         if self.seeds is not None and count != len(self.prompts):
             raise ValueError(f"seeds: expected one per prompt, {len(self.prompts)}, found {count}")
-        if self.max_tokens == 0 and not self.echo:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: expected stream false, found true")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ValueError("max_tokens: expected at least 1 without echo, found 0")
         if self.best_of not in (None, self.samples):
             raise ValueError("best_of: expected the same as n: all samples are returned")

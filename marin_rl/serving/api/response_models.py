@@ -126,11 +126,20 @@ class PlainLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptToken(BaseModel):
+    """A token at a place of the prompt; its rank is the next beyond those asked for."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class PlainChoice(Sampled):
     text: str
     logprobs: PlainLogprobs | None
     prompt_token_ids: list[int] | None = None
     token_logprobs: list[float] | None = None
+    prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
     timings: ServerTimings | None = None
 
 
@@ -179,14 +188,6 @@ class GeneratedChoice(BaseModel):
     policy_versions: list[int] | None = None
     weight_versions: list[WeightVersionSpan]
     logprobs: GeneratedLogprobs | None
-
-
-class PromptToken(BaseModel):
-    """A token at a place of the prompt; its rank is null beyond the likeliest that were asked."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
 
 
 class Generated(BaseModel):
