@@ -28,9 +28,8 @@ def characters_backend() -> Tokenizer:
 
 
 def tokenizer_folder(policy: PolicyConfig) -> str | None:
-    if policy.tokenizer != CHARACTERS:
-        return policy.tokenizer
-    return policy.hf_path if policy.init == "hf" else None
+    """Folder of a policy's tokenizer: the named one, else its model's; None: the built-in one."""
+    return policy.hf_path if policy.tokenizer == CHARACTERS else policy.tokenizer
 
 
 def check_tokenizer_folder(path: Path) -> None:

@@ -59,7 +59,7 @@ logging.getLogger("transformers.tokenization_utils_base").addFilter(
 def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
     """The tokenizer a policy is trained and served with.
 
-    A policy that starts from a Hugging Face folder and names no tokenizer takes the folder's own.
+    A policy whose model is a Hugging Face folder and which names no tokenizer has the folder's.
     Its chat template has the policy's options, and `end_token_ids` the policy's end tokens. Raises
     InputError when a folder is missing, its tokenizer cannot be used for chat, or its template does
     not read one of the options.

@@ -233,7 +233,7 @@ def _policy(run: Run, trained: int) -> str:
     """Source of the first parameters, tokenizer, and the adapter where one is trained."""
     config = run.config.policy
     # What a folder or a checkpoint decides has its name.
-    named = {"hf": config.hf_path, "checkpoint": config.checkpoint}.get(config.init)
+    named = config.checkpoint if config.init == "checkpoint" else config.hf_path
     source = f"init {config.init}" + (f" ({named})" if named else "")
     facts = [source, f"tokenizer {_tokenizer(run, trained)}"]
     lora = config.lora

@@ -127,7 +127,7 @@ def plan_round(scalars: pa.Table, config: Config, round: int, *, alike: bool = T
         length = bucket(length, config.batching)
         packing = one_per_row(sequences.rollout_K // per_step)
     elif config.batching.layout == "auto":
-        length, microbatch_rows = rows_for(bucket(length, config.batching), config)
+        length, microbatch_rows = _rows_for_groups(bucket(length, config.batching), config)
         packing = sequences.packed(length, share=alike)
     else:
         length = config.batching.row_tokens or length
@@ -166,15 +166,23 @@ def bucket(longest: int, config: BatchingConfig) -> int:
     )
 
 
-def rows_for(padded: int, config: Config) -> tuple[int, int]:
+def _rows_for_groups(padded: int, config: Config) -> tuple[int, int]:
     """Length of rows for a whole group of sequences of up to `padded` tokens, and a microbatch's.
 
-    It has as many positions as `microbatch_sequences` padded ones. Both follow from the limits of
-    the run and not from what a group turned out to need: each pair is a program to compile.
+    Both follow from the limits of the run and not from what a group turned out to need: each pair
+    is a program to compile.
     """
     group = padded + (config.rollouts.group_size - 1) * min(config.sampling.max_tokens, padded)
-    length, rows = padded, config.training.microbatch_sequences
-    while length < max(group, SEQUENCES_PER_ROW * padded) and rows > 1:
+    return rows_for(padded, config.training.microbatch_sequences, group)
+
+
+def rows_for(padded: int, sequences: int, tokens: int = 0) -> tuple[int, int]:
+    """Length of rows of several sequences of up to `padded` tokens, and rows of a microbatch.
+
+    A row holds `tokens` too, and a microbatch has the positions of so many padded `sequences`.
+    """
+    length, rows = padded, sequences
+    while length < max(tokens, SEQUENCES_PER_ROW * padded) and rows > 1:
         length, rows = 2 * length, rows // 2
     return length, rows
 

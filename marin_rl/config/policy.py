@@ -150,7 +150,10 @@ class PolicyConfig(Section):
         "checkpoint to start from, of this or another root: ROOT/RUN_ID/checkpoints/round-00012 "
         "or ROOT/RUN_ID/sft/step-00500",
     )
-    tokenizer: str = field("characters", "'characters' (built in) or a local tokenizer folder")
+    tokenizer: str = field(
+        "characters",
+        "a local tokenizer folder; characters: that of `hf_path`, without which it is built in",
+    )
     end_tokens: tuple[Annotated[str, Field(min_length=1)], ...] | None = optional_field(
         "texts of tokens that end a completion, in addition to the tokenizer's eos_token and "
         "those in its generation_config.json; null: the token that the chat template puts after "

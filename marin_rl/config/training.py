@@ -48,7 +48,8 @@ class BatchingConfig(Section):
     packing: Literal["none", "sequences", "shared_prompt", "auto"] | None = optional_field(
         "none: one sequence per row; sequences: several per row; shared_prompt: several "
         "completions of a group per row, behind one copy of their prompt; auto: the same, in rows "
-        "for a whole group; null: auto on one CPU device, else, and with length_buckets, none",
+        "for a whole group, and several examples of a warm start per row; null: auto on one CPU "
+        "device, else, and with length_buckets, none",
         as_begun=True,
     )
     row_tokens: int | None = field(
@@ -82,6 +83,11 @@ class BatchingConfig(Section):
     @property
     def shares_prompts(self) -> bool:
         return self.layout in SHARING
+
+    @property
+    def packs_examples(self) -> bool:
+        """True where several examples of a warm start are in one row."""
+        return self.layout == "auto"
 
 
 class CriticConfig(Section):

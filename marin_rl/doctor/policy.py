@@ -101,7 +101,8 @@ def adapter(config: Config) -> str:
 def tokenizer(config: Config) -> str:
     """Check that the tokenizer has a chat template and its ids fit the model's vocabulary."""
     built, architecture = tokenizer_for(config.policy), architecture_of(config)
-    sized_by_tokenizer = config.policy.init != "hf" and config.policy.model.vocab_size is None
+    policy = config.policy
+    sized_by_tokenizer = policy.hf_path is None and policy.model.vocab_size is None
     if architecture is not None and not sized_by_tokenizer:
         check_vocabulary(built, architecture.vocab_size)
     return f"{len(built)} ids, chat template present"

@@ -89,9 +89,10 @@ def policy_settings(config: Config) -> StepSettings:
     )
 
 
-def supervised_settings(config: Config) -> StepSettings:
+def supervised_settings(config: Config, *, packed: bool = False) -> StepSettings:
     return StepSettings(
         objective=None,
+        packing=packing_of("sequences" if packed else "none"),
         compute_dtype=config.policy.compute_dtype,
         load_balance_coefficient=config.training.load_balance_coefficient or 0.0,
     )

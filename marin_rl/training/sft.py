@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.batching.pairs import padded
+from marin_rl.batching.packing import one_per_row, pack
+from marin_rl.batching.plan import rows_for
 from marin_rl.batching.sequences import demonstrated
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, no_demonstration
@@ -19,7 +20,12 @@ from marin_rl.storage.runs import Run, sft_slot
 from marin_rl.tokenizers import trained_ends
 from marin_rl.training.adapters import first_adapter, warm_start_config
 from marin_rl.training.backend import DeviceBackend, Loss
-from marin_rl.training.compiled_step import compiled_step_of, supervised_settings, to_fixed_shape
+from marin_rl.training.compiled_step import (
+    compiled_step_of,
+    rows_compiled_for,
+    supervised_settings,
+    to_fixed_shape,
+)
 from marin_rl.training.loop import PROGRAM_VERSION
 from marin_rl.training.optimizer import sft_adamw
 from marin_rl.training.phases import SegmentedPhase, optimizer_content
@@ -28,6 +34,9 @@ from marin_rl.training.step_types import Parameters, StepRows
 from marin_rl.types import Demonstration, SlotRef, TrainingBatch
 
 LENGTH_STEP = 8  # sequences are padded to a multiple of this, so few lengths are ever compiled
+# Of a forward and backward pass of packed rows: enough to keep a CPU's cores busy, and few, because
+# the last one of a step may be filled in part.
+PASS_TOKENS = 1024
 
 # Metrics of a step that a segment's manifest has, by their public names.
 METRICS = {"loss": "sft/loss", "grad_norm": "grad_norm", "lr": "lr"}
@@ -44,7 +53,8 @@ class WarmStart(SegmentedPhase):
         self._environment = loaded_environment(
             config.sft.environment or config.environment, "train"
         )
-        loss = Loss(settings=supervised_settings(config))
+        settings = supervised_settings(config, packed=config.batching.packs_examples)
+        loss = Loss(settings=settings)
         adamw = sft_adamw(config.sft, config.training)
         program = compiled_step_of(config, tokenizer, adamw, loss.settings)
         super().__init__(run, tokenizer, program, loss, config.sft)
@@ -61,8 +71,11 @@ class WarmStart(SegmentedPhase):
     def _rows(self, step: int) -> StepRows:
         sft = self._run.config.sft
         batch = supervised_batch(self._run.config, self._environment, self._tokenizer, step)
-        layout = self._program.layout
-        return to_fixed_shape(batch, sft.microbatch_sequences, sft.sequences_per_step, layout)
+        rows, rows_max = sft.microbatch_sequences, sft.sequences_per_step
+        if batch.microbatch_rows is not None:
+            rows = batch.microbatch_rows
+            rows_max = rows_compiled_for(len(batch.token_ids), rows_max)
+        return to_fixed_shape(batch, rows, rows_max, self._program.layout)
 
     def _slot_of(self, step: int) -> str:
         return sft_slot(step)
@@ -100,11 +113,11 @@ class WarmStart(SegmentedPhase):
 def supervised_batch(
     config: Config, environment: Environment, tokenizer: PreTrainedTokenizerBase, step: int
 ) -> TrainingBatch:
-    """The examples of one step, tokenized by the chat template and padded to one length.
+    """The examples of one step, tokenized by the chat template, in rows of one length.
 
-    Row i of step s is example number s * sequences_per_step + i of the environment, where no
-    example is cut into several. Raises InputError for an example without an answer, longer than the
-    context, or that the chat template does not render.
+    Without packing, row i of step s is example number s * sequences_per_step + i of the
+    environment, where no example is cut into several. Raises InputError for an example without an
+    answer, longer than the context, or that the chat template does not render.
     """
     chosen = config.sft.environment or config.environment
     rows = config.sft.sequences_per_step
@@ -119,24 +132,44 @@ def supervised_batch(
         shown.append(learned)
     ends = trained_ends(config.policy, tokenizer)
     rendered = demonstrated(tokenizer, shown, ends, config.sft.train_on)
-    sequences = [(chat.ids, chat.mask) for chat in rendered]
-    longest = max(len(ids) for ids, _ in sequences)
+    tokens_K = np.array([len(chat.ids) for chat in rendered])
+    longest = int(tokens_K.max())
     if longest > config.policy.context_length:
         raise InputError(
             f"an example of step {step} has {longest} tokens, but policy.context_length is "
             f"{config.policy.context_length}: raise it, or choose shorter examples"
         )
-    # Of the step's longest row, rounded up: one length for all steps would compute mostly padding.
-    length = -(-longest // LENGTH_STEP) * LENGTH_STEP
-    token_ids, inside_BT = padded([ids for ids, _ in sequences], len(sequences), length)
-    loss_mask, _ = padded([mask for _, mask in sequences], len(sequences), length)
-    nothing = np.zeros(inside_BT.shape, np.float32)
+    zero_K, microbatch_rows = np.zeros_like(tokens_K), None
+    if config.batching.packs_examples:
+        # A doubling: each length is a program to compile, and what a row has left holds others.
+        length, most = rows_for(
+            1 << (longest - 1).bit_length(), min(config.sft.microbatch_sequences, rows)
+        )
+        microbatch_rows = min(most, max(PASS_TOKENS // length, 1))
+        places = pack(
+            zero_K, tokens_K, zero_K, row_tokens=length, sequences_per_step=len(rendered),
+            share=False,
+        )  # fmt: skip
+    else:
+        # Of the step's longest row, rounded up: one length for all would compute mostly padding.
+        length = -(-longest // LENGTH_STEP) * LENGTH_STEP
+        places = one_per_row(zero_K)
+    shape = places.rows, length
+    token_ids, loss_mask, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
+    for chat, row, start, segment in zip(
+        rendered, places.row_K, places.start_K, places.segment_K, strict=True
+    ):
+        inside = row, slice(start, start + len(chat.ids))
+        token_ids[inside], loss_mask[inside], segment_ids[inside] = chat.ids, chat.mask, segment
+        positions[inside] = np.arange(len(chat.ids))
+    nothing = np.zeros(shape, np.float32)
     return TrainingBatch(
         token_ids=token_ids,
         loss_mask=loss_mask,
-        segment_ids=inside_BT.astype(np.int32),
-        positions=np.where(inside_BT, np.arange(length), 0).astype(np.int32),
+        segment_ids=segment_ids,
+        positions=positions,
         policy_logprobs=nothing,
         advantages=nothing,
         returns=nothing,
+        microbatch_rows=microbatch_rows,
     )

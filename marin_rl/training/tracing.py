@@ -149,7 +149,8 @@ def _programs(
     """Names of the programs, and functions that trace them."""
     if config.policy.init == "sft":
         warm = warm_start_config(config)
-        adamw, settings = sft_adamw(config.sft, config.training), supervised_settings(warm)
+        adamw = sft_adamw(config.sft, config.training)
+        settings = supervised_settings(warm, packed=warm.batching.packs_examples)
         program = compiled_step_of(warm, tokenizer, adamw, settings)
         yield "the step of the warm start", _PolicyShapes(warm, program).trace_policy_step
     adamw, settings = policy_adamw(config.training), policy_settings(config)

@@ -20,6 +20,7 @@ from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.loop import Trainer
 from marin_rl.training.sft import WarmStart, supervised_batch
 from marin_rl.training.state import identity_of
+from marin_rl.types import segment_lengths
 
 SETTINGS = (
     "policy.model.layers=1", "policy.init=sft", "sft.steps=40", "sft.steps_per_checkpoint=20",
@@ -88,6 +89,34 @@ def test_an_example_that_is_cut_fills_several_rows(debug, tmp_path):
     assert learned == 3 * [f"{thought}dc<|im_end|>", f"{thought}ba<|im_end|>"]
     ref = WarmStart(Run.create_or_open(config), tokenizer).run_segment(0)
     assert np.isfinite(ref.summary["sft/loss"])
+
+
+def test_examples_share_rows_where_the_run_packs_and_learn_the_same(debug, tokenizer, tmp_path):
+    lengths = [3, 30, 5, 9, 2, 28, 7, 4]
+    rows = [{"prompt": "ab", "answer": "x" * length} for length in lengths]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = (
+        *SETTINGS, "environment.name=chat", f"environment.options.path={tmp_path / 'rows.jsonl'}",
+        "environment.options.eval_fraction=1.0e-9", "policy.context_length=64",
+        "batching.length_buckets=[]", "sft.steps=2", "sft.steps_per_checkpoint=2",
+    )  # fmt: skip
+    batches, ends = [], []
+    for name in ("none", "auto"):
+        config = debug(*shared, f"batching.packing={name}", f"root={tmp_path / name}")
+        environment = loaded_environment(config.environment, "train")
+        batches.append(supervised_batch(config, environment, tokenizer, 0))
+        warm = WarmStart(Run.create_or_open(config), tokenizer)
+        ends.append(warm.run_segment(0).summary)
+    padded, packed = batches
+    # The longest of 36 tokens: rows of 4 times 64, and all eight examples are in the first.
+    assert (padded.token_ids.shape, padded.microbatch_rows) == ((8, 40), None)
+    assert (packed.token_ids.shape, packed.microbatch_rows) == ((1, 256), 2)
+    assert packed.segment_ids.max() == 8
+    for field in ("token_ids", "loss_mask", "positions"):
+        values = [getattr(batch, field)[batch.segment_ids > 0] for batch in batches]
+        np.testing.assert_array_equal(*values)
+    np.testing.assert_array_equal(segment_lengths(padded), segment_lengths(packed))
+    assert ends[1] == pytest.approx(ends[0], rel=1e-4)
 
 
 def test_it_learns_and_segments_end_in_the_same_bits_if_interrupted(debug, tokenizer, tmp_path):
