@@ -2,9 +2,9 @@
 
 Runs the sides one after the other, over and over (A B A B), each as a program of its own: peers by
 peers/*_round.py in environments of their own, ours as `marin-rl run` with every file committed and
-Prefect in between. That twice: with completions of 64 tokens, and of about 3. Prints tables, and
-how the numbers stand to their bars, and keeps every number in bench/results/. How to read it and
-what was measured stands in bench/README.md.
+Prefect in between. That twice: with completions of 64 tokens, and of about 3; or once, with a model
+folder. Prints tables, and how the numbers stand to their bars, and keeps every number in
+bench/results/. How to read it and what was measured stands in bench/README.md.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from round_report import (
     summarise,
     write_results,
 )
-from standard_work import Work, add_size_option, short_work, sized, write_work
+from standard_work import Work, add_size_option, real_work, short_work, sized, write_work
 from watch import Watch
 
 from marin_rl.storage.runs import Run, metrics_key
@@ -69,6 +69,8 @@ def main() -> None:
         "standard": Work(prompt_tokens=options.prompt_tokens),
         "short": short_work(prompt_tokens=options.prompt_tokens),
     }
+    if options.model is not None:
+        works, options.works = {"real": real_work(options.model)}, ["real"]
     summaries = {
         name: measure(sized(works[name], options.sizes), options) for name in options.works
     }
@@ -89,6 +91,10 @@ def measure(work: Work, options: argparse.Namespace) -> dict[str, Any]:
             for microbatches in options.microbatches:
                 for peer in peers:
                     run_peer(measured, folder, work, repeat, peer, microbatches, options)
+                    if peer is TRL and options.peer_bf16:
+                        run_peer(
+                            measured, folder, work, repeat, peer, microbatches, options, ["--bf16"]
+                        )
                 if options.only in (None, "ours"):
                     run_ours(measured, folder, work, repeat, options)
     summary = summarise(measured, options.skip)
@@ -113,6 +119,8 @@ def parse_arguments() -> argparse.Namespace:
         default=["standard", "short"],
         help="completions of 64 tokens, of about 3, or both",
     )
+    parser.add_argument("--model", type=Path, help="folder of a chat model, in place of --works")
+    parser.add_argument("--peer-bf16", action="store_true", help="TRL in bfloat16 too")
     parser.add_argument("--only", choices=("trl", "tunix", "ours"), help="one side alone")
     parser.add_argument(
         "--peer-microbatches",
@@ -160,7 +168,9 @@ def work_root(options: argparse.Namespace) -> Path:
 
 def peers_of(options: argparse.Namespace) -> list[Peer]:
     """The peers to run. Raises SystemExit where TRL is to be and is not installed."""
-    asked = [peer for peer in PEERS if options.only in (None, peer.key)]
+    # tunix's model is built of the standard work's sizes.
+    able = PEERS if options.model is None else (TRL,)
+    asked = [peer for peer in able if options.only in (None, peer.key)]
     missing = [peer for peer in asked if not peer.python.is_file()]
     for peer in missing:
         if peer is TRL or options.only:
@@ -192,6 +202,7 @@ def run_peer(
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"event"')]
     ended = [peer_round(peer, line, work) for line in lines if line["event"] == "round"]
     side = f"{peer.name} {microbatches}x{work.rows // microbatches}"
+    side += " bf16" if "--bf16" in arguments else ""
     record(measured, side, repeat, started, watch, ended)
 
 

@@ -2,7 +2,8 @@
 
 A Llama of 3.2M parameters, 16 prompts of 32 tokens with 8 completions of 64 tokens each, fp32, one
 optimizer step a round; or, as `short_work`, completions that end after about 3 tokens of the 64
-that they may have. `write_work` lays it down as files that every side reads, so all start from
+that they may have; or, as `real_work`, a model folder with prompts and completions as they come.
+`write_work` lays it down as files that every side reads, so all start from
 equal weights and see equal prompts. Runs in ours and in the peers' environments alike; who is timed
 and how is left to round.py.
 """
@@ -34,7 +35,7 @@ ENDING_ROW = 8.35
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The sizes of one round, and of the model."""
+    """The sizes of one round, and of the model; or the folder of one that is there."""
 
     prompts: int = 16
     completions: int = 8
@@ -49,6 +50,7 @@ class Work:
     learning_rate: float = 1e-4
     seed: int = 0
     ends_early: bool = False
+    model: str | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -80,6 +82,12 @@ def short_work(**sizes: int) -> Work:
     next to nothing here, at the same cost.
     """
     return Work(ends_early=True, learning_rate=1e-9, **sizes)
+
+
+def real_work(model: Path, **sizes: int) -> Work:
+    """A round of a chat model on sums: prompts of at most 64 tokens, completions of at most 48."""
+    most = {"prompt_tokens": 64, "new_tokens": 48, **sizes}
+    return Work(ends_early=True, learning_rate=1e-6, model=str(model.resolve()), **most)
 
 
 def add_size_option(parser: argparse.ArgumentParser) -> None:
@@ -120,10 +128,14 @@ def reward(_example: object, completion: str) -> float:
 def write_work(folder: Path, work: Work, rounds: int) -> None:
     """Write `work.json`, `prompts.jsonl` (enough for `rounds`) and the model folder `model/`."""
     model = folder / "model"
-    model.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "work.json").write_text(json.dumps(asdict(work)))
     prompts = "".join(json.dumps(row) + "\n" for row in prompt_rows(work, rounds))
     (folder / "prompts.jsonl").write_text(prompts)
+    if work.model is not None:
+        model.symlink_to(work.model)
+        return
+    model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(model_config(work), indent=1))
     save_file(parameters(work), model / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(model, work)
@@ -134,16 +146,20 @@ PROMPTS_MIN = 64
 
 
 def prompt_rows(work: Work, rounds: int) -> list[dict[str, str]]:
-    """Random words, `prompt_tokens` tokens once rendered; twice as many prompts as are asked for.
+    """Random words, `prompt_tokens` tokens once rendered, or sums; twice as many as are asked for.
 
     An environment takes a tenth of them for evaluation, so there are PROMPTS_MIN at least.
     """
     random = np.random.default_rng(work.seed)
-    words = random.integers(
-        work.vocabulary - len(SPECIAL),
-        size=(max(2 * rounds * work.prompts, PROMPTS_MIN), work.prompt_tokens - 2),
-    )
-    texts = (" ".join(f"w{word}" for word in row) for row in words)
+    count = max(2 * rounds * work.prompts, PROMPTS_MIN)
+    if work.model is None:
+        words = random.integers(
+            work.vocabulary - len(SPECIAL), size=(count, work.prompt_tokens - 2)
+        )
+        texts = [" ".join(f"w{word}" for word in row) for row in words]
+    else:
+        sums = random.integers(10, 99, size=(count, 2))
+        texts = [f"{a} + {b} = ? Answer with the number only." for a, b in sums]
     return [{"id": str(i), "prompt": text, "answer": ""} for i, text in enumerate(texts)]
 
 

@@ -1,8 +1,8 @@
 """TRL's side of the round benchmark: RLOOTrainer on the standard work, one JSON line per round.
 
 Runs in its own environment (bench/peers/requirements-trl.txt). What TRL switches on by default and
-the standard work does not have is off: KL to a reference, gradient checkpointing, bfloat16. Nothing
-is saved. The first round is part of the output; who reads it leaves it out.
+the standard work does not have is off: KL to a reference, gradient checkpointing, and, unless asked
+for, bfloat16. Nothing is saved. The first round is part of the output; who reads it leaves it out.
 """
 
 import argparse
@@ -116,8 +116,10 @@ def rewards(completions, **_) -> list[float]:
     return [reward(None, messages[0]["content"]) for messages in completions]
 
 
-def trainer_config(work: Work, rounds: int, microbatches: int, output: str) -> RLOOConfig:
-    """RLOO as the standard work defines it: one step a round, fp32, no KL, nothing saved."""
+def trainer_config(
+    work: Work, rounds: int, microbatches: int, output: str, *, bf16: bool
+) -> RLOOConfig:
+    """RLOO as the standard work defines it: one step a round, no KL, nothing saved."""
     return RLOOConfig(
         output_dir=output,
         max_steps=rounds,
@@ -130,7 +132,7 @@ def trainer_config(work: Work, rounds: int, microbatches: int, output: str) -> R
         learning_rate=work.learning_rate,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
-        bf16=False,
+        bf16=bf16,
         use_cpu=True,
         save_strategy="no",
         report_to="none",
@@ -175,7 +177,7 @@ def check_prompts(tokenizer, messages: list[dict[str, str]], work: Work) -> None
     """Raise ValueError unless a rendered prompt has as many tokens as the work says."""
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     found = len(tokenizer(rendered)["input_ids"])
-    if found != work.prompt_tokens:
+    if found > work.prompt_tokens or (found < work.prompt_tokens and work.model is None):
         raise ValueError(f"expected prompts of {work.prompt_tokens} tokens, found {found}")
 
 
@@ -187,11 +189,14 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lora-rank", type=int, default=0, help="0: all parameters are trained")
+    parser.add_argument("--bf16", action="store_true", help="mixed precision in place of fp32")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     work = Work(**json.loads((options.work / "work.json").read_text()))
     with tempfile.TemporaryDirectory() as output:
-        config = trainer_config(work, options.rounds, options.microbatches, output)
+        config = trainer_config(
+            work, options.rounds, options.microbatches, output, bf16=options.bf16
+        )
         trainer = build_trainer(options.work, work, config, options.lora_rank)
         emit(
             event="start",
