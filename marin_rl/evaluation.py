@@ -232,8 +232,11 @@ def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult
     tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
     tree["sampling"]["max_tokens"] = max_tokens
     config, environment = evaluation_config(parse_config(tree, "endpoint"), request)
-    if config.sampling.top_k:
-        raise ConfigError("sampling.top_k: OpenAI's protocol has no such field; set it to 0")
+    for name, off in (("top_k", "0"), ("min_p", "null")):
+        if getattr(config.sampling, name):
+            raise ConfigError(
+                f"sampling.{name}: OpenAI's protocol has no such field; set it to {off}"
+            )
     variable = target.api_key_variable or config.inference.api_key_variable
     inference = config.inference.model_copy(update={"api_key_variable": variable})
     endpoint = (target.endpoint or "").rstrip("/")

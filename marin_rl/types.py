@@ -129,7 +129,7 @@ class NamedReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of completions. `top_k` 0 and `top_p` 1 switch the filters off."""
+    """Sampling parameters of completions. `top_k` 0, `top_p` 1 and no `min_p` are no filters."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -137,6 +137,7 @@ class Sampling:
     max_tokens: int = 64
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    min_p: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

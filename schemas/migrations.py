@@ -56,7 +56,7 @@ def _with_new_fields(table: pa.Table) -> pa.Table:
     """Cast columns to the newest types, where what a struct gained is null.
 
     Rollouts of version 1 need no more: their turns have neither calls of tools nor times. The times
-    of a rollout may be null from version 2 on.
+    of a rollout may be null from version 2 on. Those of version 4 have no `min_p`.
     """
     for index, name in enumerate(table.column_names):
         field = tables.ROLLOUTS.field(name)
@@ -77,7 +77,7 @@ def _untaught(table: pa.Table) -> pa.Table:
 ROLLOUTS = Ladder(
     tables.ROLLOUTS_FORMAT,
     tables.SCHEMA_VERSION,
-    {1: _with_new_fields, 2: _uncut, 3: _untaught},
+    {1: _with_new_fields, 2: _uncut, 3: _untaught, 4: _with_new_fields},
     tables.ROLLOUTS,
 )
 # Rows differ in length. Version 2 has `teacher_logprobs`, and is written by runs with a teacher.

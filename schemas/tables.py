@@ -13,7 +13,7 @@ versions are those of the ladders in `schemas.migrations`.
 import pyarrow as pa
 
 ROLLOUTS_FORMAT = "marin-rl/rollouts"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 # What fingerprints cover. Later versions add measurements, what token ids say already, and what
 # only a new configuration key can bring about, so that shards of all versions are interchangeable
@@ -54,6 +54,7 @@ SAMPLING_FIELDS = [
     required("max_tokens", pa.int32()),
     required("stop", list_of(pa.string())),
     pa.field("seed", pa.int64()),
+    pa.field("min_p", pa.float64()),
 ]
 
 SAMPLING = pa.struct(SAMPLING_FIELDS)

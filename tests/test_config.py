@@ -199,6 +199,7 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             "objective.pass_k is 4 and rollouts.group_size 4",
         ),
         ({"sampling": {"top_p": 0.9}}, "Set importance_correction to truncated or masked"),
+        ({"sampling": {"min_p": 0.1}}, "top_p 1 and top_k 0, min_p 0.1 with objective.importance"),
         ({"sampling": {"top_k": 5}}, "top_p 1 and top_k 5 with objective.importance_correction"),
         (
             {
@@ -426,7 +427,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
         "sft.environment.", "training.critic", "reward_model", "preference", "distillation",
         "environment.reward_model", "training.load_balance_coefficient", "sft.train_on",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
-        "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets",
+        "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets", "sampling.min_p",
         "environment.long_prompts", "environment.turns_max", "environment.tokens_max",
         "environment.tool_output_",
         "environment.chat_template_options", "policy.chat_template_options", "policy.end_tokens",

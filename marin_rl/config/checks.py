@@ -151,7 +151,7 @@ def check_kl_in_reward(config: RunSections) -> None:
     sampling = config.sampling
     if sampling.narrowed and config.objective.kl_in_reward:
         raise ValueError(
-            f"sampling.top_p {sampling.top_p:g} and top_k {sampling.top_k} with "
+            f"{sampling.filters} with "
             "objective.kl_placement reward: the sampler's log-probabilities are those of the "
             "tokens that these leave, the reference's of all tokens, so a policy that is the "
             "reference itself would lose reward for every token. Set kl_placement to loss, or "
@@ -166,7 +166,7 @@ def check_ratios(config: RunSections) -> None:
         return
     if sampling.narrowed and objective.surrogate != "reinforce":
         raise ValueError(
-            f"sampling.top_p {sampling.top_p:g} and top_k {sampling.top_k} with "
+            f"{sampling.filters} with "
             "objective.importance_correction none: log-probabilities are those of the tokens "
             "that these leave, the trainer's of all tokens, so ratios are far from 1 before "
             "the first update. Set importance_correction to truncated or masked, whose ratio "
@@ -370,6 +370,7 @@ def check_distillation(config: RunSections) -> None:
             "distillation compares the policy's log-probabilities with a teacher's at temperature "
             "1, of all tokens: expected sampling.temperature 1, top_p 1 and top_k 0, found "
             f"{sampling.temperature:g}, {sampling.top_p:g} and {sampling.top_k}"
+            + (f", and min_p {sampling.min_p:g}" if sampling.min_p else "")
         )
     if config.objective.ratio_level != "token":
         raise ValueError(

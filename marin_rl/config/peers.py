@@ -43,14 +43,6 @@ def peer_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def peers_markdown(library: str) -> str:
-    """Return the table of one library as the page has it."""
-    rows = [row for row in peer_rows() if row["library"] == library]
-    lines = [f"| {library} | here | note |", "|---|---|---|"]
-    lines += [f"| {row['theirs']} | {row['here']} | {row['note']} |" for row in rows]
-    return re.sub(r" +\|", " |", "\n".join(lines)) + "\n"
-
-
 @cache
 def peer_keys() -> tuple[PeerKey, ...]:
     return tuple(key for row in peer_rows() for key in _keys_of(row))

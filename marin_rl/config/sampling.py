@@ -163,7 +163,7 @@ class EntrySampling(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_distribution(cls, value: Any) -> Any:
-        found = [name for name in ("temperature", "top_p", "top_k") if name in value]
+        found = [name for name in ("temperature", "top_p", "top_k", "min_p") if name in value]
         if found:
             raise ValueError(
                 f"{', '.join(found)}: the trainer's log-probabilities are at one temperature, so "
@@ -259,13 +259,24 @@ class SamplingConfig(Section):
     top_k: int = field(0, "keep the k likeliest tokens; 0 is off", ge=0)
     max_tokens: Count = field(32, "new tokens per completion", le=1_000_000)
     stop: tuple[str, ...] = field((), "strings that end a completion", max_length=16)
+    min_p: float | None = optional_field(
+        "keep the tokens of at least this share of the likeliest one's probability; null: off",
+        gt=0,
+        le=1,
+    )
+
+    @property
+    def filters(self) -> str:
+        """The filters of tokens, for messages."""
+        least = "" if self.min_p is None else f", min_p {self.min_p:g}"
+        return f"sampling.top_p {self.top_p:g} and top_k {self.top_k}{least}"
 
     @property
     def narrowed(self) -> bool:
         """True if tokens are drawn from a part of the vocabulary (top_k, top_p, min_p), with its
         logprobs.
         """
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or bool(self.min_p))
 
 
 class RolloutsConfig(Section):

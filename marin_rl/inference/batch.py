@@ -242,7 +242,7 @@ class RunningBatch:
         inputs.sampling.temperature_S[seq_slot] = sampling.temperature
         inputs.sampling.top_p_S[seq_slot] = sampling.top_p
         inputs.sampling.top_k_S[seq_slot] = sampling.top_k
-        inputs.sampling.min_p_S[seq_slot] = job.request.min_p
+        inputs.sampling.min_p_S[seq_slot] = sampling.min_p or 0
         # by sample, not by slot: the same tokens wherever it is scheduled
         inputs.sampling.seed_S2[seq_slot] = seed_words(job.seed + index)
         self.extras.assign(seq_slot, job.request)

@@ -53,8 +53,8 @@ class GenerationRequest:
     engine. The raw logits pass, in this order: `logit_bias` (token id and what is added to its
     logit), `repetition_penalty` over prompt and output (arXiv:1909.05858: 1 is off),
     `frequency_penalty` and `presence_penalty` over the output (OpenAI's meaning: 0 is off), the
-    constraint's mask, the temperature, `min_p` (tokens less likely than this share of the likeliest
-    one are left out; 0 is off), top_k and top_p. `constraint` is called once per sample.
+    constraint's mask, the temperature, min_p (tokens less likely than this share of the likeliest
+    one are left out), top_k and top_p. `constraint` is called once per sample.
 
     `top_logprobs` asks for that many likeliest tokens for each sampled one, `raw_logprobs` for
     logprobs of the model's own distribution (temperature 1 and nothing else applied) next to those
@@ -67,7 +67,6 @@ class GenerationRequest:
     n: int = 1
     sampling: Sampling
     stop_token_ids: tuple[int, ...] = ()
-    min_p: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -217,8 +216,8 @@ class RequestBounds:
 
 
 def _check_numbers(request: GenerationRequest) -> None:
-    if not 0 <= request.min_p <= 1:
-        raise InputError(f"expected min_p from 0 to 1, found {request.min_p}")
+    if not 0 <= (request.sampling.min_p or 0) <= 1:
+        raise InputError(f"expected min_p from 0 to 1, found {request.sampling.min_p}")
     repetition = request.repetition_penalty
     if not (math.isfinite(repetition) and repetition > 0):
         raise InputError(f"expected a repetition_penalty above 0, found {repetition}")

@@ -153,6 +153,7 @@ class PolicyPlayer:
             "messages": self._messages,
             "temperature": sampling["temperature"],
             "top_p": sampling["top_p"],
+            **{name: sampling[name] for name in ("top_k", "min_p") if sampling[name]},
             "max_tokens": sampling["max_tokens"],
             "seed": int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS),
         }

@@ -110,6 +110,7 @@ class VerifiersV1(RowsEnvironment):
                 "max_tokens": sampling.max_tokens,
                 "seed": sampling.seed,
                 **({"top_k": sampling.top_k} if sampling.top_k else {}),
+                **({"min_p": sampling.min_p} if sampling.min_p else {}),
                 **({"stop": list(sampling.stop)} if sampling.stop else {}),
             },
         }

@@ -87,7 +87,7 @@ class GroupRequest:
             seed = turn_seed(seed + index, turn)
         sampling = replace(self.sampling, seed=seed)
         if self.greedy and index == self.size - 1:
-            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=None)
         return sampling
 
     def group_of(self, rollouts: tuple[Rollout, ...]) -> RolloutGroup:

@@ -45,8 +45,8 @@ def wished(request: GenerationRequest, sample: Sample, logits: np.ndarray) -> np
             row[token] -= request.frequency_penalty * output.count(token)
             row[token] -= request.presence_penalty
         row /= request.sampling.temperature or 1
-        if request.min_p and request.sampling.temperature:
-            row[row < row.max() + np.log(request.min_p)] = -np.inf
+        if request.sampling.min_p and request.sampling.temperature:
+            row[row < row.max() + np.log(request.sampling.min_p)] = -np.inf
         rows.append(row)
     return np.array(rows)
 

@@ -287,7 +287,9 @@ def test_answers_that_are_not_whole_are_refused(
 
 
 def test_a_body_has_what_vllm_reads() -> None:
-    sampling = Sampling(max_tokens=8, temperature=0.5, top_p=0.9, top_k=3, seed=7, stop=("x",))
+    sampling = Sampling(
+        max_tokens=8, temperature=0.5, top_p=0.9, top_k=3, seed=7, stop=("x",), min_p=0.1
+    )
     assert VllmDialect(BRIDGE).body(request(sampling), np.array([1, 2], np.int32)) == {
         "model": "policy",
         "token_ids": [1, 2],
@@ -296,6 +298,7 @@ def test_a_body_has_what_vllm_reads() -> None:
             "temperature": 0.5,
             "top_p": 0.9,
             "top_k": 3,
+            "min_p": 0.1,
             "stop": ["x"],
             "logprobs": 0,
             "seed": 7,

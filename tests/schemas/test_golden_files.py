@@ -53,6 +53,7 @@ ROLLOUTS_V1 = GOLDEN / "rollouts-v1.parquet"
 ROLLOUTS_V2 = GOLDEN / "rollouts-v2.parquet"
 ROLLOUTS_V3 = GOLDEN / "rollouts-v3.parquet"
 ROLLOUTS_V4 = GOLDEN / "rollouts-v4.parquet"
+ROLLOUTS_V5 = GOLDEN / "rollouts-v5.parquet"
 BATCHES_V2 = GOLDEN / "batches-v2.parquet"
 BATCHES_V1 = GOLDEN / "batches-v1.parquet"
 DISPOSITIONS_V1 = GOLDEN / "dispositions-v1.parquet"
@@ -121,6 +122,13 @@ def rollouts_v4() -> list[RolloutGroup]:
     taught = rollout("taught/0", prompt=[1, 4], completion=[2, 3])
     scores = np.array([0, 0, -0.5, -2.0], np.float32)
     return [*rollouts_v3(), group_of("taught", [replace(taught, teacher_logprobs=scores)])]
+
+
+def rollouts_v5() -> list[RolloutGroup]:
+    """With a rollout that was sampled with min_p."""
+    own = rollout("least/0", prompt=[1, 4], completion=[2, 3])
+    own = replace(own, sampling=replace(own.sampling, min_p=0.125))
+    return [*rollouts_v4(), group_of("least", [own])]
 
 
 def encode(groups: list[RolloutGroup]) -> bytes:
@@ -211,6 +219,19 @@ def test_our_reader_gives_back_the_scores_of_a_teacher_of_version_4() -> None:
     assert groups_of(table)[0].rollouts[0].teacher_logprobs is None
     frame = scan([ROLLOUTS_V1, ROLLOUTS_V4], columns_of(ROLLOUTS)).collect()
     assert frame["teacher_logprobs"].drop_nulls().to_list() == [[0, 0, -0.5, -2.0]]
+
+
+def test_our_reader_gives_back_the_min_p_of_version_5() -> None:
+    data = ROLLOUTS_V5.read_bytes()
+    assert TableReader(data, "rollouts-v5", ROLLOUTS_LADDER).stamp["schema_version"] == "5"
+    table = decode_shard(data)
+    assert table.equals(decode_shard(encode(rollouts_v5())))
+    *earlier, least = (each.rollouts[0].sampling.min_p for each in groups_of(table))
+    assert (least, set(earlier)) == (0.125, {None})
+    for files in ([ROLLOUTS_V1, ROLLOUTS_V5], [ROLLOUTS_V5, ROLLOUTS_V4]):
+        frame = scan(files, columns_of(ROLLOUTS)).collect()
+        kept = frame["sampling"].struct.field("min_p").drop_nulls()
+        assert kept.to_list() == [0.125]
 
 
 def test_batches_of_version_2_have_the_scores_of_a_teacher() -> None:

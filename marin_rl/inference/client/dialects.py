@@ -36,7 +36,7 @@ Send = Callable[[str, dict[str, Any], Read], Awaitable[list[ChatAnswer]]]  # pat
 Probe = Callable[[str], Awaitable[bytes]]  # path of a GET
 
 # What OpenAI's route does not define; some servers refuse a request that has it.
-_EXTENSIONS = ("return_token_ids", "compact_logprobs", "logprobs", "top_logprobs", "top_k")
+_EXTENSIONS = ("return_token_ids", "compact_logprobs", "logprobs", "top_logprobs", "top_k", "min_p")
 _CHOICES_MAX = 128  # OpenAI's bound on n
 
 

@@ -202,6 +202,8 @@ def sampling_fields(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> d
     }
     if sampling.top_k:
         fields["top_k"] = sampling.top_k
+    if sampling.min_p:
+        fields["min_p"] = sampling.min_p
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
     if stop_token_ids:

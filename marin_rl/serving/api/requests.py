@@ -154,13 +154,13 @@ class SamplingFields(Body):
             max_tokens=max_tokens,
             stop=self.stop_strings,
             seed=self.seed_of(number),
+            min_p=self.min_p,
         )
         return GenerationRequest(
             prompt_ids=prompt,
             n=self.samples,
             sampling=sampling,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            min_p=float(self.min_p or 0),
             logit_bias=self.biases,
             repetition_penalty=1.0 if penalty is None else float(penalty),
             presence_penalty=float(self.presence_penalty or 0),
