@@ -28,7 +28,11 @@ from marin_rl.storage.tables.scores import StepScores, iter_scores
 from marin_rl.training.compiled_step import rows_compiled_for
 from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import log_ratios
-from marin_rl.training.optimizer import learning_rate_schedule, policy_adamw
+from marin_rl.training.optimizer import (
+    learning_rate_schedule,
+    policy_adamw,
+    with_adapter_rate,
+)
 from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import kl_coefficient
 from marin_rl.training.step_metrics import step_metrics
@@ -324,6 +328,7 @@ def _of_updates(config: Config, round: int, checkpoint: Manifest) -> dict[str, f
     if updates is None:
         return {}  # no trainer made it
     warming = critic is not None and round < critic.warmup_rounds
-    schedule = learning_rate_schedule(policy_adamw(config.training))
+    adamw = with_adapter_rate(policy_adamw(config.training), config.policy.lora)
+    schedule = learning_rate_schedule(adamw)
     rate = 0.0 if warming else float(schedule(updates - 1))
     return {"updates/steps": float(updates), "lr": rate}

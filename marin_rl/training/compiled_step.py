@@ -5,7 +5,6 @@ knows no run. `CompiledStep` is a policy's; runs of a process whose shapes and s
 share one. That of a reward model is in bradley_terry.py.
 """
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,7 +39,12 @@ from marin_rl.training.model import (
     with_gradient_checkpointing,
     with_parameters,
 )
-from marin_rl.training.optimizer import AdamW, learning_rate_schedule, make_optimizer
+from marin_rl.training.optimizer import (
+    AdamW,
+    learning_rate_schedule,
+    make_optimizer,
+    with_adapter_rate,
+)
 from marin_rl.training.state import fresh_state, state_like, template_of, vocabulary_of
 from marin_rl.training.step import (
     ForwardBackward,
@@ -126,9 +130,7 @@ class Program(ABC):
         if config.training.gradient_checkpointing:
             template = with_gradient_checkpointing(template)
         self.template: Any = self._trained_template(with_adapter_of(policy, template, self.modules))
-        if policy.lora is not None:
-            rate = adamw.learning_rate * policy.lora.learning_rate_factor
-            adamw = dataclasses.replace(adamw, learning_rate=rate)
+        adamw = with_adapter_rate(adamw, policy.lora)
         # Raises here, before anything is written, where the mesh cannot share a parameter out.
         self.layout.parameter_shardings(self.template)
         self.optimizer = make_optimizer(adamw, matrix_mask(self.template))

@@ -5,7 +5,7 @@ before it enters the moments.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from marin_rl.config import PairTrainingConfig, SFTConfig, TrainingConfig
+from marin_rl.config import LoraConfig, PairTrainingConfig, SFTConfig, TrainingConfig
 
 Schedule = Callable[[ArrayLike], Array]
 
@@ -36,6 +36,13 @@ class AdamW:
 
 def policy_adamw(training: TrainingConfig) -> AdamW:
     return _adamw(training, training, training.schedule_steps)
+
+
+def with_adapter_rate(settings: AdamW, lora: LoraConfig | None) -> AdamW:
+    """The optimizer of what is trained: an adapter's step size is a multiple of the configured."""
+    if lora is None:
+        return settings
+    return replace(settings, learning_rate=settings.learning_rate * lora.learning_rate_factor)
 
 
 def sft_adamw(settings: SFTConfig | PairTrainingConfig, training: TrainingConfig) -> AdamW:

@@ -60,7 +60,8 @@ OBJECTIVES = {
         "distillation.coefficient=0.5", "objective.ratio_level=token",
         "batching.packing=shared_prompt", "batching.row_tokens=128",
     ),
-    "packed dppo": (
+    "packed dppo of an adapter": (
+        "policy.lora.rank=2",
         "batching.packing=sequences", "batching.row_tokens=64", "objective.surrogate=dppo",
         "objective.ratio_level=token", "objective.clip_low=0.02", "objective.clip_high=0.02",
         "objective.importance_correction=masked", "objective.correction_low=0.81",
@@ -121,8 +122,8 @@ def test_runs_of_every_kind_of_objective_and_rows_pass(tmp_path: Path, choices) 
     assert joined.height == scores.height == places.height
     for name in ("step", "row", "segment"):
         assert joined[name].to_list() == joined[f"{name}_told"].to_list()
-    packing = run.config.batching.packing
-    assert (scores["segment"].max() > 1) == (packing != "none")
+    layout = run.config.batching.layout
+    assert (scores["segment"].max() > 1) == (layout != "none")
     objective = run.config.objective
     assert (scores["old_logprobs"].null_count() == 0) == (objective.importance_correction != "none")
     assert (scores["reference_logprobs"].null_count() == 0) == (objective.kl_coefficient > 0)
