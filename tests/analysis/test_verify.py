@@ -48,7 +48,8 @@ SETTINGS = (
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with a run of two rounds of three steps each, with a reference and an evaluation."""
     root = tmp_path_factory.mktemp("runs")
-    run = Run.create_or_open(load_config(DEBUG, [f"root={root}", *SETTINGS]))
+    adapter = ("policy.lora.rank=2", "policy.lora.learning_rate_factor=2")
+    run = Run.create_or_open(load_config(DEBUG, [f"root={root}", *SETTINGS, *adapter]))
     play_two_rounds(run, evaluated=True)
     return root
 
@@ -60,8 +61,7 @@ OBJECTIVES = {
         "distillation.coefficient=0.5", "objective.ratio_level=token",
         "batching.packing=shared_prompt", "batching.row_tokens=128",
     ),
-    "packed dppo of an adapter": (
-        "policy.lora.rank=2",
+    "packed dppo": (
         "batching.packing=sequences", "batching.row_tokens=64", "objective.surrogate=dppo",
         "objective.ratio_level=token", "objective.clip_low=0.02", "objective.clip_high=0.02",
         "objective.importance_correction=masked", "objective.correction_low=0.81",
