@@ -165,9 +165,10 @@ def test_a_teacher_that_contradicts_itself_is_refused(server: PolicyServer) -> N
 
     with (
         Spoiling(server.base_url, of_completions(drift)[1]) as proxy,
-        pytest.raises(InputError, match=r"differ by 7 nats: expected at most 0\.1"),
+        pytest.raises(InputError, match=r"23 tokens .* differ by 0\.318182 nats on average"),
     ):
         teacher(configured(proxy.url))
+    # 7 nats at one of the 22 tokens that have a score.
     assert len(given) == 8  # several replicas may be behind one address
 
 
