@@ -190,6 +190,11 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             {"objective": {"advantage": "pass_at_k", "overlong": "soft_penalty"}},
             "advantage pass_at_k would count a success that is penalised at all as a failure",
         ),
+        ({"training": {"schedule_restarts": 2}}, "'constant' has no restarts"),
+        (
+            {"training": {"optimizer": "muon"}, "policy": {"lora": {"rank": 2}}},
+            "training.optimizer muon updates the matrices of layers",
+        ),
         (
             {"objective": {"advantage": "gdpo", "overlong": "soft_penalty"}},
             "advantage gdpo compares the components of rewards one by one: expected keep or mask",
@@ -428,6 +433,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
         "environment.reward_model", "training.load_balance_coefficient", "sft.train_on",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets", "sampling.min_p",
+        "training.optimizer", "training.schedule_restarts",
         "environment.long_prompts", "environment.turns_max", "environment.tokens_max",
         "environment.tool_output_",
         "environment.chat_template_options", "policy.chat_template_options", "policy.end_tokens",

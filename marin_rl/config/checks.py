@@ -19,6 +19,15 @@ def check_merged_adapter(config: RunSections) -> None:
         )
 
 
+def check_optimizer(config: RunSections) -> None:
+    """Refuse Muon for an adapter, which trains no matrix of a layer."""
+    if config.training.optimizer == "muon" and config.policy.lora is not None:
+        raise ValueError(
+            "training.optimizer muon updates the matrices of layers, which policy.lora leaves as "
+            "they are: expected optimizer null"
+        )
+
+
 def check_quantised_base(config: RunSections) -> None:
     """Refuse what would need the base as it was before it was quantised, or cut."""
     scheme, critic = config.policy.quantize_base, config.training.critic
@@ -401,6 +410,7 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_pushed_groups,
     check_merged_adapter,
     check_quantised_base,
+    check_optimizer,
     check_selection,
     check_replay,
     check_window,

@@ -124,6 +124,15 @@ class TrainingConfig(Section):
     schedule_steps: int | None = field(
         None, "optimizer steps until the decay ends; needed unless constant", ge=1
     )
+    schedule_restarts: int | None = optional_field(
+        "times that the decay begins again at the peak, after equal parts of it; null: never",
+        ge=1,
+        le=10_000,
+    )
+    optimizer: Literal["muon"] | None = optional_field(
+        "muon: Muon for the matrices of layers, AdamW for the rest, with one learning rate; of "
+        "rounds, warm starts and preferences; null: AdamW"
+    )
     beta1: float = field(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = field(0.95, "decay of the second moment", ge=0, lt=1)
     epsilon: float = field(1e-8, "AdamW epsilon", gt=0, lt=1)
@@ -147,6 +156,8 @@ class TrainingConfig(Section):
     def _decay_has_an_end(self) -> "TrainingConfig":
         if self.schedule != "constant" and self.schedule_steps is None:
             raise ValueError(f"schedule '{self.schedule}' needs schedule_steps")
+        if self.schedule == "constant" and self.schedule_restarts is not None:
+            raise ValueError("schedule 'constant' has no restarts: expected linear or cosine")
         return self
 
 

@@ -18,7 +18,7 @@ from marin_rl.compilation import device_array, set_matmul_precision
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.cpu_streams import gains_from_lanes
 from marin_rl.errors import ConfigError, NonFiniteUpdate
-from marin_rl.lora import Adapter
+from marin_rl.lora import Adapter, linear_shapes
 from marin_rl.lora.quantization import is_quantized, quantize_base
 from marin_rl.machine import STEP_LANES, memory_errors
 from marin_rl.models.module import LanguageModel
@@ -133,7 +133,8 @@ class Program(ABC):
         adamw = with_adapter_rate(adamw, policy.lora)
         # Raises here, before anything is written, where the mesh cannot share a parameter out.
         self.layout.parameter_shardings(self.template)
-        self.optimizer = make_optimizer(adamw, matrix_mask(self.template))
+        linears = linear_shapes(parameter_shapes(self.template))
+        self.optimizer = make_optimizer(adamw, matrix_mask(self.template), linears)
         self.critic: Critic | None = None
         if settings is not None and settings.critic is not None:
             self.critic = make_critic(config.training, self.template)

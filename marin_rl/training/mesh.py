@@ -105,10 +105,11 @@ class Layout:
             # By structure, not by name: optax nests moments of parameters in its own states.
             moments = optax.tree_utils.tree_map_params(
                 optimizer,
-                put,
+                lambda leaf, sharding: leaf if _is_masked(leaf) else put(leaf, sharding),
                 state.optimizer,
                 {name: shardings[name] for name in state.parameters},
                 transform_non_params=lambda leaf: put(leaf, everywhere),
+                is_leaf=_is_masked,
             )
             return state._replace(
                 parameters=self._parameters(state.parameters, template, put),
@@ -202,3 +203,8 @@ def layout_of(config: MeshConfig) -> Layout:
     if count == 1:
         return SINGLE_DEVICE
     return Layout(Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes)))
+
+
+def _is_masked(node: Any) -> bool:
+    """True for what an optimizer has in the place of a parameter that another one updates."""
+    return isinstance(node, optax.MaskedNode)

@@ -1,9 +1,12 @@
-"""AdamW with warm-up and decay of the learning rate, built from the configuration.
+"""AdamW with warm-up and decay of the learning rate, built from the configuration, and Muon.
 
 Weight decay is decoupled and applies to matrices only. The gradient is clipped by its global norm
-before it enters the moments.
+before it enters the moments. Muon (Jordan 2024) orthogonalises the momentum of each layer's matrix;
+its update is scaled to the size of AdamW's, as Levanter's `use_kimi_scaling` (arXiv:2502.16982, eq.
+4), so that both have one learning rate.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +16,20 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from marin_rl.config import LoraConfig, PairTrainingConfig, SFTConfig, TrainingConfig
+from marin_rl.lora import LinearShape
 
 Schedule = Callable[[ArrayLike], Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
-    """Everything that decides an update besides the gradient. `decay_steps` counts from step 0."""
+    """Everything that decides an update besides the gradient. `decay_steps` counts from step 0.
+
+    With `muon` it is the optimizer of what is no matrix of a layer.
+    """
 
     learning_rate: float
     warmup_steps: int
@@ -32,10 +40,13 @@ class AdamW:
     epsilon: float
     weight_decay: float
     clip_norm: float
+    restarts: int = 0
+    muon: bool = False
 
 
 def policy_adamw(training: TrainingConfig) -> AdamW:
-    return _adamw(training, training, training.schedule_steps)
+    adamw = _adamw(training, training, training.schedule_steps)
+    return replace(adamw, restarts=training.schedule_restarts or 0)
 
 
 def with_adapter_rate(settings: AdamW, lora: LoraConfig | None) -> AdamW:
@@ -65,6 +76,7 @@ def _adamw(
         epsilon=training.epsilon,
         weight_decay=settings.weight_decay,
         clip_norm=settings.gradient_clip_norm,
+        muon=training.optimizer == "muon",
     )
 
 
@@ -72,7 +84,8 @@ def learning_rate_schedule(settings: AdamW) -> Schedule:
     """The learning rate at step 0, 1, …
 
     Warm-up of W steps gives (t + 1) / W of the peak, so that no step is wasted at 0. Decay then
-    falls from the peak at step W to 0 at `decay_steps`, in a line or a half cosine.
+    falls from the peak at step W to 0 at `decay_steps`, in a line or a half cosine; with restarts,
+    in each of as many equal parts and one (arXiv:1608.03983, eq. 5).
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
 
@@ -85,6 +98,8 @@ def learning_rate_schedule(settings: AdamW) -> Schedule:
             span = max(settings.decay_steps - warmup, 1)
             # Clipped, so that the rate stays 0 after the last step; the cosine would rise again.
             passed = jnp.clip((t - warmup) / span, 0.0, 1.0)
+            if settings.restarts:
+                passed = jnp.where(passed < 1.0, passed * (settings.restarts + 1) % 1.0, passed)
             linear = settings.schedule == "linear"
             factor *= 1.0 - passed if linear else 0.5 * (1.0 + jnp.cos(jnp.pi * passed))
         return peak * factor
@@ -93,29 +108,59 @@ def learning_rate_schedule(settings: AdamW) -> Schedule:
 
 
 def make_optimizer(
-    settings: AdamW, decays: Mapping[str, bool]
+    settings: AdamW, decays: Mapping[str, bool], linears: Mapping[str, LinearShape] | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation for any of the parameters keyed by path in `decays`.
 
-    `decays` is True for matrices, which weight decay applies to.
+    `decays` is True for matrices, which weight decay applies to; `linears` are those of layers,
+    which Muon updates where the settings have it.
     """
 
     def mask(parameters: Mapping[str, Any]) -> dict[str, bool]:
         # Of the tree that optax has: its names may be only some of `decays`.
         return {name: decays[name] for name in parameters}
 
-    return optax.chain(
-        # First in the chain: a gradient that is clipped only after Adam would stay in its moments.
-        optax.clip_by_global_norm(settings.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(settings),
-            b1=settings.beta1,
-            b2=settings.beta2,
-            eps=settings.epsilon,
-            weight_decay=settings.weight_decay,  # decoupled from the gradient (arXiv:1711.05101)
-            mask=mask,
-        ),
+    def labels(tree: Any) -> dict[str, bool]:
+        # No names where optax asks which leaves of a state are of parameters.
+        return {name: name in (linears or {}) for name in tree} if isinstance(tree, dict) else {}
+
+    schedule = learning_rate_schedule(settings)
+    update = optax.adamw(
+        schedule,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,  # decoupled from the gradient (arXiv:1711.05101)
+        mask=mask,
     )
+    if settings.muon and linears:
+        muon = optax.chain(
+            _orthogonalised(linears),
+            optax.add_decayed_weights(settings.weight_decay, mask),
+            optax.scale_by_learning_rate(schedule),
+        )
+        update = optax.partition({True: muon, False: update}, labels)
+    # First in the chain: a gradient that is clipped only after Adam would stay in its moments.
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+
+
+def _orthogonalised(linears: Mapping[str, LinearShape]) -> optax.GradientTransformation:
+    """Muon's momentum, orthogonalised for each layer, of the size of Adam's updates."""
+
+    def axes(linear: LinearShape) -> MuonDimensionNumbers:
+        inputs = 1 + len(linear.outputs)  # weights are [L, out..., in...]
+        last = inputs + len(linear.inputs)
+        return MuonDimensionNumbers(tuple(range(inputs, last)), tuple(range(1, inputs)))
+
+    numbers: Any = lambda tree: {
+        name: axes(linears[name]) if name in linears else optax.MaskedNode() for name in tree
+    }
+    # scale_by_muon multiplies by sqrt(max(1, out / in)), and 0.2 sqrt(max(out, in)) is wanted.
+    size = {name: 0.2 * math.sqrt(math.prod(each.inputs)) for name, each in linears.items()}
+    scaled: Any = lambda updates, _: {
+        name: update * size[name] if name in size else update for name, update in updates.items()
+    }
+    return optax.chain(scale_by_muon(weight_dimension_numbers=numbers), optax.stateless(scaled))
 
 
 def first_moments(

@@ -180,9 +180,11 @@ class SegmentedPhase(Phase, ABC):
         return ref, totals
 
 
-def optimizer_content(config: Config) -> list[float]:
+def optimizer_content(config: Config) -> list[float | str]:
     """Settings of `training` that the optimizer of a segment uses; changing the others keeps it."""
-    return [config.training.beta1, config.training.beta2, config.training.epsilon]
+    training = config.training
+    other = [] if training.optimizer is None else [training.optimizer]
+    return [training.beta1, training.beta2, training.epsilon, *other]
 
 
 def made_ahead(make: Callable[[int], Batch], start: int, end: int) -> Iterator[tuple[int, Batch]]:

@@ -60,6 +60,24 @@ def single(tokenizer, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
+def test_muon_shards_its_momentum_as_parameters(single, tokenizer):
+    config, _ = single
+    training = config.training.model_copy(update={"optimizer": "muon"})
+    config = config.model_copy(update={"training": training})
+    expected, metrics, _ = after_two_steps(config, tokenizer)
+    found, of_mesh, compiled = after_two_steps(
+        config.model_copy(update={"mesh": MeshConfig(fsdp=2)}), tokenizer
+    )
+    assert compiled == 0
+    for name, array in expected.parameters.items():
+        np.testing.assert_allclose(found.parameters[name], array, atol=1e-4)
+    assert of_mesh == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+    moments = jax.tree.leaves(found.optimizer)
+    assert {each.sharding.num_devices for each in moments if each.ndim > 1} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
 def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, axis):
     config, (expected, metrics, compiled) = single

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from marin_rl.config import SFTConfig, TrainingConfig
+from marin_rl.lora import LinearShape
 from marin_rl.training.optimizer import (
     learning_rate_schedule,
     make_optimizer,
@@ -34,6 +35,15 @@ def rates(steps, **settings):
         (
             {"warmup_steps": 0, "schedule": "cosine", "schedule_steps": 2},
             [1, 0.5, 0, 0],
+        ),
+        (
+            {
+                "warmup_steps": 1,
+                "schedule": "cosine",
+                "schedule_steps": 7,
+                "schedule_restarts": 2,
+            },
+            [1, 1, 0.5, 1, 0.5, 1, 0.5, 0, 0],
         ),
     ],
 )
@@ -65,6 +75,44 @@ def test_only_matrices_decay():
 def test_the_first_step_moves_by_the_rate_for_any_gradient():
     updates, _ = updated([3.0, -0.01])
     np.testing.assert_allclose(updates["matrix"], [[-0.1, 0.1]], rtol=1e-4)
+
+
+def orthogonalised(matrix: np.ndarray) -> np.ndarray:
+    """Five steps of Newton and Schulz with the coefficients of Muon's author, in float64."""
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adamw():
+    rng = np.random.default_rng(3)
+    # Two layers of [out 2 x 3, in 4], and of [out 3, in 2 x 4]; decay 0.5 of ones.
+    shapes = {"q": (2, 2, 3, 4), "o": (2, 3, 2, 4), "embedding": (5, 4)}
+    linears = {
+        "q": LinearShape(layers=2, outputs=(2, 3), inputs=(4,)),
+        "o": LinearShape(layers=2, outputs=(3,), inputs=(2, 4)),
+    }
+    gradients = {name: rng.normal(0, 1e-3, shape) for name, shape in shapes.items()}
+    parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    settings = {"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.5}
+    adamw = policy_adamw(TrainingConfig(**settings, optimizer="muon"))
+    optimizer = make_optimizer(adamw, dict.fromkeys(shapes, True), linears)
+    arrays = {name: jnp.asarray(each, jnp.float32) for name, each in gradients.items()}
+    state = optimizer.init(parameters)
+    updates, state = optimizer.update(arrays, state, parameters)
+    # Nesterov's momentum of one gradient is a multiple of it, which has the same direction.
+    for name, rows, inputs in (("q", 6, 4), ("o", 3, 8)):
+        for layer in range(2):
+            made = orthogonalised(gradients[name][layer].reshape(rows, inputs))
+            expected = -0.1 * (0.2 * np.sqrt(max(rows, inputs)) * made + 0.5)
+            found = np.asarray(updates[name][layer]).reshape(rows, inputs)
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(
+        updates["embedding"], -0.1 * (np.sign(gradients["embedding"]) + 0.5), atol=1e-3
+    )
+    assert make_optimizer(adamw, dict.fromkeys(shapes, True), {}).init(parameters) is not None
 
 
 def test_the_gradient_is_clipped_before_the_moments():

@@ -58,6 +58,16 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_a_round_of_muon_done_again_gives_the_same_bits(tmp_path: Path) -> None:
+    muon = "training.optimizer=muon", "checkpoints.optimizer_every_rounds=2"
+    run = Run.create_or_open(small_config(tmp_path, *SETTINGS, *muon))
+    play_two_rounds(run)
+    # The second begins with a checkpoint whose optimizer's state is found again.
+    for round in (0, 1):
+        assert replay_round(run, round).equal
+    assert not check_run(run.config.root, run.run_id).faults
+
+
 @pytest.fixture
 def run(played: Path) -> Run:
     return Run.open(str(played), "debug")
