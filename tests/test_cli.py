@@ -403,3 +403,30 @@ def test_an_interrupt_is_a_line_and_exit_code_130(
     monkeypatch.setattr("marin_rl.analysis.status.each_run", interrupted)
     ended = invoke("status")
     assert (ended.exit_code, ended.output) == (130, "interrupted\n")
+
+
+def test_the_plan_of_preferences_counts_pairs_and_writes_nothing(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"say {n}", "chosen": "yes", "rejected": "no", "split": split}
+        for n, split in enumerate(["train"] * 8 + ["eval"] * 2)
+    ]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    settings = (
+        f"preference.pairs={pairs}", "preference.steps=3", "preference.pairs_per_step=4",
+        "preference.steps_per_checkpoint=2",
+    )  # fmt: skip
+    given = [part for each in settings for part in ("--set", each)]
+    debug = str(Path(__file__).parents[1] / "configs/debug.yaml")
+    arguments = ["preference", debug, "--root", str(tmp_path / "runs"), "--dry-run", *given]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    known = {"pairs": 8, "held_out": 2, "steps": 3, "passes": 1.5, "checkpoints": 2}
+    assert {name: found[name] for name in known} == known
+    assert found["loss"] == "sigmoid, beta 0.1, of sums"
+    shown = CliRunner().invoke(app, [*arguments, "--set", "preference.loss.type=kto"]).output
+    assert "16" in shown
+    assert "answers with labels" in shown
+    assert not (tmp_path / "runs").exists()
+    pairs.write_text(json.dumps(rows[0] | {"chosen": "y" * 500}), encoding="utf-8")
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code != 0

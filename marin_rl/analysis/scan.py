@@ -26,12 +26,20 @@ from polars.io.plugins import register_io_source
 from marin_rl.errors import CorruptObject
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX, SCORES_PREFIX
-from marin_rl.storage.runs import Run, round_of, runs_under
+from marin_rl.storage.runs import Run, pairs_slot, round_of, runs_under
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import checked_file
 from marin_rl.storage.tables.parquet import FETCHES_MAX
 from marin_rl.storage.tables.rewards import name_of_table
-from schemas.tables import DISPOSITIONS, METRICS_IDENTITY, REWARDS, ROLLOUTS, SCORES, batches_schema
+from schemas.tables import (
+    DISPOSITIONS,
+    METRICS_IDENTITY,
+    PAIRS,
+    REWARDS,
+    ROLLOUTS,
+    SCORES,
+    batches_schema,
+)
 
 LOCAL_TOGETHER = 32  # local parts that are read concurrently where each is a frame of its own
 
@@ -183,6 +191,17 @@ def of_rewards(runs: Sequence[Run]) -> list[Part]:
     )
 
 
+def of_pairs(runs: Sequence[Run]) -> list[Part]:
+    """The pairs that runs learn from, each once."""
+    slot = pairs_slot()
+    manifests = [(run, read_manifest(run.store, slot)) for run in runs]
+    return _each_once(
+        Part(store=run.store, run_id=run.owner_of(slot), round=0, key=f"{slot}/{part.name}")
+        for run, committed in manifests
+        for part in (committed[0].parts if committed else ())
+    )
+
+
 def _rounds(run: Run, kind: str) -> list[tuple[int, str]]:
     rounds = {round_of(name): name for name in run.store.children(kind)}
     return sorted((round, name) for round, name in rounds.items() if round is not None)
@@ -276,6 +295,7 @@ TABLES: Mapping[str, Table] = {
         parts=partial(of_manifests, "checkpoints", SCORES_PREFIX, 1), schema=SCORES, place=(RUN,)
     ),
     "rewards": Table(parts=of_rewards, schema=REWARDS, place=NAMED),
+    "pairs": Table(parts=of_pairs, schema=PAIRS, place=(RUN,)),
 }
 
 

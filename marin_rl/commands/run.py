@@ -25,7 +25,7 @@ from marin_rl.commands.options import (
     print_summary,
     try_next,
 )
-from marin_rl.config import Config
+from marin_rl.config import Config, PreferenceConfig
 from marin_rl.display.tables import size
 from marin_rl.errors import INTERRUPTED, ConfigError, InputError, StorageError
 from marin_rl.machine import room
@@ -132,6 +132,7 @@ def preference(
     root: opt.ConfigRoot = None,
     overrides: opt.Overrides = None,
     trust: opt.Trust = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and stop")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Train a policy on preference pairs: DPO and others.
@@ -141,10 +142,46 @@ def preference(
     given = [] if from_run is None else [f"preference.pairs={json.dumps(str(from_run.resolve()))}"]
     changes = [*(overrides or ()), *given]
     config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
+    if dry_run:
+        _print_pair_plan(config, as_json=as_json)
+        return
     slot = _learn_from_pairs("preference", config, as_json=as_json)
     if not as_json:
         print_info(f"start from it: --set policy.init=checkpoint --set policy.checkpoint={slot}")
         try_next(f"export {config.run_id} --hf FOLDER{root_option(config)}")
+
+
+def _print_pair_plan(config: Config, *, as_json: bool) -> None:
+    """Print what `preference` would do with its pairs. Raises InputError for unfit ones."""
+    from marin_rl.batching.pairs import is_held_out
+    from marin_rl.display.tables import key_values
+    from marin_rl.doctor.data import learned_pairs
+    from marin_rl.planning import plan
+    from marin_rl.rollouts.rewards import given_pairs
+
+    settings, planned = config.pair_training("preference"), plan(config)
+    assert isinstance(settings, PreferenceConfig), "it is the class of that section"
+    file = given_pairs(settings, "preference")
+    learned_pairs(config, file)
+    loss, share = settings.loss, settings.held_out_fraction
+    splits = [p.split or ("eval" if is_held_out(p.messages, share) else "") for p in file.pairs]
+    kept = len(splits) - splits.count("eval")
+    facts: dict[str, Any] = {
+        "answers with labels" if settings.labelled else "pairs": kept,
+        "held out": splits.count("eval"),
+        "steps": settings.steps,
+        "passes": round(settings.steps * settings.pairs_per_step / max(kept, 1), 2),
+        "loss": f"{loss.type}, beta {loss.beta:g}, of {'means' if loss.of_means else 'sums'}",
+        "reference": "the policy as it begins" if loss.has_reference else "none",
+        "checkpoints": -(-settings.steps // settings.steps_per_checkpoint),
+        "checkpoint bytes": planned.checkpoint_bytes,
+        "parameters": planned.parameters,
+    }
+    if as_json:
+        print_json({name.replace(" ", "_"): value for name, value in facts.items()})
+        return
+    shown = {n: f"{v:,}" if isinstance(v, int) else str(v or "unknown") for n, v in facts.items()}
+    out.print(key_values(f"Plan of {config.run_id}", shown))
 
 
 def _learn_from_pairs(flow: str, config: Config, *, as_json: bool) -> str:

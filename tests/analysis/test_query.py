@@ -1,11 +1,14 @@
 """Rows of `marin-rl sql` are those of a frame."""
 
+from pathlib import Path
+
 import pytest
-from support.run_factories import whole_run
+from support.run_factories import configuration, sampled_pair, whole_run
 
 from marin_rl.analysis.query import answer_rows, sql, tables
 from marin_rl.analysis.scan import TABLES
 from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.pairs import commit_pairs
 
 VALUES = (
     "1::tinyint", "1::ubigint", "null", "0.1::float", "'nan'::double", "1.50::decimal(9, 2)",
@@ -46,3 +49,11 @@ def test_columns_of_tables_are_those_that_a_query_has(run: Run) -> None:
     for name, columns in tables(run.config.root, run.run_id).items():
         described = answer_rows(run.config.root, run.run_id, f"describe {name}").rows
         assert list(columns.items()) == [(row[0], row[1]) for row in described], name
+
+
+def test_pairs_of_a_run_are_a_table(tmp_path: Path) -> None:
+    run = Run.create_or_open(configuration(str(tmp_path)))
+    commit_pairs(run, [sampled_pair()], decided="f" * 64, extra={})
+    query = "select run_id, id, chosen, margin, chosen_token_ids, label from pairs"
+    (row,) = answer_rows(run.config.root, run.run_id, query).rows
+    assert list(row) == ["run", "run/round-00000/group-00001", "yes", 0.5, [3, 4], None]
