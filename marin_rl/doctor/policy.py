@@ -318,8 +318,8 @@ def _endpoint(config: Config, added: int) -> str:
     bodies = [{"prompt": text, "add_special_tokens": False} for text in texts]
     found, longest = teacher.tokenized(bodies)
     check_tokenization(policy, texts, dict(zip(texts, found, strict=True)).__getitem__, ENDPOINT)
-    if longest is not None:  # a token is sampled after each sequence
-        _check_positions(policy, teacher.identity, longest - 1, added)
+    if longest is not None:  # after each sequence a token is sampled
+        _check_positions(policy, f"{teacher.identity}, less a token to sample,", longest - 1, added)
     dialogue = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ends = "the same ends"
     try:

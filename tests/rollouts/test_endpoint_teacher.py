@@ -185,7 +185,7 @@ def test_another_tokenizer_other_ends_and_a_short_context_are_refused() -> None:
             teacher(configured(running.base_url))
     long = f"policy.context_length={CONTEXT}", "batching.length_buckets=[]"
     with serving() as running:
-        message = f"{IDENTITY} was made for {CONTEXT - 1} positions"
+        message = f"{IDENTITY}, less a token to sample, was made for {CONTEXT - 1} positions"
         with pytest.raises(InputError, match=message):
             teacher(configured(running.base_url, "runs", *long))
     with pytest.raises(EndpointUnavailable, match="distillation: the teacher at "):
