@@ -368,7 +368,7 @@ def test_only_episodes_ask_the_client_for_samples() -> None:
 
     Sampling in pieces proves first that an endpoint goes on from exact ids. The canary asks for one
     completion to prove which weights an endpoint has; `env try` plays episodes of texts that belong
-    to no run.
+    to no run; a teacher behind an endpoint scores what was sampled, and its one token is dropped.
     """
     top = Path(__file__).parents[2]
     callers = {
@@ -381,6 +381,7 @@ def test_only_episodes_ask_the_client_for_samples() -> None:
         and (node.attr == "chat" or ast.unparse(node) == "client.answer")
     }
     assert callers == {
+        "marin_rl/rollouts/endpoint_teacher.py",
         "marin_rl/rollouts/episode.py",
         "marin_rl/rollouts/partial.py",
         "marin_rl/rollouts/trial.py",
