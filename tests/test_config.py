@@ -229,6 +229,14 @@ REJECTION = {"rejection": "k3", "rejection_level": "sequence_max", "rejection_hi
             "asynchrony.max_staleness is 2, but objective.surrogate reinforce",
         ),
         (
+            {"retention": {"checkpoints_last": 2, "best": "eval/accurcy"}},
+            "such as eval/accuracy or eval/pass@1, found eval/accurcy",
+        ),
+        (
+            {"retention": {"checkpoints_last": 2, "best": "eval/pass@8"}},
+            "found eval/pass@8; evaluation.k is [1]",
+        ),
+        (
             {"asynchrony": {"max_staleness": 1}, "evaluation": {"patience": 2}},
             "evaluation.patience ends a run before the round after an evaluation",
         ),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from marin_rl.config import load_config, parse_config
+from marin_rl.config.peers import peer_rows
 from marin_rl.errors import ConfigError
 
 PAGE = Path(__file__).parent.parent / "docs/coming-from-trl-verl.md"
@@ -52,6 +53,12 @@ def refusal(key, value):
     with pytest.raises(ConfigError) as refused:
         parse_config(tree)
     return str(refused.value)
+
+
+def test_the_page_has_every_row_of_the_table() -> None:
+    rows = [f"| {row['theirs']} | {row['here']} | {row['note']} |" for row in peer_rows()]
+    page = PAGE.read_text()
+    assert [row for row in rows if re.sub(r" +\|", " |", row) not in page] == []
 
 
 @pytest.mark.parametrize(("key", "value", "here"), CASES)

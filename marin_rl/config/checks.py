@@ -8,6 +8,7 @@ from collections.abc import Callable
 from marin_rl.config.estimators import GROUPS_OF_ONE
 from marin_rl.config.sections import RunSections
 from marin_rl.config.serving import InferenceConfig
+from marin_rl.metrics import is_defined
 
 
 def check_merged_adapter(config: RunSections) -> None:
@@ -360,6 +361,20 @@ def check_patience(config: RunSections) -> None:
         )
 
 
+def check_best(config: RunSections) -> None:
+    """Refuse to keep the best checkpoint by a metric that the run's evaluations do not have."""
+    metric = config.retention.best
+    if metric is None:
+        return
+    k = metric.partition("@")[2]
+    if not is_defined(metric) or (k and k not in map(str, config.evaluation.k)):
+        raise ValueError(
+            "retention.best: expected a metric of evaluations, such as eval/accuracy or "
+            f"eval/pass@{config.evaluation.k[0]}, found {metric}; evaluation.k is "
+            f"{list(config.evaluation.k)}"
+        )
+
+
 def check_machines(config: RunSections) -> None:
     """Refuse other machines that sample from an engine in this process."""
     if config.flow.runner != "local" and not config.inference.endpoints:
@@ -417,6 +432,7 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_in_flight,
     check_sampling_ahead,
     check_patience,
+    check_best,
     check_machines,
     check_lengths,
     check_lists,

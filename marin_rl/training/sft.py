@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.batching.packing import one_per_row, pack
+from marin_rl.batching.packing import Packing, one_per_row, pack
 from marin_rl.batching.plan import rows_for
 from marin_rl.batching.sequences import demonstrated
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.environments.base import Environment, no_demonstration
 from marin_rl.environments.registry import demonstrated_by, loaded_environment, part_for
 from marin_rl.errors import InputError
+from marin_rl.machine import computes_on_host
 from marin_rl.storage.runs import Run, sft_slot
 from marin_rl.tokenizers import trained_ends
 from marin_rl.training.adapters import first_adapter, warm_start_config
@@ -34,8 +36,8 @@ from marin_rl.training.step_types import Parameters, StepRows
 from marin_rl.types import Demonstration, SlotRef, TrainingBatch
 
 LENGTH_STEP = 8  # sequences are padded to a multiple of this, so few lengths are ever compiled
-# Of a forward and backward pass of packed rows: enough to keep a CPU's cores busy, and few, because
-# the last one of a step may be filled in part.
+# Tokens of a CPU's forward and backward pass over packed rows: enough to keep its cores busy, and
+# no more, because a step's last pass may be filled in part.
 PASS_TOKENS = 1024
 
 # Metrics of a step that a segment's manifest has, by their public names.
@@ -120,11 +122,11 @@ def supervised_batch(
     answer, longer than the context, or that the chat template does not render.
     """
     chosen = config.sft.environment or config.environment
-    rows = config.sft.sequences_per_step
+    count = config.sft.sequences_per_step
     shown = list[Demonstration]()
     # By number and not from an iterator: a segment that is continued needs none of the earlier
     # ones.
-    for number in range(step * rows, (step + 1) * rows):
+    for number in range(step * count, (step + 1) * count):
         example = environment.example(chosen.train_seed, number, "train")
         learned = demonstrated_by(part_for(environment, chosen, example), example)
         if learned is None:
@@ -133,27 +135,12 @@ def supervised_batch(
     ends = trained_ends(config.policy, tokenizer)
     rendered = demonstrated(tokenizer, shown, ends, config.sft.train_on)
     tokens_K = np.array([len(chat.ids) for chat in rendered])
-    longest = int(tokens_K.max())
-    if longest > config.policy.context_length:
+    if (longest := int(tokens_K.max())) > config.policy.context_length:
         raise InputError(
             f"an example of step {step} has {longest} tokens, but policy.context_length is "
             f"{config.policy.context_length}: raise it, or choose shorter examples"
         )
-    zero_K, microbatch_rows = np.zeros_like(tokens_K), None
-    if config.batching.packs_examples:
-        # A doubling: each length is a program to compile, and what a row has left holds others.
-        length, most = rows_for(
-            1 << (longest - 1).bit_length(), min(config.sft.microbatch_sequences, rows)
-        )
-        microbatch_rows = min(most, max(PASS_TOKENS // length, 1))
-        places = pack(
-            zero_K, tokens_K, zero_K, row_tokens=length, sequences_per_step=len(rendered),
-            share=False,
-        )  # fmt: skip
-    else:
-        # Of the step's longest row, rounded up: one length for all would compute mostly padding.
-        length = -(-longest // LENGTH_STEP) * LENGTH_STEP
-        places = one_per_row(zero_K)
+    places, length, microbatch_rows = _places(config, tokens_K)
     shape = places.rows, length
     token_ids, loss_mask, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
     for chat, row, start, segment in zip(
@@ -173,3 +160,22 @@ def supervised_batch(
         returns=nothing,
         microbatch_rows=microbatch_rows,
     )
+
+
+def _places(config: Config, tokens_K: Int64[np.ndarray, " K"]) -> tuple[Packing, int, int | None]:
+    """Places of a step's sequences in rows, the length of these, and rows of a microbatch.
+
+    Without packing, the latter are as configured: None.
+    """
+    longest, zero_K = int(tokens_K.max()), np.zeros_like(tokens_K)
+    if not config.batching.packs_examples:
+        # Of the step's longest row, rounded up: one length for all would compute mostly padding.
+        return one_per_row(zero_K), -(-longest // LENGTH_STEP) * LENGTH_STEP, None
+    # A doubling: each length is a program to compile, and what a row has left holds others.
+    padded = 1 << (longest - 1).bit_length()
+    microbatch = min(config.sft.microbatch_sequences, config.sft.sequences_per_step)
+    length, rows = rows_for(padded, microbatch)
+    if computes_on_host():
+        rows = min(rows, max(PASS_TOKENS // length, 1))
+    step = {"row_tokens": length, "sequences_per_step": len(tokens_K), "share": False}
+    return pack(zero_K, tokens_K, zero_K, **step), length, rows
