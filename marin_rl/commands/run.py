@@ -68,10 +68,10 @@ def run(  # noqa: PLR0913 - each is an option of the command
         _print_result(config, again, as_json=as_json)
         return
     trained = int(checkpoint.slot.rpartition("-")[2])
-    print_info(f"complete: {trained} rounds")
-    try_next(
-        f"status {config.run_id}{root_option(config)}", f"{again} --rounds {trained + MORE_ROUNDS}"
-    )
+    if trained >= config.rounds:
+        print_info(f"complete: {trained} rounds")
+    further = _further(config, again, trained)
+    try_next(f"status {config.run_id}{root_option(config)}", further)
 
 
 def sft(
@@ -386,9 +386,20 @@ def _print_result(config: Config, again: str, *, as_json: bool) -> None:
     average = "select round, avg(reward) as reward from rollouts group by round order by round"
     try_next(
         f'sql {config.run_id} "{average}"{root_option(config)}',
-        f"rollouts {config.run_id} --round {min(3, config.rounds - 1)}{root_option(config)}",
-        f"{again} --rounds {config.rounds + MORE_ROUNDS}",
+        f"rollouts {config.run_id} --round {min(3, status.trained - 1)}{root_option(config)}",
+        _further(config, again, status.trained),
     )
+
+
+def _further(config: Config, again: str, trained: int) -> str:
+    """The command that trains more rounds of a run that ended, whose early end is told."""
+    if trained >= config.rounds:
+        return f"{again} --rounds {trained + MORE_ROUNDS}"
+    print_info(
+        f"ended early, after {trained} of {config.rounds} rounds: of its last evaluations, "
+        f"{config.evaluation.patience} in a row were no better than the best (evaluation.patience)"
+    )
+    return f"{again} --set evaluation.patience=null"
 
 
 def run_again(config: Config, file: Path, overrides: Sequence[str] = ()) -> str:

@@ -16,10 +16,12 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import Artifact, TaskRun
 from support.flow_runs import ROUNDS, SHARDS, Played, debug, latest_flow_run
+from typer.testing import CliRunner
 
 from flows.evaluate import start as start_evaluate
 from flows.rl_loop import rl_loop, start
 from marin_rl.analysis.status import run_status
+from marin_rl.cli import app
 from marin_rl.config import Config
 from marin_rl.doctor.stages import RL
 from marin_rl.doctor.start import finished
@@ -225,6 +227,10 @@ def test_a_run_ends_once_evaluations_get_no_better(tmp_path: Path) -> None:
     assert "ended early" in run_status(config.root, config.run_id).facts["best checkpoint"]
     before = files(config)
     assert finished(config, RL) == start(config)
+    said = CliRunner().invoke(app, ["run", f"{config.root}/{config.run_id}"])
+    assert said.exit_code == 0, said.output
+    assert "ended early, after 2 of 5 rounds" in said.output
+    assert "--set evaluation.patience=null" in said.output
     assert files(config) == before
     changed = config.evaluation.model_copy(update={"patience": None})
     assert finished(config.model_copy(update={"evaluation": changed}), RL) is None
