@@ -23,8 +23,6 @@ from marin_rl.models.spec import Spec
 
 
 class Scale(eqx.Module):
-    """Weight and bias of a norm."""
-
     weight: NamedArray
     bias: NamedArray | None = None
 
@@ -34,8 +32,6 @@ class Scale(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Projections of attention."""
-
     q_proj: Any
     k_proj: Any
     v_proj: Any
@@ -46,8 +42,6 @@ class Attention(eqx.Module):
 
 
 class Xielu(eqx.Module):
-    """Parameters of an activation."""
-
     alpha_p: NamedArray
     alpha_n: NamedArray
 
@@ -205,12 +199,10 @@ class TrainedLinears(Linears):
         )
 
     def output(self, attended: Array) -> Array:
-        by_head = attended.reshape(*attended.shape[:-1], self.spec.heads, self.spec.head_size)
-        named, attention = (
-            hax.named(by_head, (*self.axes, "heads", "head_size")),
-            self.layer.self_attn,
-        )
+        attention = self.layer.self_attn
         assert attention is not None
+        by_head = attended.reshape(*attended.shape[:-1], self.spec.heads, self.spec.head_size)
+        named = hax.named(by_head, (*self.axes, "heads", "head_size"))
         return self._product(attention.o_proj, named, "embed")
 
     def gate_and_up(self, x: Array) -> tuple[Array | None, Array]:
@@ -243,7 +235,6 @@ class TrainedLinears(Linears):
     def experts(self) -> ExpertWeights:
         experts, cut = self.layer.mlp.experts, pieces(self.spec.mlp_width)
         assert experts is not None
-
         gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
         arrays = (
             gate.weight.array,
@@ -280,38 +271,24 @@ def _product(
 # ---------------------------------------------------------------- templates
 
 
-@dataclass(frozen=True)
 class _Axes:
     """Axes of a model's arrays; `layer` is that on which layers are stacked."""
 
-    layer: Axis
-    embed: Axis
-    mlp: Axis
-    vocab: Axis
-    experts: Axis
-    kv_head: Axis
-    group: Axis
-    heads: Axis
-    head_size: Axis
-
-    @staticmethod
-    def of(spec: Spec) -> "_Axes":
-        return _Axes(
-            layer=Axis("layer", spec.layers),
-            embed=Axis("embed", spec.width),
-            mlp=Axis("mlp", spec.mlp_width),
-            vocab=Axis("vocab", spec.vocabulary),
-            experts=Axis("experts", spec.experts),
-            kv_head=Axis("kv_head", spec.kv_heads),
-            group=Axis("q_heads_per_group", spec.queries_per_kv),
-            heads=Axis("heads", spec.heads),
-            head_size=Axis("head_size", spec.head_size),
-        )
+    def __init__(self, spec: Spec) -> None:
+        self.layer = Axis("layer", spec.layers)
+        self.embed = Axis("embed", spec.width)
+        self.mlp = Axis("mlp", spec.mlp_width)
+        self.vocab = Axis("vocab", spec.vocabulary)
+        self.experts = Axis("experts", spec.experts)
+        self.kv_head = Axis("kv_head", spec.kv_heads)
+        self.group = Axis("q_heads_per_group", spec.queries_per_kv)
+        self.heads = Axis("heads", spec.heads)
+        self.head_size = Axis("head_size", spec.head_size)
 
 
 def model_of(spec: Spec) -> LanguageModel:
     """The model with shapes in place of arrays."""
-    axes = _Axes.of(spec)
+    axes = _Axes(spec)
     of_layer = _scale_of(spec, (axes.layer,))
     width = of_layer(axes.embed)
     layer = DecoderLayer(
