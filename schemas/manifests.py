@@ -41,7 +41,7 @@ def sha256_of(data: bytes | memoryview) -> str:
 
 
 def sealed_json(record: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of `record` with `digest`, the SHA-256 of the same without it, added."""
+    """Canonical JSON of `record`, with the SHA-256 of the same as its `digest`."""
     return canonical_json({**record, "digest": sha256_of(canonical_json(record))})
 
 
@@ -55,10 +55,7 @@ def open_sealed_json(data: bytes, *, format: str, version: int) -> dict[str, Any
 
 
 def open_record(data: bytes, shape: type[Shape], *, format: str, version: int) -> dict[str, Any]:
-    """As `open_sealed_json`, for a record whose fields are those of a model.
-
-    Raises Malformed, naming the field, where they are not.
-    """
+    """As `open_sealed_json`, by a model of the fields. Raises Malformed naming the field."""
     record, unsealed = _opened(data, format, version)
     validated(lambda: shape.model_validate_json(unsealed))
     return record
@@ -66,7 +63,14 @@ def open_record(data: bytes, shape: type[Shape], *, format: str, version: int) -
 
 def _opened(data: bytes, format: str, version: int) -> tuple[dict[str, Any], bytes]:
     """The record without its digest, and its canonical JSON."""
-    record = _parsed(data, format)
+    if len(data) > RECORD_BYTES_MAX:
+        raise Malformed(
+            f"expected a record of {RECORD_BYTES_MAX} bytes at most, found {len(data)} bytes"
+        )
+    try:
+        record = parse_json(data)
+    except Malformed as error:
+        raise Malformed(f"expected a JSON object of format {format}: {error}") from None
     if not isinstance(record, dict) or record.get("format") != format:
         other = record.get("format") if isinstance(record, dict) else type(record).__name__
         raise Malformed(f"expected format {format!r}, found {_shown(other)}")
@@ -87,20 +91,7 @@ def _opened(data: bytes, format: str, version: int) -> tuple[dict[str, Any], byt
     return record, unsealed
 
 
-def _parsed(data: bytes, format: str) -> Any:
-    """The JSON in `data`, of a bounded size. Raises Malformed."""
-    if len(data) > RECORD_BYTES_MAX:
-        raise Malformed(
-            f"expected a record of {RECORD_BYTES_MAX} bytes at most, found {len(data)} bytes"
-        )
-    try:
-        return parse_json(data)
-    except Malformed as error:
-        raise Malformed(f"expected a JSON object of format {format}: {error}") from None
-
-
 def _shown(value: object) -> str:
-    """The beginning of a value that may be of any size, for an error."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge integer"
     return text if len(text) <= 100 else f"{text[:100]}…"
 
@@ -110,10 +101,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """An object of a slot: `name` is relative to the slot, `bytes` its size.
-
-    `rows`, `minima` and `maxima` summarise tables, and are empty for other parts.
-    """
+    """An object of a slot, `name` relative to it; `rows`, `minima` and `maxima` are of tables."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -160,7 +148,6 @@ class Manifest:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of this manifest's bytes: what a child names its parent by."""
         return sha256_of(self.to_json())
 
     def to_json(self) -> bytes:
@@ -192,5 +179,5 @@ def _shape() -> TypeAdapter[Manifest]:
 
 
 def _plain(record: Manifest | Parent | Part) -> dict[str, Any]:
-    """The fields of a record by name, none of them copied as `asdict` would."""
+    # None of them is copied, as `asdict` would.
     return {item.name: getattr(record, item.name) for item in fields(record)}

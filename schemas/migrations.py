@@ -17,10 +17,7 @@ Upgrade = Callable[[pa.Table], pa.Table]
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The versions of one format: `newest`, and a rung for each version below it.
-
-    `schema` has the columns of the newest version; None where they differ from file to file.
-    """
+    """Versions of a format, a rung below each; `schema` is None where columns differ by file."""
 
     format: str
     newest: int
@@ -55,8 +52,7 @@ def _with_nulls(table: pa.Table, schema: pa.Schema, names: tuple[str, ...]) -> p
 def _with_new_fields(table: pa.Table) -> pa.Table:
     """Cast columns to the newest types, where what a struct gained is null.
 
-    Rollouts of version 1 need no more: their turns have neither calls of tools nor times. The times
-    of a rollout may be null from version 2 on. Those of version 4 have no `min_p`.
+    Rollouts of version 1 need no more, nor those of version 4, which have no `min_p`.
     """
     for index, name in enumerate(table.column_names):
         field = tables.ROLLOUTS.field(name)
@@ -65,19 +61,16 @@ def _with_new_fields(table: pa.Table) -> pa.Table:
     return table
 
 
-def _uncut(table: pa.Table) -> pa.Table:
-    """Upgrade rollouts of version 2, each of which is one segment."""
-    return _with_nulls(_with_new_fields(table), tables.ROLLOUTS, ("segment_lengths", "start_s"))
-
-
-def _untaught(table: pa.Table) -> pa.Table:
-    return _with_nulls(table, tables.ROLLOUTS, ("teacher_logprobs",))
-
-
+_SEGMENTS = ("segment_lengths", "start_s")  # rollouts of version 2 are one segment each
 ROLLOUTS = Ladder(
     tables.ROLLOUTS_FORMAT,
     tables.SCHEMA_VERSION,
-    {1: _with_new_fields, 2: _uncut, 3: _untaught, 4: _with_new_fields},
+    {
+        1: _with_new_fields,
+        2: lambda table: _with_nulls(_with_new_fields(table), tables.ROLLOUTS, _SEGMENTS),
+        3: partial(_with_nulls, schema=tables.ROLLOUTS, names=("teacher_logprobs",)),
+        4: _with_new_fields,
+    },
     tables.ROLLOUTS,
 )
 # Rows differ in length. Version 2 has `teacher_logprobs`, and is written by runs with a teacher.

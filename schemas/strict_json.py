@@ -18,10 +18,7 @@ from schemas import Malformed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLimits:
-    """Most bytes, values, names and containers of a document, and levels within each other.
-
-    Small values take some 50 bytes of memory each.
-    """
+    """Most bytes, values, names and containers of a document, and levels within each other."""
 
     bytes_max: int = 64 * 2**20
     values_max: int = 4_000_000
@@ -93,8 +90,7 @@ _DECODER = json.JSONDecoder(
 def check_bounds(data: bytes, limits: JsonLimits) -> None:
     """Raise TooMuchJson for a document with too many values, names, containers, or levels.
 
-    Bytes that are not JSON may pass: the parser stops at the first of them, and up to there the
-    counts are those that it sees.
+    Bytes that are not JSON may pass, for the parser stops at the first of them.
     """
     containers = data.count(b"[") + data.count(b"{")
     if (
@@ -103,10 +99,6 @@ def check_bounds(data: bytes, limits: JsonLimits) -> None:
         and data.count(b":") <= limits.names_max
     ):
         return  # even if all of them stood outside of strings
-    _count(data, limits)
-
-
-def _count(data: bytes, limits: JsonLimits) -> None:
     values = names = containers = depth = 0
     for marks in _marks_outside_strings(data, limits):
         opened = marks.count(b"[") + marks.count(b"{")

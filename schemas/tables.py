@@ -24,79 +24,57 @@ STATUSES = ("complete", "truncated", "aborted", "error")
 UNFINISHED = "unfinished"  # finish reason of what was cancelled, for others were finished first
 
 
-def required(name: str, kind: pa.DataType) -> pa.Field:
-    return pa.field(name, kind, nullable=False)
+def required(kind: pa.DataType, *names: str) -> list[pa.Field]:
+    """Columns of one type, none of them nullable."""
+    return [pa.field(name, kind, nullable=False) for name in names]
+
+
+def optional(kind: pa.DataType, *names: str) -> list[pa.Field]:
+    return [pa.field(name, kind) for name in names]
 
 
 def list_of(kind: pa.DataType, length: int = -1) -> pa.DataType:
     """List whose elements are never null; of a fixed size where `length` is given."""
-    return pa.list_(required("element", kind), length)
+    return pa.list_(*required(kind, "element"), length)
 
 
-MESSAGE = pa.struct([required("role", pa.string()), required("content", pa.string())])
-
+TEXT, INT, FLOAT = pa.string(), pa.int32(), pa.float64()
 TIMESTAMP = pa.timestamp("us", tz="UTC")
-
-REWARD_COMPONENT = pa.struct(
-    [
-        required("name", pa.string()),
-        required("value", pa.float64()),
-        required("weight", pa.float64()),
-    ]
+INTS, FLOATS_32 = list_of(INT), list_of(pa.float32())
+MESSAGES = list_of(pa.struct(required(TEXT, "role", "content")))
+REWARD_COMPONENTS = list_of(
+    pa.struct([*required(TEXT, "name"), *required(FLOAT, "value", "weight")])
 )
-
-NAMED_REWARD = pa.struct([required("name", pa.string()), required("value", pa.float64())])
-
+NAMED_REWARD = pa.struct([*required(TEXT, "name"), *required(FLOAT, "value")])
 SAMPLING_FIELDS = [
-    required("temperature", pa.float64()),
-    required("top_p", pa.float64()),
-    required("top_k", pa.int32()),
-    required("max_tokens", pa.int32()),
-    required("stop", list_of(pa.string())),
-    pa.field("seed", pa.int64()),
-    pa.field("min_p", pa.float64()),
+    *required(FLOAT, "temperature", "top_p"),
+    *required(INT, "top_k", "max_tokens"),
+    *required(list_of(TEXT), "stop"),
+    *optional(pa.int64(), "seed"),
+    *optional(FLOAT, "min_p"),
 ]
-
-SAMPLING = pa.struct(SAMPLING_FIELDS)
-
 INFERENCE_METADATA = pa.struct(
     [
-        required("model", pa.string()),
-        required("weight_version", pa.int32()),
+        *required(TEXT, "model"),
+        *required(INT, "weight_version"),
         *SAMPLING_FIELDS,
-        required("request_id", pa.string()),
-        required("finish_reason", pa.string()),
+        *required(TEXT, "request_id", "finish_reason"),
     ]
 )
-
-TOOL_CALL = pa.struct(
-    [
-        required("id", pa.string()),
-        required("name", pa.string()),
-        required("arguments", pa.string()),
-    ]
-)
-
 TURN = pa.struct(
     [
-        required("role", pa.string()),
-        required("content", pa.string()),
-        pa.field("start", pa.int32()),
-        pa.field("end", pa.int32()),
-        pa.field("reward", pa.float64()),
-        pa.field("tool_name", pa.string()),
-        pa.field("tool_call_id", pa.string()),
-        pa.field("inference_metadata", INFERENCE_METADATA),
+        *required(TEXT, "role", "content"),
+        *optional(INT, "start", "end"),
+        *optional(FLOAT, "reward"),
+        *optional(TEXT, "tool_name", "tool_call_id"),
+        *optional(INFERENCE_METADATA, "inference_metadata"),
         # of version 2
-        pa.field("tool_calls", list_of(TOOL_CALL)),
-        pa.field("cut", pa.bool_()),
-        pa.field("queue_s", pa.float64()),
-        pa.field("prefill_s", pa.float64()),
-        pa.field("decode_s", pa.float64()),
-        pa.field("environment_s", pa.float64()),
+        *optional(list_of(pa.struct(required(TEXT, "id", "name", "arguments"))), "tool_calls"),
+        *optional(pa.bool_(), "cut"),
+        *optional(FLOAT, "queue_s", "prefill_s", "decode_s", "environment_s"),
         # of version 3
-        pa.field("rewards", list_of(NAMED_REWARD)),
-        pa.field("malformed", pa.string()),
+        *optional(list_of(NAMED_REWARD), "rewards"),
+        *optional(TEXT, "malformed"),
     ]
 )
 
@@ -105,58 +83,41 @@ TURN = pa.struct(
 # where none was asked.
 ROLLOUTS = pa.schema(
     [
-        required("run_id", pa.string()),
-        required("round", pa.int32()),
-        required("shard", pa.int32()),
-        required("group_id", pa.string()),
-        required("rollout_id", pa.string()),
-        required("index_in_group", pa.int32()),
-        required("group_size", pa.int32()),
-        required("attempt", pa.string()),
-        required("replica", pa.string()),
-        required("environment", pa.string()),
-        required("environment_version", pa.string()),
-        required("example_id", pa.string()),
-        required("split", pa.string()),
-        required("prompt_seed", pa.int64()),
-        required("messages", list_of(MESSAGE)),
-        pa.field("answer", pa.string()),
-        required("metadata", pa.string()),
-        required("policy_version_min", pa.int32()),
-        required("policy_version_max", pa.int32()),
-        required("policy_digest", pa.string()),
-        required("tokenizer_digest", pa.string()),
-        required("chat_template_digest", pa.string()),
-        required("model", pa.string()),
-        required("sampling", SAMPLING),
-        pa.field("reward", pa.float64()),
-        required("reward_components", list_of(REWARD_COMPONENT)),
-        required("status", pa.string()),
-        required("finish_reason", pa.string()),
-        pa.field("error", pa.string()),
-        required("token_ids", list_of(pa.int32())),
-        required("loss_mask", list_of(pa.int8())),
-        required("logprobs", list_of(pa.float32())),
-        pa.field("policy_versions", list_of(pa.int32())),
-        required("n_prompt_tokens", pa.int32()),
-        required("n_completion_tokens", pa.int32()),
-        required("turns", list_of(TURN)),
-        required("started_at", TIMESTAMP),
-        required("finished_at", TIMESTAMP),
-        pa.field("queue_s", pa.float64()),
-        pa.field("prefill_s", pa.float64()),
-        pa.field("decode_s", pa.float64()),
-        required("worker", pa.string()),
+        *required(TEXT, "run_id"),
+        *required(INT, "round", "shard"),
+        *required(TEXT, "group_id", "rollout_id"),
+        *required(INT, "index_in_group", "group_size"),
+        *required(TEXT, "attempt", "replica"),
+        *required(TEXT, "environment", "environment_version", "example_id", "split"),
+        *required(pa.int64(), "prompt_seed"),
+        *required(MESSAGES, "messages"),
+        *optional(TEXT, "answer"),
+        *required(TEXT, "metadata"),
+        *required(INT, "policy_version_min", "policy_version_max"),
+        *required(TEXT, "policy_digest", "tokenizer_digest", "chat_template_digest", "model"),
+        *required(pa.struct(SAMPLING_FIELDS), "sampling"),
+        *optional(FLOAT, "reward"),
+        *required(REWARD_COMPONENTS, "reward_components"),
+        *required(TEXT, "status", "finish_reason"),
+        *optional(TEXT, "error"),
+        *required(INTS, "token_ids"),
+        *required(list_of(pa.int8()), "loss_mask"),
+        *required(FLOATS_32, "logprobs"),
+        *optional(INTS, "policy_versions"),
+        *required(INT, "n_prompt_tokens", "n_completion_tokens"),
+        *required(list_of(TURN), "turns"),
+        *required(TIMESTAMP, "started_at", "finished_at"),
+        *optional(FLOAT, "queue_s", "prefill_s", "decode_s"),
+        *required(TEXT, "worker"),
         # of version 3
-        pa.field("segment_lengths", list_of(pa.int32())),
-        pa.field("start_s", pa.float64()),
+        *optional(INTS, "segment_lengths"),
+        *optional(FLOAT, "start_s"),
         # of version 4
-        pa.field("teacher_logprobs", list_of(pa.float32())),
+        *optional(FLOATS_32, "teacher_logprobs"),
     ]
 )
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "policy_versions", "teacher_logprobs")
-
 
 BATCHES_VERSION = 1
 PAIRS_VERSION = 3
@@ -181,16 +142,14 @@ def batches_schema(length: int, *, distilled: bool = False) -> pa.Schema:
     """
     if length < 1:
         raise ValueError(f"expected a padded length of at least 1 token, found {length}")
-    integers, floats = list_of(pa.int32(), length), list_of(pa.float32(), length)
     return pa.schema(
         [
-            required("step", pa.int32()),
-            required("row", pa.int32()),
-            *(required(name, integers) for name in INTEGER_ARRAYS),
-            *(required(name, floats) for name in FLOAT_ARRAYS),
-            *([required(TEACHER, floats)] if distilled else []),
-            required("rollout_ids", list_of(pa.string())),
-            required("environments", list_of(pa.string())),
+            *required(INT, "step", "row"),
+            *required(list_of(INT, length), *INTEGER_ARRAYS),
+            *required(
+                list_of(pa.float32(), length), *FLOAT_ARRAYS, *((TEACHER,) if distilled else ())
+            ),
+            *required(list_of(TEXT), "rollout_ids", "environments"),
         ]
     )
 
@@ -199,23 +158,16 @@ def batches_schema(length: int, *, distilled: bool = False) -> pa.Schema:
 # `advantage` is null too where it differs from token to token (a critic's; see the scores).
 DISPOSITIONS = pa.schema(
     [
-        required("rollout_id", pa.string()),
-        required("group_id", pa.string()),
-        required("round_generated", pa.int32()),
-        required("environment", pa.string()),
-        required("policy_version_min", pa.int32()),
-        required("policy_version_max", pa.int32()),
-        required("n_tokens", pa.int32()),
-        required("disposition", pa.string()),
-        pa.field("reason", pa.string()),
-        pa.field("step", pa.int32()),
-        pa.field("row", pa.int32()),
-        pa.field("segment", pa.int32()),
-        pa.field("advantage", pa.float64()),
-        pa.field("reward", pa.float64()),
+        *required(TEXT, "rollout_id", "group_id"),
+        *required(INT, "round_generated"),
+        *required(TEXT, "environment"),
+        *required(INT, "policy_version_min", "policy_version_max", "n_tokens"),
+        *required(TEXT, "disposition"),
+        *optional(TEXT, "reason"),
+        *optional(INT, "step", "row", "segment"),
+        *optional(FLOAT, "advantage", "reward"),
     ]
 )
-
 
 # Scores have a row per trained segment: a rollout, or a part of one. The lists of a row are
 # parallel: entry i of each is about the i-th trained token of the segment, which is token
@@ -237,24 +189,22 @@ NULLABLE = ("reference_logprobs", "old_logprobs", *VALUED, *WEIGHED)
 # advantage is not 0 and the surrogate, times its correction, gave the log-probability no gradient.
 SCORES_V1 = pa.schema(
     [
-        required("round", pa.int32()),
-        required("rollout_id", pa.string()),
-        required("step", pa.int32()),
-        required("row", pa.int32()),
-        required("segment", pa.int32()),
-        required("positions", list_of(pa.int32())),
-        *(pa.field(name, list_of(pa.float32()), nullable=name in NULLABLE) for name in FLOATS),
-        required("clipped", list_of(pa.bool_())),
+        *required(INT, "round"),
+        *required(TEXT, "rollout_id"),
+        *required(INT, "step", "row", "segment"),
+        *required(INTS, "positions"),
+        *(pa.field(name, FLOATS_32, nullable=name in NULLABLE) for name in FLOATS),
+        *required(list_of(pa.bool_()), "clipped"),
     ]
 )
 
 # Of a critic: the value of each token before the update of the step, and before the first update of
 # the round; `returns`, which it is to learn, are the latter and the advantage before whitening.
-SCORES_V2 = pa.schema([*SCORES_V1, *(pa.field(name, list_of(pa.float32())) for name in VALUED)])
+SCORES_V2 = pa.schema([*SCORES_V1, *optional(FLOATS_32, *VALUED)])
 
 # Of an optimal token baseline: 1 - 2 p(y) + sum_v p(v)^2 by the parameters before the first update
 # of the round, the squared norm of the gradient of log p(y) by logits / temperature.
-SCORES = pa.schema([*SCORES_V2, *(pa.field(name, list_of(pa.float32())) for name in WEIGHED)])
+SCORES = pa.schema([*SCORES_V2, *optional(FLOATS_32, *WEIGHED)])
 
 # Rewards of a round's rollouts by another function, a row per rollout in shard order; the shards
 # keep the reward that was trained on.
@@ -262,11 +212,10 @@ SCORES = pa.schema([*SCORES_V2, *(pa.field(name, list_of(pa.float32())) for name
 # `reward_before` is the shard's own.
 REWARDS = pa.schema(
     [
-        required("rollout_id", pa.string()),
-        pa.field("reward", pa.float64()),
-        pa.field("reward_before", pa.float64()),
-        required("reward_components", list_of(REWARD_COMPONENT)),
-        pa.field("error", pa.string()),
+        *required(TEXT, "rollout_id"),
+        *optional(FLOAT, "reward", "reward_before"),
+        *required(REWARD_COMPONENTS, "reward_components"),
+        *optional(TEXT, "error"),
     ]
 )
 
@@ -276,21 +225,14 @@ REWARDS = pa.schema(
 # came from. `*_token_ids` are prompt and answer together, under the tokenizer of the two digests.
 PAIRS_V1 = pa.schema(
     [
-        required("id", pa.string()),
-        required("messages", list_of(MESSAGE)),
-        required("chosen", pa.string()),
-        required("rejected", pa.string()),
-        pa.field("margin", pa.float64()),
-        pa.field("split", pa.string()),
-        pa.field("source", pa.string()),
-        pa.field("chosen_id", pa.string()),
-        pa.field("rejected_id", pa.string()),
-        pa.field("chosen_reward", pa.float64()),
-        pa.field("rejected_reward", pa.float64()),
-        pa.field("chosen_token_ids", list_of(pa.int32())),
-        pa.field("rejected_token_ids", list_of(pa.int32())),
-        pa.field("tokenizer_digest", pa.string()),
-        pa.field("chat_template_digest", pa.string()),
+        *required(TEXT, "id"),
+        *required(MESSAGES, "messages"),
+        *required(TEXT, "chosen", "rejected"),
+        *optional(FLOAT, "margin"),
+        *optional(TEXT, "split", "source", "chosen_id", "rejected_id"),
+        *optional(FLOAT, "chosen_reward", "rejected_reward"),
+        *optional(INTS, "chosen_token_ids", "rejected_token_ids"),
+        *optional(TEXT, "tokenizer_digest", "chat_template_digest"),
     ]
 )
 
@@ -305,12 +247,12 @@ LEARNED = (
 PAIRS = pa.schema(
     [
         *PAIRS_V1,
-        *(pa.field(name, list_of(pa.int8())) for name in LEARNED[:2]),
-        *(pa.field(name, list_of(pa.float32())) for name in LEARNED[2:]),
-        pa.field(LABEL, pa.bool_()),
+        *optional(list_of(pa.int8()), *LEARNED[:2]),
+        *optional(FLOATS_32, *LEARNED[2:]),
+        *optional(pa.bool_(), LABEL),
     ]
 )
 
 # A row of a round's metrics has a nullable float64 column per metric besides these: which, differs
 # from round to round.
-METRICS_IDENTITY = pa.schema([pa.field("run_id", pa.string()), pa.field("round", pa.int32())])
+METRICS_IDENTITY = pa.schema([*optional(TEXT, "run_id"), *optional(INT, "round")])

@@ -55,16 +55,12 @@ class RolloutFilter:
             return False
         if self.tool is not None and self.tool not in tools_of(row["turns"]):
             return False
-        n_turns = len(model_turns(row["turns"]))
+        n_turns = sum(map(is_sampled, row["turns"]))
         return self.min_turns <= n_turns and (self.max_turns is None or n_turns <= self.max_turns)
 
     @property
     def asks(self) -> bool:
         return self != RolloutFilter()
-
-
-def model_turns(turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [turn for turn in turns if is_sampled(turn)]
 
 
 def is_sampled(turn: Mapping[str, Any]) -> bool:
@@ -82,8 +78,7 @@ def tools_of(turns: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def calls_of(turn: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Calls of tools in a turn: id, name and arguments; none in files of schema version 1."""
-    return turn["tool_calls"] or ()
+    return turn["tool_calls"] or ()  # None in files of schema version 1
 
 
 def sample_rollouts(
@@ -94,11 +89,8 @@ def sample_rollouts(
     worst_first: bool = False,
     where: RolloutFilter | None = None,
 ) -> list[dict[str, Any]]:
-    """Rollouts of one round (default: the newest) by reward, of those that `where` lets pass.
-
-    Raises ObjectMissing when the round has no committed rollouts, CorruptObject, NewerSchema.
-    """
-    rows = _rows_of(run, _round(run, round_number))
+    """Rollouts of a round (default: the newest) by reward. Raises ObjectMissing without any."""
+    rows = pa.concat_tables(iter_shards(run, _round(run, round_number), COLUMNS))
     rewards = rows["reward"].to_pylist()  # `to_numpy` imports pandas
     sign = 1.0 if worst_first else -1.0
     rank = [(reward is None, sign * (reward or 0.0), place) for place, reward in enumerate(rewards)]
@@ -123,7 +115,7 @@ def rollout_named(run: Run, name: str, round_number: int | None = None) -> dict[
     """
     number = round_of(name.partition("/")[0])  # an id of a rollout begins with its round
     number = _round(run, round_number if number is None else number)
-    rows = _rows_of(run, number)
+    rows = pa.concat_tables(iter_shards(run, number, COLUMNS))
     ids = rows["rollout_id"].to_pylist()
     places = [place for place, own in enumerate(ids) if f"/{own}".endswith(f"/{name}")]
     if len(places) > 1:
@@ -148,38 +140,30 @@ def dialogue_of(row: Mapping[str, Any]) -> dict[str, Any]:
     said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     waits = [t["environment_s"] for t in turns if t["environment_s"] is not None]
     return {
-        "rollout_id": row["rollout_id"],
-        "round": row["round"],
-        "group_id": row["group_id"],
-        "environment": row["environment"],
+        **_named(row, "rollout_id", "round", "group_id", "environment"),
         "example": row["example_id"],
         "prompt": asked[-1] if asked else "",
         "completion": said[-1] if said else "",
         "answer": row["answer"] or "",
-        "reward": row["reward"],
-        "reward_components": row["reward_components"],
-        "status": row["status"],
-        "finish_reason": row["finish_reason"],
-        "error": row["error"],
-        "n_turns": len(model_turns(turns)),
+        **_named(row, "reward", "reward_components", "status", "finish_reason", "error"),
+        "n_turns": sum(map(is_sampled, turns)),
         "tools": tools_of(turns),
-        "n_prompt_tokens": row["n_prompt_tokens"],
-        "n_completion_tokens": row["n_completion_tokens"],
-        "segment_lengths": row["segment_lengths"],
-        "policy_version_min": row["policy_version_min"],
-        "policy_version_max": row["policy_version_max"],
+        **_named(row, "n_prompt_tokens", "n_completion_tokens", "segment_lengths"),
+        **_named(row, "policy_version_min", "policy_version_max"),
         # Seconds of the model, of the environment, and of the group up to its scores.
         "timing": {
             "started_at": row["started_at"],
             "group_s": (row["finished_at"] - row["started_at"]).total_seconds(),
-            "queue_s": row["queue_s"],
-            "prefill_s": row["prefill_s"],
-            "decode_s": row["decode_s"],
+            **_named(row, "queue_s", "prefill_s", "decode_s"),
             "environment_s": sum(waits) if waits else None,
             "start_s": row["start_s"],
         },
         "turns": [_turn(turn) for turn in turns],
     }
+
+
+def _named(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: row[name] for name in names}
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,10 +179,6 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         "request_id": facts.get("request_id") or None,
         "model_s": None if None in phases else sum(phases),
     }
-
-
-def _rows_of(run: Run, number: int) -> pa.Table:
-    return pa.concat_tables(iter_shards(run, number, COLUMNS))
 
 
 def _row(rows: pa.Table, place: int) -> dict[str, Any]:
@@ -249,10 +229,7 @@ class BeforeAfter:
 
 
 def before_and_after(run: Run) -> BeforeAfter | None:
-    """Up to SHOWN held-out examples, evenly spread; None before two evaluations.
-
-    Of episodes of several turns, DIALOGUES_SHOWN. Raises ObjectMissing, CorruptObject, NewerSchema.
-    """
+    """Up to SHOWN held-out examples, of dialogues DIALOGUES_SHOWN; None before two evaluations."""
     measured = evaluations(run)
     if len(measured) < 2:
         return None
@@ -288,17 +265,15 @@ def episodes_table(compared: BeforeAfter) -> Table:
     table = empty_table("The same held-out examples before and after", names, left=names)
     for answer, before, after in compared.pairs:
         prompt = [text for _, text in takewhile(lambda turn: not turn[0], before.turns)]
-        cells = (_episode_cell(each, len(prompt)) for each in (before, after))
-        table.add_row(plain(" ".join(prompt)), plain(answer), *cells)
+        row = [plain(" ".join(prompt)), plain(answer)]
+        for episode in (before, after):
+            cell = Text()
+            for sampled, text in episode.turns[len(prompt) :]:
+                cell.append(printable(text), "bold" if sampled else "dim").append(" ")
+            reward = "no reward" if episode.reward is None else f"reward {episode.reward:.2f}"
+            row.append(cell.append(f" {reward}"))
+        table.add_row(*row)
     return table
-
-
-def _episode_cell(episode: PlayedEpisode, begin: int) -> Text:
-    cell = Text()
-    for sampled, text in episode.turns[begin:]:
-        cell.append(printable(text), "bold" if sampled else "dim").append(" ")
-    reward = "no reward" if episode.reward is None else f"reward {episode.reward:.2f}"
-    return cell.append(f" {reward}")
 
 
 def _short(text: str) -> str:
@@ -319,11 +294,13 @@ def dialogue(row: Mapping[str, Any]) -> RenderableType:
 
 
 def _facts(row: Mapping[str, Any]) -> dict[str, str]:
+    parts = [f"{c['name']} {c['weight']:g} * {c['value']:.3f}" for c in row["reward_components"]]
+    total = f" = {' + '.join(parts)}" if parts else ""
     facts = {
         "environment": row["environment"],
         "example": row["example"],
         "reference answer": shortened(row["answer"]),
-        "reward": _reward_line(row),
+        "reward": "none" if row["reward"] is None else f"{row['reward']:.3f}{total}",
         "status": ended(row),
         "turns": f"{row['n_turns']} of the model, {len(row['turns'])} in all",
         "tools": ", ".join(row["tools"]),
@@ -338,13 +315,6 @@ def ended(row: Mapping[str, Any]) -> str:
     """Status of a rollout, with the reason that it stopped where that says more."""
     reason = row.get("finish_reason")
     return f"{row['status']} ({reason})" if reason else str(row["status"])
-
-
-def _reward_line(row: Mapping[str, Any]) -> str:
-    if row["reward"] is None:
-        return "none"
-    parts = [f"{c['name']} {c['weight']:g} * {c['value']:.3f}" for c in row["reward_components"]]
-    return f"{row['reward']:.3f}" + (f" = {' + '.join(parts)}" if parts else "")
 
 
 def _times(timing: Mapping[str, Any]) -> str:
@@ -362,6 +332,7 @@ def _times(timing: Mapping[str, Any]) -> str:
 def _drawn_turn(number: int, turn: Mapping[str, Any]) -> Iterator[RenderableType]:
     head = Text(f"{number:>3}  ", "dim")
     head.append(turn["role"], _STYLES.get(turn["role"], "bold"))
+    rewards = ", ".join(f"{part['name']} {part['value']:g}" for part in turn["rewards"] or ())
     facts: Sequence[tuple[str, Any]] = (
         ("{}", turn["tool_name"]),
         ("answers {}", turn["tool_call_id"]),
@@ -369,7 +340,7 @@ def _drawn_turn(number: int, turn: Mapping[str, Any]) -> Iterator[RenderableType
         ("{} tokens", turn["n_tokens"]),
         ("{}", turn["finish_reason"]),
         ("reward {:g}", turn["reward"]),
-        ("{}", _parts(turn["rewards"])),
+        ("{}", rewards or None),
         ("{}", None if turn["malformed"] is None else "a call that cannot be read"),
         ("model {:.2f} s", turn["model_s"]),
         ("environment {:.2f} s", turn["environment_s"]),
@@ -381,10 +352,6 @@ def _drawn_turn(number: int, turn: Mapping[str, Any]) -> Iterator[RenderableType
         yield Padding(Text(shortened(turn["content"])), (0, 0, 0, 5))
     for call in calls_of(turn):
         yield Padding(plain(call_text(call), "magenta"), (0, 0, 0, 5))
-
-
-def _parts(rewards: Sequence[Mapping[str, Any]] | None) -> str | None:
-    return ", ".join(f"{part['name']} {part['value']:g}" for part in rewards or ()) or None
 
 
 def call_text(call: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ trained on, and of the parameters that came out.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,11 +72,10 @@ def compare_runs(first: Run, second: Run) -> RunDifference:
     rounds = sorted(set(progress(first)) & set(progress(second)))
     round, stage, detail = _parting(first, second, rounds) or (None, None, "")
     ours, theirs = (fingerprint_fields(run.config) for run in (first, second))
-    same = rounds if round is None else [r for r in rounds if r <= round]
     return RunDifference(
         settings=tuple(differences(ours, theirs)),
-        changed=_changed(first, second, same),
-        curves=_curves(first, second),
+        changed=_changed(first, second, [r for r in rounds if round is None or r <= round]),
+        curves=tuple(_curves(first, second)),
         rounds=len(rounds),
         parts_at=round,
         stage=stage,
@@ -106,13 +105,10 @@ def _written_by(run: Run, round: int) -> Mapping[str, str]:
 def _parting(first: Run, second: Run, rounds: Sequence[int]) -> tuple[int, str, str] | None:
     for round in rounds:
         for stage, (slot_of, digest_of) in STAGES.items():
-            manifests = [read_manifest(run.store, slot_of(round)) for run in (first, second)]
-            a, b = (
-                None if item is None else digest_of(run, item[0])
-                for run, item in zip((first, second), manifests, strict=True)
-            )
-            if a is not None and b is not None and a != b:
-                return round, stage, f"{a[:16]} and {b[:16]}"
+            made = [(run, read_manifest(run.store, slot_of(round))) for run in (first, second)]
+            digests = [digest_of(run, item[0]) for run, item in made if item is not None]
+            if len(set(digests)) == 2:
+                return round, stage, " and ".join(digest[:16] for digest in digests)
     return None
 
 
@@ -150,9 +146,8 @@ STAGES: Mapping[str, tuple[Callable[[int], str], Callable[[Run, Manifest], str]]
 }
 
 
-def _curves(first: Run, second: Run) -> tuple[Curve, ...]:
+def _curves(first: Run, second: Run) -> Iterator[Curve]:
     a, b = ({row["round"]: row for row in read_metrics(run).to_pylist()} for run in (first, second))
-    curves: list[Curve] = []
     for name in CURVES:
         both = [
             (round, a[round][name], b[round][name])
@@ -162,7 +157,4 @@ def _curves(first: Run, second: Run) -> tuple[Curve, ...]:
         if both:
             round, left, right = both[-1]
             largest = max(abs(x - y) for _, x, y in both)
-            curves.append(
-                Curve(metric=name, round=round, first=left, second=right, largest=largest)
-            )
-    return tuple(curves)
+            yield Curve(metric=name, round=round, first=left, second=right, largest=largest)

@@ -72,28 +72,22 @@ class Lineage:
     """A graph, nodes in the order of reading; `left_out` counts rollouts beyond ROLLOUTS_MAX."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
-    edges: list[Edge] = field(default_factory=list)
+    edges: dict[Edge, None] = field(default_factory=dict)  # each once, in the order of reading
     left_out: int = 0
-    _known: set[Edge] = field(default_factory=set, repr=False)
 
     def add(self, kind: str, name: str, sources: Iterable[str] = (), **facts: Any) -> str:
         """Add a node, unless it is there, and its edges; its name."""
         if name not in self.nodes:
             known = {key: value for key, value in facts.items() if value is not None}
             self.nodes[name] = Node(name, kind, known)
-        for source in sources:
-            edge = Edge(name, source)
-            if edge not in self._known:
-                self._known.add(edge)
-                self.edges.append(edge)
+        self.edges |= dict.fromkeys(Edge(name, source) for source in sources)
         return name
 
 
 def trace(run: Run, round: int, step: int | None = None, row: int | None = None) -> Lineage:
-    """Trace an update, or one row of its batch, back to its rollouts and what made them.
+    """Trace an update, or a row of its batch, back to its rollouts and what made them.
 
-    Without `step`, every update of the round. Raises ObjectMissing where nothing was trained on
-    there, CorruptObject, NewerSchema.
+    Without `step`, all updates of the round. Raises ObjectMissing where nothing was trained on.
     """
     batches = committed_manifest(run.store, batches_slot(round))
     consumed = _consumed(run, batches, step, row)
@@ -133,9 +127,8 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
 def trace_forward(run: Run, rollout_id: str) -> Lineage:
     """Trace a rollout to every update of this run that it influenced.
 
-    The updates that trained on it, or on a row whose advantage was computed against its reward,
-    are direct; all later ones started from parameters that it had changed. Raises ObjectMissing
-    for a rollout that no processed round has.
+    Direct ones trained on it, or on a row whose advantage its reward decided; later ones started
+    from those. Raises ObjectMissing for a rollout that no processed round has.
     """
     frame = scan_dispositions(run.config.root, run.run_id, run.config.storage_options)
     rows = frame.filter(pl.col("rollout_id") == rollout_id).collect().to_dicts()
@@ -167,10 +160,9 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
 
 
 def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts) -> str | None:
-    """The rows and updates of its round that a rollout influenced; the last update, if any.
+    """Rows and updates of its round that a rollout influenced; the last update, if any.
 
-    Each update starts from the one before it. With several passes the steps before the first one
-    come after the last one, in the second pass.
+    With several passes the steps before the first one come again after the last one.
     """
     round, rollout_id = int(place["round"]), place["rollout_id"]
     player = run.at_round(round)
@@ -216,10 +208,7 @@ def _depends(row: Facts, place: Facts, objective: ObjectiveConfig) -> bool:
 
 
 def as_text(graph: Lineage, *, rows: bool = True) -> Iterator[str]:
-    """A paragraph per node: its facts and its sources.
-
-    Without `rows`, batch rows and rollouts are counted where there are several.
-    """
+    """A paragraph per node: facts and sources. Without `rows`, rows and rollouts are counted."""
     kinds = Counter(node.kind for node in graph.nodes.values())
     counted = () if rows else tuple(kind for kind in COUNTED if kinds[kind] > 1)
     told = set[str]()
@@ -309,10 +298,7 @@ def _needed(graph: Lineage) -> list[Edge]:
 def _consumed(
     run: Run, batches: Manifest, step: int | None, row: int | None
 ) -> list[dict[str, Any]]:
-    """Dispositions of the rollouts that were trained on, by step, row and segment.
-
-    A rollout of several segments is in the row of each.
-    """
+    """Dispositions of the rollouts that were trained on, by step and row, for each segment."""
     dispositions = dispositions_of(run, batches).to_pylist()
     consumed = [place for place in dispositions if place["disposition"] == "consumed"]
     if row is not None:
@@ -374,12 +360,14 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
             )
         shard, version = shard_key(round, row.pop("shard")), row["policy_version_min"]
         turns = [f"{turn['role']}: {turn['content']}" for turn in row.pop("turns")]
+        facts = {
+            key: value for key, value in row.items() if key not in ("rollout_id", *TOKEN_VERSIONS)
+        }
         ages = _tokens_by_version(row, round)
         versions = sorted(map(int, ages)) or [version]
         policies_of = [checkpoint_slot(each) for each in versions]
-        facts = {key: value for key, value in row.items() if key != "rollout_id"}
-        facts |= {"tokens_by_policy_version": ages or None}
-        graph.add("rollout", name, [shard, *policies_of], **facts, text="\n".join(turns))
+        facts |= {"tokens_by_policy_version": ages or None, "text": "\n".join(turns)}
+        graph.add("rollout", name, [shard, *policies_of], **facts)
         digest = digests.get(shard.rpartition("/")[2])
         graph.add("shard", shard, [sealed.slot], sha256=digest, url=run.store.url_of(shard))
         for policy in policies_of:
@@ -389,9 +377,9 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
                 add_policy(graph, run, policy)
 
 
-def _tokens_by_version(row: dict[str, Any], round: int) -> dict[str, str]:
+def _tokens_by_version(row: Facts, round: int) -> dict[str, str]:
     """Sampled tokens of a rollout by the policy that drew them, with its age in rounds."""
-    versions, mask = (row.pop(name, None) for name in TOKEN_VERSIONS)
+    versions, mask = (row.get(name) for name in TOKEN_VERSIONS)
     if versions is None:
         return {}
     counts = Counter(v for v, sampled in zip(versions, mask, strict=True) if sampled)

@@ -84,10 +84,9 @@ def sql(
 
     Local rollouts are read by DuckDB itself, unless `*`, `?` or `[` is in their path, everything
     else through Polars. A query reads the files of these runs and nothing else, and writes none:
-    DuckDB's access to files, extensions and settings is switched off but for the folders of
-    rollouts, and statements that write files are refused. Tables that it creates in memory are
-    dropped when it has answered. `unsafe` lifts all of that: the query may then read and write
-    whatever the user may, in a database of its own.
+    statements that write files are refused. Tables that it creates in memory are dropped when it
+    has answered. With `unsafe` it may read and write whatever the user may, in a database of its
+    own.
 
     Intervals are durations, in which a month has 30 days. Raises InputError in DuckDB's own words
     when the query is wrong or refused, or when Polars has no such type as it answers with, and as
@@ -105,10 +104,7 @@ def answer_rows(
     *,
     unsafe: bool = False,
 ) -> Answer:
-    """Return DuckDB's answer to `query` as Python's values: sums of integers are integers.
-
-    Raises as `sql`.
-    """
+    """Return DuckDB's answer as Python's values: sums of integers are integers. Raises as `sql`."""
     with _answering(root, run_id, query, storage_options, unsafe=unsafe) as answer:
         names = answer.columns
         # Of two columns of one name a frame renames the second.
@@ -259,7 +255,6 @@ def _create_view(connection: duckdb.DuckDBPyConnection, name: str, runs: Sequenc
 
 
 def _plain(kind: Any) -> bool:
-    """Return True for types of DuckDB whose values, or parts, are all of `_PLAIN`."""
     if kind.id in ("list", "struct", "map"):
         return all(_plain(child) for _, child in kind.children)
     return kind.id in _PLAIN

@@ -59,10 +59,7 @@ Step32 = Float32[np.ndarray, "1 R T"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """Optimizer step of a round: its batch, its scores, and the batch as the step's arrays.
-
-    `url` names the checkpoint's slot in errors.
-    """
+    """Optimizer step of a round: batch, scores, the batch as arrays; `url` is the checkpoint's."""
 
     batch: TrainingBatch
     scores: StepScores
@@ -84,7 +81,7 @@ class RecordedStep:
         return values_N.astype(np.float32)
 
     def rows(self, name: str) -> Step32:
-        """The same in the places of the step's tokens."""
+        # In the places of the step's tokens.
         array = np.zeros(self.arrays.mask.shape, np.float32)
         array[self.arrays.mask] = self.flat(name)
         return array
@@ -104,14 +101,21 @@ def token_metrics(
     config, coefficient = run.config, coefficient_of(run, round)
     steps = partial(_recorded_steps, run, batches, checkpoint)
     extras, of_round = _precomputed(run, batches, coefficient, steps)
-    measure = _reporter(config, coefficient)
+    settings = StepSettings(
+        objective=config.objective,
+        temperature=config.sampling.temperature or 1.0,
+        length_norm=config.sampling.max_tokens,
+        critic=config.training.critic,
+    )
+    in_loss = coefficient is not None and config.objective.kl_placement == "loss"
+    weight = np.float32(coefficient) if in_loss else None
     metrics: list[dict[str, float]] = []
     contradicting: Counter[str] = Counter()
     ends = 0
     for number, step in enumerate(steps()):
         extra = extras[number] if extras else None
         contradicting.update(_contradictions(step, extra, config))
-        metrics.append(measure(step))
+        metrics.append(_reported(step, settings, weight))
         ends += int((step.batch.token_ids[step.mask] == step.scores.eos_token_id).sum())
     if not metrics:
         return {}
@@ -218,46 +222,28 @@ def _groups(run: Run, batches: Manifest, recorded: Sequence[RecordedStep]) -> di
 _step_metrics = jax.jit(step_metrics, static_argnums=0)
 
 
-def _reporter(
-    config: Config, coefficient: float | None
-) -> Callable[[RecordedStep], dict[str, float]]:
-    """Return a function to the metrics of a step by the trainer's own report."""
-    settings = StepSettings(
-        objective=config.objective,
-        temperature=config.sampling.temperature or 1.0,
-        length_norm=config.sampling.max_tokens,
-        critic=config.training.critic,
+def _reported(
+    step: RecordedStep, settings: StepSettings, weight: np.float32 | None
+) -> dict[str, float]:
+    """Metrics of a step by the trainer's own report; `weight` is that of the KL in the loss."""
+    critic = settings.critic is not None
+    arrays = step.arrays._replace(
+        advantages=step.rows("advantages"),
+        old_logprobs=step.rows_if_recorded("old_logprobs"),
+        old_values=step.rows_if_recorded("old_values") if critic else None,
+        returns=step.rows_if_recorded("returns") if critic else None,
     )
-    in_loss = coefficient is not None and config.objective.kl_placement == "loss"
-    weight = np.float32(coefficient) if in_loss else None
-
-    def measure(step: RecordedStep) -> dict[str, float]:
-        arrays = step.arrays._replace(
-            advantages=step.rows("advantages"),
-            old_logprobs=step.rows_if_recorded("old_logprobs"),
-            old_values=step.rows_if_recorded("old_values") if settings.critic else None,
-            returns=step.rows_if_recorded("returns") if settings.critic else None,
-        )
-        metrics = _step_metrics(
-            settings,
-            ForwardOutputs(
-                TokenScores(step.rows("trainer_logprobs"), step.rows("entropies")),  # type: ignore[arg-type]
-                step.rows("reference_logprobs") if in_loss else None,  # type: ignore[arg-type]
-                step.rows("values") if settings.critic else None,  # type: ignore[arg-type]
-            ),
-            weight,
-            arrays,
-        )
-        return {name: float(value) for name, value in metrics.items()}
-
-    return measure
+    outputs = ForwardOutputs(
+        TokenScores(step.rows("trainer_logprobs"), step.rows("entropies")),  # type: ignore[arg-type]
+        None if weight is None else step.rows("reference_logprobs"),  # type: ignore[arg-type]
+        step.rows("values") if critic else None,  # type: ignore[arg-type]
+    )
+    metrics = _step_metrics(settings, outputs, weight, arrays)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _contradictions(step: RecordedStep, extra: RowExtras | None, config: Config) -> dict[str, int]:
-    """Number of a step's tokens whose scores contradict its batch or follow from nothing, by kind.
-
-    `extra` is what the trainer adds to the rows, None where nothing.
-    """
+    """Number of a step's tokens whose scores contradict its batch or follow from nothing."""
     scores, mask, objective = step.scores, step.mask, config.objective
     names = tuple(name for row in step.batch.rollout_ids for name in row)
     if names != scores.rollout_ids or not np.array_equal(_counts(step), scores.counts):
@@ -310,8 +296,7 @@ def _ratios(step: RecordedStep, objective: ObjectiveConfig) -> Float32[np.ndarra
 def _impossible_norms(step: RecordedStep) -> Bool[np.ndarray, " N"]:
     """Squared norms outside of (1 - p)^2 and twice that: the others' p sum to 1 - p.
 
-    All False where p(y) before the first update is not recorded: without old_logprobs, in steps
-    after the first.
+    All False where p(y) before the first update is not recorded.
     """
     corrected = step.scores.floats["old_logprobs"] is not None
     if not corrected and step.scores.step > 0:

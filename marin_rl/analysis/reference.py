@@ -18,10 +18,7 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "max_length": "at most"
 
 
 def configuration_markdown() -> str:
-    """Return a list per section: a key with its type and default, and below it the meaning.
-
-    One line of Markdown a key: a table of as many columns leaves a word a line to the meaning.
-    """
+    """Return a list per section: a line of Markdown a key, with type, default and meaning."""
     lines = [
         "# Configuration reference",
         "",
@@ -32,22 +29,13 @@ def configuration_markdown() -> str:
         "command line: `--set training.learning_rate=1e-4`.",
     ]
     for title, prefix, section in _titled_sections():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            cleandoc(section.__doc__ or ""),
-            "",
-        ]
+        lines += ["", f"## {title}", "", cleandoc(section.__doc__ or ""), ""]
         lines += [_item(prefix + name, info) for name, info in _keys(section)]
     return "\n".join(lines) + "\n"
 
 
 def configuration_keys() -> Iterator[dict[str, Any]]:
-    """Yield the same keys as plain values: key, type, default, range, free, meaning.
-
-    Keys of `environment.options` also say which environment takes them, in `section`.
-    """
+    """Yield the same keys as plain values; `section` says which environment takes an option."""
     for title, prefix, section in _titled_sections():
         for name, info in _keys(section):
             required = info.is_required()
@@ -127,11 +115,11 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[S
 
 
 def _item(key: str, info: FieldInfo) -> str:
-    value = None if info.is_required() else info.get_default(call_default_factory=True)
-    value = list(value) if isinstance(value, tuple) else value
-    default = (
-        "required" if info.is_required() else f"default `{'null' if value is None else value}`"
-    )
+    default = "required"
+    if not info.is_required():
+        value = info.get_default(call_default_factory=True)
+        value = list(value) if isinstance(value, tuple) else value
+        default = f"default `{'null' if value is None else value}`"
     head = [f"**`{key}`**", _type_name(info.annotation), default]
     head += ["*free*"] if is_runtime_only(info) else []
     limits = f" ({_range(info)})" if _range(info) else ""

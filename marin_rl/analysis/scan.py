@@ -150,8 +150,7 @@ def _is_fixed(field: pa.Field) -> bool:
 def of_manifests(kind: str, prefix: str, behind: int, runs: Sequence[Run]) -> list[Part]:
     """The parts that committed manifests of a kind name, each once.
 
-    The rows of a slot are of `behind` rounds before the slot's own: scores lie in the checkpoint
-    that their round ended in.
+    Their rows are `behind` rounds before the slot: scores lie in the checkpoint after their round.
     """
     seen, parts = set[tuple[str, str]](), []
     for run in runs:
@@ -312,7 +311,6 @@ def open_runs(root: Root, run_id: Runs, storage_options: Options | None) -> list
 def _scan_table(
     name: str, root: Root, run_id: Runs = None, storage_options: Options | None = None
 ) -> pl.LazyFrame:
-    """All rows of a table, in the order of runs, rounds and files."""
     return TABLES[name].frame(open_runs(root, run_id, storage_options))
 
 

@@ -104,10 +104,9 @@ def _merged(
 class RunStatus:
     """Committed slots of a run, its metric rows, warnings, and one sentence on what it learned.
 
-    The rows have the 95 % interval of `eval/accuracy` as `eval/accuracy/low` and `…/high`.
-    `fleet` are the servers that announce themselves, as their last heartbeats say.
-    `trained` counts rounds, of `planned`; `reward_model` and `preference` are None where the run
-    learns from no pairs, and `warm_start` where it has none, or rounds already.
+    Rows have the 95 % interval of `eval/accuracy` as `eval/accuracy/low` and `…/high`. `fleet` are
+    servers, as their last heartbeats say. `trained` counts rounds, of `planned`. What does not
+    apply to the run is None.
     """
 
     run_id: str
@@ -210,10 +209,9 @@ def _best(run: Run, trained: int) -> str | None:
 
 
 def fleet_rows(run: Run) -> list[dict[str, Any]]:
-    """Servers that announce themselves next to a run, by address; none of them is asked anything.
+    """Servers that announce themselves next to a run, by address, as their heartbeats say.
 
-    `beat_ago_s` is by the clocks of this machine and of the server, which may differ. What cannot
-    be read has its `error` alone.
+    `beat_ago_s` is by the clocks of both machines. What cannot be read has its `error` alone.
     """
     rows: list[dict[str, Any]] = []
     board = board_of(run.config.inference, run.folder)
@@ -272,10 +270,7 @@ def each_run(
 
 
 def metric_rows(run: Run) -> list[dict[str, Any]]:
-    """The committed metrics of a run, one row per round, ascending.
-
-    Row r has the evaluation of checkpoint r; the last row may hold an evaluation alone.
-    """
+    """The committed metrics of a run, as `Followed.rows`."""
     rows = {row["round"]: row for row in read_metrics(run).to_pylist()}
     return _merged(rows, evaluations(run))
 
@@ -349,10 +344,7 @@ class Stage:
     @property
     def text(self) -> str:
         """A short text, such as `generating round 12 (1 of 2)`."""
-        if self.ended:
-            return "complete"
-        parts = f" ({self.done} of {self.total})" if self.total else ""
-        return f"{self.name}{parts}"
+        return self.name + (f" ({self.done} of {self.total})" if self.total else "")
 
 
 def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:

@@ -8,6 +8,7 @@ their rows. Metrics that no file gives again (times, gradients) are reported as 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 
@@ -120,10 +121,8 @@ def expected_metrics(run: Run, round: int, recorded: Mapping[str, float]) -> dic
     evaluation, for one that was made after the round was closed is in no row. Raises ObjectMissing,
     CorruptObject, NewerSchema.
     """
-    rollouts, batches = (
-        committed_manifest(run.store, rollouts_slot(round)),
-        committed_manifest(run.store, batches_slot(round)),
-    )
+    rollouts = committed_manifest(run.store, rollouts_slot(round))
+    batches = committed_manifest(run.store, batches_slot(round))
     checkpoint = committed_manifest(run.store, checkpoint_slot(round + 1))
     manifests = [rollouts, batches, checkpoint]
     result = _of_rollouts(run, round, rollouts, batches, recorded)
@@ -140,9 +139,8 @@ def expected_metrics(run: Run, round: int, recorded: Mapping[str, float]) -> dic
 
 def evaluation_of(run: Run, manifest: Manifest) -> dict[str, float]:
     """The `eval/*` metrics of a committed evaluation, from its rows."""
-    groups = [
-        group for table in iter_row_groups(run, manifest) for group in groups_of(table)
-    ]  # the rows have the shape of rollouts
+    # The rows have the shape of rollouts.
+    groups = [group for table in iter_row_groups(run, manifest) for group in groups_of(table)]
     return evaluation_metrics(groups, run.config.evaluation, extractors_of(run.config))
 
 
@@ -204,29 +202,18 @@ def _compare(
     for name in sorted({*recorded, *expected}):
         if _generation(name) not in known:
             continue
+        finding = partial(Finding, round=round, metric=name)
+        value, logged, definition = expected.get(name), recorded.get(name), definition_of(name)
         if name.startswith("scores/"):
-            problem = "tokens of the scores contradict the batches" if expected[name] else ""
-            count = expected[name]
-            yield Finding(round=round, metric=name, expected=0.0, found=count, problem=problem)
-            continue
-        definition = definition_of(name)
-        unchecked = "" if definition is None else _unchecked(name, definition, run.config, recorded)
-        if unchecked and name in recorded:
-            yield Finding(
-                round=round, metric=name, expected=None, found=recorded[name], unchecked=unchecked
-            )
-        if unchecked:
-            continue
-        value, logged = expected.get(name), recorded.get(name)
-        if value is not None and logged is None and not abs(value) < LARGEST:
-            continue  # no row has a number that is not finite, nor, of earlier versions, this one
-        yield Finding(
-            round=round,
-            metric=name,
-            expected=value,
-            found=logged,
-            problem=_problem(definition, value, logged),
-        )
+            problem = "tokens of the scores contradict the batches" if value else ""
+            yield finding(expected=0.0, found=value, problem=problem)
+        elif definition and (unchecked := _unchecked(name, definition, run.config, recorded)):
+            if logged is not None:
+                yield finding(expected=None, found=logged, unchecked=unchecked)
+        # No row has a number that is not finite, nor, of earlier versions, this one.
+        elif value is None or logged is not None or abs(value) < LARGEST:
+            problem = _problem(definition, value, logged)
+            yield finding(expected=value, found=logged, problem=problem)
 
 
 def _is_evaluated(recorded: Mapping[str, float]) -> bool:
@@ -234,7 +221,7 @@ def _is_evaluated(recorded: Mapping[str, float]) -> bool:
 
 
 def _generation(name: str) -> str:
-    """Return the generation of a metric that rows of earlier versions lack, else empty."""
+    # Rows of earlier versions lack the metrics of a later generation.
     definition = definition_of(name)
     return "" if definition is None else definition.late
 

@@ -43,26 +43,20 @@ _ALL = {  # where the share is 100 %
 
 
 def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
-    """Warnings about the latest rounds, a sentence each; none for a run that goes well.
-
-    `run_id` stands in the commands that they name.
-    """
+    """Warnings about the latest rounds, a sentence each; `run_id` stands in their commands."""
     trained = [row for row in rows if row.get("reward") is not None]
     if not trained:
         return []
     last = trained[-1]
+    # With a teacher, groups without a signal of their own have one.
+    taught = {"frac_reward_zero_std"} if last.get("distillation/kl") is not None else set[str]()
     beyond = [
         f"round {last['round']}: "
         + (_ALL.get(name, text) if last[name] >= 1.0 else text).format(last[name], run=run_id)
         for name, (limit, text) in _LIMITS.items()
-        if last.get(name) is not None and last[name] > limit and not _taught(name, last)
+        if last.get(name) is not None and last[name] > limit and name not in taught
     ]
     return beyond + _collapse(trained) + _hacked(rows)
-
-
-def _taught(name: str, row: Mapping[str, Any]) -> bool:
-    """Return True for groups without a signal of their own in a round that had a teacher."""
-    return name == "frac_reward_zero_std" and row.get("distillation/kl") is not None
 
 
 class NewWarnings:

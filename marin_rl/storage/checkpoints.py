@@ -60,10 +60,7 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraParts:
-    """Parts that an attempt writes itself, to be committed with the arrays of a checkpoint.
-
-    Their names begin with no folder; they are not read back when the arrays are.
-    """
+    """Parts that an attempt writes itself, committed with the arrays, not read back with them."""
 
     attempt: str
     parts: Callable[[], Sequence[Part]]
@@ -197,7 +194,6 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
 
 
 def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
-    """Write the arrays as one file below the key `prefix`, durably; its record."""
     data = packed(arrays)
     # Not a create: the name has the attempt, and only the manifest leads readers here.
     run.store.put_part(f"{prefix}/{PACKED}", data)
@@ -274,7 +270,16 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
 
     def verified(part: Part) -> None:
         key = f"{manifest.slot}/{part.name}"
-        data = _read_array(run, manifest.slot, key)
+        try:
+            data = load(run.store, key)
+        except ObjectMissing:
+            # Retention may have deleted the file since the manifest was read.
+            if not pruned_parts(run.store, manifest.slot):
+                raise
+            raise ObjectMissing(
+                f"{run.store.url_of(key)} was pruned by the run's retention: expected a checkpoint "
+                f"with its arrays; `marin-rl status {run.run_id}` shows the latest, which is kept"
+            ) from None
         # Sizes first: a file that was truncated needs no hashing.
         sha256 = digest_of(data) if data.size == part.bytes else "another"
         if sha256 != part.sha256:
@@ -287,20 +292,6 @@ def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
 
     with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
         list(pool.map(verified, array_parts(manifest)))
-
-
-def _read_array(run: Run, slot: str, key: str) -> pa.Buffer:
-    """The bytes of one file, mapped if it is on this machine."""
-    try:
-        return load(run.store, key)
-    except ObjectMissing:
-        # Retention may have deleted the file since the manifest was read.
-        if not pruned_parts(run.store, slot):
-            raise
-        raise ObjectMissing(
-            f"{run.store.url_of(key)} was pruned by the run's retention: expected a checkpoint "
-            f"with its arrays; `marin-rl status {run.run_id}` shows the latest, which is kept"
-        ) from None
 
 
 def _shapes(tree: Tree) -> dict[str, str]:
@@ -323,17 +314,12 @@ _DTYPES = {
 
 def packed(tree: Mapping[str, Any]) -> bytes:
     """Return nested dicts of NumPy arrays as the bytes of a file; the same for equal trees."""
-    return serialize(
-        {
-            # JSON and not a joined path: names of arrays have slashes, and dots, of their own.
-            json.dumps(path): {
-                "dtype": array.dtype.name,
-                "shape": list(array.shape),
-                "data": array.tobytes(),
-            }
-            for path, array in _leaves(tree)
-        }
-    )
+    tensors = dict[str, dict[str, Any]]()
+    for path, array in _leaves(tree):
+        tensor = {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.tobytes()}
+        # JSON and not a joined path: names of arrays have slashes, and dots, of their own.
+        tensors[json.dumps(path)] = tensor
+    return serialize(tensors)
 
 
 def unpacked(data: bytes, source: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ Identify = Callable[[bytes], tuple[str, str]]
 
 
 def new_attempt() -> str:
-    """A name no other attempt has: UTC time for people who list folders, then 64 random bits."""
+    # UTC time for people who list folders, then 64 random bits: no other attempt has the name.
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(8)}"
 
 
@@ -66,10 +66,7 @@ def attempt_in(key: str) -> str | None:
 
 
 def attempt_age_s(attempt: str, now: datetime) -> float:
-    """Seconds since an attempt was named, by the clock of who named it. Negative if clocks differ.
-
-    Raises ValueError for what is not the name of an attempt.
-    """
+    """Seconds since an attempt was named, by its writer's clock. ValueError for other names."""
     # From the name and not from the store: an object's modification time changes when a run is
     # copied.
     named_at = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
@@ -140,7 +137,6 @@ def parent_of(ref: SlotRef) -> Parent:
 
 
 def parse_manifest(data: bytes, source: str) -> Manifest:
-    """The manifest in `data`. Raises CorruptObject or NewerSchema naming `source`."""
     with record_errors(source):
         return Manifest.from_json(data)
 
@@ -157,10 +153,7 @@ def record_errors(source: str) -> Iterator[None]:
 
 
 def read_manifest(store: ObjectStore, slot: str) -> tuple[Manifest, str] | None:
-    """The manifest that commits `slot` and the SHA-256 of its bytes; None while uncommitted.
-
-    Raises CorruptObject, NewerSchema, StoreUnavailable.
-    """
+    """Manifest of `slot` and SHA-256 of its bytes, or None. Raises CorruptObject, NewerSchema."""
     key = manifest_key(slot)
     try:
         data = store.read(key)
@@ -186,24 +179,18 @@ def committed_manifest(store: ObjectStore, slot: str, hint: str = "") -> Manifes
 
 def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
     """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
+    manifest = committed_manifest(store, ref.slot)
     # By the digest, too: a slot that was deleted and made again is another slot.
-    committed = read_manifest(store, ref.slot)
-    if committed is None:
-        raise ObjectMissing(f"{store.url_of(ref.slot)} is not committed")
-    manifest, sha256 = committed
-    if sha256 != ref.sha256:
+    if manifest.sha256 != ref.sha256:
         raise CorruptObject(
-            f"{store.url_of(ref.slot)}: expected SHA-256 {ref.sha256}, found {sha256}: the "
-            "reference is of another run, or the manifest was altered"
+            f"{store.url_of(ref.slot)}: expected SHA-256 {ref.sha256}, found {manifest.sha256}: "
+            "the reference is of another run, or the manifest was altered"
         )
     return manifest
 
 
 def count_in(manifest: Manifest, name: str, source: str, *, at_most: int = 2**31) -> int:
-    """The total `name` of a manifest, a whole number from 0. Raises CorruptObject naming `source`.
-
-    Totals are what a slot says of itself: a record of another one has any, or none.
-    """
+    """A total of a manifest, a whole number. Raises CorruptObject: records of others have any."""
     value = manifest.totals.get(name)
     if value is None or value != value or not 0 <= value <= at_most or value != int(value):
         raise CorruptObject(
@@ -274,10 +261,7 @@ def commit_manifest(
 
 
 def commit_slot(store: ObjectStore, slot: str, *, attempt: str, **record: Any) -> SlotRef:
-    """Commit `slot`, whose parts are written, with the manifest of `new_manifest`.
-
-    Another attempt's commit of the same fingerprint is adopted. Raises as `commit_manifest` does.
-    """
+    """Commit `slot`, whose parts are written, with `new_manifest`. Raises as `commit_manifest`."""
     # After the parts: they are durable by now, so no manifest names a file that a crash lost.
     winner = commit_manifest(store, new_manifest(slot, attempt=attempt, **record))
     return ref_of(winner, reused=winner.attempt != attempt)
@@ -299,15 +283,11 @@ def _expired(store: ObjectStore, manifest: Manifest) -> Manifest | None:
             f"expected less than {ATTEMPT_LIFETIME_S:.0f} s: `marin-rl gc` may have taken its "
             "files; run again, which makes a new attempt"
         )
-    source = store.url_of(manifest.slot)
+    other, source = committed[0], store.url_of(manifest.slot)
     check_fingerprint(
-        source,
-        committed[0].attempt,
-        committed[0].fingerprint,
-        manifest.fingerprint,
-        ours=manifest.attempt,
+        source, other.attempt, other.fingerprint, manifest.fingerprint, ours=manifest.attempt
     )
-    return committed[0]
+    return other
 
 
 def commit_object(
@@ -363,10 +343,7 @@ def commit_object(
 def _look(
     store: ObjectStore, key: str, ours: bytes, attempt: str, fingerprint: str, identify: Identify
 ) -> bytes | None:
-    """The committed bytes if they are ours or may stand for ours; None when absent.
-
-    Ours and another attempt's of the same fingerprint are equally good: both are returned.
-    """
+    """The committed bytes if they are ours or of the same fingerprint; None when absent."""
     try:
         committed = store.read(key)
     except ObjectMissing:

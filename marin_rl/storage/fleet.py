@@ -100,10 +100,7 @@ class Target:
     session: Text | None = None
 
     def aged(self, heartbeat: Heartbeat, version: int) -> str:
-        """Why a heartbeat is too old for those who sample by `version`; empty where it is not.
-
-        Its server must have read a target of this session, of that version or a later one.
-        """
+        """Why a heartbeat is older than the target of `version` in this session, or empty."""
         # The target may be an old one that was put back, too.
         if self.version < version:
             return f"the target of the run is version {self.version}, expected {version} or later"
@@ -151,7 +148,6 @@ def _digest(settings: Mapping[str, Any]) -> str:
 
 
 def served_settings(config: Config) -> dict[str, Any]:
-    """Settings, by dotted key, that decide how a server of a run samples."""
     flat = _flat(fingerprint_fields(config.inference), "inference.")
     tree = _flat(config.policy.model_dump(mode="json"), "policy.")
     return flat | {key: tree[key] for key in _SETTINGS}
@@ -168,7 +164,7 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def run_sha256(folder: ObjectStore) -> str:
-    """SHA-256 of a run's record: another run under the same name has another."""
+    # Another run under the same name has another.
     return sha256_of(folder.read(RUN_KEY))
 
 
@@ -276,7 +272,6 @@ class FleetBoard:
         self.folder.delete(TARGET_KEY)
 
     def target(self) -> Target | None:
-        """The checkpoint that servers are to serve, None for the newest."""
         return self._opened("target", Target, TARGET_KEY)
 
     def prove(self, run_sha256: str, proven: ProvenVersion) -> None:
@@ -291,20 +286,15 @@ class FleetBoard:
         self.folder.replace(CANARIES_KEY, self.signed("canaries", record))
 
     def canaries(self, run_sha256: str) -> dict[int, ProvenVersion]:
-        """The proven versions; none where no trainer of this run has proven one.
-
-        Clients of endpoints whose weights change while they answer prove by them whatever version
-        an endpoint names.
-        """
+        """The proven versions of a run, by which clients prove what an endpoint names."""
         record = self._opened("canaries", _Canaries, CANARIES_KEY)
         if record is None or record.run_sha256 != run_sha256:
             return {}
         return {proven.version: proven for proven in record.canaries}
 
     def direct(self, target: SamplingTarget) -> None:
-        """Write the checkpoint that workers of a pool or cluster sample a window by.
+        """Write the checkpoint by which workers of a pool sample a window, or their flow's pause.
 
-        Workers that another machine started learn from it that their flow pauses, or has gone on.
         One that reads an old record samples by an older policy, which its groups say.
         """
         record = _Sampling(

@@ -36,7 +36,6 @@ class KeyForm:
         return self.template.format(*numbers)
 
     def numbers(self, key: str) -> tuple[int, ...] | None:
-        """The numbers in a key of this form; None for other keys."""
         match = self._pattern.fullmatch(key)
         return None if match is None else tuple(map(int, match.groups()))
 
@@ -105,7 +104,6 @@ def pairs_slot() -> str:
 
 
 def code_key(digest: str) -> str:
-    """The copy of a file of the user's code, by the file's SHA-256."""
     return f"code/{digest}.py"
 
 
@@ -126,7 +124,7 @@ def partial_name(group: str, number: int) -> str:
 
 
 def shard_of_piece(name: str) -> str | None:
-    """The shard that collects an object of a round's rollouts; None for what is no piece of one."""
+    """The shard that collects a piece of a round's rollouts; None for other objects."""
     match = _PIECE.fullmatch(name)
     return f"{match[1]}.parquet" if match else None
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from marin_rl.config import (
@@ -162,11 +163,8 @@ class Run:
         offer_code(store, record["config"], allowed=free is not None)
         # A reference leaves out free keys that are at their default, so the free keys in run.json,
         # which are those of the first process, are dropped before its own are applied.
-        tree = (
-            stored.model_dump(mode="json")
-            if free is None
-            else override(content_fields(stored), free)
-        )
+        dumped = stored.model_dump(mode="json")
+        tree = dumped if free is None else override(content_fields(stored), free)
         tree = place_files(tree, known=ref.places)
         # The run may have been moved since run.json was written: it lies where it was opened.
         tree |= {"root": ref.root, "storage_options": dict(ref.storage_options)}
@@ -197,10 +195,7 @@ class Run:
         return next(shared, self.run_id)
 
     def at_round(self, round: int) -> "Run":
-        """The run that played a round: this one, or the ancestor it was forked from after it.
-
-        The round was played as that run's configuration says. Raises ObjectMissing.
-        """
+        """The run that played a round, by its own configuration: this one or an ancestor."""
         owner = self.player_of(round)
         if owner == self.run_id:
             return self
@@ -282,10 +277,7 @@ def checkpoint_at(run: Run, round: int | None) -> SlotRef:
 
 
 def policy_at(run: Run, round: int | None) -> SlotRef:
-    """As `checkpoint_at`, but the latest of a run without rounds is what pairs or examples taught.
-
-    Raises ObjectMissing.
-    """
+    """As `checkpoint_at`; without rounds, what pairs or examples taught. Raises ObjectMissing."""
     if round is None and latest_checkpoint(run) is None:
         learned = latest_preference(run) or latest_sft(run)
         if learned is not None:
@@ -293,22 +285,17 @@ def policy_at(run: Run, round: int | None) -> SlotRef:
     return checkpoint_at(run, round)
 
 
-def latest_sft(run: Run) -> SlotRef | None:
-    return _latest(run, map(sft_slot, _steps(run, "sft")))
+def _latest_step(slot_of: Callable[[int], str], run: Run) -> SlotRef | None:
+    kind = slot_of(0).partition("/")[0]
+    steps = (step for name in run.store.children(kind) if (step := step_of(name)) is not None)
+    return _latest(run, map(slot_of, sorted(steps, reverse=True)))
 
 
-def latest_reward_model(run: Run) -> SlotRef | None:
-    return _latest(run, map(reward_model_slot, _steps(run, "reward_model")))
-
-
-def latest_preference(run: Run) -> SlotRef | None:
-    return _latest(run, map(preference_slot, _steps(run, "preference")))
-
-
+latest_sft = partial(_latest_step, sft_slot)
+latest_reward_model = partial(_latest_step, reward_model_slot)
+latest_preference = partial(_latest_step, preference_slot)
 # By the section of the configuration that says what learns from preference pairs.
-LATEST_OF_PAIRS: Mapping[str, Callable[[Run], SlotRef | None]] = {
-    "reward_model": latest_reward_model, "preference": latest_preference,
-}  # fmt: skip
+LATEST_OF_PAIRS = {"reward_model": latest_reward_model, "preference": latest_preference}
 
 
 def checkpoint_named(
@@ -347,28 +334,20 @@ def place_named(text: str) -> tuple[str, str, str, str]:
 def refuse_other_content(config: Config) -> None:
     """Raise ConfigError if the run exists with another content. Writes nothing."""
     store = _store_of(config)
-    record = read_record(store)
-    if record is not None:
+    if (record := read_record(store)) is not None:
         source = store.url_of(RUN_KEY)
         check_content(record, as_recorded(record, config, source), source)
 
 
 def recorded_config(config: Config) -> Config | None:
-    """The configuration with the choices that its run recorded; None if the run is new.
-
-    Raises ConfigError, CorruptObject.
-    """
+    """The configuration with what its run recorded, or None. Raises ConfigError, CorruptObject."""
     store = _store_of(config)
     record = read_record(store)
     return None if record is None else as_recorded(record, config, store.url_of(RUN_KEY))
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise ConfigError unless `run_id` can be the name of a folder right under a root.
-
-    New runs have stricter names; a folder that was renamed can be read all the same, unless its
-    name has control characters.
-    """
+    """Raise ConfigError unless `run_id` can name a folder, as of runs that were renamed."""
     if not is_name(run_id):
         raise ConfigError(
             f"expected the id of a run, a folder right under the root, found {run_id[:300]!r}; "
@@ -397,11 +376,6 @@ def is_run_name(name: str) -> bool:
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
-def _steps(run: Run, kind: str) -> list[int]:
-    steps = map(step_of, run.store.children(kind))
-    return sorted((step for step in steps if step is not None), reverse=True)
-
-
 def _latest(run: Run, slots: Iterator[str]) -> SlotRef | None:
     # A folder without a manifest is an unfinished attempt, so the one before it is the latest.
     # Lazy: usually the first slot is committed, and is the only one read.
@@ -415,7 +389,7 @@ def _store_of(config: Config) -> ObjectStore:
 def with_ancestors(
     top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]
 ) -> ObjectStore:
-    """The store of a run below `top` whose own folder is `own`: what ancestors have is theirs."""
+    """The store of a run below `top`, with what its ancestors have."""
     if not ancestors:
         return own
     return ForkedStore(own, [(item.through_round, top.at(item.run_id)) for item in ancestors])

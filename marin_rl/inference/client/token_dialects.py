@@ -86,6 +86,7 @@ class TokenIdsDialect(Dialect):
         """Read one sample. Raises BadResponse."""
 
     async def answer(self, request: ChatRequest, send: Send) -> ChatAnswer:
+        """As the base; raises InputError for a tokenizer that cannot be read."""
         prompt_ids, first = request.prompt_ids, request.sampling.seed
         if prompt_ids is None:
             options = (request.template_options,) if request.template_options else ()
@@ -113,11 +114,12 @@ class VllmDialect(TokenIdsDialect):
     route = Root(GENERATE_ROUTE)
 
     def body(self, request: ChatRequest, prompt_ids: Ids) -> dict[str, Any]:
+        """As the base; `logprobs: 0` asks for the sampled tokens' own."""
         parameters = sampling_fields(request.sampling, request.stop_token_ids)
         return {
             "model": request.model,
             "token_ids": prompt_ids.tolist(),
-            "sampling_params": parameters | {"logprobs": 0},  # of the sampled tokens
+            "sampling_params": parameters | {"logprobs": 0},
         }
 
     def read(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
@@ -147,6 +149,7 @@ class VllmDialect(TokenIdsDialect):
         )
 
     async def serving(self, name: str, probe: Probe) -> ServedModel:
+        """Version in the label of the weights. Raises EndpointUnavailable while none are loaded."""
         # One whose reload failed stays paused, with the label of the weights before.
         if _field(await probe(Root("/is_paused")), "is_paused") is True:
             raise EndpointUnavailable("is paused: new weights are being loaded, or could not be")
@@ -218,6 +221,7 @@ class SGLangDialect(TokenIdsDialect):
         }
 
     def read(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
+        """As the base, and raises StalePolicy where another version of the weights is named."""
         body = read_object(data)
         meta = expect_object(body.get("meta_info"), "meta_info")
         pairs: Any = meta.get("output_token_logprobs")

@@ -161,7 +161,7 @@ class Receiver:
             raise
         new = 0
         for data, number, policy, group_at in pushed:
-            new += not self._queue.append(number, data.digest, policy, group_at).repeated
+            new += self._queue.append(number, data.digest, policy, group_at)
             self.latest = data
         self.counts["accepted"] += new
         self.counts["repeated"] += len(groups) - new

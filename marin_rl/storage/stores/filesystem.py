@@ -117,12 +117,11 @@ class BucketStore(FilesystemStore):
 def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: bool = False) -> Any:
     """Filesystem of this process (none survives a fork) for a protocol and a set of options.
 
-    With `once`, the filesystem sends each request a single time, so that no retry inside it can
-    run past the deadline of a commit.
+    With `once` it sends each request once: no retry inside may outlast a commit's deadline.
     """
     from fsspec import filesystem  # brings asyncio along, which a local root spares
 
-    # fsspec's own cache would return one instance for both, and `_send_once` alters it.
+    # fsspec's own cache would return one instance for both, and `once` alters it.
     settings = orjson.loads(options) | {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol == "s3" and once:
         configured = settings.get("config_kwargs", {})
@@ -133,15 +132,11 @@ def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: boo
     except ImportError as error:
         raise ConfigError(f"root: {protocol}:// needs a package that is missing: {error}") from None
     if once:
-        _send_once(fs)
+        fs.retries = 1  # s3fs reads it at each call
+        method = getattr(type(fs), "_request", None)
+        if method is not None:  # gcsfs wraps its own count around the method: take what is inside
+            fs._request = method.__wrapped__.__get__(fs)
     return fs
-
-
-def _send_once(fs: Any) -> None:
-    fs.retries = 1  # s3fs reads it at each call
-    method = getattr(type(fs), "_request", None)
-    if method is not None:  # gcsfs wraps its own count around the method: take what is inside
-        fs._request = method.__wrapped__.__get__(fs)
 
 
 def _frozen(options: Mapping[str, Any]) -> bytes:
@@ -204,10 +199,7 @@ _memory_lock = threading.RLock()
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
-    """The store at a local path or a file://, memory://, gs:// or s3:// URL. Touches nothing yet.
-
-    `options` go to fsspec. Raises ConfigError for other schemes.
-    """
+    """The store at a path or URL; `options` go to fsspec. Touches nothing. ConfigError."""
     scheme, separator, path = url.partition("://")
     if not separator:
         scheme, path = "file", url

@@ -15,13 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from marin_rl.errors import (
-    CorruptObject,
-    ObjectMissing,
-    RootUnfit,
-    StorageError,
-    StoreUnavailable,
-)
+from marin_rl.errors import CorruptObject, ObjectMissing, RootUnfit, StorageError, StoreUnavailable
 from marin_rl.plain_files import CAREFULLY, folder_below
 from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome, checked, is_private
 from schemas.manifests import RECORD_BYTES_MAX
@@ -142,10 +136,7 @@ class LocalStore(ObjectStore):
 
 
 def check_way(path: Path, key: str) -> None:
-    """Raise CorruptObject where a folder on the way to an object is a link.
-
-    `path` is the file of `key` in some store: folders above its first part are the user's own.
-    """
+    """Raise CorruptObject where a folder on the way to an object is a link, below its store."""
     with suppress(FileNotFoundError, NotADirectoryError), _way(path, key):
         pass
 
@@ -187,10 +178,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = N
 
 
 def checked_file(path: Path, key: str) -> Path:
-    """Return the file of `key`, for a library that opens it by its name.
-
-    Raises CorruptObject unless it is a regular file that no link leads to; ObjectMissing.
-    """
+    """The file of `key`, for a library that opens it. CorruptObject for links, ObjectMissing."""
     with explained(path):
         check_way(path, key)
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -250,20 +238,15 @@ def _not_folders(top: str) -> Iterator[str]:
 
 
 def sync_folders(folder: Path) -> None:
-    """Make the entries of `folder`, and of every folder below it, durable.
+    """Make all entries below `folder` durable, of files that a library has written and synced."""
 
-    For parts that a library writes by itself, whose contents are synced already, before the
-    manifest that names them is committed.
-    """
+    def unless_gone(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # a folder that vanishes meanwhile is empty
+            raise error
+
     # A file's name is an entry of its folder: a crash loses it until the folder is synced.
-    for name, _, _ in os.walk(folder, onerror=_unless_gone):
+    for name, _, _ in os.walk(folder, onerror=unless_gone):
         _sync_folder(Path(name))
-
-
-def _unless_gone(error: OSError) -> None:
-    """A folder that vanishes while it is listed is empty; one that may not be read is an error."""
-    if not isinstance(error, FileNotFoundError):
-        raise error
 
 
 def make_folder(folder: Path) -> None:
@@ -334,10 +317,7 @@ _ADVICE = {
 
 
 def need_room(folder: Path, n_bytes: int) -> None:
-    """Raise the OSError of a full disk if `n_bytes` cannot fit below `folder`, before any of them.
-
-    A file system that does not tell its size passes.
-    """
+    """Raise the OSError of a full disk if `n_bytes` cannot fit, where its file system tells."""
     disk = os.statvfs(folder)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < n_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

@@ -32,7 +32,6 @@ class Holder:
 
     @property
     def here(self) -> bool:
-        """True if the process runs, or ran, on this machine, where it can be looked for."""
         return self.host in (None, platform.node())
 
     @property
@@ -83,11 +82,7 @@ def refuse_locked(path: Path) -> None:
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file while the block runs.
-
-    Raises RunLocked, with the process that holds it; CorruptObject for any but a regular file: it
-    would be emptied.
-    """
+    """Hold the lock file meanwhile. Raises RunLocked, CorruptObject for any but a regular file."""
     with explained(path, 0):
         # Not truncated: until the lock is ours the text is that of the process which holds it.
         descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)

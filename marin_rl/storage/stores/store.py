@@ -23,10 +23,7 @@ Keys = list[str]  # an alias, because `list` names a method below
 
 
 class PutOutcome(Enum):
-    """Outcome of a create: created, already there, or unknown.
-
-    EXISTS may still be our own write whose reply was lost: read back and compare.
-    """
+    """Outcome of a create. EXISTS may be our own write, whose reply was lost: read and compare."""
 
     CREATED = "created"
     EXISTS = "exists"
@@ -37,7 +34,7 @@ class ObjectStore(ABC):
     """Objects below one folder or URL, by keys like `rollouts/round-00012/shard-0003.parquet`.
 
     Every listing is fresh and every read is of the whole object. Stores are picklable and open
-    their connections lazily, per process. Backends inherit the docstrings of the methods.
+    their connections lazily, per process.
     """
 
     url: str
@@ -55,10 +52,7 @@ class ObjectStore(ABC):
         """Write `key`, whose name no other attempt uses, durably. Raises as `read` does."""
 
     def replace(self, key: str, data: bytes) -> None:
-        """Write a private object that commits nothing, in the place of the last one.
-
-        A reader sees the old bytes or the new ones. Raises as `read` does.
-        """
+        """Write over a private object that commits nothing; readers see the old or new bytes."""
         # One request, which is atomic in buckets and in memory.
         assert is_private(key), f"{key} is visible, and what is visible never changes"
         self.put_part(key, data)
@@ -182,10 +176,9 @@ KINDS = (*PLAYED, *BEFORE, "checkpoints")
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A run whose slots a fork reads as its own, up to the checkpoint of `through_round`.
+    """A run whose slots a fork reads, up to a checkpoint; `sha256` is that of its run.json.
 
-    `sha256` is that of its run.json. In a chain of forks, each ancestor has
-    the rounds after the one before it.
+    In a chain, each has the rounds after the one before it.
     """
 
     run_id: str
@@ -233,14 +226,9 @@ class ForkedStore(ObjectStore):
         self._writable(key).replace(key, data)
 
     def list(self, prefix: str = "") -> Keys:
-        keys = [
-            key
-            for store in (self.own, *(store for _, store in self.shared))
-            for key in store.list(prefix)
-            # A parent may play on after the fork; those rounds are not the fork's.
-            if self.owner(key) is store
-        ]
-        return sorted(keys)
+        # A parent may play on after the fork; those rounds are not the fork's.
+        stores = (self.own, *(store for _, store in self.shared))
+        return sorted(k for store in stores for k in store.list(prefix) if self.owner(k) is store)
 
     def children(self, prefix: str = "") -> Keys:
         if not prefix:

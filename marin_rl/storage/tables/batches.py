@@ -109,9 +109,9 @@ def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Ta
 
 
 def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
-    """The round's optimizer steps in order, one in memory at a time; arrays are read-only views.
+    """The round's optimizer steps, one in memory at a time; arrays are read-only views.
 
-    A round without any kept rollout has none. Raises ObjectMissing, CorruptObject, NewerSchema.
+    None where no rollout was kept. Raises ObjectMissing, CorruptObject, NewerSchema.
     """
     manifest = manifest_of(run.store, ref)
     # By the manifest's total: the length of rows is part of their type, and must be known before
@@ -156,10 +156,7 @@ def _steps(run: Run, manifest: Manifest, schema: pa.Schema) -> Iterator[pa.Table
 
 
 def read_dispositions(run: Run, round: int) -> pa.Table:
-    """Dispositions of every rollout of the round, in the order of the rollouts.
-
-    Raises ObjectMissing while the batches are not committed, CorruptObject, NewerSchema.
-    """
+    """Dispositions of all rollouts of the round, in their order. ObjectMissing without them."""
     return dispositions_of(run, committed_manifest(run.store, batches_slot(round)))
 
 

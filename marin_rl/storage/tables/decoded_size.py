@@ -27,10 +27,7 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBL
 
 
 def open_parquet(buffer: pa.Buffer, **options: Any) -> pq.ParquetFile:
-    """Open a file that anyone may have written, with checksums of pages and limits of the footer.
-
-    Raises what pyarrow raises for bytes that are no Parquet.
-    """
+    """Open a file that anyone may have written. Raises what pyarrow raises for other bytes."""
     return pq.ParquetFile(
         pa.BufferReader(buffer), page_checksum_verification=True, **FOOTER_LIMITS, **options
     )
@@ -46,8 +43,7 @@ def check_decoded(
 ) -> None:
     """Raise Malformed for a row group whose columns would take more memory than `limit_of`.
 
-    `file` reads `buffer`. Nothing that grows is decoded to find out. Raises what pyarrow raises for
-    metadata that contradict themselves.
+    Nothing that grows is decoded to find out. Raises what pyarrow raises for broken metadata.
     """
     limit, wanted = limit_of(buffer.size), set(columns)
     paths = [file.schema.column(index).path for index in range(len(file.schema))]

@@ -64,14 +64,14 @@ class GroupLog:
         # one.
         while waiting:
             keys = [self._next_key(chain) for chain in waiting]
-            there = list[str]()
-            for chain, key, data in zip(waiting, keys, self._load(keys), strict=True):
+            present = zip(waiting, keys, self._load(keys), strict=True)
+            waiting = []
+            for chain, key, data in present:
                 if data is not None:
                     part = self._decoded(key, data)
                     groups.setdefault(chain, []).extend(part)
                     self._count(chain, part)
-                    there.append(chain)
-            waiting = there
+                    waiting.append(chain)
         return groups
 
     def append(
@@ -193,9 +193,7 @@ def groups_of_chunk(
     return _of_stream(lambda _, n: pack_key(numbers, n), run, fingerprint, policy, worker)
 
 
-def _partial_key(group_id: str, number: int) -> str:
-    return partial_key(int(group_id.rpartition("-")[2]), number)
-
-
 # Chains of pieces of a stream's unfinished groups, by the ids of the groups.
-partials_of_stream = partial(_of_stream, _partial_key)
+partials_of_stream = partial(
+    _of_stream, lambda group_id, n: partial_key(int(group_id.rpartition("-")[2]), n)
+)

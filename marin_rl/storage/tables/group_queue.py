@@ -55,14 +55,6 @@ def place_of(config: Config, number: int) -> QueuePlace:
     return QueuePlace(number=number, round=round, shard=shard, group=group)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Appended:
-    """Commit of a group; `repeated` where an earlier request had committed it."""
-
-    group_id: str
-    repeated: bool
-
-
 class GroupQueue:
     """The groups pushed to a run. Methods are called one at a time."""
 
@@ -70,7 +62,7 @@ class GroupQueue:
         self._run = run
         content = {"rollouts": fingerprint_fields(run.config.rollouts)}
         self._fingerprint = fingerprint("pushed", content, (), CONTENT_VERSION)
-        self._recent: OrderedDict[tuple[int, str], str] = OrderedDict()
+        self._recent: OrderedDict[tuple[int, str], None] = OrderedDict()
         self._waiting: deque[tuple[int, int]] = deque()  # number and environment
         self.accepted = 0  # the number of the next group
 
@@ -93,18 +85,17 @@ class GroupQueue:
         digest: str,
         policy: ServedPolicy,
         group_at: Callable[[str], RolloutGroup],
-    ) -> Appended:
+    ) -> bool:
         """Commit the group that `group_at` makes for an id, at the next number that is free.
 
-        `policy` is the one that sampled it, `digest` that of its content. Raises CommitUnknown,
-        StorageError, and what `group_at` raises.
+        False where an earlier request had committed it, by `digest`. `policy` sampled it. Raises
+        CommitUnknown, StorageError, and what `group_at` raises.
         """
         while True:
             # A client that got no reply sends again: the same content must not become a second
             # group.
-            known = self._recent.get((environment, digest))
-            if known is not None:
-                return Appended(group_id=known, repeated=True)
+            if (environment, digest) in self._recent:
+                return False
             place = place_of(self._run.config, self.accepted)
             group = group_at(place.group_id)
             stamp = {DIGEST: digest, ENVIRONMENT: str(environment)}
@@ -125,7 +116,7 @@ class GroupQueue:
             kept = self._collected(place) or self._stamp(place, committed)
             self._remember(place, kept)
             if kept == stamp:
-                return Appended(group_id=place.group_id, repeated=False)
+                return True
 
     def queued(self, taken: int) -> Counter[int]:
         """Number of groups by environment, without the first `taken` ones of all."""
@@ -134,10 +125,9 @@ class GroupQueue:
         return Counter(environment for _, environment in self._waiting)
 
     def places(self, round: int, shard: int) -> list[QueuePlace]:
-        config = self._run.config
-        first = round * config.rollouts.groups_per_round
-        numbers = range(first, first + config.rollouts.groups_per_round)
-        places = (place_of(config, number) for number in numbers)
+        groups = self._run.config.rollouts.groups_per_round
+        numbers = range(round * groups, (round + 1) * groups)
+        places = (place_of(self._run.config, number) for number in numbers)
         return [place for place in places if place.shard == shard]
 
     def rows(self, place: QueuePlace) -> pa.Table | None:
@@ -160,7 +150,7 @@ class GroupQueue:
 
     def _remember(self, place: QueuePlace, stamp: dict[str, str]) -> None:
         environment = int(stamp[ENVIRONMENT])
-        self._recent[environment, stamp[DIGEST]] = place.group_id
+        self._recent[environment, stamp[DIGEST]] = None
         self._waiting.append((place.number, environment))
         while len(self._recent) > RECENT_MAX:
             self._recent.popitem(last=False)

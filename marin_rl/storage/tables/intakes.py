@@ -45,10 +45,9 @@ KEPT_MAX = 2  # intakes in memory: a round's own, and that of the round before
 
 
 class Entry(NamedTuple):
-    """A group that a round takes, or drops for a reason.
+    """A group that a round takes, or drops for a reason; `version` is its oldest policy.
 
-    `sha256` is the digest of its object, `version` its oldest policy. `pack` is the name of the
-    object where that has several groups.
+    `sha256` is the digest of its object, `pack` the object's name where it has several groups.
     """
 
     number: int
@@ -131,8 +130,7 @@ def decide(
 ) -> Intake | None:
     """The intake of a round by the finished groups that were seen; None where it is to wait.
 
-    `under_way` are the policies of groups that are being sampled. With `ended`, sampling has
-    ended: nothing under way is waited for.
+    `under_way` are policies of groups being sampled, for which none waits once that has `ended`.
     """
     oldest = round - config.staleness_rounds_max
     waits = config.ahead.sampler == "windowed_wait"
@@ -187,11 +185,7 @@ def settled_before(run: Run, round: int) -> Settled:
 
 
 def _intake_of(run: Run, round: int) -> Intake:
-    """A committed intake, which this process may have read before. Raises as `read_intake`.
-
-    It is asked for at every look at the stream and for every shard, never changes, and a record of
-    100,000 groups takes half a second to read.
-    """
+    """A committed intake, cached: shards ask for it, and a long one takes half a second to read."""
     kept = _kept.setdefault(run.store, _Kept())
     with kept.lock:
         if (intake := kept.intakes.get(round)) is None:
@@ -241,11 +235,7 @@ def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Man
 
 
 def _recorded(groups: Sequence[Entry]) -> dict[str, Any]:
-    """The groups as a record has them, by ranges of numbers.
-
-    A range is `[object, first number, count, policy, reason]`; `object` counts in `objects`, each
-    with its name and digest.
-    """
+    """Groups as ranges `[object, first number, count, policy, reason]`; `object` is a place."""
     objects = dict.fromkeys((entry.key.rpartition("/")[2], entry.sha256) for entry in groups)
     places = {name: place for place, (name, _) in enumerate(objects)}
     ranges = list[list[Any]]()
@@ -324,7 +314,7 @@ def intake_metrics(run: Run, round: int) -> dict[str, float]:
 def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
     """Commit a shard of a round out of the groups that its intake names, taken or dropped.
 
-    Raises CorruptObject where a group is lost or is another than was seen, and as `commit_tables`.
+    Raises CorruptObject where a group is lost or is another one, and as `commit_tables`.
     """
     content = {"round": round, "shard": shard}
     decided = fingerprint("collected", content, (parent_of(intake),), CONTENT_VERSION)

@@ -38,7 +38,7 @@ FLOAT = pa.float64()
 
 
 def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> SlotRef:
-    """Commit a round's metrics, the first attempt's if there were several.
+    """Commit a round's metrics, unless another attempt was first.
 
     Raises ValueError naming metrics without a definition, CommitUnknown, StorageError.
     """
@@ -71,9 +71,8 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
 def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
     """Metrics of committed rounds, ascending: run_id, round, and a float64 column per metric.
 
-    Only `rounds` where they are given, which spares the listing. A metric that a round lacks is
-    null. Objects that lie elsewhere are fetched many at once. Raises CorruptObject, NewerSchema,
-    ObjectMissing.
+    Only `rounds` where given, which spares the listing. A metric that a round lacks is null. Raises
+    CorruptObject, NewerSchema, ObjectMissing.
     """
     if rounds is None:
         rounds = rounds_in(run.store, "metrics")

@@ -85,10 +85,7 @@ def _labelled_answers(pair: PreferencePair) -> Iterator[PreferencePair]:
 
 
 def read_pairs(path: str | Path, key: str = "reward_model.pairs") -> PairFile:
-    """Pairs of a JSONL or Parquet file, which the configuration names as `key`.
-
-    Raises InputError naming the row and the field.
-    """
+    """Pairs of a JSONL or Parquet file, named by `key`. Raises InputError with row and field."""
     file = Path(path)
     try:
         data = file.read_bytes()
@@ -144,10 +141,9 @@ def commit_pairs(
     extra: Mapping[str, Any],
     parents: Sequence[Parent] = (),
 ) -> SlotRef:
-    """Commit the pairs that a run trains on under the fingerprint `decided`; `extra` is kept.
+    """Commit the pairs that a run trains on; `parents` made their reference's log-probabilities.
 
-    `parents` are what their reference's log-probabilities are of. Raises CommitConflict when the
-    run has others.
+    Raises CommitConflict when the run has others.
     """
     attempt, slot = new_attempt(), pairs_slot()
     data = encode_pairs(pairs, {"attempt": attempt})

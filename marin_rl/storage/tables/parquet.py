@@ -11,7 +11,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,21 +41,14 @@ _WRITER = re.compile(r"parquet-cpp-arrow version \d+\.\d+\.\d+[\w.+-]*")
 
 # Encodings that beat the defaults, by the name of the column: ids are too many for a dictionary,
 # logprobs share their exponent bytes, positions differ by one.
+_PLAIN = ("token_ids", "chosen_token_ids", "rejected_token_ids")
+_SPLIT = (
+    "logprobs", "policy_logprobs", "teacher_logprobs", "trainer_logprobs", "sampler_logprobs",
+    "reference_logprobs", "old_logprobs", "entropies", "ratios", "values", "old_values",
+)  # fmt: skip
 ENCODINGS: Mapping[str, str] = {
-    "token_ids": "PLAIN",
-    "chosen_token_ids": "PLAIN",
-    "rejected_token_ids": "PLAIN",
-    "logprobs": "BYTE_STREAM_SPLIT",
-    "policy_logprobs": "BYTE_STREAM_SPLIT",
-    "teacher_logprobs": "BYTE_STREAM_SPLIT",
-    "trainer_logprobs": "BYTE_STREAM_SPLIT",
-    "sampler_logprobs": "BYTE_STREAM_SPLIT",
-    "reference_logprobs": "BYTE_STREAM_SPLIT",
-    "old_logprobs": "BYTE_STREAM_SPLIT",
-    "entropies": "BYTE_STREAM_SPLIT",
-    "ratios": "BYTE_STREAM_SPLIT",
-    "values": "BYTE_STREAM_SPLIT",
-    "old_values": "BYTE_STREAM_SPLIT",
+    **dict.fromkeys(_PLAIN, "PLAIN"),
+    **dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT"),
     "positions": "DELTA_BINARY_PACKED",
 }
 
@@ -83,14 +76,12 @@ class TableWriter:
         self._writer.write_table(table.cast(self.schema), row_group_size=max(table.num_rows, 1))
 
     def finish(self) -> bytes:
-        """Write the footer; return the bytes of the file."""
         self._writer.close()
         return self._sink.getvalue().to_pybytes()
 
 
 def write_plain(path: Path, table: pa.Table) -> None:
-    """Write a table for other libraries: a file of any schema, without a stamp of ours."""
-    pq.write_table(table, path)
+    pq.write_table(table, path)  # for other libraries: without a stamp of ours
 
 
 class PartWriter:
@@ -123,10 +114,7 @@ class PartWriter:
         self._writer.write(table)
 
     def close(self, empty: pa.Schema | None = None) -> tuple[Part, ...]:
-        """Write the last part; return the parts in order, all durable.
-
-        Without any table there is none, or one without rows where the schema `empty` is given.
-        """
+        """Write the last part; all parts, durable. One without rows where `empty` is given."""
         if self._writer is None and not self._parts and empty is not None:
             self._writer = self._open_writer(empty)
         if self._writer is not None:
@@ -150,18 +138,16 @@ def put_part(store: ObjectStore, slot: str, name: str, data: bytes, *, rows: int
 class TableReader:
     """Reader of a Parquet file of a known format, by row groups, which are upgraded.
 
-    `stamp` is what the footer says of it, `schema` its columns as they are in the file. `Columns`
-    are names of the ladder's columns, None for all of them, or a schema where it has none.
-    Raises CorruptObject where the bytes are not such a file, NewerSchema where the version is not
-    known here; both name `source`.
+    `stamp` is what the footer says, `schema` the columns in the file. `Columns` are names of the
+    ladder's columns, all, or a schema where it has none. Raises CorruptObject, NewerSchema naming
+    `source`.
     """
 
     def __init__(self, data: pa.Buffer | bytes, source: str, ladder: Ladder) -> None:
         self.source, self.ladder = source, ladder
         with corruption_named(source):
-            buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
-            self._buffer = buffer
-            self._file = open_parquet(buffer)
+            self._buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
+            self._file = open_parquet(self._buffer)
             raw = self._file.metadata.metadata or {}
             stamp = self.stamp = {
                 key.decode().removeprefix(STAMP_PREFIX): value.decode()
@@ -260,10 +246,7 @@ class TableReader:
 def commit_table(
     store: ObjectStore, key: str, data: bytes, ladder: Ladder, *, attempt: str, fingerprint: str
 ) -> bytes:
-    """Commit a file whose stamp has `attempt` and `fingerprint`; the bytes that are there then.
-
-    They are another attempt's where that one was first. Raises as `commit_object` does.
-    """
+    """Commit a file stamped with `attempt` and `fingerprint`; the bytes that are committed."""
     source = store.url_of(key)
     # The file is its own commit: one create of all its bytes, so no manifest can be missing.
     return commit_object(
@@ -304,13 +287,12 @@ def load(store: ObjectStore, key: str) -> pa.Buffer:
 
 
 def load_readable(store: ObjectStore, keys: Iterable[str]) -> Iterator[pa.Buffer | None]:
-    """Objects as buffers, in order; None for links, pipes and the like in their place."""
+    """Objects as buffers, in order; None for a link or a pipe in their place, which fsck names."""
 
     def readable(key: str) -> pa.Buffer | None:
-        try:
+        with suppress(CorruptObject):
             return load(store, key)
-        except CorruptObject:  # a link or a pipe in its place, which fsck names
-            return None
+        return None
 
     return in_order(store, readable, keys)
 
@@ -337,30 +319,21 @@ def in_order(
 
 
 def fetches_at_once(bytes_max: int) -> int:
-    """Number of parts of at most `bytes_max` bytes that are fetched from elsewhere at once.
-
-    They take as much memory as PARTS_MAX parts of full size.
-    """
-    fit = PARTS_MAX * PART_BYTES_MAX // max(bytes_max, 1)
-    return min(max(fit, PARTS_MAX), FETCHES_MAX)
+    """Number of parts of at most `bytes_max` bytes to fetch at once, in the memory of PARTS_MAX."""
+    return min(max(PARTS_MAX * PART_BYTES_MAX // max(bytes_max, 1), PARTS_MAX), FETCHES_MAX)
 
 
 def iter_present(
     store: ObjectStore, keys: Iterable[str], at_once: int = FETCHES_MAX
 ) -> Iterator[pa.Buffer | None]:
-    """Objects as buffers, in order, None for missing ones; remote ones concurrently.
-
-    Of a remote store no more than `at_once` objects are in memory. The caller has one more, unless
-    it lets go of it.
-    """
+    """Objects as buffers, in order, None for missing ones; `at_once` remote ones in memory."""
     return in_order(store, lambda key: load_or_none(store, key), keys, at_once)
 
 
 def load_or_none(store: ObjectStore, key: str) -> pa.Buffer | None:
-    try:
+    with suppress(ObjectMissing):
         return load(store, key)
-    except ObjectMissing:
-        return None
+    return None
 
 
 def digest_of(data: pa.Buffer | bytes) -> str:

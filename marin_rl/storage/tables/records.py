@@ -138,19 +138,15 @@ DETAILS = "reward_details"
 def check_groups(groups: Sequence[RolloutGroup]) -> None:
     """Raise ValueError naming the first rollout that could not be trained on as it stands."""
     seen: set[str] = set()
-    for group in groups:
-        for rollout in group.rollouts:
-            if rollout.rollout_id in seen:
-                raise ValueError(f"rollout {rollout.rollout_id} is in the shard more than once")
-            seen.add(rollout.rollout_id)
-            _check_rollout(rollout)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        if rollout.rollout_id in seen:
+            raise ValueError(f"rollout {rollout.rollout_id} is in the shard more than once")
+        seen.add(rollout.rollout_id)
+        _check_rollout(rollout)
 
 
 def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) -> pa.Table:
-    """Table with a row per rollout; `constants` are the columns with one value for all rows.
-
-    Raises InputError for what an environment gave and no file can hold.
-    """
+    """Table with a row per rollout. InputError for what an environment gave and no file holds."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     shared = [  # rendered once a group
         {
@@ -166,28 +162,28 @@ def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) 
     for name in _GROUP_COLUMNS:
         rows = zip(shared, groups, strict=True)
         values[name] = [row[name] for row, group in rows for _ in group.rollouts]
-    values["metadata"] = [
-        _with_details(text, rollout)
-        for text, rollout in zip(values["metadata"], rollouts, strict=True)
-    ]
+    for place, rollout in enumerate(rollouts):
+        # The texts behind reward components, by their names.
+        details = {part.name: part.detail for part in rollout.reward_components if part.detail}
+        if details:
+            metadata = {**json.loads(values["metadata"][place]), DETAILS: details}
+            values["metadata"][place] = json.dumps(metadata, ensure_ascii=False)
     values |= _ROLLOUT.columns(rollouts)
     values[_DIGEST] = [rollout.policy_digest or constants[_DIGEST] for rollout in rollouts]
-    columns = {name: _column(name, value) for name, value in values.items()}
+    columns = dict[str, pa.Array]()
+    for name, column in values.items():
+        try:
+            columns[name] = pa.array(column, ROLLOUTS.field(name).type)
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"rollouts cannot be written: a text of the column {name} is not Unicode, "
+                f"{error.reason} at character {error.start} of {error.object[:80]!a}: an "
+                "environment must give text that UTF-8 can hold"
+            ) from error
     for name in TOKEN_COLUMNS:
         arrays = [getattr(rollout, name) for rollout in rollouts]
         columns[name] = _list_column(arrays, ROLLOUTS.field(name).type)
     return pa.table([columns[name] for name in ROLLOUTS.names], schema=ROLLOUTS)
-
-
-def _column(name: str, values: list[Any]) -> pa.Array:
-    try:
-        return pa.array(values, ROLLOUTS.field(name).type)
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"rollouts cannot be written: a text of the column {name} is not Unicode, "
-            f"{error.reason} at character {error.start} of {error.object[:80]!a}: an "
-            "environment must give text that UTF-8 can hold"
-        ) from error
 
 
 def groups_of(table: pa.Table) -> list[RolloutGroup]:
@@ -246,14 +242,6 @@ def _json(example: Example) -> str:
             f"example {example.example_id} of environment {example.environment}: its metadata is "
             f"not JSON ({error}); an environment must give plain numbers, strings, lists and maps"
         ) from error
-
-
-def _with_details(metadata: str, rollout: Rollout) -> str:
-    """Add the texts behind reward components to a rollout's metadata, by their names."""
-    details = {part.name: part.detail for part in rollout.reward_components if part.detail}
-    if not details:
-        return metadata
-    return json.dumps({**json.loads(metadata), DETAILS: details}, ensure_ascii=False)
 
 
 def _list_column(arrays: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:

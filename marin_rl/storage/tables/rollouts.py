@@ -13,7 +13,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -45,17 +44,12 @@ from marin_rl.storage.tables.parquet import (
     open_part,
     verified,
 )
-from marin_rl.storage.tables.records import check_groups, groups_of, rollout_table
+from marin_rl.storage.tables.records import check_groups, rollout_table
+from marin_rl.storage.tables.records import groups_of as groups_of
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
 from schemas.manifests import Manifest, Parent, Part
 from schemas.migrations import ROLLOUTS as LADDER
 from schemas.tables import CONTENT_VERSION, ROLLOUTS
-
-__all__ = [
-    "SamplingRecord", "commit_groups", "commit_shard", "commit_tables", "decode_shard",
-    "encode_shard", "groups_of", "identify_shard", "iter_row_groups", "iter_shards",
-    "manifest_to_be", "rollouts_manifest", "seal_round", "shard_ref",
-]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -87,9 +81,8 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
 ) -> bytes:
     """The Parquet bytes of a shard: one row per rollout, groups adjacent in one row group.
 
-    `stamp` is what else the footer says: which reward model judged it, where one did.
-    Raises ValueError naming the rollout whose arrays disagree, InputError where an example's
-    metadata is not JSON.
+    `stamp` is what else the footer says. Raises ValueError naming the rollout whose arrays
+    disagree, InputError where metadata is not JSON.
     """
     check_groups(groups)
     constants = {
@@ -115,10 +108,7 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
 def decode_shard(
     data: bytes | pa.Buffer, columns: Sequence[str] | None = None, *, source: str = "rollout shard"
 ) -> pa.Table:
-    """The rows of a shard, upgraded to the newest schema; only `columns` where they are given.
-
-    Raises CorruptObject or NewerSchema naming `source`.
-    """
+    """The rows of a shard, by the newest schema. Raises CorruptObject, NewerSchema."""
     return TableReader(data, source, LADDER).table(columns)
 
 
@@ -140,8 +130,7 @@ def commit_groups(  # noqa: PLR0913 - what a shard says of itself, and its key
 ) -> tuple[bytes, bool]:
     """Create groups at a key; the bytes that are committed there, and True if they are these.
 
-    `replica` names the process that makes a shard. Raises CommitConflict, CommitUnknown,
-    StorageError, and what `encode_shard` raises.
+    `replica` names the process. Raises CommitConflict, CommitUnknown, StorageError, InputError.
     """
     attempt = new_attempt()
     data = encode_shard(
@@ -168,10 +157,7 @@ def commit_shard(
     policy: ServedPolicy,
     stamp: Mapping[str, str] | None = None,
 ) -> SlotRef:
-    """Commit a shard by one create; where another attempt was first, its shard is adopted.
-
-    Raises as `commit_groups` does.
-    """
+    """Commit a shard, or adopt that of an earlier attempt. Raises as `commit_groups` does."""
     key = shard_key(round, shard)
     data, ours = commit_groups(
         run,
@@ -190,10 +176,7 @@ def commit_shard(
 def commit_tables(
     run: Run, round: int, shard: int, tables: Sequence[pa.Table], fingerprint: str
 ) -> SlotRef:
-    """Commit a shard out of the rows of its groups, a table each, as those of this shard.
-
-    Raises as `commit_shard` does.
-    """
+    """Commit a shard out of tables, the rows of a group each. Raises as `commit_shard` does."""
     attempt = new_attempt()
     constants = {"attempt": attempt, "replica": _replica(), "round": round, "shard": shard}
     writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
@@ -232,20 +215,19 @@ def seal_round(
     round: int,
     shards: Sequence[SlotRef],
     parents: Sequence[Parent | SlotRef],
-    sampling: "SamplingRecord | None" = None,
+    sampling: SamplingRecord | None = None,
 ) -> SlotRef:
-    """Commit the manifest of a round's rollouts: every shard once, in order.
+    """Commit the manifest of a round's rollouts: every shard once, in order, read back first.
 
-    `sampling` is what else the manifest says of how they were chosen.
-    Each shard is read back and compared with its reference. Raises ValueError when a shard is
-    missing or foreign, CorruptObject when one differs, CommitConflict when the round is sealed
-    with other shards or parents.
+    `sampling` is what else it says of how they were chosen. Raises ValueError when a shard is
+    missing or foreign, CorruptObject when one differs, CommitConflict when the round is sealed with
+    other shards or parents.
     """
     # In the order of their keys, whatever order they ended in: the fingerprint depends on it.
     shards = sorted(shards, key=lambda ref: ref.slot)
-    least = run.config.rollouts.shards_per_round
-    # Dynamic sampling goes on until enough groups differ, and may add shards.
-    count = max(least, len(shards)) if run.config.samples_on else least
+    count = run.config.rollouts.shards_per_round
+    if run.config.samples_on:  # until enough groups differ: that may add shards
+        count = max(count, len(shards))
     expected, keys = [shard_key(round, i) for i in range(count)], [ref.slot for ref in shards]
     if keys != sorted(expected):
         raise ValueError(f"expected the shards {', '.join(sorted(expected))}; found {keys}")
@@ -257,13 +239,10 @@ def seal_round(
     existing = read_manifest(run.store, slot)
     if existing is not None and existing[0].fingerprint == decided:
         return ref_of(existing[0], reused=True)
-    entries = in_order(run.store, partial(_part, run.store), shards, PARTS_MAX)
-    parts, summaries = zip(*entries, strict=True)
+    parts, summaries = zip(*_entries(run.store, shards), strict=True)
     judges = dict[str, Any]()
-    used = {
-        "reward_model": run.config.environment.reward_model,
-        "teacher": run.config.distillation,
-    }
+    config = run.config
+    used = {"reward_model": config.environment.reward_model, "teacher": config.distillation}
     if names := [name for name, settings in used.items() if settings is not None]:
         # Digests as footers name them.
         sources = ((load(run.store, ref.slot), run.store.url_of(ref.slot)) for ref in shards)
@@ -283,21 +262,14 @@ def seal_round(
 
 
 def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
-    """The manifest of a round that has these shards so far; it is not committed.
-
-    Raises CorruptObject when a shard is not its reference.
-    """
-    ordered = sorted(shards, key=lambda ref: ref.slot)
-    entries = in_order(run.store, partial(_part, run.store), ordered, PARTS_MAX)
+    """The uncommitted manifest of these shards. Raises CorruptObject where one is another."""
+    entries = _entries(run.store, sorted(shards, key=lambda ref: ref.slot))
     parts = [part for part, _ in entries]
     return new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
 
 
 def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manifest:
-    """The manifest that seals a round, being `ref` where that is given.
-
-    Raises ObjectMissing while the round is not sealed, CorruptObject when it is not `ref`.
-    """
+    """The manifest that seals a round. ObjectMissing, CorruptObject where it is not `ref`."""
     hint = "the rollouts of this round are not sealed"
     manifest = committed_manifest(run.store, rollouts_slot(round), hint)
     if ref is not None and (ref.slot, ref.sha256) != (manifest.slot, manifest.sha256):
@@ -311,16 +283,13 @@ def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manif
 def iter_row_groups(
     run: Run, manifest: Manifest, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The row groups of a sealed round in shard order, verified; remote ones are fetched ahead."""
+    """The row groups of a sealed round in shard order, verified."""
     for reader in _readers(run, manifest):
         yield from reader.groups(columns)
 
 
 def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The shards of a sealed round in order, verified against its manifest.
-
-    Raises ObjectMissing, CorruptObject or NewerSchema naming the file.
-    """
+    """The shards of a sealed round, verified. Raises ObjectMissing, CorruptObject, NewerSchema."""
     for reader in _readers(run, rollouts_manifest(run, round)):
         yield reader.table(columns)
 
@@ -337,10 +306,9 @@ def _readers(run: Run, manifest: Manifest) -> Iterator[TableReader]:
 
 def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Cut into runs of about ROW_GROUP_ROWS rollouts, never inside a group."""
-    part: list[T] = []
-    rows = 0
+    part, rows = list[T](), 0
     for group in groups:
-        # Never inside a group: readers of row groups see whole groups.
+        # Readers of row groups see whole groups.
         if part and rows + size(group) > ROW_GROUP_ROWS:
             yield part
             part, rows = [], 0
@@ -355,24 +323,27 @@ def _ref_of(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused: bo
     return SlotRef(slot=key, sha256=digest_of(data), reused=reused, summary=summary)
 
 
-def _part(store: ObjectStore, ref: SlotRef) -> tuple[Part, pa.Table]:
-    """The entry of a shard in the manifest, and its columns for the summary."""
-    source = store.url_of(ref.slot)
-    # Read back from the store: what a task returned may be another attempt's view of it.
-    data = verified(load(store, ref.slot), ref.sha256, source)
-    table = decode_shard(data, SUMMARY_COLUMNS, source=source)
-    names = ("reward", "policy_version_min", "policy_version_max")
-    columns = {name: column for name in names if len(column := _finite(table[name]))}
-    bounds = {name: _bounds(column) for name, column in columns.items()}
-    part = Part(
-        name=ref.slot.rpartition("/")[2],
-        bytes=data.size,
-        sha256=ref.sha256,
-        rows=table.num_rows,
-        minima={name: bound[0] for name, bound in bounds.items()},
-        maxima={name: bound[1] for name, bound in bounds.items()},
-    )
-    return part, table
+def _entries(store: ObjectStore, shards: Sequence[SlotRef]) -> Iterator[tuple[Part, pa.Table]]:
+    """Entries of shards in the manifest, each with its columns for the summary."""
+
+    def entry(ref: SlotRef) -> tuple[Part, pa.Table]:
+        source = store.url_of(ref.slot)
+        # Read back from the store: what a task returned may be another attempt's view of it.
+        data = verified(load(store, ref.slot), ref.sha256, source)
+        table = decode_shard(data, SUMMARY_COLUMNS, source=source)
+        columns = ("reward", "policy_version_min", "policy_version_max")
+        bounds = {n: _bounds(column) for n in columns if len(column := _finite(table[n]))}
+        part = Part(
+            name=ref.slot.rpartition("/")[2],
+            bytes=data.size,
+            sha256=ref.sha256,
+            rows=table.num_rows,
+            minima={name: least for name, (least, _) in bounds.items()},
+            maxima={name: most for name, (_, most) in bounds.items()},
+        )
+        return part, table
+
+    return in_order(store, entry, shards, PARTS_MAX)
 
 
 def _summary(table: pa.Table) -> dict[str, float]:

@@ -43,8 +43,7 @@ class ScoredStep:
     """Scores of the tokens of one optimizer step: arrays (B, T), read where `mask` is True.
 
     `floats` holds the columns `schemas.tables.FLOATS`, of a critic `VALUED` and of an optimal token
-    baseline `WEIGHED`; those that may be null may be None. `rollout_ids[b]` names the segments of
-    row b in order.
+    baseline `WEIGHED`; None where null. `rollout_ids[b]` names the segments of row b.
     """
 
     rollout_ids: tuple[tuple[str, ...], ...]
@@ -111,10 +110,7 @@ def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
 
 
 def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
-    """Scores of a step, a row per segment, in the order of rows and segments.
-
-    Of version 1 where the step has no critic and no optimal token baseline.
-    """
+    """Scores of a step, a row per segment in order; of the lowest version that has the columns."""
     schema = SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
     if scored.floats.get("squared_score_norms") is not None:
         schema = SCORES
@@ -172,10 +168,7 @@ class StepScores:
 
 
 def iter_scores(run: Run, manifest: Manifest) -> Iterator[StepScores]:
-    """The scores that a checkpoint's manifest names, verified, a step at a time.
-
-    Raises ObjectMissing, CorruptObject, NewerSchema.
-    """
+    """Scores that a checkpoint names, a step at a time. Raises ObjectMissing, CorruptObject."""
     for part in manifest.parts:
         if part.name.startswith(SCORES_PREFIX):
             reader = open_part(run.store, manifest.slot, part, LADDER)

@@ -90,10 +90,7 @@ def numbers_of(config: Config, chunk: int) -> range:
 def stream_fingerprint(
     config: Config, environment_version: str, tokenizer: str, chat_template: str
 ) -> str:
-    """Digest of what decides the groups of a stream, whatever the policy that samples them.
-
-    `tokenizer` and `chat_template` are digests. A worker with other settings has another one.
-    """
+    """Digest of what decides the groups of a stream, by digests of tokenizer and template."""
     # What decides the text of a group and nothing that decides only when it is sampled: workers may
     # differ in the rest.
     content = {

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from marin_rl.errors import CorruptObject, InputError, NewerSchema
 from marin_rl.storage.commits import parse_manifest
@@ -41,8 +41,7 @@ BLOCK_BYTES = 2**20
 SAMPLE_SHARDS = 1  # of the first and of the last round
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     name: str
     bytes: int
     sha256: str
@@ -50,10 +49,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archived:
-    """Result of an export: the root hash, the number of objects, and their bytes.
-
-    `left_out` counts the committed objects that only an export of everything has.
-    """
+    """Result of an export; `left_out` counts the objects that only an export of everything has."""
 
     path: Path
     root_hash: str
@@ -64,10 +60,7 @@ class Archived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """Result of checking an archive. `faults` is empty where everything matches its digests.
-
-    `left_out` counts parts that its manifests name and that were not exported.
-    """
+    """Result of checking an archive; `left_out` counts parts that manifests name and it lacks."""
 
     root_hash: str
     run_id: str
@@ -78,11 +71,8 @@ class Verified:
 
 
 def root_hash_of(entries: list[Entry]) -> str:
-    """Root hash: the digest over all entries of an archive."""
-    ordered = sorted(entries, key=lambda entry: entry.name)
     # Of names too: the same bytes under another name are another run.
-    listed = [[entry.name, entry.bytes, entry.sha256] for entry in ordered]
-    return sha256_of(canonical_json(listed))
+    return sha256_of(canonical_json(sorted(entries)))
 
 
 def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archived:
@@ -106,7 +96,7 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         "everything": everything,
         "root_hash": root_hash_of(entries),
         "lineage": _lineage(slot.manifest for slot in inventory.slots if slot.manifest is not None),
-        "entries": [[entry.name, entry.bytes, entry.sha256] for entry in entries],
+        "entries": entries,
     }
     size = sum(entry.bytes for entry in entries)
     with _completed(target, size) as file, tarfile.open(fileobj=file, mode="w", format=PAX) as tar:
@@ -130,10 +120,9 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
 def _completed(target: Path, size: int) -> Iterator[BinaryIO]:
     """An empty file, which gets the name `target` at the end of a block that raises nothing.
 
-    A file at `target` is therefore always a whole archive. Until then it has one name for all
-    processes, and a lock that ends with its process: what a killed export leaves is written over by
-    the next. `size` is what is to be written, in bytes. Raises InputError while another process has
-    the lock, and StorageError.
+    A file at `target` is therefore always a whole archive. Until then it has one name and lock for
+    all processes: what a killed export leaves is written over by the next. Raises InputError while
+    another process has the lock, and StorageError.
     """
     partial = target.with_name(f".{target.name}.partial")
     with explained(target, size), ExitStack() as stack:
@@ -166,9 +155,8 @@ def _is_locked(file: BinaryIO, path: Path) -> bool:
 def verify_archive(path: Path, expected: str | None = None) -> Verified:
     """Check an archive by itself: every digest, the root hash, parts and parents of manifests.
 
-    `expected` is the root hash that somebody promised. Nothing is unpacked, and no more is read
-    than the file has. Raises InputError for what is no archive of a run, and for entries that
-    must not be unpacked.
+    `expected` is a root hash that was promised. Nothing is unpacked. Raises InputError for what is
+    no archive of a run, and for entries that must not be unpacked.
     """
     with opened_archive(path) as entries:
         contents = _contents(path, next(entries, None))

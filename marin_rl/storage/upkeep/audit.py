@@ -79,8 +79,7 @@ class Balance:
 class RoundAudit:
     """Audit of one round: counts of rollouts, and offending names by kind of offence.
 
-    `reused` counts rollouts of earlier rounds that the round trained on again. `balances` have the
-    same by environment and policy version.
+    `reused` counts rollouts of earlier rounds. `balances` are by environment and policy version.
     """
 
     round: int
@@ -111,8 +110,7 @@ class RoundAudit:
 def audit_run(run: Run) -> Iterator[RoundAudit]:
     """Audit every round that was processed, and count the uses of rollouts across them.
 
-    A round that has no batches, be it sampled or not, is audited once later rounds, its checkpoint
-    or its metrics say that it had: its rollouts went somewhere.
+    A round without batches is audited once later rounds, its checkpoint or metrics say it had some.
     """
     seen: Seen = {}
     kinds = ("rollouts", "batches", "checkpoints", "metrics")
@@ -123,19 +121,15 @@ def audit_run(run: Run) -> Iterator[RoundAudit]:
     for round in sorted({*range(latest + 1), *sampled, *batched}):
         # One that is sampled and has no batches yet is open, and cannot balance.
         if round <= latest or MANIFEST in run.store.children(batches_slot(round)):
-            yield _audited(run, round, seen)
-
-
-def _audited(run: Run, round: int, seen: Seen) -> RoundAudit:
-    """The audit of a round; `seen` grows by the rollouts that it trained on."""
-    try:
-        return _compare(run, round, seen)
-    # One round that cannot be read must not hide what is wrong with the others.
-    except (CorruptObject, NewerSchema, ObjectMissing) as error:
-        return RoundAudit(round=round, offences={"unreadable": (str(error),)})
+            try:
+                yield _compare(run, round, seen)
+            # One round that cannot be read must not hide what is wrong with the others.
+            except (CorruptObject, NewerSchema, ObjectMissing) as error:
+                yield RoundAudit(round=round, offences={"unreadable": (str(error),)})
 
 
 def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
+    """The audit of a round; `seen` grows by the rollouts that it trained on."""
     committed = read_manifest(run.store, batches_slot(round))
     if committed is None:
         raise ObjectMissing(
@@ -209,8 +203,7 @@ def _names(rows: pl.DataFrame) -> list[str]:
 def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: Seen) -> Offences:
     """Rollouts that are trained on in more rounds than the run allows, or outside of their window.
 
-    Without replay that is any round but the first. A rollout that is used again was sampled by an
-    earlier round, and trained on by it.
+    One that is used again was sampled by an earlier round, and trained on by it.
     """
     replay = run.at_round(round).config.ahead.replay
     most, window = (1, 0) if replay is None else (replay.max_uses, replay.window_rounds)
@@ -249,10 +242,7 @@ def _foreign(run: Run, manifest: Manifest, generated: pl.DataFrame) -> Offences:
 
 
 def _mislabelled(run: Run, generated: pl.DataFrame) -> Offences:
-    """Rollouts with the digest of other parameters than the checkpoint of their version has.
-
-    Those that several versions sampled are left out, as are versions without a checkpoint here.
-    """
+    """Rollouts with the digest of other parameters than the checkpoint of their one version has."""
     least, most = pl.col("policy_version_min"), pl.col("policy_version_max")
     wrong, sampled = list[str](), generated.filter(least == most)
     for version in sampled["policy_version_min"].unique(maintain_order=True):
@@ -268,7 +258,7 @@ def _mislabelled(run: Run, generated: pl.DataFrame) -> Offences:
 def _identities(generated: pl.DataFrame, dispositions: pl.DataFrame) -> Offences:
     made, disposed = Counter(_names(generated)), Counter(_names(dispositions))
     return {
-        "generated more than once": sorted(name for name, count in made.items() if count > 1),
+        "generated more than once": sorted(n for n, count in made.items() if count > 1),
         "without a disposition": sorted(made.keys() - disposed.keys()),
         "disposed of but never generated": sorted(disposed.keys() - made.keys()),
         "disposed of more than once": sorted(n for n, count in disposed.items() if count > 1),
@@ -317,18 +307,12 @@ def _places(
 def _totals(
     rollouts: Manifest, batches: Manifest, generated: int, counts: Mapping[str, int]
 ) -> Offences:
-    slot = batches.slot
-    expected = {
-        f"{rollouts.slot} rows": (rollouts.totals.get("rows"), generated),
-        f"{slot} rollouts/generated": (batches.totals.get("rollouts/generated"), generated),
-    }
-    for kind in DISPOSITION_KINDS:
-        name = f"rollouts/{kind}"
-        expected[f"{slot} {name}"] = (batches.totals.get(name), counts.get(kind, 0))
+    expected = [(rollouts, "rows", generated), (batches, "rollouts/generated", generated)]
+    expected += [(batches, f"rollouts/{kind}", counts.get(kind, 0)) for kind in DISPOSITION_KINDS]
     wrong = [
-        f"{name}: says {total}, counted {count}"
-        for name, (total, count) in expected.items()
-        if total != count
+        f"{manifest.slot} {name}: says {manifest.totals.get(name)}, counted {count}"
+        for manifest, name, count in expected
+        if manifest.totals.get(name) != count
     ]
     return {"manifest totals": wrong}
 
@@ -349,11 +333,7 @@ def _contradictions(known: pl.DataFrame, dispositions: pl.DataFrame) -> Offences
 
 
 def _balances(generated: pl.DataFrame, dispositions: pl.DataFrame) -> tuple[Balance, ...]:
-    """Balances by environment and policy version, sorted.
-
-    What became of a rollout is counted as its disposition says: where shards say otherwise,
-    `_contradictions` names the rollouts.
-    """
+    """Balances by environment and policy version, sorted; by what dispositions say."""
     key = ["environment", "policy_version_min"]
     # The first, where a name is generated twice: an offence of its own (`_identities`).
     lengths = generated.unique("rollout_id", keep="first").select(

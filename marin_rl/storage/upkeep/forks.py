@@ -9,14 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from marin_rl.config import (
-    Config,
-    ObjectiveConfig,
-    differences,
-    override,
-    parse_config,
-    pin_files,
-)
+from marin_rl.config import Config, differences, override, parse_config, pin_files
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import committed_manifest, read_manifest
 from marin_rl.storage.layout import POLICY_SLOTS
@@ -53,8 +46,7 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     """
     config = _forked_config(parent, run_id, overrides)
     _check_whole(parent, round)
-    references = reference_checkpoints(config, round)
-    needed = sorted({round, *references, *_before(parent, round)})
+    needed = sorted({round, *reference_checkpoints(config, round), *_before(parent, round)})
     for number in needed:
         _check_whole(parent, number)
     # Before anything is written: a name that is taken by a failed fork cannot be used again.
@@ -102,22 +94,13 @@ def _before(parent: Run, round: int) -> set[int]:
 
 
 def reference_checkpoints(config: Config, round: int) -> frozenset[int]:
-    """Checkpoints of round `round`'s reference policy, and of its teacher where that is the run.
-
-    Of the former none where KL has no weight, or an average is used.
-    """
-    objective, settings = config.objective, config.distillation
-    own = settings is not None and settings.is_self
-    return _of_reference(objective, round) | (frozenset({0}) if own else frozenset())
-
-
-def _of_reference(objective: ObjectiveConfig, round: int) -> frozenset[int]:
-    if objective.kl_coefficient == 0 or objective.reference == "average":
-        return frozenset()
-    if objective.reference == "first":
-        return frozenset({0})
-    every = objective.reference_every_rounds
-    return frozenset({round // every * every})
+    """Checkpoints that a round reads as its reference, and as its teacher if that is the run."""
+    objective, teacher = config.objective, config.distillation
+    numbers = {0} if teacher is not None and teacher.is_self else set[int]()
+    if objective.kl_coefficient != 0 and objective.reference != "average":
+        every = objective.reference_every_rounds
+        numbers.add(0 if objective.reference == "first" else round // every * every)
+    return frozenset(numbers)
 
 
 def _forked_config(parent: Run, run_id: str, overrides: Sequence[str]) -> Config:
@@ -161,9 +144,7 @@ def _check_whole(run: Run, round: int) -> None:
 
 
 def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
-    """Runs that have the rounds before `round`, ascending; `parent` only if it has any of them
-    itself.
-    """
+    """Runs that have the rounds before `round`, ascending; `parent` where it has any itself."""
     before = [item for item in parent.ancestors if item.through_round < round]
     after = [item for item in parent.ancestors if item.through_round >= round]
     if len(before) >= ANCESTORS_MAX:
@@ -177,9 +158,7 @@ def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Part of another run that a run reads: all up to a checkpoint (-1: nothing), and a slot it
-    names.
-    """
+    """Part of another run that a run reads: up to a checkpoint (-1: nothing), and a named slot."""
 
     through_round: int
     start: str | None
@@ -193,8 +172,9 @@ class Borrowed:
 
     @property
     def by(self) -> tuple[str, ...]:
-        reaches = self.reaches.items()
-        return tuple(name for name, reach in reaches if reach.start or reach.through_round >= 0)
+        return tuple(
+            n for n, reach in self.reaches.items() if reach.start or reach.through_round >= 0
+        )
 
     def has(self, slot: str) -> bool:
         """True if some run reads this slot's files."""
@@ -213,10 +193,9 @@ class Borrowed:
 def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowed:
     """Parts of `run` that its neighbours read: forks, and runs that start from a checkpoint of it.
 
-    Neighbours in `known` are not read again, for a run.json never changes. One may have been
-    deleted and made again under its name, though, so nothing is to be deleted on that ground.
-    Raises CorruptObject, NewerSchema or StorageError for a neighbour that cannot be read, since it
-    may be one; a folder that may not be looked into is passed over if no run can have its name.
+    Those in `known` are not read again: on that ground nothing may be deleted, for one may have
+    been made again under its name. Raises CorruptObject, NewerSchema or StorageError for a
+    neighbour that cannot be read, unless no run can have its name.
     """
     top = open_store(run.config.root, run.config.storage_options)
     reaches: dict[str, Reach] = {}

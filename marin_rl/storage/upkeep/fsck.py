@@ -65,6 +65,8 @@ Outcome = tuple[int, Fault | None]  # bytes that were read, and what is wrong
 Job = tuple[str, Callable[[], Outcome]]  # the place that is checked comes first
 Look = Callable[[TableReader], Fault | None]
 
+# Formats of parts, by the kind of their slot or the beginning of their name.
+_OF_KINDS = {"rollouts": ROLLOUTS, "evals": ROLLOUTS, PAIRS: PAIRS_LADDER}
 _PARTS = {
     layout.SCORES_PREFIX: SCORES,
     layout.DISPOSITIONS_PREFIX: DISPOSITIONS,
@@ -74,10 +76,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Result of fsck: objects, bytes that were hashed, wall seconds, and the faults.
-
-    `pruned` counts parts that retention removed, as their tombstones say.
-    """
+    """Result of fsck; `pruned` counts parts that retention removed, as tombstones say."""
 
     objects: int
     bytes: int
@@ -91,10 +90,9 @@ class Checked:
 
 
 def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
-    """Check a run, what it shares with its ancestors included. Opens it even if run.json is broken.
+    """Check a run and what it shares with its ancestors, also where run.json is broken.
 
-    Raises ObjectMissing when there is no such folder, ConfigError for what can be no run's name,
-    StoreUnavailable, StorageError.
+    Raises ObjectMissing without such a folder, ConfigError, StoreUnavailable, StorageError.
     """
     began = time.monotonic()
     check_run_id(run_id)
@@ -191,7 +189,7 @@ class _Checks:
             elif (table := self._table(item)) is not None:
                 yield url(item.key), partial(_check_table, self.store, item.key, *table)
         named = files_in(self.record["config"] if self.record else None)
-        copies = {item.key for item in self.inventory.of_role("code")}
+        copies = {item.key for item in self.inventory.items if item.role == "code"}
         for key in sorted(copies.union(map(layout.code_key, named))):
             yield url(key), partial(self._code, key)
 
@@ -210,7 +208,10 @@ class _Checks:
         sha256 = digest_of(data)
         if sha256 != part.sha256:
             return data.size, Fault("altered", place, f"{detail} with {sha256}")
-        ladder = _ladder_of(slot, name)
+        if not name.endswith(".parquet"):
+            return data.size, None  # opaque, such as arrays
+        ladder = _OF_KINDS.get(slot.kind)
+        ladder = ladder or next((own for p, own in _PARTS.items() if name.startswith(p)), None)
         if ladder is None:
             return data.size, None
 
@@ -223,10 +224,7 @@ class _Checks:
         return data.size, _explained(place, look)
 
     def _table(self, item: Item) -> tuple[Ladder, Look] | None:
-        """Format of a table that no manifest names, and a check that its rows are in their place.
-
-        Only its own bytes can be checked.
-        """
+        """Format of a table that no manifest names, and a check that its rows are in place."""
         match item:
             case Item(role="shard" | "late shard" | "piece", slot=Slot(number=round), name=name):
                 shard = layout.shard_of(layout.shard_of_piece(name) or name)
@@ -279,17 +277,6 @@ class _Checks:
         return data.size, Fault("altered", place, detail)
 
 
-def _ladder_of(slot: Slot, name: str) -> Ladder | None:
-    """Format of a part; None for opaque ones, such as arrays."""
-    if not name.endswith(".parquet"):
-        return None
-    if slot.kind in ("rollouts", "evals"):
-        return ROLLOUTS
-    if slot.kind == PAIRS:
-        return PAIRS_LADDER
-    return next((ladder for prefix, ladder in _PARTS.items() if name.startswith(prefix)), None)
-
-
 def _check_table(store: ObjectStore, key: str, ladder: Ladder, look: Look) -> Outcome:
     place = store.url_of(key)
     data = load(store, key)
@@ -317,10 +304,8 @@ def _misplaced(reader: TableReader, expected: Mapping[str, str | int | None]) ->
     for name in names:
         foreign = sorted(set(table[name].to_pylist()) - {expected[name]}, key=str)
         if foreign:
-            detail = (
-                f"expected rows of {name} {expected[name]!r}, found {foreign[0]!r}: it is another's"
-            )
-            return Fault("altered", reader.source, detail)
+            detail = f"expected rows of {name} {expected[name]!r}, found {foreign[0]!r}"
+            return Fault("altered", reader.source, f"{detail}: it is another's")
     return None
 
 

@@ -80,10 +80,10 @@ class Garbage:
 class Collection:
     """Garbage that gc collected, and `deleted`, False in a dry run.
 
-    `live` says that another process works on the run, whose files were therefore let alone;
-    `skipped` are slots whose manifests cannot be read, or are gone although something proves that
-    they were committed; in those nothing is ever deleted. `unread` says which neighbour cannot be
-    read: it may be a fork, so that nothing of a checkpoint was pruned; empty where all can be.
+    `live` says that another process works on the run, whose files were let alone; `skipped` are
+    slots that were committed, and whose manifests are gone or cannot be read: nothing is deleted
+    there. `unread` is the neighbour that cannot be read: with a possible fork no checkpoint is
+    pruned.
     """
 
     garbage: tuple[Garbage, ...]
@@ -106,11 +106,9 @@ def collect(
 ) -> Collection:
     """Delete the garbage of a run, or only name it. Forks are looked up among the runs of its root.
 
-    `rule` is by default the one that the run goes by now, see `rule_of`; the last two checkpoints
-    always stay, for a round that was interrupted is played again from the one before the last.
-    A neighbouring run that cannot be read may be a fork of this one: then no checkpoint is given
-    up, and all else is deleted. `now` is UTC and given by tests. Raises StorageError,
-    StoreUnavailable.
+    `rule` is by default that of `rule_of`; the last two checkpoints always stay, for a round that
+    was interrupted is played again from the one before the last. Where a neighbour cannot be read,
+    no checkpoint is given up. `now` is UTC. Raises StorageError, StoreUnavailable.
     """
     # One moment for all ages: a long collection must not find files older as it goes on.
     rule, moment = rule or rule_of(run), now or datetime.now(UTC)
@@ -181,8 +179,7 @@ def retire(run: Run) -> None:
 def rule_of(run: Run, last: int | None = None, every: int | None = None) -> RetentionConfig:
     """The present rule of retention, with `last` and `every` in its place. Raises ConfigError.
 
-    A continued run may change it: its latest checkpoint records which rule was meant, and
-    run.json has that of the beginning. Where that checkpoint's manifest is damaged all is kept,
+    The latest checkpoint records it, else run.json. Where that checkpoint is damaged all is kept,
     unless something is asked for: then raises CorruptObject.
     """
     requested = {"checkpoints_last": last, "checkpoints_every": every}

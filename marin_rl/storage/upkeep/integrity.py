@@ -62,9 +62,8 @@ def link_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
         place = store.url_of(slot.key(MANIFEST))
         names = [parent.slot for parent in slot.manifest.parents]
         if not _possible(slot, names):
-            yield Fault(
-                "wrong parent", place, f"cannot be made from {', '.join(names) or 'nothing'}"
-            )
+            detail = f"cannot be made from {', '.join(names) or 'nothing'}"
+            yield Fault("wrong parent", place, detail)
         for parent in slot.manifest.parents:
             origin = slots.get(parent.slot)
             # A parent that cannot be read has a fault of its own, and is there.
@@ -93,14 +92,11 @@ def _possible(slot: Slot, parents: Sequence[str]) -> bool:
             if list(parents) == [layout.intake_slot(number)]:
                 return True
             # Any earlier checkpoint: sampling may run ahead of training.
-            return len(parents) == 1 and parents[0] in map(
-                layout.checkpoint_slot, range(number + 1)
-            )
+            earlier = [layout.checkpoint_slot(n) for n in range(number + 1)]
+            return len(parents) == 1 and parents[0] in earlier
         case "checkpoints" if number:
-            return list(parents) == [
-                layout.checkpoint_slot(number - 1),
-                layout.batches_slot(number - 1),
-            ]
+            made_of = layout.checkpoint_slot(number - 1), layout.batches_slot(number - 1)
+            return tuple(parents) == made_of
         case "checkpoints" | "sft" | "base":
             # A base is no parent of its own: a manifest cannot name itself.
             return {parent.partition("/")[0] for parent in parents} <= {"sft", layout.base_slot()}
@@ -124,11 +120,11 @@ def fork_faults(
     if not ancestors:
         return
     parent = ancestors[-1]
-    for slot in inventory.of_kind("checkpoints"):
-        # It has gone on from that checkpoint, and needs its arrays no more.
-        if slot.number > parent.through_round and slot.manifest is not None:
-            return
-    for slot in inventory.of_kind("checkpoints"):
+    slots = inventory.of_kind("checkpoints")
+    # One that has gone on from that checkpoint needs its arrays no more.
+    if any(slot.number > parent.through_round and slot.manifest is not None for slot in slots):
+        return
+    for slot in slots:
         if slot.number == parent.through_round and slot.gone:
             yield Fault(
                 "missing",
@@ -179,10 +175,9 @@ def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 class MetricsLines:
     """The lines of a run's metrics.jsonl, by the round that each says it is of.
 
-    The file is a convenience and no commit, and a killed process leaves a torn line in it, or none.
-    But a line that says something else than the metrics of its round was altered, and a line of a
-    round without metrics proves that there were some.
-    `faults` are about lines that are of none, or about the file.
+    The file is no commit, and a killed process leaves a torn line in it, or none. But a line that
+    contradicts the metrics of its round was altered, and a line of a round without metrics proves
+    that there were some. `faults` are about lines of no round, or about the file.
     """
 
     place: str = ""

@@ -67,9 +67,8 @@ def is_temporary(key: str) -> bool:
 class Slot:
     """A slot: `names` of its objects relative to it, its manifest if it is committed.
 
-    `fault` says why the manifest or the tombstone, which `damaged` names, cannot be read; such a
-    slot is neither committed nor uncommitted.
-    `pruned` are the parts that retention has removed, or is about to.
+    `fault` says why the record that `damaged` names cannot be read: the slot is neither committed
+    nor uncommitted then. `pruned` are parts that retention has removed, or is about to.
     """
 
     slot: str
@@ -86,7 +85,6 @@ class Slot:
 
     @property
     def number(self) -> int:
-        """Its round, or its step; 0 for slots that have neither."""
         return _number(self.slot)
 
     @property
@@ -97,7 +95,7 @@ class Slot:
 
     @property
     def seen(self) -> bool:
-        """True if it is committed, also by a manifest that cannot be read."""
+        # Committed, also by a manifest that cannot be read.
         return self.manifest is not None or self.fault is not None
 
     @cached_property
@@ -139,8 +137,7 @@ class Slot:
 class Inventory:
     """Keys of a run, fresh when it was taken; `slots` by name, ascending.
 
-    `lost` are slots, and metrics by their keys, that are not committed though others prove that
-    they were; each with the proof.
+    `lost` are slots, and metrics by key, that others prove to have been committed, with the proof.
     """
 
     keys: tuple[str, ...]
@@ -149,12 +146,8 @@ class Inventory:
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
-        """All objects with their roles: slot by slot, then objects outside of slots."""
         outside = (Item(key, _role_outside(key)) for key in self.keys if _slot_of(key) is None)
         return (*(item for slot in self.slots for item in slot.items()), *outside)
-
-    def of_role(self, *roles: Role) -> Iterator[Item]:
-        return (item for item in self.items if item.role in roles)
 
     @cached_property
     def closed(self) -> frozenset[int]:
@@ -212,9 +205,7 @@ def take_inventory(store: ObjectStore) -> Inventory:
         _look_again(store, place, keys, slots)
     return Inventory(
         keys=tuple(sorted(keys)),
-        slots=[
-            slots[slot] for slot in sorted(slots, key=lambda s: (s.partition("/")[0], _number(s)))
-        ],
+        slots=sorted(slots.values(), key=lambda slot: (slot.kind, slot.number)),
         lost=_unseen({**_proofs(slots, keys), **evaluations}, slots, keys),
     )
 
@@ -238,10 +229,7 @@ def _look_again(store: ObjectStore, place: str, keys: set[str], slots: dict[str,
 
 
 def _proofs(slots: Mapping[str, Slot], keys: Iterable[str]) -> dict[str, str]:
-    """Slots, and metrics by key, that must be committed, each with what proves it.
-
-    For evaluations, see `_evaluations`.
-    """
+    """Slots, and metrics by key, that must be committed, each with what proves it."""
     proofs = dict[str, str]()
     for key in keys:
         if (slot := scored_slot(key)) is not None:
@@ -249,12 +237,8 @@ def _proofs(slots: Mapping[str, Slot], keys: Iterable[str]) -> dict[str, str]:
     # Metrics are committed after the slots of their round, and before the next round is trained.
     for round in _closed_rounds(keys):
         why = f"{layout.metrics_key(round)} says that the round was trained"
-        made = (
-            layout.rollouts_slot(round),
-            layout.batches_slot(round),
-            layout.checkpoint_slot(round + 1),
-        )
-        proofs |= dict.fromkeys(made, why)
+        slots_of = layout.rollouts_slot(round), layout.batches_slot(round)
+        proofs |= dict.fromkeys((*slots_of, layout.checkpoint_slot(round + 1)), why)
     batches = [s for s in slots.values() if s.kind == "batches" and s.manifest and s.number]
     why = "{} was made after that round was closed"
     proofs |= {layout.metrics_key(slot.number - 1): why.format(slot.slot) for slot in batches}
@@ -272,7 +256,6 @@ def _proofs(slots: Mapping[str, Slot], keys: Iterable[str]) -> dict[str, str]:
 def _unseen(
     proofs: Mapping[str, str], slots: Mapping[str, Slot], keys: Collection[str]
 ) -> dict[str, str]:
-    """The proofs of what is not committed."""
     seen = {slot.slot for slot in slots.values() if slot.seen}
     return {place: why for place, why in proofs.items() if place not in seen and place not in keys}
 
@@ -331,13 +314,12 @@ def _slot_of(key: str) -> str | None:
     parts = key.split("/")
     if (parts[0] == PAIRS and len(parts) == 2) or (parts[0] == BASE and len(parts) > 1):
         return parts[0]
-    if len(parts) < 3 or parts[0] not in KINDS:
-        return None
-    match = _NUMBERED.fullmatch(parts[1])
-    if match is None or match[1] != KINDS[parts[0]]:
+    match = _NUMBERED.fullmatch(parts[1]) if len(parts) > 2 else None
+    if match is None or match[1] != KINDS.get(parts[0]):
         return None
     return f"{parts[0]}/{parts[1]}"
 
 
 def _number(slot: str) -> int:
+    """The round or step of a slot; 0 for slots that have neither."""
     return 0 if slot in (PAIRS, BASE) else int(slot.rpartition("-")[2])

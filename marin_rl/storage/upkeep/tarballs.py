@@ -54,11 +54,10 @@ class ArchiveEntry:
 
 @contextmanager
 def opened_archive(path: Path) -> Iterator[Iterator[ArchiveEntry]]:
-    """The entries of a tar file, in order.
+    """The entries of a tar file. Raises InputError for other files, and for refused entries.
 
-    Raises InputError for what is no such file, and for an entry that is refused: other than a
-    regular file, a name that leads out of the folder or is there twice, or a size that the file
-    does not have.
+    Refused are other than regular files, names that lead out of the folder or are there twice, and
+    sizes that the file does not have.
     """
     try:
         place = path.resolve()  # the user's own link may lead to it
