@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -97,7 +97,6 @@ class UpdateWeightsBody(NewWeights):
 
     @property
     def source(self) -> Source:
-        """The place of the weights."""
         if self.model_path is not None:
             return folder(self.model_path, self.parameters_digest, self.policy_digest)
         assert self.root is not None
@@ -143,10 +142,8 @@ class UnloadAdapterBody(SGLangUnloadAdapterBody):
     lora_int_id: int | None = None
 
 
-def _post(
-    path: str, endpoint: Endpoint, request: type[BaseModel] | None = None, **details: Any
-) -> ApiRoute:
-    return ApiRoute(path, for_admin(endpoint), methods=["POST"], request=request, **details)
+def _post(path: str, endpoint: Endpoint, **details: Any) -> ApiRoute:
+    return ApiRoute(path, for_admin(endpoint), methods=["POST"], **details)
 
 
 async def _read(kind: type[B], request: Request) -> B:
@@ -180,8 +177,8 @@ def admin_routes(service: Service) -> list[ApiRoute]:
     async def drain(request: Request) -> Response:
         """Take no new requests, and wait for the running ones."""
         body = await _read(DrainBody, request)
-        drained = await _drain(service, body.timeout_s)
-        return json_response({"drained": drained} | status(service))
+        await _drain(service, body.timeout_s)
+        return json_response({"drained": service.running == 0} | status(service))
 
     async def get_status(request: Request) -> Response:
         """Return the served weights and the current load."""
@@ -189,11 +186,11 @@ def admin_routes(service: Service) -> list[ApiRoute]:
 
     may_be_empty = {"requestBody": {"required": False}}
     return [
-        _post(f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}", update_weights, UpdateWeightsBody),
-        _post(UPDATE_WEIGHTS_ROUTE, update_weights, UpdateWeightsBody),
+        _post(f"{ADMIN}{UPDATE_WEIGHTS_ROUTE}", update_weights, request=UpdateWeightsBody),
+        _post(UPDATE_WEIGHTS_ROUTE, update_weights, request=UpdateWeightsBody),
         _post(f"{ADMIN}/pause", pause),
         _post(f"{ADMIN}/resume", resume),
-        _post(f"{ADMIN}/drain", drain, DrainBody, openapi_extra=may_be_empty),
+        _post(f"{ADMIN}/drain", drain, request=DrainBody, openapi_extra=may_be_empty),
         ApiRoute(f"{ADMIN}/status", for_admin(get_status)),
     ]
 
@@ -203,8 +200,7 @@ def _check_goes_on(service: Service) -> None:
         raise ApiError(409, "the server is shutting down: start another", code="stopping")
 
 
-async def _drain(service: Service, timeout_s: float) -> bool:
-    """Take no new requests, and wait for the running ones; True if all of them ended."""
+async def _drain(service: Service, timeout_s: float) -> None:
     if service.engine.paused:
         message = "the engine is paused, so no request would end: resume first"
         raise ApiError(409, message, code="paused")
@@ -213,7 +209,6 @@ async def _drain(service: Service, timeout_s: float) -> bool:
         if service.running == 0:
             break
         await asyncio.sleep(POLL_S)
-    return service.running == 0
 
 
 def status(service: Service) -> dict[str, Any]:
@@ -283,7 +278,7 @@ def adapter_routes(service: Service) -> list[ApiRoute]:
         summary = f"Unload an adapter; requests that were sent before end on it ({who})."
         if loads:
             summary = f"Load an adapter from a PEFT folder under a name ({who})."
-        return _post(path, endpoint, kind, summary=summary, **described)
+        return _post(path, endpoint, request=kind, summary=summary, **described)
 
     # By `response_class` errors would be described as text too.
     words = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}

@@ -110,7 +110,7 @@ class Chat(TextDialect[ChatBody]):
         grammar = forced_calls_grammar(self._form, tools, self._service.tokenizer, several=several)
         return constraints.grammar(grammar, param="tools")
 
-    def _more(self, result: GenerationResult) -> dict[str, Any]:
+    def _top_of_response(self, result: GenerationResult) -> dict[str, Any]:
         ids = {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else {}
         return {"timings": timings(result), **ids}
 
@@ -166,7 +166,6 @@ class Chat(TextDialect[ChatBody]):
         return event(self._chunk(delta, [choice], **more))
 
     def _message_delta(self, state: _ChatState, delta: Delta) -> dict[str, Any]:
-        """The fields of the message that one delta adds."""
         text = self._decoding.new_text(state.text, delta.token_ids.tolist(), delta.finish_reason)
         fields: dict[str, Any] = {} if state.started else {"role": "assistant"}
         if state.calls is None:
@@ -205,12 +204,6 @@ def _finish_reason(reason: str, calls: int) -> str:
     return "tool_calls" if calls and reason == "stop" else reason
 
 
-@dataclass(slots=True)
-class _PlainState:
-    text: IncrementalDetokenizer
-    offsets: Offsets
-
-
 class Completions(TextDialect[CompletionBody]):
     """POST /v1/completions."""
 
@@ -220,7 +213,8 @@ class Completions(TextDialect[CompletionBody]):
 
     def __init__(self, service: Service, data: bytes) -> None:
         super().__init__(service, data)
-        body, self._states = self._body, dict[int, _PlainState]()
+        body = self._body
+        self._states: dict[int, tuple[IncrementalDetokenizer, Offsets]] = {}
         # the response contains the logprobs of the prompts
         self._scored = bool(body.echo) and body.logprobs is not None
         self.requests = []
@@ -241,16 +235,12 @@ class Completions(TextDialect[CompletionBody]):
         return [self._service.prompt(prompt, "prompt") for prompt in self._body.prompts]
 
     def _echoed(self, prompt: int) -> str:
-        """The text that stands before each completion of a prompt."""
         if not self._body.echo:
             return ""
         text_or_ids = self._body.prompts[prompt]
         if isinstance(text_or_ids, str):
             return text_or_ids
         return self._service.detokenizer.of(text_or_ids)
-
-    def _samples(self, result: GenerationResult) -> Sequence[Sample]:
-        return result.samples or (NOTHING,) * self._body.samples
 
     def _choice(self, prompt: int, result: GenerationResult, sample: Sample) -> dict[str, Any]:
         body, echoed = self._body, self._echoed(prompt)
@@ -300,27 +290,27 @@ class Completions(TextDialect[CompletionBody]):
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         body, index = self._body, prompt * self._body.samples + delta.index
-        state, echoed = self._states.get(index), ""
-        first = state is None
-        if state is None:
+        first, echoed = index not in self._states, ""
+        if first:
             echoed = self._echoed(prompt)
             offsets = Offsets(self._service.detokenizer, len(echoed))
-            state = self._states[index] = _PlainState(self._decoding.incremental(), offsets)
-        ids = delta.token_ids.tolist()
-        text = echoed + self._decoding.new_text(state.text, ids, delta.finish_reason)
+            self._states[index] = self._decoding.incremental(), offsets
+        growing, offsets = self._states[index]
+        text = echoed + self._decoding.new_text(
+            growing, delta.token_ids.tolist(), delta.finish_reason
+        )
         if not (text or delta.finish_reason or body.return_token_ids or body.logprobs is not None):
             return b""
         more: dict[str, Any] = {}
         if body.logprobs is not None:
-            scores = delta.prompt_scores
-            more["logprobs"] = self._logprobs(prompt, scores, delta, state.offsets)
+            more["logprobs"] = self._logprobs(prompt, delta.prompt_scores, delta, offsets)
         if body.return_token_ids:
             more["token_ids"] = delta.token_ids
             if first:
                 more["prompt_token_ids"] = self._prompts[prompt]
         return self._event(delta, index, text, delta.finish_reason, more)
 
-    def _unsampled(self, results: Sequence[GenerationResult]) -> bytes:
+    def _chunks_of_unsampled(self, results: Sequence[GenerationResult]) -> bytes:
         data = b""
         for index in range(len(results) * self._body.samples):
             if index in self._states:

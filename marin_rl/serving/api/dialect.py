@@ -9,8 +9,7 @@ threads and deadlines (`request_handler`).
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -57,9 +56,9 @@ class Dialect(ABC):
     def end(self, results: Sequence[GenerationResult]) -> bytes:
         """The bytes that are sent when every prompt has its samples."""
 
-    def chunk_writer(self, prompt: int) -> Callable[[Delta], bytes] | None:
-        """Writer of a stream's chunks of a prompt's samples; None where the response is whole."""
-        return None
+    def delta(self, prompt: int, delta: Delta) -> bytes:
+        """The bytes of a stream for what a chunk added to a sample; empty if nothing shows yet."""
+        raise NotImplementedError(self.path)
 
 
 class TextDialect(Dialect, Generic[B]):
@@ -79,48 +78,35 @@ class TextDialect(Dialect, Generic[B]):
         self._decoding = service.decoding(self._body)
 
     @abstractmethod
-    def delta(self, prompt: int, delta: Delta) -> bytes:
-        """The bytes of a stream for what a chunk added to a sample; empty if nothing shows yet."""
-
-    def chunk_writer(self, prompt: int) -> Callable[[Delta], bytes] | None:
-        return partial(self.delta, prompt) if self.stream else None
-
-    @abstractmethod
-    def _encoded(self) -> list[Prompt]:
-        """Ids of the prompts."""
+    def _encoded(self) -> list[Prompt]: ...
 
     @abstractmethod
     def _choice(self, prompt: int, result: GenerationResult, sample: Sample) -> dict[str, Any]:
         """A finished sample, except for its index."""
 
-    def _samples(self, result: GenerationResult) -> Sequence[Sample]:
-        return result.samples
-
-    def _more(self, result: GenerationResult) -> dict[str, Any]:
-        """Further fields at the top of a response."""
+    def _top_of_response(self, result: GenerationResult) -> dict[str, Any]:
         return {}
 
-    def _unsampled(self, results: Sequence[GenerationResult]) -> bytes:
-        """Chunks of samples that had none."""
+    def _chunks_of_unsampled(self, results: Sequence[GenerationResult]) -> bytes:
         return b""
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
         if self.stream:
-            data = self._unsampled(results)
+            data = self._chunks_of_unsampled(results)
             if self._body.include_usage:
                 counts = usage(self._prompts, results)
                 data += event(self._chunk(results[-1], []) | {"usage": counts})
             return data + DONE
         choices: list[dict[str, Any]] = []
         for prompt, result in enumerate(results):
-            for sample in self._samples(result):
+            for sample in result.samples or [NOTHING] * self._body.samples:
                 choice = self._choice(prompt, result, sample)
                 # of the weights that the response names, unless its tokens name others
                 older = result.weight_version != results[-1].weight_version
                 if older and choice["policy_versions"] is None:
                     choice["policy_versions"] = [result.weight_version] * len(sample.token_ids)
                 choices.append({"index": len(choices), **choice})
-        top, more = self._top(self.kind, results[-1]), self._more(results[-1])
+        top, more = self._top(self.kind, results[-1]), self._top_of_response(results[-1])
         return complete_response(top, choices, self._prompts, results, **more)
 
     def _top(self, kind: str, source: GenerationResult | Delta) -> dict[str, Any]:
@@ -136,7 +122,7 @@ class TextDialect(Dialect, Generic[B]):
     def _chunk(
         self, source: GenerationResult | Delta, choices: list[dict[str, Any]], **more: Any
     ) -> dict[str, Any]:
-        """A chunk of a stream; where usage was asked for, the last one has it."""
+        # where usage was asked for, the last chunk has it
         pending = {"usage": None} if self._body.include_usage else {}
         version = {"weight_version": source.weight_version}
         return self._top(self.chunk_kind, source) | pending | version | more | {"choices": choices}
@@ -173,8 +159,6 @@ def sampled_tokens(sampled: Sample | Delta, *, raw: bool = False) -> list[Scored
 
 
 def chat_logprobs(detokenizer: Detokenizer, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    """Log-probabilities as chat has them."""
-
     def scored(token: int, logprob: float) -> dict[str, Any]:
         piece = detokenizer.piece(token)
         return {"token": piece.text, "logprob": logprob, "bytes": piece.data}
@@ -189,8 +173,6 @@ def chat_logprobs(detokenizer: Detokenizer, tokens: Sequence[ScoredToken]) -> di
 def plain_logprobs(
     detokenizer: Detokenizer, tokens: Sequence[ScoredToken], offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Log-probabilities as plain completions have them."""
-
     def likely(token: int, logprob: float, ids: list[int], logprobs: list[float]) -> Any:
         """Logprobs of the likeliest tokens, and of the one that is there, by text."""
         if math.isnan(logprob):
@@ -222,17 +204,11 @@ def prompt_logprobs(
     places: list[dict[str, Any] | None] = [None]
     for token, logprob, ids, logprobs in scored_tokens(*columns)[1:]:
         ranks = {other: rank for rank, other in enumerate(ids[:top], 1)}
-        likeliest = {token: logprob} | dict(zip(ranks, logprobs, strict=False))
-        places.append(
-            {
-                str(id): {
-                    "logprob": value,
-                    "rank": ranks.get(id, top + 1),
-                    "decoded_token": name(id),
-                }
-                for id, value in likeliest.items()
-            }
-        )
+        place: dict[str, Any] = {}
+        for id, value in ({token: logprob} | dict(zip(ranks, logprobs, strict=False))).items():
+            rank = ranks.get(id, top + 1)
+            place[str(id)] = {"logprob": value, "rank": rank, "decoded_token": name(id)}
+        places.append(place)
     return places
 
 

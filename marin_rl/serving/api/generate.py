@@ -47,50 +47,54 @@ class IdsToIds(Dialect):
         self._service = service
         self._prompt = service.prompt(body.token_ids, "token_ids")
         limit = service.new_tokens(self._prompt, parameters.max_tokens, param="token_ids")
-        logprobs = parameters.logprobs
-        self._scored = logprobs is not None
+        self._scored, self._top = parameters.logprobs is not None, parameters.prompt_logprobs
         # 0 and 1 ask for the logprob of the sampled token only
-        likeliest = logprobs if logprobs is not None and logprobs > 1 else 0
-        self._top = parameters.prompt_logprobs
-        self.requests = [
-            parameters.request(
-                self._prompt,
-                limit,
-                top_logprobs=max(likeliest, self._top or 0),
-                score_prompt=self._top is not None,
-                adapter=adapter,
-            )
-        ]
-        self._likeliest = likeliest
+        self._likeliest = (parameters.logprobs or 0) if parameters.logprobs != 1 else 0
+        request = parameters.request(
+            self._prompt,
+            limit,
+            top_logprobs=max(self._likeliest, self._top or 0),
+            score_prompt=self._top is not None,
+            adapter=adapter,
+        )
+        self.requests = [request]
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
         (result,) = results
         choices: list[dict[str, Any]] = []
         for index, sample in enumerate(result.samples or [NOTHING] * self.requests[0].n):
-            versions = sample.policy_versions
             by_token = [result.weight_version] * len(sample.token_ids)
-            if versions is not None:
-                by_token = versions.tolist()
-            choice: dict[str, Any] = {
-                "index": index,
-                "token_ids": sample.token_ids,
-                "logprobs": {"content": _content(sample, self._likeliest)}
-                if self._scored
-                else None,
-                "finish_reason": sample.finish_reason,
-                "weight_versions": version_spans(by_token),
-            }
-            if versions is not None:
-                choice["policy_versions"] = versions
-            choices.append(choice)
+            choice: dict[str, Any] = {"index": index, "token_ids": sample.token_ids}
+            if sample.policy_versions is not None:
+                by_token = sample.policy_versions.tolist()
+                choice["policy_versions"] = sample.policy_versions
+            choices.append(
+                choice
+                | {
+                    "logprobs": {"content": self._content(sample)} if self._scored else None,
+                    "finish_reason": sample.finish_reason,
+                    "weight_versions": version_spans(by_token),
+                }
+            )
         top = {"request_id": f"generate-{new_id()}", "model": self._service.id_of(result)}
         more: dict[str, Any] = {}
         if self._top is not None:
-            detokenizer = self._service.detokenizer
-            more = {
-                "prompt_logprobs": prompt_logprobs(detokenizer, self._prompt, result, self._top)
-            }
+            described = self._service.detokenizer, self._prompt
+            more["prompt_logprobs"] = prompt_logprobs(*described, result, self._top)
         return complete_response(top, choices, [self._prompt], results, **more)
+
+    def _content(self, sample: Sample) -> list[dict[str, Any]]:
+        def scored(token: int, logprob: float) -> dict[str, Any]:
+            # vLLM up to 0.31 has `token`, and `token_id` since 0.32
+            return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
+
+        content = []
+        for token, logprob, ids, logprobs in sampled_tokens(sample):
+            likely = zip(ids[: self._likeliest], logprobs, strict=False)
+            content.append(
+                scored(token, logprob) | {"top_logprobs": [scored(*each) for each in likely]}
+            )
+        return content
 
 
 def version_spans(versions: Sequence[int]) -> list[dict[str, Any]]:
@@ -100,18 +104,6 @@ def version_spans(versions: Sequence[int]) -> list[dict[str, Any]]:
         start = spans[-1]["end"] if spans else 0
         spans.append({"version": str(version), "start": start, "end": start + len(list(group))})
     return spans
-
-
-def _content(sample: Sample, likeliest: int) -> list[dict[str, Any]]:
-    def scored(token: int, logprob: float) -> dict[str, Any]:
-        # vLLM up to 0.31 has `token`, and `token_id` since 0.32
-        return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
-
-    return [
-        scored(token, logprob)
-        | {"top_logprobs": [scored(*o) for o in zip(ids[:likeliest], logprobs, strict=False)]}
-        for token, logprob, ids, logprobs in sampled_tokens(sample)
-    ]
 
 
 class SGLang(Dialect):
@@ -126,10 +118,8 @@ class SGLang(Dialect):
         model = body.lora_path or service.name
         given = body.sampling_params or SGLangParameters()
         parameters, (self.model, adapter) = service.checked(given, model, param="lora_path")
-        if body.input_ids is None:
-            prompt = service.prompt(body.text or "", "prompt")
-        else:
-            prompt = service.prompt(body.input_ids, "input_ids")
+        param = "prompt" if body.input_ids is None else "input_ids"
+        prompt = service.prompt(body.input_ids or body.text or "", param)
         limit = service.new_tokens(
             prompt, parameters.max_new_tokens, param="input_ids", default=SGLANG_NEW_TOKENS
         )
@@ -147,7 +137,7 @@ class SGLang(Dialect):
         return dumps(samples[0] if len(samples) == 1 else samples)
 
     def _sample(self, result: GenerationResult, sample: Sample) -> dict[str, Any]:
-        ids = sample.token_ids.tolist()
+        ids, prompt = sample.token_ids.tolist(), self.requests[0].prompt_ids
         finish: dict[str, Any] = {"type": sample.finish_reason}
         if sample.finish_reason == "length":
             finish["length"] = len(ids)
@@ -156,7 +146,7 @@ class SGLang(Dialect):
         meta: dict[str, Any] = {
             "id": new_id(),
             "finish_reason": finish,
-            "prompt_tokens": len(self.requests[0].prompt_ids),
+            "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
             "cached_tokens": result.cached_tokens,
             "weight_version": str(result.weight_version),
@@ -164,17 +154,13 @@ class SGLang(Dialect):
         if self._scored:
             pairs = zip(sample.logprobs.tolist(), ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-            meta["input_token_logprobs"] = self._of_prompt(result)
+            meta["input_token_logprobs"] = []
+            if (scores := result.prompt_scores) is not None:
+                scored = zip(scores.logprobs.tolist(), prompt.tolist(), strict=True)
+                # NaN, of the first of all tokens, is null in JSON
+                triples = [[logprob, token, None] for logprob, token in scored]
+                meta["input_token_logprobs"] = triples[self._start :]
         if sample.policy_versions is not None:
             meta["policy_versions"] = sample.policy_versions
         text = self._decoding.text(ids, sample.finish_reason)
         return {"text": text, "output_ids": ids, "meta_info": meta}
-
-    def _of_prompt(self, result: GenerationResult) -> list[list[Any]]:
-        """(logprob, id, null) of the prompt's tokens that are scored; null for the first of all."""
-        scores, prompt = result.prompt_scores, self.requests[0].prompt_ids
-        if scores is None:
-            return []
-        pairs = zip(scores.logprobs[self._start :], prompt[self._start :].tolist(), strict=True)
-        # NaN is null in JSON.
-        return [[float(logprob), token, None] for logprob, token in pairs]

@@ -28,7 +28,6 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -163,8 +162,7 @@ class RequestHandler:
         submit = self._service.engine.submit
         try:
             for index, prompt in enumerate(request.requests):
-                write = request.chunk_writer(index)
-                on_delta = partial(self._on_delta, write)
+                on_delta = partial(self._on_delta, request, index)
                 future = submit(prompt, on_delta, on_scheduled, streams=request.stream)
                 self._futures.append(future)
                 future.add_done_callback(partial(self._on_done, request, index))
@@ -182,11 +180,11 @@ class RequestHandler:
         self._service.check_answers(policy, model)
         self._version = policy.weight_version
 
-    def _on_delta(self, write: Callable[[Delta], bytes] | None, delta: Delta) -> None:
+    def _on_delta(self, request: Dialect, index: int, delta: Delta) -> None:
         self._tokens += len(delta.token_ids)
         self._version = delta.weight_version
-        if write is not None:
-            self._service.writer.put(self.queue, lambda: (write(delta), False))
+        if request.stream:
+            self._service.writer.put(self.queue, lambda: (request.delta(index, delta), False))
 
     def _on_done(self, request: Dialect, index: int, future: "Future[GenerationResult]") -> None:
         if future.cancelled():

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Int32
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from marin_rl.inference.generation import (
     LOGIT_BIAS_MAX,
@@ -77,12 +77,6 @@ TemplateKwargs = Annotated[
 ]
 
 
-def _temperature(value: float) -> float:
-    if 0 < value < TEMPERATURE_MIN:
-        raise ValueError(f"expected 0 (greedy) or at least {TEMPERATURE_MIN:g}, found {value:g}")
-    return value
-
-
 class WithTools(Body):
     """A body that may offer tools."""
 
@@ -104,9 +98,7 @@ class SamplingFields(Body):
     """Sampling parameters that all sampling routes have in common."""
 
     n: int | None = Field(default=None, ge=1, le=SAMPLES_MAX)
-    temperature: Annotated[float, AfterValidator(_temperature)] | None = Field(
-        default=None, ge=0, le=10
-    )
+    temperature: float | None = Field(default=None, ge=0, le=10)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -118,9 +110,18 @@ class SamplingFields(Body):
     repetition_penalty: float | None = Field(default=None, ge=PENALTY_MIN, le=10)
     logit_bias: Annotated[dict[TokenText, Bias], Field(max_length=LOGIT_BIAS_MAX)] | None = None
 
+    @field_validator("temperature")
+    @classmethod
+    def _divides_logits(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < TEMPERATURE_MIN:
+            raise ValueError(
+                f"expected 0 (greedy) or at least {TEMPERATURE_MIN:g}, found {value:g}"
+            )
+        return value
+
     @property
     def samples(self) -> int:
-        return 1 if self.n is None else self.n
+        return self.n or 1
 
     @property
     def prompts_count(self) -> int:
@@ -132,7 +133,6 @@ class SamplingFields(Body):
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """(token id, bias) pairs that are added to the logits."""
         return tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items())
 
     def seed_of(self, prompt: int) -> int | None:
@@ -146,7 +146,6 @@ class SamplingFields(Body):
 
         `more` are fields of the request that not all routes have.
         """
-        penalty = self.repetition_penalty
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -162,7 +161,7 @@ class SamplingFields(Body):
             sampling=sampling,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias=self.biases,
-            repetition_penalty=1.0 if penalty is None else float(penalty),
+            repetition_penalty=float(self.repetition_penalty or 1),
             presence_penalty=float(self.presence_penalty or 0),
             frequency_penalty=float(self.frequency_penalty or 0),
             **more,
@@ -242,7 +241,7 @@ class ChatBody(SamplingBody, WithTools):
 
     @property
     def new_tokens_max(self) -> int | None:
-        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+        return self.max_tokens or self.max_completion_tokens
 
     @property
     def must_call(self) -> bool:
@@ -250,7 +249,6 @@ class ChatBody(SamplingBody, WithTools):
 
     @property
     def form(self) -> dict[str, Any] | None:
-        """The form of the response, as `constraints` reads it."""
         if self.response_format is None:
             return None
         return self.response_format.model_dump(by_alias=True, exclude_none=True)
@@ -285,11 +283,11 @@ class CompletionBody(SamplingBody):
                 "compact_logprobs: the sampled tokens' own, for answers that come as a whole; "
                 "expected logprobs of 0 or null, and neither stream nor echo"
             )
-        count = 0 if self.seeds is None else len(self.seeds)
         if self.seeds is not None and self.seed is not None:
             raise ValueError("seeds: give either seed or seeds")
-        if self.seeds is not None and count != len(self.prompts):
-            raise ValueError(f"seeds: expected one per prompt, {len(self.prompts)}, found {count}")
+        if self.seeds is not None and len(self.seeds) != len(self.prompts):
+            expected = f"expected one per prompt, {len(self.prompts)}, found {len(self.seeds)}"
+            raise ValueError(f"seeds: {expected}")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: expected stream false, found true")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
@@ -299,9 +297,7 @@ class CompletionBody(SamplingBody):
         return self
 
     def seed_of(self, prompt: int) -> int | None:
-        if self.seeds is not None:
-            return self.seeds[prompt] % 2**64
-        return super().seed_of(prompt)
+        return super().seed_of(prompt) if self.seeds is None else self.seeds[prompt] % 2**64
 
     @property
     def prompts_count(self) -> int:

@@ -63,9 +63,7 @@ class ApiRoute(Route):
         self._parameters: dict[str, Any] = dict.fromkeys(self.param_convertors, str)
         if request is not None:
             self._parameters["body"] = request
-        name = self.path_format.strip("/")
-        for old, new in (("/", "_"), ("{", ""), ("}", ""), (".", "")):
-            name = name.replace(old, new)
+        name = self.path_format.strip("/").translate(str.maketrans("/", "_", "{}."))
         self._described = {
             "methods": list(methods),
             "operation_id": f"{methods[0].lower()}_{name}",
@@ -100,7 +98,6 @@ class ApiRoute(Route):
 
 
 def describe(routes: Sequence[ApiRoute]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these routes."""
     from fastapi.openapi.utils import get_openapi
 
     return get_openapi(
@@ -186,11 +183,8 @@ def _tokenize(service: Service, data: bytes) -> dict[str, Any]:
             opening=body.add_generation_prompt is not False,
             options=body.chat_template_kwargs,
         )
-    answer = {
-        "count": len(tokens),
-        "max_model_len": service.engine.context_length,
-        "tokens": tokens,
-    }
+    longest = service.engine.context_length
+    answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens}
     if body.return_token_strs:
         answer["token_strs"] = [service.detokenizer.name(token) for token in tokens.tolist()]
     return answer

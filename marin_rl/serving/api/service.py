@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int32
@@ -47,13 +47,6 @@ PROBE_CHARACTERS = 4
 
 Prompt = Int32[np.ndarray, " _"]
 F = TypeVar("F", bound=SamplingFields)
-
-
-class RequestedModel(NamedTuple):
-    """Model that a request names, and the number of its adapter in the engine; 0 is the base."""
-
-    model: str
-    adapter: int
 
 
 @dataclass
@@ -104,8 +97,6 @@ class Service:
             executor.shutdown(wait=False, cancel_futures=True)
         self.writer.close()
 
-    # ------------------------------------------------------------------ names
-
     @property
     def model_id(self) -> str:
         current = self.adapters.current
@@ -121,7 +112,6 @@ class Service:
 
     @property
     def known(self) -> list[str]:
-        """The ids that requests may name: the loaded version's own, the stable names, adapters."""
         return [self.base_id, *self.names, *self.adapters.names]
 
     def id_of(self, policy: Policy | GenerationResult | Delta) -> str:
@@ -130,27 +120,27 @@ class Service:
         return served_model_id(self.name, policy.weight_version, policy.parameters_digest)
 
     def parent_of(self, model: str) -> str | None:
-        """The model of which a served id is a version or an adapter; None for the name itself."""
         if model in self.names:
             return None
         return self.base_id if model in self.adapters.names else self.name
 
-    def target(self, model: str, param: str = "model") -> RequestedModel:
-        """Resolve the model of a request; `base:adapter` is SGLang's way to name an adapter.
+    def target(self, model: str, param: str = "model") -> tuple[str, int]:
+        """The model of a request and its adapter's number in the engine, 0 for the base.
 
-        ApiError 404, with the known ids, for a model that is not served.
+        `base:adapter` is SGLang's way to name an adapter. ApiError 404, with the known ids, for a
+        model that is not served.
         """
         base, _, name = model.partition(":")
         if model in self.names:
             current = self.adapters.current
-            return RequestedModel(model, 0 if current is None else current.number)
+            return model, 0 if current is None else current.number
         if model == self.base_id:
-            return RequestedModel(model, 0)
+            return model, 0
         bases = (*self.names, self.base_id)
         adapter = self.adapters.get(name if name and base in bases else model)
         if adapter is None:
             raise _unknown(model, self.known, param)
-        return RequestedModel(adapter.name, adapter.number)
+        return adapter.name, adapter.number
 
     def check_answers(self, policy: Policy, model: str) -> None:
         """ApiError 404, with the known ids, where a policy is not the model that was asked for."""
@@ -158,15 +148,11 @@ class Service:
         if model not in known:
             raise _unknown(model, known)
 
-    # -------------------------------------------------------------- responses
-
     def fingerprint(self, parameters_digest: str) -> str:
-        """OpenAI's `system_fingerprint`: of this version, the architecture and the parameters."""
         text = "\n".join((marin_rl.__version__, self._architecture, parameters_digest))
         return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def decoding(self, body: SamplingFields, *, special: bool = False) -> TextDecoding:
-        """Conversion of a request's samples to text."""
         return TextDecoding(
             detokenizer=self.detokenizer,
             stop_token_ids=frozenset(self.engine.stop_token_ids).union(body.stop_token_ids or ()),
@@ -174,19 +160,26 @@ class Service:
             special=special,
         )
 
-    # ---------------------------------------------------------------- requests
-
-    def checked(self, body: F, model: str, *, param: str = "model") -> tuple[F, RequestedModel]:
+    def checked(self, body: F, model: str, *, param: str = "model") -> tuple[F, tuple[str, int]]:
         """The body with its stop strings as ids where they are tokens, and the model it names.
 
         ApiError 404 for a model that is not served, 400 for unknown ids and too many samples, 503
         for a full queue.
         """
-        body = self._with_stop_tokens(body)
+        strings, asked = body.stop_strings, body.stop_token_ids or ()
+        own = self.engine.stop_token_ids
+        # Texts leave special tokens out, so a stop string that is one would never match.
+        ids = [self._special[string] for string in strings if string in self._special]
+        if ids or set(asked) & set(own):
+            update = {
+                "stop": [string for string in strings if string not in self._special],
+                "stop_token_ids": [id for id in (*asked, *ids) if id not in own],
+            }
+            body = body.model_copy(update=update)
         target = self.target(model, param)
         stops = body.stop_token_ids or ()
         self.check_ids(stops, "stop_token_ids")
-        most = STOP_TOKENS_MAX - len(self.engine.stop_token_ids)
+        most = STOP_TOKENS_MAX - len(own)
         if len(stops) > most:
             raise ApiError(
                 400,
@@ -199,23 +192,6 @@ class Service:
         prompts, queued = body.prompts_count, self.engine.queued
         check_samples(self.limits, n=body.samples, prompts=prompts, queued=queued)
         return body, target
-
-    def _with_stop_tokens(self, body: F) -> F:
-        """The same body, with stop strings that are a special token replaced by that token's id.
-
-        Texts leave special tokens out, so such a stop string would never match.
-        """
-        strings, asked = body.stop_strings, body.stop_token_ids or ()
-        ids = [self._special[string] for string in strings if string in self._special]
-        own = self.engine.stop_token_ids
-        if not ids and not set(asked) & set(own):
-            return body
-        return body.model_copy(
-            update={
-                "stop": [string for string in strings if string not in self._special],
-                "stop_token_ids": [id for id in (*asked, *ids) if id not in own],
-            }
-        )
 
     def prompt(self, text_or_ids: str | list[int], param: str) -> Prompt:
         """Ids of a prompt. ApiError 400 for a text too long, or ids outside the vocabulary."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -140,7 +141,6 @@ class TokenizeWorker:
 
 
 Write = Callable[[], tuple[bytes, bool]]
-Written = tuple[ResponseQueue, bytes, bool, BaseException | None]
 
 
 class ResponseWriter:
@@ -163,27 +163,25 @@ class ResponseWriter:
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            written = [_written(*item)]
+            loop, hand_overs = item[0].loop, [_written(*item)]
             while not self._waiting.empty() and (item := self._waiting.get()) is not None:
-                written.append(_written(*item))
+                hand_overs.append(_written(*item))
             if item is None:
                 self._waiting.put(None)
-            # the event loop of the server: waking it costs more than most bytes
+            # once for all of them: waking the event loop costs more than most bytes
             with suppress(RuntimeError):  # it is closed: no request waits any more
-                written[0][0].loop.call_soon_threadsafe(_hand_over, written)
+                loop.call_soon_threadsafe(_call_all, hand_overs)
 
 
-def _written(queue: ResponseQueue, write: Write) -> Written:
+def _written(queue: ResponseQueue, write: Write) -> Callable[[], None]:
+    """Return what hands the bytes, or the error, to the queue: to be called on the event loop."""
     try:
         data, last = write()
     except Exception as error:  # noqa: BLE001 the reader of the queue gets it
-        return queue, b"", True, error
-    return queue, data, last, None
+        return partial(queue.fail, error)
+    return partial(queue.add, data, last=last)
 
 
-def _hand_over(written: list[Written]) -> None:
-    for queue, data, last, error in written:
-        if error is None:
-            queue.add(data, last=last)
-        else:
-            queue.fail(error)
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
