@@ -124,7 +124,7 @@ def _export_weights(
     round = rounds[0] if rounds else None
     facts: dict[str, object] = {"file" if option == "--gguf" else "folder": str(path)}
     with phase("exporting"):
-        from marin_rl.serving.weights.export import export_hf, export_peft, read_merged
+        from marin_rl.serving.weights.export import export_hf, export_peft
         from marin_rl.storage.runs import policy_at
 
         if option == "--peft":
@@ -136,9 +136,13 @@ def _export_weights(
             facts |= {"round": exported.round, "parameters": exported.parameters_digest}
         else:
             from marin_rl.gguf.conversion import export_gguf  # before a model is read
+            from marin_rl.serving.weights.checkpoint_loader import read_slot
+            from marin_rl.tokenizers import tokenizer_for
+            from marin_rl.training.adapters import merged_model
 
-            loaded, model, tokenizer = read_merged(run, round)
-            export_gguf(model, tokenizer, path, gguf_type)
+            loaded = read_slot(run, policy_at(run, round))
+            tokenizer = tokenizer_for(run.config.policy)
+            export_gguf(merged_model(loaded.model), tokenizer, path, gguf_type)
             facts |= {"round": loaded.round, "parameters": loaded.parameters_digest}
             facts |= {"type": gguf_type}
     of = policy_at(run, round).slot if facts["round"] is None else f"checkpoint {facts['round']}"

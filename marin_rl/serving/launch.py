@@ -31,6 +31,7 @@ from marin_rl.models.module import LanguageModel
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.server import PolicyServer, Report, serve_forever
 from marin_rl.serving.weights.adapters import (
+    ServedAdapters,
     adapter_checkpoints,
     read_base_of,
     version_of,
@@ -107,7 +108,8 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     with ExitStack() as stack:
         answer = None
         if register is not None:
-            registration = follower.registration(run, settings, register)
+            engine = follower.server.engine
+            registration = Registration(run, settings, engine, register, adapters=follower.adapters)
             stack.callback(registration.stop)
             report, answer = _registered(registration, report), registration.answer
         if follow:
@@ -120,25 +122,15 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follower:
-    """A server of a run's checkpoint `round`, and the way to its other ones.
+    """A server of a run's checkpoint `round`, not started yet, and the way to its other ones.
 
-    With `apart` it serves the versions of an adapter next to their base.
+    With `adapters` it serves the versions of an adapter next to their base.
     """
 
     server: PolicyServer
     take: Take
     round: int
-    apart: bool
-
-    def registration(
-        self, run: Run, settings: Config, announcement: Announcement, **options: Any
-    ) -> Registration:
-        """The heartbeats of this server, whose trainers have `settings`; not begun yet."""
-        adapters = self.server.adapters if self.apart else None
-        names = TokenizerIdentity.of(tokenizer_for(settings.policy))
-        return Registration(
-            run, settings, names, self.server.engine, announcement, adapters=adapters, **options
-        )
+    adapters: ServedAdapters | None = None
 
 
 def proven_follower(
@@ -150,7 +142,7 @@ def proven_follower(
     *,
     registered: bool = False,
 ) -> Follower:
-    """A server, not started yet, of a checkpoint of a run (None: the latest), proven first.
+    """A server of a checkpoint of a run (None: the latest), proven first.
 
     `board` is that of the run which is followed; without one the checkpoint stays. Raises as
     `serve_checkpoint` does.
@@ -170,10 +162,10 @@ def proven_follower(
     server = proven_server(loaded, tokenizer, roomy, read)
     if version is None:
         take = whole_checkpoints(server.updater, run)
-        return Follower(server=server, take=take, round=loaded.round or 0, apart=False)
+        return Follower(server=server, take=take, round=loaded.round or 0)
     take = adapter_checkpoints(server.adapters, run, loaded.model, tokenizer, roomy.inference)
     take(version.round, version.parameters_digest)
-    return Follower(server=server, take=take, round=version.round, apart=True)
+    return Follower(server=server, take=take, round=version.round, adapters=server.adapters)
 
 
 def _apart(run: Run, inference: InferenceConfig, *, registered: bool) -> bool:

@@ -1,27 +1,31 @@
 """The life of an inference server: an engine, its routes, and a thread that answers.
 
-Owns starting and stopping, the port, and the end of a standalone server (SIGTERM: no new work,
-running requests finish, exit). Leaves out the routes (`app`), and who may call them
-(`auth`).
+Owns starting and stopping, the port, the table of all routes, and the end of a standalone server
+(SIGTERM: no new work, running requests finish, exit). Leaves out what routes do (`api`), and who
+may call them (`auth`).
 """
 
+import asyncio
 import json
 import logging
 import os
 import resource
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from io import TextIOBase
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, TextIO
 
 import jax.numpy as jnp
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Router
 from transformers import PreTrainedTokenizerBase
 
@@ -33,12 +37,24 @@ from marin_rl.inference.client.protocol import CHAT_ROUTE
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import STOP_TOKENS_MAX
 from marin_rl.models.module import LanguageModel
+from marin_rl.serving.api.admin import adapter_routes, admin_routes
+from marin_rl.serving.api.completions import Chat, ChatTokens, Completions
+from marin_rl.serving.api.dialect import Dialect, dumps
+from marin_rl.serving.api.generate import IdsToIds, SGLang
+from marin_rl.serving.api.request_handler import SamplingEndpoint
+from marin_rl.serving.api.routes import (
+    ERROR,
+    STREAM,
+    ApiRoute,
+    describe,
+    server_routes,
+    tokenizer_routes,
+)
 from marin_rl.serving.api.service import Service
-from marin_rl.serving.app import all_routes
 from marin_rl.serving.http.access_log import AccessLog, RequestRecord
 from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, listen
 from marin_rl.serving.http.guard import Guard
-from marin_rl.serving.http.prometheus import Telemetry
+from marin_rl.serving.http.prometheus import CONTENT_TYPE, METRICS_ROUTE, Telemetry
 from marin_rl.serving.text.detokenizer import Detokenizer
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import WeightUpdater
@@ -47,6 +63,7 @@ from marin_rl.training.model import parameter_shapes
 
 START_S = 30.0
 ALIVE_S = 1.0
+DIALECTS: tuple[type[Dialect], ...] = (Chat, ChatTokens, Completions, IdsToIds, SGLang)
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +90,9 @@ class PolicyServer:
         dtype: jnp.dtype | type = jnp.float32,
         grows: bool = False,
     ) -> None:
-        check_vocabulary(tokenizer, model.spec.vocabulary)
-        prove(tokenizer)
         stops, vocabulary = end_token_ids(tokenizer), model.spec.vocabulary
+        check_vocabulary(tokenizer, vocabulary)
+        prove(tokenizer)
         if len(stops) > STOP_TOKENS_MAX or max(stops) >= vocabulary:
             raise InputError(
                 f"expected at most {STOP_TOKENS_MAX} end tokens, with ids below {vocabulary}, in "
@@ -138,7 +155,6 @@ class PolicyServer:
 
     @property
     def base_url(self) -> str:
-        """Base URL for OpenAI clients: `http://host:port/v1`."""
         assert self._base_url, "the server was not started"
         return self._base_url
 
@@ -176,7 +192,6 @@ class PolicyServer:
             self._service.aliases += (name,)
 
     def log_requests(self, stream: TextIO | TextIOBase) -> None:
-        """Write one JSON line for each request to `stream` from now on."""
         self._close_log()
         self._log = AccessLog(stream)
         self.telemetry.lines_dropped = self._log.lines_dropped
@@ -291,30 +306,34 @@ def serve_forever(
 def _signals() -> Iterator[Callable[[float], bool]]:
     """Handle SIGTERM and SIGINT; yields a function that waits for one, with a timeout in seconds.
 
-    A second one ends the process at once. A pipe, since a handler that took a lock could wait for
-    the very thread that it interrupts.
+    A second one ends the process at once.
     """
-    reading, writing = os.pipe()
-    poll = select.poll()
-    poll.register(reading, select.POLLIN)
-    stop_requested = False
+    # which is reentrant: a handler that took a lock could wait for the very thread it interrupts
+    requests: SimpleQueue[int] = SimpleQueue()
+
+    def exit_at_once(number: int, frame: FrameType | None) -> None:
+        os._exit(1)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal stop_requested
-        if stop_requested:
-            os._exit(1)
-        stop_requested = True
-        os.write(writing, b"\0")
+        for each in previous:
+            signal.signal(each, exit_at_once)
+        requests.put(number)
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    previous = {number: signal.signal(number, on_signal) for number in numbers}
+    def wait(seconds: float) -> bool:
+        try:
+            requests.get(timeout=seconds)
+        except Empty:
+            return False
+        return True
+
+    previous = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda seconds: bool(poll.poll(1000 * seconds))
+        for each in previous:
+            signal.signal(each, on_signal)
+        yield wait
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        os.close(reading)
-        os.close(writing)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
 
 def _becomes_true(condition: Callable[[], bool], timeout_s: float | int) -> bool:
@@ -324,3 +343,41 @@ def _becomes_true(condition: Callable[[], bool], timeout_s: float | int) -> bool
             return False
         time.sleep(0.002)
     return True
+
+
+def all_routes(service: Service, telemetry: Telemetry) -> tuple[ApiRoute, ...]:
+    async def metrics(request: Request) -> Response:
+        """Return the server's metrics in the Prometheus text format."""
+        data = await asyncio.to_thread(telemetry.exposition)
+        return Response(data, media_type=CONTENT_TYPE)
+
+    async def openapi(request: Request) -> Response:
+        """Return this description."""
+        return Response(description(), media_type="application/json")
+
+    @cache
+    def description() -> bytes:
+        return dumps(describe(routes))
+
+    sampling = (
+        ApiRoute(
+            dialect.path,
+            SamplingEndpoint(service, dialect),
+            methods=["POST"],
+            request=dialect.request_model,
+            response=dialect.response_model,
+            summary=dialect.summary,
+            responses=ERROR | STREAM if dialect.may_stream else ERROR,
+        )
+        for dialect in DIALECTS
+    )
+    routes = (
+        *server_routes(service),
+        ApiRoute(METRICS_ROUTE, metrics, response_class=PlainTextResponse),
+        ApiRoute("/openapi.json", openapi),
+        *sampling,
+        *tokenizer_routes(service),
+        *admin_routes(service),
+        *adapter_routes(service),
+    )
+    return routes

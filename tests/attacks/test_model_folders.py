@@ -193,7 +193,7 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PolicyServ
     model = load_hf(folder)
     run = small_run(folder.parents[1] / "runs")
     inference = with_update_root(run.config.inference, folder.parent)
-    loaded = Loaded(model=model, parameters_digest=parameters_digest(model), bytes=0)
+    loaded = Loaded(model=model, parameters_digest=parameters_digest(model))
     config = run.config.model_copy(update={"inference": inference})
     running = proven_server(loaded, character_tokenizer(), config)
     running.start()

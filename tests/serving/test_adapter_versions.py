@@ -27,7 +27,7 @@ from marin_rl.serving.weights.adapters import (
     version_of,
     with_adapters_room,
 )
-from marin_rl.serving.weights.following import Announcement, CheckpointWatcher
+from marin_rl.serving.weights.following import Announcement, CheckpointWatcher, Registration
 from marin_rl.storage.runs import Run, checkpoint_at, checkpoint_slot, committed
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.storage.tables.rollouts import iter_shards
@@ -163,7 +163,8 @@ def registered(run: Run) -> Iterator[PolicyServer]:
     """A server that announces itself to a run, and takes the versions that its trainer asks for."""
     board = board_of(run.config.inference, run.folder)
     follower = proven_follower(run, run.config, None, board=board, registered=True)
-    registration = follower.registration(run, run.config, Announcement(), every_s=0.05)
+    options = {"adapters": follower.adapters, "every_s": 0.05}
+    registration = Registration(run, run.config, follower.server.engine, Announcement(), **options)
     watched = {"board": board, "answer": registration.answer, "poll_s": 0.02}
     with CheckpointWatcher(follower.take, run, follower.round, **watched):
         try:

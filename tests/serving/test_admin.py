@@ -392,7 +392,7 @@ def held(model: LanguageModel, begun: threading.Event, release: threading.Event)
     def read(served: Served) -> Loaded:
         begun.set()
         assert release.wait(60)
-        return Loaded(model=model, parameters_digest=parameters_digest(model), bytes=0)
+        return Loaded(model=model, parameters_digest=parameters_digest(model))
 
     return Source(kind="disk", place="held", read=read)
 

@@ -28,7 +28,7 @@ from marin_rl.storage.fleet import FleetBoard, Heartbeat, Target, run_sha256
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.stores.store import Keys
-from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
+from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.model import parameters_digest
 
 POLL_S = 0.05
@@ -250,9 +250,8 @@ def test_a_server_announces_what_it_serves_and_serves_what_is_asked_for(
     board = FleetBoard(run.folder, None)
     tokenizer = character_tokenizer()
     server = proven_server(read_checkpoint(run, 0), tokenizer, run.config)
-    names = TokenizerIdentity.of(tokenizer)
     chosen = Announcement(labels={"zone": "eu"})
-    registration = Registration(run, run.config, names, server.engine, chosen, every_s=0.05)
+    registration = Registration(run, run.config, server.engine, chosen, every_s=0.05)
 
     def beat() -> Heartbeat | None:
         return next((h for h in board.heartbeats() if isinstance(h, Heartbeat)), None)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +23,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.serving.http.auth import OPEN_PATHS, Keys, Origins
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.guard import (
-    Rates,
-    TokenBucket,
-    check_samples,
-)
+from marin_rl.serving.http.guard import TokenBucket, check_samples
 from marin_rl.serving.server import PolicyServer
 from marin_rl.types import Sampling
 
@@ -358,16 +355,6 @@ def test_a_caller_that_waits_as_asked_is_let_in_and_no_rate_is_exceeded(
         assert let_in <= burst + (clock.now - 100.0) * rate + 1e-3
 
 
-def test_the_admin_has_no_rate_limit_and_each_token_has_its_own() -> None:
-    rates = Rates(ServerConfig(requests_per_second=0.5, requests_burst=1), clock=Clock())
-    for caller in ("api", "local", *["admin"] * 100):
-        rates.check(caller)
-    with pytest.raises(ApiError) as refused:
-        rates.check("api")
-    assert refused.value.status == 429
-    assert refused.value.headers == {"Retry-After": "2", "Retry-After-Ms": "2000"}
-
-
 def test_a_burst_without_a_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="requests_burst: expected with requests_per_second only"):
         ServerConfig(requests_burst=3)
@@ -397,11 +384,18 @@ def test_samples_are_counted(asked: dict[str, int], status: int, param: str | No
     assert ("Retry-After" in refused.value.headers) == (status == 503)
 
 
-def test_too_many_requests_are_a_429_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("marin_rl.serving.http.guard.Rates", partial(Rates, clock=clock))
-    with serving(ServerConfig(requests_per_second=2.0, requests_burst=3)) as server:
-        answers = [talk(server, "GET", "/v1/models") for _ in range(5)]
+def test_too_many_requests_are_a_429_but_of_the_admin(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, limits = Clock(), ServerConfig(requests_per_second=2.0, requests_burst=3)
+    limited = partial(TokenBucket, clock=clock)
+    monkeypatch.setattr("marin_rl.serving.http.guard.TokenBucket", limited)
+    monkeypatch.setenv("MARIN_RL_API_KEY", API)
+    monkeypatch.setenv("MARIN_RL_ADMIN_KEY", ADMIN)
+    with serving(limits) as server:
+
+        def ask(token: str) -> tuple[int, Any, Any]:
+            return talk(server, "GET", "/v1/models", headers=bearer(token))
+
+        answers = [ask(API) for _ in range(5)]
         assert [status for status, _, _ in answers] == [200] * 3 + [429] * 2
         status, headers, body = answers[-1]
         assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -409,8 +403,9 @@ def test_too_many_requests_are_a_429_with_retry_after(monkeypatch: pytest.Monkey
         assert wait_s == 0.5
         assert int(headers["retry-after"]) == 1
         assert all(talk(server, "GET", "/healthz")[0] == 200 for _ in range(20))
+        assert all(ask(ADMIN)[0] == 200 for _ in range(20))
         clock.now += wait_s
-        assert talk(server, "GET", "/v1/models")[0] == 200
+        assert ask(API)[0] == 200
 
 
 def test_a_full_queue_is_a_503_that_says_when_to_come_again() -> None:

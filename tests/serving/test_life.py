@@ -65,7 +65,7 @@ def test_a_port_that_is_not_to_be_had_is_an_error_that_names_it(server: PolicySe
 def test_a_server_for_a_while_that_cannot_start_leaves_no_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loaded = Loaded(model=tiny_model(), parameters_digest="0123456789", bytes=0)
+    loaded = Loaded(model=tiny_model(), parameters_digest="0123456789")
     source = SlotRef(slot="here", sha256="")
 
     def fail(*args: object) -> None:

@@ -36,7 +36,6 @@ COMMANDS = (
     "marin_rl.inference.engine",
     "marin_rl.planning",
     "marin_rl.runtime",
-    "marin_rl.serving.app",
     "marin_rl.serving.server",
     "marin_rl.serving.weights.canary",
     "marin_rl.training.loop",

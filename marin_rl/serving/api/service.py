@@ -27,7 +27,7 @@ from marin_rl.serving.api.messages import ChatMessage
 from marin_rl.serving.api.requests import SamplingFields
 from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.guard import check_samples, check_tokens
+from marin_rl.serving.http.guard import check_limits, check_samples
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer, TextDecoding
 from marin_rl.serving.text.templates import ChatPrompts
@@ -262,7 +262,10 @@ class Service:
         ApiError 400 for a prompt, or a number, beyond what the model or the configuration allows.
         """
         length = len(prompt)
-        check_tokens(self.limits, prompt_tokens=length, new_tokens=max_tokens, param=param)
+        check_limits(
+            (param, "prompt tokens", length, self.limits.prompt_tokens_max),
+            ("max_tokens", "new tokens", max_tokens, self.limits.new_tokens_max),
+        )
         # Checked here although the engine would refuse it: this error names the parameter.
         room = self.engine.context_length - length
         least = 1 if max_tokens is None else max_tokens

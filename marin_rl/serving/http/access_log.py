@@ -72,7 +72,6 @@ class AccessLog(QueueListener):
         self._thread.name = "access-log"
 
     def add(self, record: RequestRecord) -> None:
-        """Have a record written; returns at once."""
         if self._waiting.qsize() < LINES_WAITING_MAX:
             self._waiting.put(record)
         else:
@@ -97,7 +96,6 @@ class AccessLog(QueueListener):
         return self._dropped
 
     def close(self) -> None:
-        """Write what waits, for at most a second, and end."""
         self.enqueue_sentinel()
         if self._thread is not None:
             self._thread.join(timeout=1)

@@ -49,19 +49,14 @@ class Keys:
     @staticmethod
     def from_environment(config: InferenceConfig) -> "Keys":
         """Read both tokens. ConfigError for one with blanks inside, or one used for both."""
-        api = _token(config.api_key_variable)
-        admin = _token(config.server.admin_key_variable)
+        variables = config.api_key_variable, config.server.admin_key_variable
+        api, admin = map(_token_digest, variables)
         if api is not None and api == admin:
             raise ConfigError(
-                f"{config.api_key_variable} and {config.server.admin_key_variable} hold the same "
-                "token: every caller of completions could replace the weights. Use two tokens"
+                f"{variables[0]} and {variables[1]} hold the same token: every caller of "
+                "completions could replace the weights. Use two tokens"
             )
-        return Keys(
-            api=None if api is None else hashlib.sha256(api).digest(),
-            admin=None if admin is None else hashlib.sha256(admin).digest(),
-            api_variable=config.api_key_variable,
-            admin_variable=config.server.admin_key_variable,
-        )
+        return Keys(api=api, admin=admin, api_variable=variables[0], admin_variable=variables[1])
 
     def caller(self, authorization: Sequence[bytes]) -> str:
         """Role of the sender of these Authorization headers: "admin", "api" or "local".
@@ -89,16 +84,15 @@ class Keys:
         )
 
 
-def _token(variable: str) -> bytes | None:
+def _token_digest(variable: str) -> bytes | None:
     # surrogateescape gives back the very bytes of an environment that is not UTF-8
     token = os.environ.get(variable, "").strip().encode("utf-8", "surrogateescape")
     if len(token.split()) > 1:
         raise ConfigError(f"{variable}: expected a token without blanks, found blanks in it")
-    return token or None
+    return hashlib.sha256(token).digest() if token else None
 
 
 def check_address(config: InferenceConfig, host: str, port: int) -> None:
-    """Raise ConfigError, in one line, for an address that a server would not start on."""
     check_reach(Keys.from_environment(config), host)
     listen(host, port).close()
 
@@ -229,9 +223,7 @@ class Origins:
         host = _host(_text(authority))
         if host in self._names or is_loopback(host):
             return bool(host)
-        if self._suffixes and host.endswith(self._suffixes):
-            return True
-        return self._has_token and _address(host) is not None
+        return host.endswith(self._suffixes) or (self._has_token and _address(host) is not None)
 
     def _may_call(self, origin: str, authority: str) -> bool:
         if origin in self._listed:

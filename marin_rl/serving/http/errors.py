@@ -11,9 +11,8 @@ the number of bytes (`guard`), what conversations hold (`messages`) and what may
 
 import random
 import secrets
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -138,23 +137,9 @@ def _fields(kind: type[Body]) -> frozenset[str]:
 
     Error locations hold the names of a union's branches too; only these name fields.
     """
-    names: set[str] = set()
-    seen: set[type[BaseModel]] = set()
-    waiting: list[type[BaseModel]] = [kind]
-    while waiting:
-        model = waiting.pop()
-        seen.add(model)
-        for name, field in model.model_fields.items():
-            names.add(field.alias or name)
-            waiting += [inner for inner in _models_in(field.annotation) if inner not in seen]
-    return frozenset(names)
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _models_in(inner)
+    schema = kind.model_json_schema()
+    models = [schema, *schema.get("$defs", {}).values()]
+    return frozenset(name for model in models for name in model.get("properties", ()))
 
 
 def _found_value(data: bytes, error: ErrorDetails) -> str:

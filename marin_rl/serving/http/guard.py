@@ -71,7 +71,11 @@ class Guard:
         self._origins = origins
         self._on_start = on_start
         self._on_end = on_end
-        self._rates = Rates(config)
+        self._buckets: dict[str, TokenBucket] = {}
+        if (rate := config.requests_per_second) is not None:
+            burst = config.requests_burst or max(1, math.ceil(rate))
+            # none for the admin, so that it can always act
+            self._buckets = {caller: TokenBucket(rate, burst) for caller in ("api", "local")}
         self._budget = BodyBudget(max(config.bodies_bytes_max, config.body_bytes_max))
         self._cors = CORSMiddleware(
             self._answer,
@@ -156,7 +160,8 @@ class Guard:
             return
         record.caller = self._keys.caller(headers.get(b"authorization", []))
         state["admin_variable"] = None if self._keys.admin else self._keys.admin_variable
-        self._rates.check(record.caller)
+        if (bucket := self._buckets.get(record.caller)) is not None:
+            bucket.check()
         declared, bytes_max = headers.get(b"content-length", [b"0"])[0], self._config.body_bytes_max
         if not declared.isdigit() or int(declared) > bytes_max:
             raise body_too_large(bytes_max)
@@ -217,28 +222,14 @@ class TokenBucket:
             return 0.0
         return (1 - self._level) / self._per_second
 
-
-class Rates:
-    """Rate limit by kind of caller; admin is not limited, so that it can always act."""
-
-    def __init__(
-        self, config: ServerConfig, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        rate = self._rate = config.requests_per_second
-        self._buckets: dict[str, TokenBucket] = {}
-        if rate is not None:
-            burst = config.requests_burst or max(1, math.ceil(rate))
-            for caller in ("api", "local"):
-                self._buckets[caller] = TokenBucket(rate, burst, clock=clock)
-
-    def check(self, caller: str) -> None:
-        """Raise ApiError 429, with the time to retry at, for a caller above its rate."""
-        bucket = self._buckets.get(caller)
-        wait_s = 0.0 if bucket is None else bucket.take()
+    def check(self) -> None:
+        """Admit a request, or raise ApiError 429 with the time to retry at."""
+        wait_s = self.take()
         if wait_s:
             raise ApiError(
                 429,
-                f"expected at most {self._rate:g} requests a second: try again in {wait_s:.3g} s",
+                f"expected at most {self._per_second:g} requests a second: try again in "
+                f"{wait_s:.3g} s",
                 code="rate_limit_exceeded",
                 headers={
                     "Retry-After": str(math.ceil(wait_s)),
@@ -249,31 +240,21 @@ class Rates:
 
 def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) -> None:
     """Refuse more samples than a request may ask for (400), or than may wait (503)."""
-    if n > config.samples_max:
-        raise _too_many("n", "samples", n, config.samples_max)
-    if prompts > config.prompts_max:
-        raise _too_many("prompt", "prompts", prompts, config.prompts_max)
-    if n * prompts > config.samples_queued_max:
-        raise _too_many("n", "samples of all prompts", n * prompts, config.samples_queued_max)
+    check_limits(
+        ("n", "samples", n, config.samples_max),
+        ("prompt", "prompts", prompts, config.prompts_max),
+        ("n", "samples of all prompts", n * prompts, config.samples_queued_max),
+    )
     if queued + n * prompts > config.samples_queued_max:
         raise _overloaded(f"more than {config.samples_queued_max} samples would wait")
 
 
-def check_tokens(
-    config: ServerConfig, *, prompt_tokens: int, new_tokens: int | None, param: str = "prompt"
-) -> None:
-    """Refuse a prompt, or a requested number of new tokens, beyond the configured limits (400)."""
-    for name, what, count, most in (
-        (param, "prompt tokens", prompt_tokens, config.prompt_tokens_max),
-        ("max_tokens", "new tokens", new_tokens, config.new_tokens_max),
-    ):
+def check_limits(*limits: tuple[str, str, int | None, int | None]) -> None:
+    """Refuse (400) a count above its limit: (parameter, what is counted, count, most)."""
+    for param, what, count, most in limits:
         if most is not None and count is not None and count > most:
-            raise _too_many(name, what, count, most)
-
-
-def _too_many(param: str, what: str, count: int, allowed: int) -> ApiError:
-    message = f"{param}: expected at most {allowed} {what}, found {count}"
-    return ApiError(400, message, param=param, code="limit_exceeded")
+            message = f"{param}: expected at most {most} {what}, found {count}"
+            raise ApiError(400, message, param=param, code="limit_exceeded")
 
 
 def _overloaded(message: str) -> ApiError:
@@ -285,7 +266,7 @@ def body_too_large(bytes_max: int) -> ApiError:
 
 
 CLIENT_LEFT = 499  # never sent; for the log and the metrics
-# status, message, and the seconds after which to try again
+# of requests that were let in: status, message, and the seconds after which to try again
 _FAILURES: dict[str, tuple[int, str, int | None]] = {
     "draining": (503, "the server is shutting down: try again", 5),
     "queue_timeout": (503, "no slot became free in time: try again later", 5),
@@ -297,13 +278,11 @@ _FAILURES: dict[str, tuple[int, str, int | None]] = {
 
 
 def failure(code: str) -> ApiError:
-    """Return the error of a request that was let in, but not answered."""
     status, message, retry_s = _FAILURES[code]
     return ApiError(status, message, code=code, retry_s=retry_s)
 
 
 def give_back_bodies() -> None:
-    """Free what requests left, and hand it back to the kernel."""
     # The error of a request refers to frames that have its body, and they to the error: such cycles
     # would wait for a collection that a server at rest never comes to.
     gc.collect()

@@ -5,7 +5,7 @@ at each scrape, never in between. Leaves out the access log (`access_log`).
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
@@ -162,18 +162,25 @@ class Telemetry(Collector):
         self._updated_at = time.monotonic()
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus' text format. Takes milliseconds: not for the event loop."""
+        # takes milliseconds: not for the event loop
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
         """Yield what is read at each scrape; prometheus-client calls it."""
         engine = self._engine
-        policy, info = engine.policy, _SPECS["policy_info"]
-        labels = {"model": self._base_id(), "parameters_digest": policy.parameters_digest}
+        info, digest = _SPECS["policy_info"], engine.policy.parameters_digest
+        labels = {"model": self._base_id(), "parameters_digest": digest}
         # named policy_info in the text: the family adds the suffix
         yield InfoMetricFamily(info.name.removesuffix("_info"), info.meaning, labels)
-        yield _gauges("batch_invariant", asdict(engine.plan.invariance))
-        yield _gauges("adapter_info", {one.name: 1 for one in engine.adapters.loaded})
+        for name, values in (
+            ("batch_invariant", asdict(engine.plan.invariance)),
+            ("adapter_info", {one.name: 1 for one in engine.adapters.loaded}),
+        ):
+            spec = _SPECS[name]
+            gauges = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
+            for label, value in values.items():
+                gauges.add_metric((label,), float(value))
+            yield gauges
         for name, value in self._values(engine).items():
             spec = _SPECS[name]
             family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -208,12 +215,3 @@ class Telemetry(Collector):
     def _made(self, name: str, kind: Callable[..., M]) -> M:
         spec = _SPECS[name]
         return kind(spec.name, spec.meaning, spec.labels, registry=self._registry)
-
-
-def _gauges(name: str, values: Mapping[str, float | int]) -> Metric:
-    """A gauge with a value for each value of its label."""
-    spec = _SPECS[name]
-    family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels)
-    for label, value in values.items():
-        family.add_metric((label,), float(value))
-    return family

@@ -92,8 +92,8 @@ class ServedAdapters:
                     adapter = read_peft(adapter, self._shapes)
                 digest = self._digest(adapter, promised)
                 before = self._by_name.get(name)
-                parsed = parse_served_model_id(name)
                 if version is None:
+                    parsed = parse_served_model_id(name)
                     version = 0 if parsed is None else parsed.weight_version
                 loaded = self._engine.adapters.load(
                     adapter,
@@ -175,7 +175,7 @@ class ServedAdapters:
 
 
 def _row_of(version: int) -> int:
-    """Row of an engine's bank that a version has where it is free: versions take turns."""
+    # rows of an engine's bank: versions take turns
     return 1 + version % VERSIONS_ROOM
 
 
@@ -241,10 +241,8 @@ def read_base_of(run: Run, version: AdapterVersion) -> Loaded:
     from marin_rl.training.state import template_of
 
     template = template_of(run.config.policy, tokenizer_for(run.config.policy))
-    parameters = read_base(run, version.base_digest, template)
-    size = sum(array.nbytes for array in parameters.values())
-    model = with_parameters(template, parameters)
-    return Loaded(model=model, parameters_digest=version.base_digest, bytes=size)
+    model = with_parameters(template, read_base(run, version.base_digest, template))
+    return Loaded(model=model, parameters_digest=version.base_digest)
 
 
 def adapter_checkpoints(

@@ -74,9 +74,6 @@ class Gap:
     expected: float
     measured: float
 
-    def within(self, tolerance: float) -> bool:
-        return self.nats <= tolerance
-
     def message(self) -> str:
         return (
             f"expected a log-probability of {self.expected:.6f} for token {self.token} of the "
@@ -94,7 +91,6 @@ def canary_ids(tokenizer: PreTrainedTokenizerBase) -> Int32[np.ndarray, " P"]:
 
 
 def tolerance_of(config: InferenceConfig, dtype: jnp.dtype | type) -> float:
-    """Largest allowed mean difference of an engine in `dtype` from the trainer, in nats."""
     tolerance = config.canary_tolerance
     return TOLERANCES[jnp.dtype(dtype).name] if tolerance is None else tolerance
 
@@ -133,9 +129,15 @@ def prove(
     answers = _sampled(policy, config, sampling, connect, size)
     for endpoint, answer in zip(policy.endpoints, answers, strict=True):
         gap = _gap(model, answer, sampling.temperature)
-        if not gap.within(tolerance):
+        if not gap.nats <= tolerance:  # NaN is none
             # first: right weights with numbers from before temperature are no stale policy
-            _check_temperature(endpoint, model, answer, sampling.temperature, tolerance)
+            if sampling.temperature != 1.0 and _gap(model, answer, 1.0).nats <= tolerance:
+                raise BadResponse(
+                    f"{endpoint} reports log-probabilities from before temperature: expected those "
+                    f"at sampling.temperature ({sampling.temperature:g}), which tokens are drawn "
+                    "at and the trainer scores at. Start vLLM with --logprobs-mode "
+                    "processed_logprobs"
+                )
             raise StalePolicy(
                 f"{endpoint} does not sample from {policy.model}: expected parameters "
                 f"{policy.parameters_digest[:DIGEST_DIGITS]}, "
@@ -241,7 +243,7 @@ def rehearse(
     expected = sequence_logprobs(trained, prompt_ids, [sample.token_ids], sampling.temperature)
     gap = _gap_of(sample.token_ids, expected, sample.logprobs)
     tolerance = tolerance_of(config, dtype)
-    if not gap.within(tolerance):
+    if not gap.nats <= tolerance:
         kind = jnp.dtype(dtype)
         rounding = "" if kind == jnp.float32 else "; leave room for its rounding, or serve float32"
         raise InferenceError(
@@ -275,7 +277,7 @@ def _sampled(
             return await client.answer(request)
 
     async def ask_all() -> list[ChatAnswer]:
-        return await asyncio.gather(*(ask(endpoint) for endpoint in policy.endpoints))
+        return await asyncio.gather(*map(ask, policy.endpoints))
 
     try:
         return asyncio.run(ask_all())
@@ -284,27 +286,15 @@ def _sampled(
         raise StalePolicy(f"expected parameters {expected}: {error}. {_remedy(policy)}") from None
 
 
-def _check_temperature(
-    endpoint: str, model: LanguageModel, answer: ChatAnswer, temperature: float, tolerance: float
-) -> None:
-    """Raise BadResponse where the weights are right, but temperature is not in the numbers."""
-    if temperature != 1.0 and _gap(model, answer, 1.0).within(tolerance):
-        raise BadResponse(
-            f"{endpoint} reports log-probabilities from before temperature: expected those at "
-            f"sampling.temperature ({temperature:g}), which tokens are drawn at and the trainer "
-            "scores at. Start vLLM with --logprobs-mode processed_logprobs"
-        )
-
-
 def _found(
     answer: ChatAnswer, gap: Gap, before: Loaded | None, temperature: float, tolerance: float
 ) -> str:
     """The parameters that an endpoint serves instead, in words, and the gap."""
     apart = f"{gap.message()}, above inference.canary_tolerance ({tolerance:g}). "
-    if before is not None and _gap(before.model, answer, temperature).within(tolerance):
+    if before is not None and _gap(before.model, answer, temperature).nats <= tolerance:
         digest = before.parameters_digest[:DIGEST_DIGITS]
         return f"found those of round {before.round}, {digest}; {apart}"
-    if gap.within(TOLERANCES["bfloat16"]):
+    if gap.nats <= TOLERANCES["bfloat16"]:
         apart += (
             "TF32 or bfloat16 makes differences of this size as well: have the endpoint multiply "
             "in float32, or set inference.canary_tolerance. "

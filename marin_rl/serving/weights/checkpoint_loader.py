@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -93,8 +92,11 @@ class Loaded:
 
     model: LanguageModel
     parameters_digest: str
-    bytes: int
     round: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.nbytes for array in named_parameters(self.model).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,27 +180,26 @@ def read_folder(
         raise InputError(
             f"cannot load {path}: {type(error).__name__} while reading it ({error}); copy it again"
         ) from error
-    _verified(digest, {}, (promised,))  # its numbers were checked as they were read
-    size = _bytes_of(named_parameters(model))
-    return Loaded(model=model, parameters_digest=digest, bytes=size)
+    _check_digest(digest, promised)  # its numbers were checked as they were read
+    return Loaded(model=model, parameters_digest=digest)
 
 
 def read_checkpoint(
     run: Run, round: int | None, promised: str | None = None, served: Served | None = None
 ) -> Loaded:
-    """The parameters of a committed checkpoint (None: the latest), verified as `read_folder` does.
-
-    Every file is compared with the manifest first. Raises ObjectMissing where it is not committed,
-    CorruptObject, what the store raises, InputError for another tokenizer or architecture, and
-    StalePolicy where the parameters are not those that the manifest, or the caller, promises.
-    """
+    """`read_slot` of a checkpoint (None: the latest). Raises ObjectMissing if not committed."""
     return read_slot(run, checkpoint_at(run, round), promised, served)
 
 
 def read_slot(
     run: Run, ref: SlotRef, promised: str | None = None, served: Served | None = None
 ) -> Loaded:
-    """The parameters in a committed slot, a warm start's too. Raises as `read_checkpoint` does."""
+    """The parameters in a committed slot, a warm start's too, verified as `read_folder` does.
+
+    Every file is compared with the manifest first. Raises CorruptObject, what the store raises,
+    InputError for another tokenizer or architecture, and StalePolicy where the parameters are not
+    those that the manifest, or the caller, promises.
+    """
     # here, because a server of a folder starts sooner without the trainer's modules
     from marin_rl.training.policy_source import dtype_of, read_policy, served_template
     from marin_rl.training.state import identity_of, template_of
@@ -222,40 +223,28 @@ def read_slot(
     if served is not None:
         served.check_model(served_template(identity, template, dtype))
     policy = read_policy(run, ref, template)
-    promises = identity.parameters_digest, promised
-    digest = _verified(policy.digest, policy.trained, promises)
-    model = policy.served(template, dtype)
+    _check_digest(policy.digest, identity.parameters_digest, promised)
+    for name, array in policy.trained.items():
+        wrong = int(array.size - np.isfinite(array).sum())
+        if wrong:
+            raise InputError(f"parameter {name} has {wrong} values of {array.size} not finite")
     return Loaded(
-        model=model,
-        parameters_digest=digest,
-        bytes=_bytes_of(named_parameters(model)),
+        model=policy.served(template, dtype),
+        parameters_digest=policy.digest,
         round=round_of(ref.slot.rpartition("/")[2]),
     )
 
 
-def _verified(
-    digest: str, parameters: Mapping[str, np.ndarray], promises: Sequence[str | None]
-) -> str:
-    """Return the digest; raise unless it is the promised one and all numbers are finite."""
+def _check_digest(digest: str, *promises: str | None) -> None:
     for promised in promises:
         if promised not in (None, digest):
             raise StalePolicy(
                 f"expected parameters with the digest {promised}, found {digest}: these are other "
                 "weights than promised, or they were damaged; copy them again, or ask for theirs"
             )
-    for name, array in parameters.items():
-        wrong = int(array.size - np.isfinite(array).sum())
-        if wrong:
-            raise InputError(f"parameter {name} has {wrong} values of {array.size} not finite")
-    return digest
-
-
-def _bytes_of(parameters: Mapping[str, Any]) -> int:
-    return sum(array.nbytes for array in parameters.values())
 
 
 def with_update_root(config: InferenceConfig, root: str | Path) -> InferenceConfig:
-    """The configuration of a server that may load weights from below `root` too."""
     roots = (*config.server.update_roots, str(root))
     server = config.server.model_copy(update={"update_roots": roots})
     return config.model_copy(update={"server": server})
@@ -286,16 +275,15 @@ class Places:
 
         def read(served: Served) -> Loaded:
             self.check(source.place)
-            if source.kind == "disk":
-                self._check_links(Path(source.place))
+            folder = Path(source.place)
+            for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
+                if path.is_file() and not self.holds(str(path)):
+                    raise InputError(
+                        f"{path} is a link that leads out of the server's roots: copy it"
+                    )
             return source.read(served)
 
         return dataclasses.replace(source, read=read)
-
-    def _check_links(self, folder: Path) -> None:
-        for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
-            if path.is_file() and not self.holds(str(path)):
-                raise InputError(f"{path} is a link that leads out of the server's roots: copy it")
 
     def check(self, place: str) -> None:
         if not self.holds(place):

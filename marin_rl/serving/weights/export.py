@@ -7,12 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from marin_rl.errors import ConfigError, InputError, StalePolicy, StoreUnavailable
 from marin_rl.lora import Adapter, merged, read_peft, write_peft
 from marin_rl.models.families import check_peft_names
-from marin_rl.models.module import LanguageModel
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_folder, read_slot
 from marin_rl.storage.runs import Run, policy_at, round_of
 from marin_rl.storage.stores.local import check_way
@@ -59,7 +56,14 @@ def export(folder: Path, save: Callable[[Path], None], is_complete: Callable[[Pa
         except OSError:
             if not folder.exists():
                 raise
-            _replace(folder, partial, is_complete)
+            # another process has taken the name
+            if is_complete(folder):  # endpoints may read it by now
+                shutil.rmtree(partial)
+            else:  # cut short: the new one takes its place in two renames
+                old = partial.with_suffix(".old")
+                folder.rename(old)
+                partial.rename(folder)
+                shutil.rmtree(old, ignore_errors=True)
     names = sorted(path.name for path in folder.parent.iterdir())
     older = [name for name in names if not name.startswith(".") and name < folder.name]
     # of processes that ended amid an older version: of this one another may be at work
@@ -69,33 +73,10 @@ def export(folder: Path, save: Callable[[Path], None], is_complete: Callable[[Pa
             shutil.rmtree(folder.with_name(name))
 
 
-def _replace(folder: Path, partial: Path, is_complete: Callable[[Path], bool]) -> None:
-    """Give a complete export the name that another process has taken, unless theirs is complete."""
-    if is_complete(folder):  # endpoints may read it by now
-        shutil.rmtree(partial)
-        return
-    # cut short by someone: the new one takes its place in two renames
-    old = partial.with_suffix(".old")
-    folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def check_new_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         kind = "is not empty" if folder.is_dir() else "is a file"
         raise InputError(f"{folder} {kind}: expected a new folder; nothing is overwritten")
-
-
-def read_merged(
-    run: Run, round: int | None
-) -> tuple[Loaded, LanguageModel, PreTrainedTokenizerBase]:
-    """Read a committed checkpoint, its adapter merged, and its tokenizer.
-
-    Raises as `read_slot` does.
-    """
-    loaded = read_slot(run, policy_at(run, round))
-    return loaded, merged_model(loaded.model), tokenizer_for(run.config.policy)
 
 
 def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
@@ -106,8 +87,9 @@ def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
     parameters.
     """
     check_new_folder(folder)
-    loaded, model, tokenizer = read_merged(run, round)
-    save_hf(model, tokenizer, folder)
+    loaded = read_slot(run, policy_at(run, round))
+    model = merged_model(loaded.model)
+    save_hf(model, tokenizer_for(run.config.policy), folder)
     # Of all parameters: an adapter's policy has another identity, but is written merged.
     read_folder(str(folder), digest_of(named_parameters(model)))
     return loaded

@@ -34,7 +34,7 @@ from marin_rl.serving.weights.checkpoint_loader import Loaded, Served, Source, r
 from marin_rl.serving.weights.weight_updates import UpdateRunning, WeightUpdater
 from marin_rl.storage.fleet import FleetBoard, Heartbeat, Identity, Target, run_sha256
 from marin_rl.storage.runs import Run, committed_checkpoint, round_of
-from marin_rl.tokenizers import TokenizerIdentity
+from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
 
 POLL_S = 2.0
 BACK_OFF_MAX_S = 60.0  # between looks at a store that is away
@@ -102,28 +102,23 @@ class CheckpointWatcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop looking. An update that is under way ends first, if it does so within STOP_S."""
         self._stopping.set()
         self._thread.join(timeout=STOP_S)
 
     def _follow(self) -> None:
         pause_s = self._poll_s
         while not self._stopping.wait(pause_s):
+            longer_s = min(2 * pause_s, max(BACK_OFF_MAX_S, self._poll_s))
+            pause_s, url = self._poll_s, self._run.store.url
             try:
                 self.look()
-                pause_s = self._poll_s
             except (MarinRLError, OSError) as error:
-                pause_s = self._longer(pause_s)
-                _log.warning(
-                    "cannot look at %s, again in %.3g s: %s", self._run.store.url, pause_s, error
-                )
+                pause_s = longer_s
+                _log.warning("cannot look at %s, again in %.3g s: %s", url, pause_s, error)
             except (RuntimeError, ValueError, LookupError, TypeError):
                 # a fault of ours; a server that silently stopped to follow would be worse
-                pause_s = self._longer(pause_s)
-                _log.exception("looking at %s failed", self._run.store.url)
-
-    def _longer(self, pause_s: float) -> float:
-        return min(2 * pause_s, max(BACK_OFF_MAX_S, self._poll_s))
+                pause_s = longer_s
+                _log.exception("looking at %s failed", url)
 
     def look(self) -> None:
         """Take the checkpoint that is asked for, else the newest one that is newer than the last.
@@ -217,15 +212,14 @@ class Announcement:
 class Registration:
     """Heartbeats of one server of `run`, written from a thread between `start` and `stop`.
 
-    `config` is what trainers compare with their own. With `adapters` it serves the versions of the
-    run's adapter next to their base.
+    `config` is what trainers compare with their own, its tokenizer too. With `adapters` it serves
+    the versions of the run's adapter next to their base.
     """
 
     def __init__(
         self,
         run: Run,
         config: Config,
-        tokenizer: TokenizerIdentity,
         engine: Engine,
         announcement: Announcement,
         *,
@@ -233,6 +227,7 @@ class Registration:
         every_s: float | int = HEARTBEAT_S,
     ) -> None:
         self._board: FleetBoard = board_of(config.inference, run.folder)
+        tokenizer = TokenizerIdentity.of(tokenizer_for(config.policy))
         self._identity: Identity = identity_of(
             config, run.folder, tokenizer.tokenizer_digest, tokenizer.chat_template_digest
         )
