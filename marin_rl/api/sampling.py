@@ -16,16 +16,12 @@ from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.compilation import enable_compilation_cache
 from marin_rl.config import Config, Overrides, as_overrides, override, parse_config
 from marin_rl.errors import InputError
-from marin_rl.inference.generation import GenerationRequest, Sample
+from marin_rl.inference.generation import GenerationRequest
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.serving.launch import folder_tokenizer, proven_server
 from marin_rl.serving.text.detokenizer import Detokenizer, TextDecoding
 from marin_rl.serving.text.templates import conversation_of
-from marin_rl.serving.weights.checkpoint_loader import (
-    Loaded,
-    read_folder,
-    read_slot,
-)
+from marin_rl.serving.weights.checkpoint_loader import Loaded, read_folder, read_slot
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.runs import Run, checkpoint_named, policy_at
 from marin_rl.tokenizers import encoder_of, tokenizer_for
@@ -150,11 +146,20 @@ class LLM:
         futures = [self._engine.submit(request) for request in requests]
         ends = frozenset(self._engine.stop_token_ids)
         decoding = TextDecoding(detokenizer=self._detokenizer, stop_token_ids=ends, stop=stops)
-        return [
-            _completion(index, ids[index], sample, decoding)
-            for index, future in enumerate(futures)
-            for sample in future.result().samples
-        ]
+        completions = []
+        for index, future in enumerate(futures):
+            for sample in future.result().samples:
+                sampled = sample.token_ids.tolist()
+                completion = Completion(
+                    prompt=index,
+                    text=decoding.text(sampled, sample.finish_reason),
+                    token_ids=tuple(sampled),
+                    logprobs=tuple(sample.logprobs.tolist()),
+                    finish_reason=sample.finish_reason,
+                    prompt_token_ids=tuple(ids[index].tolist()),
+                )
+                completions.append(completion)
+        return completions
 
     def _ids_of(self, prompt: Prompt) -> np.ndarray:
         if isinstance(prompt, str):
@@ -171,7 +176,6 @@ Engine = LLM  # its name before
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """A list of prompts, also of a single one."""
     single = isinstance(prompts, str) or (
         len(prompts) > 0 and isinstance(prompts[0], Mapping | int | np.integer)
     )
@@ -182,20 +186,6 @@ def _as_list(prompts: Any) -> list[Prompt]:
                 f"expected a prompt as a text, messages or token ids, found {prompt!r:.80}"
             )
     return listed
-
-
-def _completion(
-    index: int, prompt_ids: np.ndarray, sample: Sample, decoding: TextDecoding
-) -> Completion:
-    ids = sample.token_ids.tolist()
-    return Completion(
-        prompt=index,
-        text=decoding.text(ids, sample.finish_reason),
-        token_ids=tuple(ids),
-        logprobs=tuple(sample.logprobs.tolist()),
-        finish_reason=sample.finish_reason,
-        prompt_token_ids=tuple(prompt_ids.tolist()),
-    )
 
 
 def _opened(

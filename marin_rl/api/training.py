@@ -7,6 +7,7 @@ flow's: the entry-point group `marin_rl.flows` names it, as for the command line
 
 import asyncio
 import atexit
+import itertools
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
@@ -177,11 +178,15 @@ class TrainingRun:
 
     def __await__(self) -> Generator[Any, None, str | None]:
         """`await training` waits as `wait` does, and lets other tasks run."""
-        return self._await_end().__await__()
+
+        async def end() -> str | None:
+            await self._poll(None)
+            return self._outcome()
+
+        return end().__await__()
 
     def __iter__(self) -> Iterator[Round]:
-        index = 0
-        while True:
+        for index in itertools.count():
             with self._interruptible(), self._changed:
                 while not self._ended and index == len(self._rounds):
                     self._changed.wait()
@@ -189,17 +194,14 @@ class TrainingRun:
                 self._outcome()
                 return
             yield self._rounds[index]
-            index += 1
 
     async def __aiter__(self) -> AsyncIterator[Round]:
-        index = 0
-        while True:
+        for index in itertools.count():
             await self._poll(index)
             if index == len(self._rounds):
                 self._outcome()
                 return
             yield self._rounds[index]
-            index += 1
 
     def __enter__(self) -> "TrainingRun":
         return self
@@ -258,10 +260,6 @@ class TrainingRun:
             config = self.config
             latest = latest_checkpoint(Run.open(config.root, config.run_id, config.storage_options))
         return None if latest is None else f"{self.path}/{latest.slot}"
-
-    async def _await_end(self) -> str | None:
-        await self._poll(None)
-        return self._outcome()
 
     async def _poll(self, index: int | None) -> None:
         """Return once the round at `index` of this session is committed, or the run has ended."""

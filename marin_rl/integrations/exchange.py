@@ -102,6 +102,7 @@ def _trl(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterato
 
 def _verl(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterator[dict[str, Any]]:
     for rollout in members:
+        timing = rollout.timing
         for sample in samples_of(rollout):
             yield {
                 "prompt_ids": sample.prompt_ids,
@@ -111,21 +112,16 @@ def _verl(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterat
                 "reward_score": rollout.reward,
                 "num_turns": len(sample.prompt) + len(sample.response),
                 "metrics": {
-                    "generate_sequences": _sum(rollout.timing.prefill_s, rollout.timing.decode_s),
-                    "tool_calls": _sum(*(turn.timing.environment_s for turn in rollout.turns)),
+                    "generate_sequences": float(timing.prefill_s or 0) + (timing.decode_s or 0),
+                    "tool_calls": float(sum(t.timing.environment_s or 0 for t in rollout.turns)),
                 },
                 "extra_fields": _names(run, round, group, rollout, sample),
             }
 
 
-def _sum(*seconds: float | None) -> float:
-    return float(sum(value for value in seconds if value is not None))
-
-
 def _names(
     run: Run, round: int, group: RolloutGroup, rollout: Rollout, sample: Sample
 ) -> dict[str, Any]:
-    """Return what leads from a sample back to the run."""
     return {
         "run_id": run.run_id,
         "round": round,
@@ -141,9 +137,9 @@ def _atropos(
     run: Run, round: int, group: RolloutGroup, members: Members
 ) -> Iterator[dict[str, Any]]:
     for rollout in members:
-        if len(rollout.segment_lengths or ()) > 1:
+        if (segments := len(rollout.segment_lengths or ())) > 1:
             raise InputError(
-                f"rollout {rollout.rollout_id} has {len(rollout.segment_lengths or ())} segments: "
+                f"rollout {rollout.rollout_id} has {segments} segments: "
                 "expected one, since a member of an atropos group is one sequence; the formats "
                 "trl, verl and traces have a place for segments"
             )
@@ -166,19 +162,17 @@ def _where(rollout: Rollout, values: np.ndarray, otherwise: float) -> np.ndarray
 def _traces(
     run: Run, round: int, group: RolloutGroup, members: Members
 ) -> Iterator[dict[str, Any]]:
-    prompt = [message_body(message) for message in group.example.messages]
-    data = {
-        "name": group.example.example_id,
-        "prompt": prompt,
-        "answer": group.example.answer,
-        **({"info": dict(group.example.metadata)} if group.example.metadata else {}),
-    }
-    task = {"type": group.example.environment, "data": data, "key": group.example.example_id}
+    example = group.example
+    data: dict[str, Any] = {"name": example.example_id, "answer": example.answer}
+    data["prompt"] = [message_body(message) for message in example.messages]
+    if example.metadata:
+        data["info"] = dict(example.metadata)
+    task = {"type": example.environment, "data": data, "key": example.example_id}
     for rollout in members:
         policy = {"start": rollout.policy_version_min, "end": rollout.policy_version_max}
         yield {
             "id": rollout.rollout_id,
-            "env": {"id": group.example.environment},
+            "env": {"id": example.environment},
             "task": task,
             "group": {"id": group.group_id},
             "run": {
@@ -224,9 +218,13 @@ def _nodes(rollout: Rollout, sample: Sample, first: int) -> Iterator[dict[str, A
             assert turn.end is not None, "a sampled turn has its tokens"
             end = turn.end
         mask = rollout.loss_mask[done:end] == 1
+        message = message_body(turn.message)
+        if calls := message.get("tool_calls"):  # verifiers has name and arguments at their top
+            flat = [{"id": call["id"], "type": "function", **call["function"]} for call in calls]
+            message |= {"tool_calls": flat}
         yield {
             "parent": first + number - 1 if number else None,
-            "message": _flat_calls(message_body(turn.message)),
+            "message": message,
             "sampled": end > done,
             "timestamp": rollout.timing.finished_at.timestamp(),
             "token_ids": rollout.token_ids[done:end],
@@ -236,18 +234,4 @@ def _nodes(rollout: Rollout, sample: Sample, first: int) -> Iterator[dict[str, A
         done = end
 
 
-def _flat_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its calls as verifiers has them: name and arguments at their top."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        return message
-    flat = [{"id": call["id"], "type": "function", **call["function"]} for call in calls]
-    return message | {"tool_calls": flat}
-
-
-FORMATS: Mapping[str, Lines] = {
-    "trl": _trl,
-    "verl": _verl,
-    "atropos": _atropos,
-    "traces": _traces,
-}
+FORMATS: Mapping[str, Lines] = {"trl": _trl, "verl": _verl, "atropos": _atropos, "traces": _traces}

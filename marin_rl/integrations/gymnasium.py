@@ -5,7 +5,7 @@ or by functions of the user.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -70,7 +70,6 @@ class Gymnasium(HostedEnvironment):
         return GymnasiumEpisode(self, example)
 
     def text_of(self, answer: Mapping[str, Any]) -> str:
-        """Text of an observation for the model."""
         if self.options.to_text is not None:
             return str(load(self.options.to_text, "to_text")(answer["observation"], answer["info"]))
         observation = answer["observation"]
@@ -81,27 +80,19 @@ class Gymnasium(HostedEnvironment):
         space = self.interpreter.ready["actions"]
         if self.options.to_action is not None:
             return load(self.options.to_action, "to_action")(text)
-        return _READERS.get(space["kind"], _from_json)(text.strip(), space, self.options.actions)
-
-
-def _discrete(text: str, space: Mapping[str, Any], names: Sequence[str]) -> int:
-    numbers = [str(space["start"] + index) for index in range(space["n"])]
-    if text not in (names or numbers):
-        raise ValueError(f"expected one of {', '.join(names or numbers)}")
-    return space["start"] + list(names or numbers).index(text)
-
-
-def _from_json(text: str, space: Mapping[str, Any], names: Sequence[str]) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError(f"expected JSON of {space['space']}") from None
-
-
-_READERS: dict[str, Callable[[str, Mapping[str, Any], Sequence[str]], Any]] = {
-    "Discrete": _discrete,
-    "Text": lambda text, space, names: text,
-}
+        text = text.strip()
+        if space["kind"] == "Text":
+            return text
+        if space["kind"] == "Discrete":
+            numbers = [str(space["start"] + index) for index in range(space["n"])]
+            names = list(self.options.actions) or numbers
+            if text not in names:
+                raise ValueError(f"expected one of {', '.join(names)}")
+            return space["start"] + names.index(text)
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ValueError(f"expected JSON of {space['space']}") from None
 
 
 class GymnasiumEpisode(HostedEpisode):

@@ -82,9 +82,9 @@ class HostedEnvironment(RewardedElsewhere):
         self._config = config
         self.options = parse_options(self.options_kind, config)
         self.workers = self.options.workers
-        kind = self.library
-        installed = installed_version(self.options.python, kind.package, kind.versions)
-        self.version = f"1+{kind.package}.{installed}"
+        package, versions = self.library.package, self.library.versions
+        installed = installed_version(self.options.python, package, versions)
+        self.version = f"1+{package}.{installed}"
         self._interpreter: Interpreter | None = None
 
     @property
@@ -137,7 +137,6 @@ class RowsEnvironment(HostedEnvironment):
         self.size, self.eval_size = self._size("train"), self._size("eval")
 
     def row(self, seed: int, index: int, split: Split) -> dict[str, Any]:
-        """Row number `seed + index` of a split, starting over at the end."""
         return self._row(split, (seed + index) % self._size(split))
 
     def _size(self, split: Split) -> int:
@@ -181,12 +180,10 @@ class HostedEpisode(ABC):
         self._example = example
 
     @abstractmethod
-    async def start(self) -> tuple[Sequence[Message], Sequence[Tool]]:
-        """The messages of the first prompt, and the tools."""
+    async def start(self) -> tuple[Sequence[Message], Sequence[Tool]]: ...
 
     @abstractmethod
-    async def step(self, turn: Turn) -> StepResult:
-        """The answer to a turn."""
+    async def step(self, turn: Turn) -> StepResult: ...
 
     async def begin(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return await self._interpreter.answer(

@@ -107,25 +107,11 @@ class NemoGymEpisode:
         self._turns += 1
         if turn.content:
             part = {"type": "output_text", "text": turn.content, "annotations": []}
-            self._output.append(
-                {
-                    "type": "message",
-                    "id": f"msg_{self._turns}",
-                    "role": "assistant",
-                    "status": "completed",
-                    "content": [part],
-                }
-            )
-        self._output += [
-            {
-                "type": "function_call",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": "completed",
-            }
-            for call in turn.tool_calls
-        ]
+            message = {"type": "message", "id": f"msg_{self._turns}", "role": "assistant"}
+            self._output.append({**message, "status": "completed", "content": [part]})
+        for call in turn.tool_calls:
+            named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+            self._output.append({"type": "function_call", **named, "status": "completed"})
         messages = [await self._called(call) for call in turn.tool_calls]
         if messages and self._turns != self._environment.turns_max:
             return StepResult(messages=tuple(messages))
@@ -170,14 +156,11 @@ class NemoGymEpisode:
             raise RewardFault(f"{url} answers {answer.words}")
         try:
             body = answer.object()
-        except UnfitAnswer as error:
-            raise RewardFault(f"{url}: {error}") from None
-        reward: Any = body.get("reward")
-        if isinstance(reward, bool) or not is_number(reward):
-            raise RewardFault(f"{url}: expected a number as reward, found {reward!r:.80}")
-        try:
+            reward: Any = body.get("reward")
+            if isinstance(reward, bool) or not is_number(reward):
+                raise ValueError(f"expected a number as reward, found {reward!r:.80}")
             reward = reward_number(reward, "reward")
-        except ValueError as error:
+        except (UnfitAnswer, ValueError) as error:
             raise RewardFault(f"{url}: {error}") from None
         known = {*self._row, "response", "reward"}
         info = {name: value for name, value in body.items() if name not in known}

@@ -166,13 +166,9 @@ class OpenEnv(RewardedElsewhere):
     def opening(self, example: Example) -> "_Opening":
         """The start that the episodes of an example share, for as long as one of them lives."""
         key = id(asyncio.get_running_loop()), example.example_id
-        opening = self._openings.get(key)
-        if opening is None:
-            opening = self._openings[key] = _Opening()
-        return opening
+        return self._openings.setdefault(key, _Opening())
 
     def text_of(self, answer: Mapping[str, Any]) -> str:
-        """Text of an observation for the model."""
         observation = {k: v for k, v in answer["observation"].items() if k != "metadata"}
         if self.options.to_text is not None:
             return str(load(self.options.to_text, "to_text")(observation, _info_of(answer)))
@@ -182,7 +178,7 @@ class OpenEnv(RewardedElsewhere):
 
 
 class _Opening:
-    """First messages of an example, once one of its episodes has begun."""
+    """First observation of an example, once one of its episodes has begun."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -259,7 +255,6 @@ class OpenEnvEpisode:
         return self._environment.text_of(answer)
 
     async def _tool_turn(self, turn: Turn) -> StepResult:
-        """Call tools in order, until one of them ends the episode."""
         if not turn.tool_calls:
             if self._environment.acts_by_tools and turn.malformed is None:
                 return StepResult(done=True)

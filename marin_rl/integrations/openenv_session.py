@@ -165,8 +165,7 @@ def _data_of(record: Any, kind: str, expected: str, url: str) -> dict[str, Any]:
         case "CAPACITY_REACHED":
             raise _AtCapacity(words)
         case "VALIDATION_ERROR":
-            errors = data.get("errors")
-            problems = list[str]()
+            errors, problems = data.get("errors"), list[str]()
             for error in errors if isinstance(errors, list) else ():
                 if isinstance(error, dict):
                     place = error.get("loc")
@@ -228,7 +227,6 @@ class _Connect(connect):
     """A connection to the address itself: a redirect is an error, as any other refusal."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
-        """Return the error in place of the address that a redirect names."""
         return exc
 
 

@@ -36,7 +36,7 @@ _DATASETS_KEPT = 8
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """The package, which takes seconds to import."""
+    # takes seconds to import
     with warnings.catch_warnings():
         # one of its dependencies compiles with SyntaxWarnings, which are no business of our users
         warnings.simplefilter("ignore", SyntaxWarning)
@@ -107,11 +107,8 @@ class ReasoningGym(BaseEnvironment):
     def __init__(self, config: EnvironmentConfig) -> None:
         self._options = parse_options(ReasoningGymOptions, config)
         self.version = f"1+reasoning-gym.{_library().__version__}"
-        self._items = self._options.mixture or (
-            MixtureItem(
-                dataset=self._options.dataset or "", weight=1.0, config=self._options.config
-            ),
-        )
+        only = {"dataset": self._options.dataset or "", "config": self._options.config}
+        self._items = self._options.mixture or (MixtureItem(**only),)
         sizes = [_size_of(item) for item in self._items]
         self.size = min(sizes) if min(sizes) < _ENDLESS else None
         short = any(item.dataset in _SHORT_SEEDED for item in self._items)
@@ -121,14 +118,16 @@ class ReasoningGym(BaseEnvironment):
     def example(self, seed: int, index: int, split: Split) -> Example:
         entry = self._entry(seed, index)
         metadata = plain_json(entry["metadata"], f"reasoning-gym item {seed} + {index}")
-        answer = entry["answer"]
+        answer, tag = entry["answer"], self._options.answer_tag
+        if answer is not None:
+            answer = str(answer) if tag is None else f"<{tag}>{answer}</{tag}>"
         known = {"question": entry["question"], **entry["metadata"]}
         messages = [Message(role="user", content=_filled(self._options.prompt, known, "prompt"))]
         if self._options.system_prompt is not None:
             messages.insert(0, Message(role="system", content=self._options.system_prompt))
         return self.make_example(
             messages,
-            None if answer is None else self._tagged(str(answer)),
+            answer,
             seed=seed,
             index=index,
             split=split,
@@ -175,21 +174,13 @@ class ReasoningGym(BaseEnvironment):
         if not self._options.mixture:
             item = self._items[0]
             return _create(item.dataset, {"size": _size_of(item), **item.config, "seed": seed})
-        for item in self._items:  # errors of one name it
-            _create(item.dataset, {"size": 1, **item.config, "seed": 0})
-        specs = [
-            _library().composite.DatasetSpec(
-                name=item.dataset,
-                weight=item.weight,
-                config={"size": _size_of(item), **item.config},
-            )
-            for item in self._items
-        ]
+        specs = []
+        for item in self._items:
+            _create(item.dataset, {"size": 1, **item.config, "seed": 0})  # errors of one name it
+            config = {"size": _size_of(item), **item.config}
+            spec = {"name": item.dataset, "weight": item.weight, "config": config}
+            specs.append(_library().composite.DatasetSpec(**spec))
         return _create("composite", {"datasets": specs, "seed": seed, "size": _ENDLESS})
-
-    def _tagged(self, answer: str) -> str:
-        tag = self._options.answer_tag
-        return answer if tag is None else f"<{tag}>{answer}</{tag}>"
 
 
 def _filled(template: str, known: dict[str, Any], option: str) -> str:

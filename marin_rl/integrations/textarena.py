@@ -157,20 +157,17 @@ class PolicyPlayer:
             "max_tokens": sampling["max_tokens"],
             "seed": int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS),
         }
+        who = f"the policy at {self._url}, the other player"
         client = httpx.AsyncClient(timeout=POLICY_TIMEOUT_S, trust_env=False, headers=self._headers)
         try:
             async with client:
                 answer = await ask(client, "POST", self._url, timeout_s=POLICY_TIMEOUT_S, json=body)
         except httpx.HTTPError as error:
-            raise EndpointUnavailable(
-                f"the policy at {self._url}, the other player: {type(error).__name__}: {error}"
-            ) from None
+            raise EndpointUnavailable(f"{who}: {type(error).__name__}: {error}") from None
         except UnfitAnswer as error:
-            raise RewardFault(f"the policy at {self._url}, the other player, {error}") from None
+            raise RewardFault(f"{who}, {error}") from None
         if answer.status >= httpx.codes.INTERNAL_SERVER_ERROR:
             raise EndpointUnavailable(f"{self._url} answers {answer.status}")
         if not answer.ok:
-            raise RewardFault(
-                f"the policy at {self._url}, the other player, answers {answer.words}"
-            )
+            raise RewardFault(f"{who}, answers {answer.words}")
         return answer

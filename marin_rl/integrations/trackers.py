@@ -50,10 +50,8 @@ class TensorBoard:
             Summary,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
-        scalars = [
-            Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()
-        ]
-        self._writer.add_summary(Summary(value=scalars), step)
+        values = [Summary.Value(tag=n, simple_value=float(v)) for n, v in metrics.items()]
+        self._writer.add_summary(Summary(value=values), step)
 
     def close(self) -> None:
         self._writer.close()
@@ -83,7 +81,6 @@ class WandB:
         self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
-        """Finish; in offline mode `wandb sync` uploads the folder later."""
         self._run.finish()
 
 

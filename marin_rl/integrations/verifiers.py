@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 from pydantic import Field
@@ -154,9 +154,12 @@ async def scored_together(
 async def _played_again(episode: HostedEpisode, dialogue: Sequence[Message]) -> bool | RewardFault:
     """Play a dialogue again; True if the environment ended it, a fault if it answers otherwise."""
     done = False
+    # the model's messages, each followed by what the environment answered
+    pieces = [list(piece) for _, piece in groupby(dialogue, lambda m: m.role == "assistant")]
     try:
         await episode.start()
-        for number, (said, answered) in enumerate(_turns(dialogue), start=1):
+        turns = zip_longest(pieces[::2], pieces[1::2], fillvalue=())
+        for number, ((said, *_), answered) in enumerate(turns, start=1):
             turn = Turn(role="assistant", content=said.content, tool_calls=said.tool_calls)
             result = await episode.step(turn)
             done = result.done
@@ -169,13 +172,6 @@ async def _played_again(episode: HostedEpisode, dialogue: Sequence[Message]) -> 
     except RewardFault as fault:
         return fault
     return done
-
-
-def _turns(dialogue: Sequence[Message]) -> list[tuple[Message, list[Message]]]:
-    """The model's messages, each with what the environment answered."""
-    pieces = [list(piece) for _, piece in groupby(dialogue, lambda m: m.role == "assistant")]
-    answers = [*pieces[1::2], []] if len(pieces) % 2 else pieces[1::2]
-    return [(said[0], answer) for said, answer in zip(pieces[::2], answers, strict=True)]
 
 
 def _alike(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:

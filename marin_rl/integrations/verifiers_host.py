@@ -52,7 +52,6 @@ class Library:
         self.ready = {"sizes": {split: len(rows) for split, rows in self._rows.items()}}
 
     def row(self, split: str, index: int) -> dict[str, Any]:
-        """A row, as the rollout of an episode takes it."""
         return json.loads(json.dumps(self._rows[split][index], default=str))
 
     def episode(self, row: dict[str, Any], seed: int) -> "Episode":
@@ -84,11 +83,7 @@ class Episode:
         return await self._next()
 
     async def step(self, turn: dict[str, Any]) -> dict[str, Any]:
-        message = {
-            "role": "assistant",
-            "content": turn["content"],
-            "tool_calls": turn["tool_calls"],
-        }
+        message = {"role": "assistant", **turn}
         self._known.append(_plain(message))
         self._client.completions.put_nowait(message)
         return await self._next()
@@ -121,12 +116,8 @@ class Episode:
         if self._grouped:
             self.state = output
             return {"done": True, "reward": None, "info": info, "messages": []}
-        return {
-            "done": True,
-            "reward": float(output["reward"]),
-            "info": {"metrics": _metrics(output), **info},
-            "messages": [],
-        }
+        info = {"metrics": _metrics(output), **info}
+        return {"done": True, "reward": float(output["reward"]), "info": info, "messages": []}
 
     async def close(self) -> None:
         if self._rollout is not None and not self._rollout.done():
@@ -166,17 +157,9 @@ class Relay(Client):
         self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
     ) -> Any:
         """The completion of the next turn of the policy."""
-        schemas = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                },
-            }
-            for tool in tools or ()
-        ]
+        names = ("name", "description", "parameters")
+        functions = [{name: getattr(tool, name) for name in names} for tool in tools or ()]
+        schemas = [{"type": "function", "function": function} for function in functions]
         self.prompts.put_nowait((prompt, schemas))
         message = await self.completions.get()
         calls = [kinds.ToolCall(**call) for call in message["tool_calls"]]
@@ -195,15 +178,11 @@ class Relay(Client):
 
 def _plain(message: Any) -> dict[str, Any]:
     """A message with what is compared and sent: role, text, tool calls, id of a call."""
-    get = message.get
-    calls = [
-        {"id": call["id"], "name": call["name"], "arguments": call["arguments"]}
-        for call in get("tool_calls") or ()
-    ]
+    get, names = message.get, ("id", "name", "arguments")
     return {
         "role": get("role"),
         "content": _text(get("content")),
-        "tool_calls": calls,
+        "tool_calls": [{n: call[n] for n in names} for call in get("tool_calls") or ()],
         "tool_call_id": get("tool_call_id"),
     }
 

@@ -90,37 +90,24 @@ class VerifiersV1(RowsEnvironment):
     async def rollouts(
         self, example: Example, policy: PolicyAddress
     ) -> Sequence[FinishedRollout | RewardFault]:
-        calls = [
-            self._play(example, policy, number, sampling)
-            for number, sampling in enumerate(policy.sampling)
-        ]
-        return await asyncio.gather(*calls)
+        numbered = enumerate(policy.sampling)
+        return await asyncio.gather(*(self._play(example, policy, n, s) for n, s in numbered))
 
     async def _play(
         self, example: Example, policy: PolicyAddress, number: int, sampling: Sampling
     ) -> FinishedRollout | RewardFault:
+        always = ("temperature", "top_p", "max_tokens", "seed")
+        fields = {name: getattr(sampling, name) for name in (*always, "top_k", "min_p", "stop")}
         address = {
             "endpoint": policy.endpoints[number % len(policy.endpoints)],
             "model": policy.model,
             "tokenizer": policy.tokenizer,
             "api_key_variable": policy.api_key_variable,
-            "sampling": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "max_tokens": sampling.max_tokens,
-                "seed": sampling.seed,
-                **({"top_k": sampling.top_k} if sampling.top_k else {}),
-                **({"min_p": sampling.min_p} if sampling.min_p else {}),
-                **({"stop": list(sampling.stop)} if sampling.stop else {}),
-            },
+            "sampling": {n: value for n, value in fields.items() if n in always or value},
         }
         try:
-            episode = await self.interpreter.answer(
-                "play",
-                row=example.metadata["task"],
-                policy=address,
-                number=example.seed + number,
-            )
+            row, number = example.metadata["task"], example.seed + number
+            episode = await self.interpreter.answer("play", row=row, policy=address, number=number)
             return self._rollout(episode)
         except RewardFault as error:
             if gone := _GONE.match(str(error)):

@@ -90,14 +90,8 @@ class Library:
             "renderer": self._options["renderer"],
             "renderer_model_name": policy["tokenizer"],
         }
-        request = RunRequest.model_validate(
-            {
-                "task_data": row,
-                "client": client,
-                "model": policy["model"],
-                "sampling": policy["sampling"],
-            }
-        )
+        sampled = {"model": policy["model"], "sampling": policy["sampling"]}
+        request = RunRequest.model_validate({"task_data": row, "client": client, **sampled})
         episode = await self._answer(address, request)
         return {
             "ok": episode.ok,
@@ -149,16 +143,13 @@ def _node(node: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
-    calls = [
-        {"id": call["id"], "name": call["name"], "arguments": call["arguments"]}
-        for call in message.get("tool_calls") or ()
-    ]
+    calls, names = message.get("tool_calls") or (), ("id", "name", "arguments")
     reasoning = message.get("reasoning_content")
     return {
         "parent": node.parent,
         "role": message["role"],
         "content": f"<think>{reasoning}</think>{content or ''}" if reasoning else content or "",
-        "tool_calls": calls,
+        "tool_calls": [{name: call[name] for name in names} for call in calls],
         "tool_call_id": message.get("tool_call_id"),
         "name": message.get("name"),
         "sampled": node.sampled,

@@ -12,7 +12,7 @@ it differs from its default: nothing is dropped silently.
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -60,12 +60,7 @@ NEVER = 1e9  # for a bound that verl cannot switch off
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
-_ESTIMATORS = {
-    "rloo": "rloo",
-    "grpo": "grpo",
-    "dr_grpo": "grpo",
-    "opo": "opo",
-}
+_ESTIMATORS = {"rloo": "rloo", "grpo": "grpo", "dr_grpo": "grpo", "opo": "opo"}
 _LOSSES = {  # surrogate and ratio_level
     ("ppo_clip", "token"): "vanilla",
     ("gspo", "sequence_mean"): "gspo",
@@ -113,14 +108,9 @@ _EQUAL = (
 
 # Keys that hold under verl as they do here: the process of marin-rl plays and scores with them.
 ELSEWHERE = (
-    "environment.",
-    "evaluation.examples",
-    "policy.context_length",
-    "policy.tokenizer",
-    "rollouts.shards_per_round",
-    "run_id",
-    "root",
-)
+    "environment.", "evaluation.examples", "policy.context_length", "policy.tokenizer",
+    "rollouts.shards_per_round", "run_id", "root",
+)  # fmt: skip
 REASONS: Mapping[str, str] = {
     "asynchrony": "verl's trainer decides what is sampled ahead (trainer.v1)",
     "batching.length_buckets": "verl pads to data.max_prompt_length and data.max_response_length",
@@ -345,7 +335,8 @@ def export_verl(config: Config, folder: Path) -> VerlExport:
 
 def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
     environment = environment_of(config)
-    for part in parts_of(environment, config.environment):
+    parts = parts_of(environment, config.environment)
+    for part in parts:
         if part.environment.returns_rollouts:
             raise InputError(
                 f"environment {part.environment.name!r} samples its rollouts by itself: expected "
@@ -358,23 +349,25 @@ def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
         "val": ("eval", config.environment.eval_seed),
     }
     for name, (split, seed) in splits.items():
-        examples = [environment.example(seed, n, split) for n in range(counts[name])]
-        played = [
-            part_for(environment, config.environment, each).environment.has_episodes
-            for each in examples
-        ]
-        write_plain(partial / f"{name}.parquet", rows(examples, played))
+        rows = []
+        for number in range(counts[name]):
+            example = environment.example(seed, number, split)
+            part = part_for(environment, config.environment, example)
+            rows.append(_row(number, example, episodes=part.environment.has_episodes))
+        write_plain(partial / f"{name}.parquet", pa.Table.from_pylist(rows, schema=_SCHEMA))
     _write_process(config, partial)
-    one_shot = not any(
-        part.environment.has_episodes for part in parts_of(environment, config.environment)
-    )
+    one_shot = not any(part.environment.has_episodes for part in parts)
     fields, unmapped = verl_fields(config, train_examples=count, one_shot=one_shot)
     tree: dict[str, Any] = {
         "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
         "defaults": ["ppo_trainer", "_self_"],
     }
     for field in [*fields, *_places(folder, one_shot=one_shot)]:
-        _set(tree, field.key, field.value)
+        *above, name = field.key.split(".")
+        section = tree
+        for key in above:
+            section = section.setdefault(key, {})
+        section[name] = field.value
     lines = [_HEAD.format(folder=folder, run_id=config.run_id, rollout=ROLLOUT)]
     if unmapped:
         lines += ["# Settings of marin-rl that verl does not have:\n"]
@@ -384,21 +377,11 @@ def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
     return VerlExport(**counts, unmapped=tuple(unmapped))
 
 
-def rows(examples: Sequence[Example], played: Sequence[bool]) -> pa.Table:
-    """Examples as rows of verl's dataset; `played` ones have episodes.
+def _row(number: int, example: Example, *, episodes: bool) -> dict[str, Any]:
+    """An example as a row of verl's dataset.
 
     The whole example is in `extra_info.example` as JSON, from which it is scored and played.
     """
-    return pa.Table.from_pylist(
-        [
-            _row(n, each, episodes)
-            for n, (each, episodes) in enumerate(zip(examples, played, strict=True))
-        ],
-        schema=_SCHEMA,
-    )
-
-
-def _row(number: int, example: Example, episodes: bool) -> dict[str, Any]:  # noqa: FBT001
     try:
         encoded = orjson.dumps(example).decode()
     except TypeError as error:
@@ -439,15 +422,5 @@ def _places(folder: Path, *, one_shot: bool) -> Iterator[VerlField]:
     agent = f"{ROLLOUT}.agent"
     yield VerlField(f"{agent}.default_agent_loop", ONE_TURN if one_shot else EPISODES)
     if not one_shot:
-        loops = str(folder / "agent_loops.yaml")
-        yield VerlField(f"{agent}.agent_loop_config_path", loops)
-    variables = "ray_kwargs.ray_init.runtime_env.env_vars"
-    yield VerlField(f"{variables}.PYTHONPATH", str(folder))
-
-
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
-    *above, name = key.split(".")
-    for part in above:
-        tree = tree.setdefault(part, {})
-    assert isinstance(tree, Mapping), key
-    tree[name] = value
+        yield VerlField(f"{agent}.agent_loop_config_path", str(folder / "agent_loops.yaml"))
+    yield VerlField("ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH", str(folder))

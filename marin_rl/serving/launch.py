@@ -86,9 +86,8 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     name. With `follow`, every later checkpoint takes the place of the one before as it is
     committed, or as the run's trainer asks for it, which it cannot while adapters are loaded on it;
     see `_apart` for checkpoints of an adapter. `register` announces the server to the trainer.
-    Raises ObjectMissing where the checkpoint is not committed, CorruptObject, StalePolicy where its
-    parameters are not those of its manifest, InferenceError where the engine decodes something else
-    than was trained, and ConfigError for the address.
+    Raises ObjectMissing, what `read_slot` raises, InferenceError where the engine decodes something
+    else than was trained, and ConfigError for the address.
     """
     enable_compilation_cache()
     keep_freed_memory()

@@ -77,7 +77,6 @@ class TrajectoryRoutes:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="receiver")
 
     def routes(self) -> list[Route]:
-        """Every route of atropos's server."""
         run, config = self._receiver.run, self._receiver.run.config
         fixed: dict[str, dict[str, Any]] = {
             "/": {"message": "AtroposLib API", "run_id": run.run_id},
@@ -109,12 +108,10 @@ class TrajectoryRoutes:
         ]
 
     async def status(self, request: Request) -> Response:
-        """The round, the number of groups that wait, and how many were accepted and refused."""
-
         def read() -> dict[str, int]:
             receiver = self._receiver
-            size = receiver.queue_size
             counts = {f"groups_{name}": count for name, count in receiver.counts.items()}
+            size = receiver.queue_size
             return {"current_step": receiver.round or 0, "queue_size": size, **counts}
 
         return JSONResponse(await self._call(read))
@@ -163,13 +160,11 @@ class TrajectoryRoutes:
         return JSONResponse({"status": "received"})
 
     async def scored_data_list(self, request: Request) -> Response:
-        """Commit several groups, or none where one is refused."""
         groups = await self._body(request, _GROUPS)
         await self._call(self._receiver.accept, groups)
         return JSONResponse({"status": "received", "groups_processed": len(groups)})
 
     async def trains_itself(self, request: Request) -> Response:
-        """Refuse trainers: batches are never handed out."""
         raise ApiError(
             409,
             f"run {self._receiver.run.run_id} is the trainer of these environments, and takes "
@@ -178,7 +173,6 @@ class TrajectoryRoutes:
         )
 
     async def keeps_groups(self, request: Request) -> Response:
-        """Refuse to forget groups that were accepted."""
         raise ApiError(
             409,
             "groups that were accepted are part of the run and are never deleted: start a run "
@@ -212,7 +206,6 @@ def _always(body: dict[str, Any]) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _first(error: ValidationError) -> str:
-    """The first fault: its field, what was expected, and what was found."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, first["loc"])) or "the body"
     return f"{place}: {first['msg']}, found {first['input']!r:.100}"
@@ -231,20 +224,19 @@ def _unzipped(data: bytes, bytes_max: int) -> bytes:
     return plain
 
 
-class BasicAsBearer:
-    """ASGI middleware: the password of Basic authentication is a bearer token.
+def basic_as_bearer(app: ASGIApp) -> ASGIApp:
+    """Add ASGI middleware: the password of Basic authentication is a bearer token.
 
     Environments of atropos send no header of their own, and their HTTP client sends this one for an
     address like http://any:TOKEN@host.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def translated(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope["headers"] = [(name, _bearer(name, value)) for name, value in scope["headers"]]
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return translated
 
 
 def _bearer(name: bytes, value: bytes) -> bytes:
@@ -258,13 +250,13 @@ def _bearer(name: bytes, value: bytes) -> bytes:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Return a refusal, with its line in the log: nothing is dropped silently."""
     if isinstance(error, InputError):
         error = ApiError(422, str(error))
     elif isinstance(error, StorageError):
         # Environments try again on 5xx alone.
         error = ApiError(503, f"{type(error).__name__}: {error}", retry_s=RETRY_S)
     assert isinstance(error, ApiError), "handlers are registered by type"
+    # nothing is dropped silently
     sys.stderr.write(f"{request.method} {request.url.path}: {error.status}: {error}\n")
     return JSONResponse(error.body, error.status, headers=error.headers)
 
@@ -282,7 +274,7 @@ def trajectory_server(receiver: Receiver, host: str) -> uvicorn.Server:
     application = Starlette(routes=routes, exception_handlers=handlers)
     origins = Origins(settings, host, has_token=keys.api is not None)
     guard = Guard(application, config=settings, keys=keys, origins=lambda: origins)
-    return http_server(BasicAsBearer(guard), settings, host)
+    return http_server(basic_as_bearer(guard), settings, host)
 
 
 def serve_trajectories(

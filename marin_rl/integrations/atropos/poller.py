@@ -47,7 +47,7 @@ class Poller:
             self._take(parse_json(last)["batch"])
 
     def _unused(self) -> int:
-        """The number after the last batch; those before it may have been collected as garbage."""
+        # batches before the last may have been collected as garbage
         keys = self._receiver.run.store.list(PUSHING)
         return 1 + max((n for key in keys if (n := popped_batch_of(key)) is not None), default=-1)
 
@@ -145,20 +145,13 @@ class Poller:
                 self._complain(f"group {place} of batch {self._next - 1} is refused: {error}")
 
     def _environment(self, number: int | None) -> PushingEnvironment:
-        """The registration here of an environment of that server."""
         name = "polled" if number is None else f"polled-{number}"
         known = self._receiver.named(name)
         if known is not None:
             return known
         config = self._receiver.run.config
-        return self._receiver.register(
-            {
-                "name": name,
-                "group_size": config.rollouts.group_size,
-                "max_token_length": config.policy.context_length,
-                "weight": 1.0,
-            }
-        )
+        wanted = {"name": name, "group_size": config.rollouts.group_size, "weight": 1.0}
+        return self._receiver.register({**wanted, "max_token_length": config.policy.context_length})
 
     def _ask(self, method: str, route: str, body: Any = None) -> dict[str, Any]:
         """The object that the server answers with; it is asked again while it is away.

@@ -76,16 +76,9 @@ class Receiver:
 
     @property
     def round(self) -> int | None:
-        """The round whose policy is the latest; None before the run has one."""
+        # whose policy is the latest; None before the run has one
         self._look()
         return self._round
-
-    @property
-    def _queue_max(self) -> int:
-        """Groups that may wait: all that may be old, and some more."""
-        config = self.run.config
-        rounds = max(QUEUE_ROUNDS_MAX, 2 * (1 + config.batching.staleness_rounds_max))
-        return config.rollouts.groups_per_round * rounds
 
     @property
     def queue_size(self) -> int:
@@ -139,19 +132,30 @@ class Receiver:
 
         Where one is refused, none is committed. Raises InputError, StorageError; QueueFull.
         """
-        if self.queue_size >= self._queue_max:
+        config = self.run.config
+        # all that may be old, and some more
+        rounds = max(QUEUE_ROUNDS_MAX, 2 * (1 + config.batching.staleness_rounds_max))
+        most = config.rollouts.groups_per_round * rounds
+        if self.queue_size >= most:
             raise QueueFull(
-                f"{self.queue_size} groups wait, expected less than {self._queue_max}: run "
+                f"{self.queue_size} groups wait, expected less than {most}: run "
                 f"{self.run.run_id} has no use for more until it has trained on some"
             )
         pushed: list[tuple[ScoredData, int, ServedPolicy, Callable[[str], RolloutGroup]]] = []
         try:
             for data in groups:
                 environment = self.environment(data.env_id)
-                check_scored_data(data, self.run.config, self._vocabulary)
+                check_scored_data(data, config, self._vocabulary)
                 check_texts(data, self._tokenizer.decode)
                 policy = self._policy(policy_version_of(data))
-                group_at = partial(self._group, data, environment, policy)
+                group_at = partial(
+                    rollout_group,
+                    data,
+                    environment=environment,
+                    policy=policy,
+                    sampling=Sampling(**config.sampling.model_dump()),
+                    decode=self._tokenizer.decode,
+                )
                 _check_stored(data, policy, group_at)
                 pushed.append((data, environment.number, policy, group_at))
         except (InputError, OverflowError) as error:
@@ -191,16 +195,6 @@ class Receiver:
             "max_group_size": size,
             "env_weight": max(WEIGHT_MIN, own.max_token_length * own.weight / (total or 1.0)),
         }
-
-    def _group(
-        self,
-        data: ScoredData,
-        environment: PushingEnvironment,
-        policy: ServedPolicy,
-        group_id: str,
-    ) -> RolloutGroup:
-        sampling = Sampling(**self.run.config.sampling.model_dump())
-        return rollout_group(data, group_id, environment, policy, sampling, self._tokenizer.decode)
 
     def _taken(self) -> int:
         self._look()

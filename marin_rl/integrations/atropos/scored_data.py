@@ -5,14 +5,13 @@ Scores become rewards, `inference_logprobs` those of the sampler. What a run wou
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
 from pydantic import BaseModel, ConfigDict, Field
 
 from marin_rl.config import Config
@@ -78,7 +77,6 @@ class ScoredData(BaseModel):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all fields: equal for repeated requests."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
@@ -93,15 +91,6 @@ class PushingEnvironment:
     max_token_length: int
     weight: float
     min_batch_allocation: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sequence:
-    """A checked sequence of a group; logprobs are 0 where nothing was sampled."""
-
-    token_ids: Int32[np.ndarray, " T"]
-    trained: Bool[np.ndarray, " T"]
-    logprobs: Float32[np.ndarray, " T"]
 
 
 def check_scored_data(data: ScoredData, config: Config, vocabulary: int) -> None:
@@ -237,31 +226,27 @@ def rollout_group(
     for index, score in enumerate(data.scores):
         trained = np.array(data.masks[index]) != UNTRAINED_LABEL
         logprobs = np.array((data.inference_logprobs or [])[index], np.float32)
-        sequence = _Sequence(
+        n_sampled = int(trained.sum())
+        rollout = Rollout(
+            rollout_id=f"{group_id}/{index:03d}",
+            index_in_group=index,
+            status="complete",
+            reward=score,
+            reward_components=(RewardComponent(name="score", value=score),),
             token_ids=np.array(data.tokens[index], np.int32),
-            trained=trained,
+            loss_mask=trained.astype(np.int32),
             logprobs=np.where(trained, np.minimum(logprobs, 0), 0).astype(np.float32),
+            policy_version_min=policy.weight_version,
+            policy_version_max=policy.weight_version,
+            n_prompt_tokens=len(trained) - n_sampled,
+            n_completion_tokens=n_sampled,
+            sampling=sampling,
+            turns=(),
+            timing=timing,
         )
-        n_sampled = int(sequence.trained.sum())
-        rollouts.append(
-            Rollout(
-                rollout_id=f"{group_id}/{index:03d}",
-                index_in_group=index,
-                status="complete",
-                reward=score,
-                reward_components=(RewardComponent(name="score", value=score),),
-                token_ids=sequence.token_ids,
-                loss_mask=sequence.trained.astype(np.int32),
-                logprobs=sequence.logprobs,
-                policy_version_min=policy.weight_version,
-                policy_version_max=policy.weight_version,
-                n_prompt_tokens=len(sequence.token_ids) - n_sampled,
-                n_completion_tokens=n_sampled,
-                sampling=sampling,
-                turns=tuple(_turns(data, index, sequence, score, decode, metadata)),
-                timing=timing,
-            )
-        )
+        messages = data.messages[index] if data.messages else []
+        turns = _turns(messages, rollout, decode, metadata)
+        rollouts.append(replace(rollout, turns=turns))
     return RolloutGroup(
         group_id=group_id,
         example=_example(data, environment, rollouts[0]),
@@ -288,55 +273,44 @@ def _example(data: ScoredData, environment: PushingEnvironment, first: Rollout) 
 
 
 def _turns(
-    data: ScoredData,
-    index: int,
-    sequence: _Sequence,
-    score: float,
+    messages: Sequence[PushedMessage],
+    rollout: Rollout,
     decode: Callable[[list[int]], str],
     metadata: InferenceMetadata,
-) -> Iterator[Turn]:
+) -> tuple[Turn, ...]:
     """Turns of a sequence: its messages, where each sampled span has one, else the spans' texts."""
-    spans = list(_spans(sequence.trained))
-    sampled = [(start, end) for trained, start, end in spans if trained]
-    messages = data.messages[index] if data.messages else []
-    if sum(message.role == "assistant" for message in messages) == len(sampled):
-        rest = iter(sampled)
-        turns = [
-            Turn(role=m.role, content=m.content or "")
-            if m.role != "assistant"
-            else _sampled(m.content or "", *next(rest), sequence, metadata)
-            for m in messages
-        ]
+
+    def sampled(content: str, start: int, end: int) -> Turn:
+        return Turn(
+            role="assistant",
+            content=content,
+            start=start,
+            end=end,
+            logprobs=rollout.logprobs[start:end],
+            inference_metadata=metadata,
+        )
+
+    spans: list[tuple[int, int, int]] = []  # of equal values in the mask
+    for value, run in groupby(rollout.loss_mask.tolist()):
+        start = spans[-1][2] if spans else 0
+        spans.append((value, start, start + len(list(run))))
+    places = [(start, end) for trained, start, end in spans if trained]
+    turns = list[Turn]()
+    if sum(message.role == "assistant" for message in messages) == len(places):
+        remaining = iter(places)
+        for message in messages:
+            content = message.content or ""
+            if message.role == "assistant":
+                turns.append(sampled(content, *next(remaining)))
+            else:
+                turns.append(Turn(role=message.role, content=content))
     else:
-        texts = [decode(sequence.token_ids[start:end].tolist()) for _, start, end in spans]
-        turns = [
-            _sampled(text, start, end, sequence, metadata)
-            if trained
-            else Turn(role="user", content=text, start=start, end=end)
-            for text, (trained, start, end) in zip(texts, spans, strict=True)
-        ]
+        for trained, start, end in spans:
+            text = decode(rollout.token_ids[start:end].tolist())
+            if trained:
+                turns.append(sampled(text, start, end))
+            else:
+                turns.append(Turn(role="user", content=text, start=start, end=end))
     last = max(n for n, turn in enumerate(turns) if turn.role == "assistant")
-    turns[last] = replace(turns[last], reward=score)
-    yield from turns
-
-
-def _spans(trained: Bool[np.ndarray, " T"]) -> Iterator[tuple[bool, int, int]]:
-    """Runs of equal values, with where they start and end."""
-    start = 0
-    for value, run in groupby(trained.tolist()):
-        end = start + sum(1 for _ in run)
-        yield value, start, end
-        start = end
-
-
-def _sampled(
-    content: str, start: int, end: int, sequence: _Sequence, metadata: InferenceMetadata
-) -> Turn:
-    return Turn(
-        role="assistant",
-        content=content,
-        start=start,
-        end=end,
-        logprobs=sequence.logprobs[start:end],
-        inference_metadata=metadata,
-    )
+    turns[last] = replace(turns[last], reward=rollout.reward)
+    return tuple(turns)

@@ -71,12 +71,11 @@ class Detokenizer:
         Tokens that have no text do not separate bytes.
         """
         open_ids = 0
-        if self._byte_ids:
-            for back, token in enumerate(reversed(ids), 1):
-                if token in self._byte_ids:
-                    open_ids = back
-                elif token not in self._special and token in self._names:
-                    break
+        for back, token in enumerate(reversed(ids if self._byte_ids else ()), 1):
+            if token in self._byte_ids:
+                open_ids = back
+            elif token not in self._special and token in self._names:
+                break
         return open_ids
 
 
@@ -171,15 +170,12 @@ class IncrementalDetokenizer:
         new = certain[self._shown :]
         self._shown = max(self._shown, len(certain))
         if len(certain) == len(text):
-            self._move_window(end)
+            # Begin at the last tokens only; a window needs text, for a text's first space may go.
+            kept = len(self._detokenizer.of(self.ids[self._closed : end], special=self._special))
+            if kept and self._closed:
+                self._window, self._shown = self._closed, kept
+            self._closed = end
         return new
-
-    def _move_window(self, end: int) -> None:
-        """Begin at the last tokens only; a window needs text, for a text's first space may go."""
-        kept = len(self._detokenizer.of(self.ids[self._closed : end], special=self._special))
-        if kept and self._closed:
-            self._window, self._shown = self._closed, kept
-        self._closed = end
 
 
 def _overlap(text: str, stop: Sequence[str]) -> int:
@@ -214,9 +210,9 @@ class TextDecoding:
 
     def text(self, ids: Sequence[int], finish_reason: str) -> str:
         """The text of a finished sample: without its stop token, and cut before a stop string."""
-        if finish_reason != "stop" or not ids:
-            return self.detokenizer.of(ids, special=self.special)
-        if ids[-1] in self.stop_token_ids:
-            return self.detokenizer.of(ids[:-1], special=self.special)
         decode = partial(self.detokenizer.of, special=self.special)
+        if finish_reason != "stop" or not ids:
+            return decode(ids)
+        if ids[-1] in self.stop_token_ids:
+            return decode(ids[:-1])
         return text_before_stop(decode, ids, self.stop)

@@ -98,24 +98,21 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
             content = "".join(part["text"] for part in content)
         cleaned["content"] = content
         if "tool_calls" in cleaned:
-            calls = [dict(call) for call in cleaned["tool_calls"]]
-            for number, call in enumerate(calls):
-                function = dict(call["function"])
-                arguments = function.get("arguments") or "{}"
-                if isinstance(arguments, str):
-                    where = f"messages.{index}.tool_calls.{number}.function.arguments"
-                    function["arguments"] = _object(where, arguments)
-                call["function"] = function
-            cleaned["tool_calls"] = calls
+            where = f"messages.{index}.tool_calls"
+            calls = enumerate(cleaned["tool_calls"])
+            cleaned["tool_calls"] = [_call(call, f"{where}.{n}.function") for n, call in calls]
         cleaned_messages.append(cleaned)
     return cleaned_messages
 
 
-def _object(where: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text, parse_constant=no_constant)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"{where}: expected a JSON object as text", param=where)
-    return value
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    arguments = call["function"].get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=no_constant)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            where = f"{where}.arguments"
+            raise ApiError(400, f"{where}: expected a JSON object as text", param=where)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
