@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gguf import (
@@ -99,11 +98,8 @@ def interleaved(rows: int, heads: int) -> np.ndarray:
 
 def heads_of(name: str, spec: Spec, architecture: Architecture) -> int | None:
     """Heads of a folder's tensor whose rows have another order in a GGUF file; None for others."""
-    if not architecture.interleaved:
-        return None
-    part = name.rpartition(".")[0]
-    heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}
-    return heads.get(part.rpartition(".")[2])
+    heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads} if architecture.interleaved else {}
+    return heads.get(name.split(".")[-2])
 
 
 def folder_parts(
@@ -126,6 +122,12 @@ def folder_parts(
 _BLOCK = 32  # of Q8_0
 # llama.cpp's numbers of what most tensors of a file are.
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
+_VALUE_TYPES = {
+    bool: GGUFValueType.BOOL,
+    int: GGUFValueType.UINT32,
+    float: GGUFValueType.FLOAT32,
+    str: GGUFValueType.STRING,
+}
 
 
 @phase("writing the GGUF file")
@@ -146,20 +148,23 @@ def export_gguf(
     names = gguf_names(metadata.architecture, spec.layers, shapes)
     scaled = (rope for rope in spec.ropes if dict(rope.scaling).get("rope_type") == "llama3")
     factors = dict([(ROPE_FREQS, rope_factors(rope)) for rope in scaled][:1])
-    stored = {names[name]: shape for name, shape in shapes.items()}
+    stored = {name: each.shape for name, each in factors.items()}
+    stored |= {names[name]: shape for name, shape in shapes.items()}
     again = spec_of(metadata, stored, factors.get(ROPE_FREQS))
     if again != spec:
         raise InputError(
             f"{file}: a GGUF file would say something else of this {spec.family} model: "
             f"{spec.difference(again)}; `marin-rl export RUN --hf FOLDER` writes its folder"
         )
-    vectors = [(name, each.shape) for name, each in factors.items()]
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     writer = GGUFWriter(partial, metadata.architecture)
     try:
         for key, value in values.items():
-            _add_value(writer, key, value)
-        for name, shape in [*vectors, *stored.items()]:
+            if isinstance(value, list):
+                writer.add_array(key, value)
+            elif key != "general.architecture":  # which is the writer's own
+                writer.add_key_value(key, value, _VALUE_TYPES[type(value)])
+        for name, shape in stored.items():
             _add_tensor(writer, name, shape, gguf_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -196,16 +201,6 @@ def _add_tensor(writer: GGUFWriter, name: str, shape: tuple[int, ...], gguf_type
     dtype = np.dtype(plain.get(kind, np.uint8))
     stored = shape if kind in plain else quant_shape_to_byte_shape(shape, kind)
     writer.add_tensor_info(name, stored, dtype, math.prod(stored) * dtype.itemsize, kind)
-
-
-def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
-    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
-    if key == "general.architecture":
-        return  # the writer's own
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        writer.add_key_value(key, value, kinds.get(type(value), GGUFValueType.STRING))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

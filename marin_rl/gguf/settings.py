@@ -8,7 +8,7 @@ value of another type is one error. Tensors are mapped, so that only what is con
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
@@ -23,6 +23,8 @@ from marin_rl.plain_files import check_regular
 FIELDS_MAX = 2**22
 _REFUSALS = (ValueError, ArithmeticError, KeyError, IndexError, RecursionError, TypeError)
 
+Value = TypeVar("Value")
+
 
 class Metadata:
     """Keys and values of a GGUF file. Getters raise InputError for a value of another type."""
@@ -30,26 +32,7 @@ class Metadata:
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
         self.values = values
-        self.architecture = self.text("general.architecture")
-
-    def text(self, key: str, default: str | None = None) -> str:
-        return self._value(key, default, str)
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        return self._value(key, default, bool)
-
-    def index(self, key: str) -> int | None:
-        """Return the id of a token; None where the file names none."""
-        return None if key not in self.values else self._value(key, None, int)
-
-    def texts(self, key: str) -> list[str]:
-        return self._list(key, str)
-
-    def integers(self, key: str) -> list[int]:
-        return self._list(key, int)
-
-    def floats(self, key: str) -> list[float]:
-        return self._list(key, float)
+        self.architecture = self.value("general.architecture", str)
 
     def own(self) -> dict[str, Any]:
         """Keys of the model's architecture, without its name in front."""
@@ -59,13 +42,13 @@ class Metadata:
     def refusal(self, expected: str, found: str) -> InputError:
         return InputError(f"{self.path}: expected {expected}, found {found}")
 
-    def _value(self, key: str, default: Any, kind: Any) -> Any:
+    def value(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
         value = self.values.get(key, default)
         if type(value) is not kind:
             raise self.refusal(f"{key} of type {kind.__name__}", f"{value!r:.80}")
         return value
 
-    def _list(self, key: str, kind: Any) -> list[Any]:
+    def list(self, key: str, kind: type[Value]) -> list[Value]:
         value = self.values.get(key)
         if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
             raise self.refusal(f"a list at {key}", f"{value!r:.80}; use a file that has it")
@@ -149,13 +132,8 @@ _COMMON = {
 }
 NUMBER_MAX = 2**30
 _FRACTIONS = (
-    "rms_norm_eps",
-    "rope_theta",
-    "_softcapping",
-    "_multiplier",
-    "logits_scaling",
-    "_freq",
-)
+    "rms_norm_eps", "rope_theta", "_softcapping", "_multiplier", "logits_scaling", "_freq",
+)  # fmt: skip
 _SCALING = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
@@ -173,7 +151,6 @@ _OTHERS = {
     "rope.scaling.finetuned",
     *(f"rope.scaling.{key}" for key in _SCALING),
 }
-_WINDOW = {"attention.sliding_window": "sliding_window"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +177,7 @@ _GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_WINDOW = {"attention.sliding_window": "sliding_window"}
 _CAPS = {f"{kind}_logit_softcapping": f"{kind}_logit_softcapping" for kind in ("attn", "final")}
 _LOCAL = {"rope.freq_base_swa": "rope_local_base_freq"}
 ARCHITECTURES = {
@@ -354,16 +332,14 @@ def metadata_of(spec: Spec, name: str) -> dict[str, Any]:
     }
     own |= {"vocab_size": spec.vocabulary, "attention.value_length": spec.head_size}
     if spec.ropes:
-        own |= {"rope.dimension_count": spec.ropes[0].size} | _rope_keys(spec)
+        own["rope.dimension_count"] = spec.ropes[0].size
+    scaling = next((dict(rope.scaling) for rope in spec.ropes if rope.scaling), {})
+    # Of Llama 3.1 the file has factors in place of these keys.
+    if scaling and scaling["rope_type"] != "llama3":
+        own["rope.scaling.type"] = scaling["rope_type"]
+        for key, name in _SCALING.items():
+            if name in scaling:
+                value = scaling[name] if key.endswith("length") else float(scaling[name])
+                own[f"rope.scaling.{key}"] = value
     common = {"general.architecture": kind, "general.type": "model", "general.name": name}
     return common | {f"{kind}.{key}": value for key, value in own.items()}
-
-
-def _rope_keys(spec: Spec) -> dict[str, Any]:
-    scalings = [dict(rope.scaling) for rope in spec.ropes if rope.scaling]
-    if not scalings or scalings[0]["rope_type"] == "llama3":
-        return {}
-    keys = {f"rope.scaling.{k}": scalings[0][n] for k, n in _SCALING.items() if n in scalings[0]}
-    return {"rope.scaling.type": scalings[0]["rope_type"]} | {
-        key: value if key.endswith("length") else float(value) for key, value in keys.items()
-    }

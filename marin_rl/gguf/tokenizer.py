@@ -77,25 +77,22 @@ def read_tokenizer(metadata: Metadata) -> tuple[PreTrainedTokenizerFast, list[in
 
     Raises InputError for a kind or a pre-tokenizer that is not known, and for a file without one.
     """
-    tokens = metadata.texts("tokenizer.ggml.tokens")
-    kinds = metadata.integers("tokenizer.ggml.token_type")
+    tokens = metadata.list("tokenizer.ggml.tokens", str)
+    kinds = metadata.list("tokenizer.ggml.token_type", int)
     if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
         raise metadata.refusal("each token once, with its type", f"{len(kinds)} types")
-    kind = metadata.text("tokenizer.ggml.model")
+    kind = metadata.value("tokenizer.ggml.model", str)
     if kind not in ("gpt2", "llama"):
         raise metadata.refusal("tokenizer.ggml.model gpt2 or llama", repr(kind))
     read = _read_pairs if kind == "gpt2" else _read_pieces
     backend, begins = read(metadata, tokens, kinds)
-    ids = {n: metadata.index(f"tokenizer.ggml.{n}_token_id") for n in (*_SPECIAL.values(), *_ENDS)}
-    for name, index in ids.items():
-        if index is not None and not 0 <= index < len(tokens):
-            raise metadata.refusal(f"{name}_token_id below {len(tokens)}", str(index))
-    ends = list(dict.fromkeys(id for name in _ENDS if (id := ids[name]) is not None))
-    if ids["eos"] is None:
+    ids = _token_ids(metadata, tokens)
+    if "eos" not in ids:
         raise metadata.refusal("tokenizer.ggml.eos_token_id", "none: completions would never end")
-    words = {name: tokens[id] for name, key in _SPECIAL.items() if (id := ids[key]) is not None}
-    begins = metadata.flag("tokenizer.ggml.add_bos_token", default=begins)
-    ended = metadata.flag("tokenizer.ggml.add_eos_token", default=False)
+    ends = list(dict.fromkeys(ids[name] for name in _ENDS if name in ids))
+    words = {name: tokens[ids[key]] for name, key in _SPECIAL.items() if key in ids}
+    begins = metadata.value("tokenizer.ggml.add_bos_token", bool, begins)
+    ended = metadata.value("tokenizer.ggml.add_eos_token", bool, False)
     first, last = begins and words.get("bos"), ended and words.get("eos")
     if added := [(word, tokens.index(word)) for word in (first, last) if word]:
         single = [word for word in (first, "$A", last) if word]
@@ -110,13 +107,23 @@ def read_tokenizer(metadata: Metadata) -> tuple[PreTrainedTokenizerFast, list[in
         **{f"{name}_token": word for name, word in words.items()},
     )
     if "tokenizer.chat_template" in metadata.values:
-        tokenizer.chat_template = metadata.text("tokenizer.chat_template")
+        tokenizer.chat_template = metadata.value("tokenizer.chat_template", str)
     return tokenizer, ends
+
+
+def _token_ids(metadata: Metadata, tokens: list[str]) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for name in (*_SPECIAL.values(), *_ENDS):
+        if (key := f"tokenizer.ggml.{name}_token_id") in metadata.values:
+            ids[name] = metadata.value(key, int)
+            if not 0 <= ids[name] < len(tokens):
+                raise metadata.refusal(f"{name}_token_id below {len(tokens)}", str(ids[name]))
+    return ids
 
 
 def _read_pairs(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, by its merges."""
-    name = metadata.text("tokenizer.ggml.pre", "")
+    name = metadata.value("tokenizer.ggml.pre", str, "")
     rule = RULES.get(name)
     if rule is None:
         raise metadata.refusal(
@@ -125,7 +132,7 @@ def _read_pairs(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tupl
         )
     # Rows that only fill the vocabulary up are no tokens.
     vocabulary = {t: i for i, t in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
-    pairs = [tuple(merge.split(" ")) for merge in metadata.texts("tokenizer.ggml.merges")]
+    pairs = [tuple(merge.split(" ")) for merge in metadata.list("tokenizer.ggml.merges", str)]
     if wrong := [p for p in pairs if len(p) != 2 or not vocabulary.keys() >= {*p, "".join(p)}]:
         raise metadata.refusal("merges of two tokens to a third", f"{wrong[0]!r:.80}")
     model = models.BPE(vocabulary, pairs, fuse_unk=False, ignore_merges=rule.whole_words)
@@ -140,7 +147,7 @@ def _read_pairs(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tupl
 
 def _read_pieces(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tuple[Tokenizer, bool]:
     """SentencePiece's BPE: merges in the order of scores, as transformers finds them."""
-    scores = metadata.floats("tokenizer.ggml.scores")
+    scores = metadata.list("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise metadata.refusal(f"{len(tokens)} scores of tokens", str(len(scores)))
     # A file has spaces of the user's own tokens as spaces, and scores them last.
@@ -154,7 +161,7 @@ def _read_pieces(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tup
         if kind in own
     ]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    unknown = metadata.index("tokenizer.ggml.unknown_token_id")
+    unknown = _token_ids(metadata, tokens).get("unknown")
     model = models.BPE(
         vocabulary,
         generate_merges(vocabulary, ranked),
@@ -163,7 +170,7 @@ def _read_pieces(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tup
         byte_fallback=True,
     )
     backend = Tokenizer(model)
-    prefix = metadata.flag("tokenizer.ggml.add_space_prefix", default=True)
+    prefix = metadata.value("tokenizer.ggml.add_space_prefix", bool, True)
     spaces = normalizers.Replace(" ", "▁")
     before = [normalizers.Prepend("▁"), spaces]
     backend.normalizer = normalizers.Sequence(before) if prefix else spaces

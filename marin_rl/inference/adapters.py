@@ -172,31 +172,25 @@ def rows_of(shapes: Bank, adapter: Adapter) -> Bank:
     on_host = replace(adapter, arrays=arrays)
     return tuple(
         LayerAdapters(
-            *(
-                _rows(shape, [paths.get(module) for module in _parts(name, shape)], on_host, layer)
-                for name, shape in zip(shapes_L._fields, shapes_L, strict=True)
-            )
+            **{
+                name: None if shape is None else _rows(name, shape, paths, on_host, layer)
+                for name, shape in shapes_L._asdict().items()
+            }
         )
         for layer, shapes_L in enumerate(shapes)
     )
 
 
-def _parts(name: str, shape: LowRank | None) -> Sequence[str]:
-    """Modules that a matrix joins: of gate and up a plain MLP has the latter alone."""
-    if shape is None:
-        return ()
-    return MODULES[name][-len(shape.b) :]
-
-
-def _rows(shape: LowRank | None, paths: Sequence[str | None], adapter: Adapter, layer: int) -> Any:
-    """Rows of one matrix, whose parts are at these paths, as its `shape`; None: not adapted."""
-    if shape is None:
-        return None
+def _rows(
+    name: str, shape: LowRank, paths: Mapping[str, str], adapter: Adapter, layer: int
+) -> LowRank:
+    """Rows of one matrix as its `shape`; `paths` are those of the modules that are adapted."""
     parts, _, rank, size = shape.a.shape
     a = np.zeros((parts, 1, rank, size), np.float32)
     b = [np.zeros((1, *part.shape[1:]), np.float32) for part in shape.b]
-    for part, path in enumerate(paths):
-        if path is None:
+    # of gate and up a plain MLP has the latter alone
+    for part, module in enumerate(MODULES[name][-parts:]):
+        if (path := paths.get(module)) is None:
             continue
         # what lies beyond its own rank stays zero, and adds nothing
         own, scale = adapter.modules[path].rank, np.float32(adapter.modules[path].scale)
@@ -317,9 +311,6 @@ class AdapterStats:
     loads: int = 0
     unloads: int = 0
     write_s: float = 0.0
-
-    def snapshot(self) -> "AdapterStats":
-        return replace(self)
 
 
 class AdapterLoads:

@@ -29,18 +29,15 @@ from marin_rl.inference.logprobs import Report
 from marin_rl.inference.sampling import SlotSampling, seed_words
 from marin_rl.inference.stops import Decode, StopStringScanner
 
-_FIRST = 16  # positions that are compared before all others: they rule most slots out
-_NONE = -1  # in place of a token
-
-
 NO_TOKEN = -1
+_FIRST = 16  # positions that are compared before all others: they rule most slots out
 
 
 class KeptPrefixes:
     """Tokens of free slots whose keys and values are in the cache, without their last token."""
 
     def __init__(self, slots: int) -> None:
-        self._tokens_SP = np.full((slots, _FIRST), _NONE, np.int32)
+        self._tokens_SP = np.full((slots, _FIRST), NO_TOKEN, np.int32)
         self._lengths_S = np.zeros(slots, np.int64)
         self._weights: list[object] = [None] * slots  # by identity
         self._adapter_S = np.zeros(slots, np.int64)
@@ -61,10 +58,10 @@ class KeptPrefixes:
         missing = len(token_ids) - self._tokens_SP.shape[1]
         if missing > 0:
             # at least doubled: dialogues grow turn by turn, and each new width is a copy
-            wider = max(missing, self._tokens_SP.shape[1])
-            self._tokens_SP = np.pad(self._tokens_SP, ((0, 0), (0, wider)), constant_values=_NONE)
+            wider = (0, 0), (0, max(missing, self._tokens_SP.shape[1]))
+            self._tokens_SP = np.pad(self._tokens_SP, wider, constant_values=NO_TOKEN)
         self._tokens_SP[seq_slot, : len(token_ids)] = token_ids
-        self._tokens_SP[seq_slot, len(token_ids) :] = _NONE
+        self._tokens_SP[seq_slot, len(token_ids) :] = NO_TOKEN
         self._lengths_S[seq_slot], self.used_S[seq_slot] = len(token_ids), used
         self._weights[seq_slot], self._adapter_S[seq_slot] = weights, adapter
 
@@ -178,13 +175,17 @@ class RunningBatch:
     @property
     def begun(self) -> list[int]:
         """Sequence slots of samples that have no token yet."""
-        each = enumerate(self._running)
-        return [slot for slot, running in each if running is not None and not running.tokens]
+        return [slot for slot, running in self._sequences() if not running.tokens]
+
+    def _sequences(self) -> list[tuple[int, RunningSequence]]:
+        """Running sequences with their slots, in order; a copy, as some may end meanwhile."""
+        every = enumerate(self._running)
+        return [(slot, running) for slot, running in every if running is not None]
 
     def streams_alone(self, most: int) -> bool:
         """True if at most `most` sequences run, each of a request that is streamed."""
-        running = [each for each in self._running if each is not None]
-        return len(running) <= most and all(each.job.streams for each in running)
+        running = self._sequences()
+        return len(running) <= most and all(each.job.streams for _, each in running)
 
     def free(self) -> list[int]:
         """Empty sequence slots: those without a kept prefix, then the least recently used."""
@@ -203,7 +204,7 @@ class RunningBatch:
         self._kept.drop_all(except_of)
 
     def jobs(self) -> list[Job]:
-        return list(dict.fromkeys(r.job for r in self._running if r is not None))
+        return list(dict.fromkeys(running.job for _, running in self._sequences()))
 
     def assign(
         self, prefix: CachedPrefix, job: Job, index: int, *, continues: bool = False
@@ -253,8 +254,8 @@ class RunningBatch:
         From now on they count as computed by `weights`, which the caller does next.
         """
         prefixes: list[CachedPrefix] = []
-        for seq_slot, running in enumerate(self._running):
-            if running is None or running.prefix is None or running.prefix.key.weights is weights:
+        for seq_slot, running in self._sequences():
+            if running.prefix is None or running.prefix.key.weights is weights:
                 continue
             ids = self._computed(seq_slot, running)
             # a new owner: siblings have other tokens, and other shapes computed them
@@ -272,11 +273,8 @@ class RunningBatch:
 
     def cached(self, key: PrefixKey) -> list[CachedPrefix]:
         """Prefixes with this key in the slots that are in use."""
-        return [
-            running.prefix
-            for running in self._running
-            if running is not None and running.prefix is not None and running.prefix.key == key
-        ]
+        prefixes = [running.prefix for _, running in self._sequences()]
+        return [prefix for prefix in prefixes if prefix is not None and prefix.key == key]
 
     def shared_positions(self, share: int) -> int:
         """Positions below which the caches of every `share` slots side by side are alike.
@@ -284,9 +282,7 @@ class RunningBatch:
         A slot in use needs the first of its `share`, in use or not, to begin with the same prefix.
         """
         shortest = 0
-        for seq_slot, running in enumerate(self._running):
-            if running is None:
-                continue
+        for seq_slot, running in self._sequences():
             first = self._prefixes[seq_slot - seq_slot % share]
             if running.prefix is None or first is None or running.prefix.key != first.key:
                 # the bound is one number for all slots, so one that differs rules sharing out for
@@ -300,8 +296,8 @@ class RunningBatch:
     def constrain(self) -> list[tuple[Job, Exception]]:
         """Ask every constraint for its next mask; return the jobs where one failed, and why."""
         failed: list[tuple[Job, Exception]] = []
-        for seq_slot, running in enumerate(self._running):
-            if running is None or running.job.request.constraint is None:
+        for seq_slot, running in self._sequences():
+            if running.job.request.constraint is None:
                 continue
             try:
                 if running.constraint is None:
@@ -317,8 +313,8 @@ class RunningBatch:
         return failed
 
     def release(self, job: Job) -> None:
-        for seq_slot, running in enumerate(self._running):
-            if running is not None and running.job is job:
+        for seq_slot, running in self._sequences():
+            if running.job is job:
                 self._empty(seq_slot)
 
     def _empty(self, seq_slot: int) -> None:
@@ -326,10 +322,9 @@ class RunningBatch:
         self._running[seq_slot] = None
         self.inputs.remaining_S[seq_slot] = 0
         # neutral values: a filter that any row asks for is computed for every row
-        self.inputs.sampling.temperature_S[seq_slot] = 1
-        self.inputs.sampling.top_p_S[seq_slot] = 1
-        self.inputs.sampling.top_k_S[seq_slot] = 0
-        self.inputs.sampling.min_p_S[seq_slot] = 0
+        sampling = self.inputs.sampling
+        sampling.temperature_S[seq_slot] = sampling.top_p_S[seq_slot] = 1
+        sampling.top_k_S[seq_slot] = sampling.min_p_S[seq_slot] = 0
         self.extras.empty(seq_slot)
 
     def advance(self, chunk: Chunk, weights: WeightsKey | None = None) -> list[tuple[Job, Delta]]:
@@ -341,9 +336,9 @@ class RunningBatch:
         added: list[tuple[Job, Delta]] = []
         # copied from the device only for requests that read them
         report = chunk.report() if self.extras.reported else None
-        for seq_slot, running in enumerate(self._running):
+        for seq_slot, running in self._sequences():
             count = int(chunk.counts_S[seq_slot])
-            if running is None or count == 0:
+            if count == 0:
                 continue
             kept = self._extend(seq_slot, running, chunk.tokens_SC[seq_slot, :count].tolist())
             delta = _delta(chunk, report, seq_slot, kept, running)

@@ -124,7 +124,13 @@ def invariance_of(shapes: Shapes, prove: Callable[[], Invariance]) -> Invariance
     folder = programs_folder()
     file = None if folder is None else folder / "batch-invariance" / f"{name[:32]}.json"
     place = file or name
-    recorded = _known.get(place) or (_read(file, facts) if file else None)
+    recorded = _known.get(place)
+    if recorded is None and file is not None and file.exists():
+        record = _parsed(file)
+        if record is not None and record[0] == facts:
+            recorded = record[1]
+        else:
+            _log.warning("%s is no record of these programs: they are proven again", file)
     if recorded is None:
         started = time.monotonic()
         recorded = prove()
@@ -160,16 +166,6 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
         "settings": {name: str(jax.config.values[name]) for name in settings},
         "shapes": shape_facts,
     }
-
-
-def _read(file: Path, facts: Mapping[str, Any]) -> Invariance | None:
-    if not file.exists():
-        return None
-    record = _parsed(file)
-    if record is None or record[0] != facts:
-        _log.warning("%s is no record of these programs: they are proven again", file)
-        return None
-    return record[1]
 
 
 def _parsed(file: Path) -> tuple[Mapping[str, Any], Invariance] | None:
@@ -234,6 +230,8 @@ class Prover:
         adapters = bool(shapes.adapters)
         self._inputs = RunningBatch(S, V, None, rows, has_adapters=adapters).inputs
         self._steps = min(STEPS, shapes.chunk_steps)
+        # near the end of the cache, so that every block of it is read
+        self._last = self._length - self._steps - 1
         shape = lambda leaf: (1, *leaf.shape[1:])
         self._columns = jax.tree.map(lambda leaf: self._rng.normal(size=shape(leaf)), shapes.cache)
 
@@ -256,8 +254,7 @@ class Prover:
 
         The one is on adapter 1, the several on one each, and slots that are not computed on none.
         """
-        # near the end of the cache, so that every block of it is read
-        S, last = self._shapes.slots, self._length - self._steps - 1
+        S, last = self._shapes.slots, self._last
         same = self._run(np.full(S, 1), np.full(S, last), adapter_S=np.full(S, 1))
         # one sequence everywhere first: where already equal rows differ, nothing else needs trying
         if not all(_equal(slot, same[0]) for slot in same):
@@ -276,7 +273,7 @@ class Prover:
 
     def _adapters_alike(self) -> bool:
         """One sequence on the first row of the bank and on the last, others in the other rows."""
-        S, last = self._shapes.slots, self._length - self._steps - 1
+        S, last = self._shapes.slots, self._last
         for row in {1, self._shapes.adapters}:
             same = partial(self._run, np.full(S, 1), np.full(S, last), adapter_S=np.full(S, row))
             if not _equal(same(), same(fused=self._with_others_than(row))):
@@ -291,7 +288,7 @@ class Prover:
         bank = self._fused.layers[0].adapters
         if bank is None or isinstance(bank.down, GatheredLowRank):
             return False
-        S, last, total = self._shapes.slots, self._length - self._steps - 1, self._shapes.adapters
+        S, last, total = self._shapes.slots, self._last, self._shapes.adapters
         few = BankSizes(adapters=total).few
         tokens_S, positions_S, places_S = self._tokens(S), np.full(S, last), np.arange(S) % few
         rows = np.arange(total - few + 1, total + 1, dtype=np.int32)
@@ -321,8 +318,8 @@ class Prover:
 
     def _shared_alike(self) -> bool:
         """The same steps with every whole block shared, and with none."""
-        S, last = self._shapes.slots, self._length - self._steps - 1
-        tokens_S, positions_S = self._tokens(S), last - np.arange(S) % 3
+        S = self._shapes.slots
+        tokens_S, positions_S = self._tokens(S), self._last - np.arange(S) % 3
         apart = self._run(tokens_S, positions_S)
         shared = self._run(tokens_S, positions_S, shared=int(positions_S.min()))
         return _equal(apart, shared)

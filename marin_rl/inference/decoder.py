@@ -111,8 +111,8 @@ def step_inputs(
     spec: Spec, ends: Ends, rotary: Rotary, tokens_S: Array, positions_S: Array
 ) -> tuple[Array, Turns]:
     """Input of a step's first layer, and the rotations of all."""
-    x_SD = constrain(_embed(spec, ends, tokens_S, positions_S), SLOTS)
-    return x_SD, _turns(rotary, positions_S)
+    x_SD = embedded(spec, tokens_S, ends.embedding, positions_S, ends.positions)
+    return constrain(x_SD, SLOTS), _turns(rotary, positions_S)
 
 
 def step_layer(
@@ -132,16 +132,12 @@ def step_layer(
     blocks = write(blocks, key, value, step.positions_S)
     limits = Limits(kind.window, spec.cap, layer.sinks)
     attended = attend(query, blocks, step.positions_S, step.longest, step.shared, limits)
-    return constrain(_after_attention(spec, linears, x_SD, attended), SLOTS), blocks
+    x_SD = after_mlp(spec, linears, after_attention(spec, linears, x_SD, attended))
+    return constrain(x_SD, SLOTS), blocks
 
 
 def _turns(rotary: Rotary, at: Any) -> Turns:
-    """Rows of the tables at these positions."""
     return tuple((cos[at], sin[at]) for cos, sin in rotary)
-
-
-def _embed(spec: Spec, ends: Ends, tokens: Int32[Array, "..."], positions: Array) -> Array:
-    return embedded(spec, tokens, ends.embedding, positions, ends.positions)
 
 
 def _queries_keys_values(
@@ -150,10 +146,6 @@ def _queries_keys_values(
     turn = None if kind.rope is None else Rotation(*turns[spec.ropes.index(kind.rope)])
     query, key, value = queries_keys_values(spec, kind, linears, x, turn)
     return scaled(spec, query), key, value
-
-
-def _after_attention(spec: Spec, linears: "FusedLinears", x: Array, attended: Array) -> Array:
-    return after_mlp(spec, linears, after_attention(spec, linears, x, attended))
 
 
 def logits(spec: Spec, ends: Ends, x_SD: Float[Array, "S D"]) -> Float32[Array, "S V"]:
@@ -325,42 +317,31 @@ def extend(
     these positions then have: as if their tokens had been sampled. `adapter_S` is as there.
     """
 
-    def body(index, cache):
-        at = [jax.lax.dynamic_index_in_dim(jnp.asarray(a), index, 0, False) for a in pieces[:3]]
-        return _extend_step(spec, decoder, rotary, cache, adapter_S, *at)
+    def body(step, cache):
+        tokens_NT, positions_NT, slot_N = (
+            jax.lax.dynamic_index_in_dim(jnp.asarray(array), step, 0, False) for array in pieces[:3]
+        )
+        positions_M, ends = positions_NT.reshape(-1), decoder.ends
+        slot_M = jnp.repeat(slot_N, tokens_NT.shape[1])
+        adapter_M = None if adapter_S is None else adapter_S[slot_M]
+        x_MD = embedded(spec, tokens_NT.reshape(-1), ends.embedding, positions_M, ends.positions)
+        turns = _turns(rotary, positions_M)
+        written = []
+        layers = zip(spec.kinds, decoder.all_layers(spec), cache, strict=True)
+        for index, (kind, layer, blocks) in enumerate(layers):
+            linears = FusedLinears(spec, layer, adapter_M)
+            query, key, value = _queries_keys_values(spec, kind, linears, x_MD, turns)
+            # all before any attention: a piece reads earlier ones of its slot in the same step
+            blocks = write_at(blocks, key, value, slot_M, positions_M)
+            written.append(blocks)
+            # the cache needs the last layer's keys and values, but not its output
+            if index < spec.layers - 1:
+                limits = Limits(kind.window, spec.cap, layer.sinks)
+                attended = attend_pieces(query, blocks, slot_N, positions_M, limits)
+                x_MD = after_mlp(spec, linears, after_attention(spec, linears, x_MD, attended))
+        return tuple(written)
 
     return jax.lax.fori_loop(0, pieces.steps, body, cache)
-
-
-def _extend_step(
-    spec: Spec,
-    decoder: Decoder,
-    rotary: Rotary,
-    cache: Cache,
-    adapter_S: Array | None,
-    tokens_NT: Array,
-    positions_NT: Array,
-    slot_N: Array,
-) -> Cache:
-    positions_M = positions_NT.reshape(-1)
-    slot_M = jnp.repeat(slot_N, tokens_NT.shape[1])
-    adapter_M = None if adapter_S is None else adapter_S[slot_M]
-    x_MD = _embed(spec, decoder.ends, tokens_NT.reshape(-1), positions_M)
-    turns = _turns(rotary, positions_M)
-    written = []
-    layers = zip(spec.kinds, decoder.all_layers(spec), cache, strict=True)
-    for index, (kind, layer, blocks) in enumerate(layers):
-        linears = FusedLinears(spec, layer, adapter_M)
-        query, key, value = _queries_keys_values(spec, kind, linears, x_MD, turns)
-        # all pieces before any attention: a later piece of a slot reads an earlier one of this step
-        blocks = write_at(blocks, key, value, slot_M, positions_M)
-        written.append(blocks)
-        # the cache needs the last layer's keys and values, but not its output
-        if index < spec.layers - 1:
-            limits = Limits(kind.window, spec.cap, layer.sinks)
-            attended = attend_pieces(query, blocks, slot_N, positions_M, limits)
-            x_MD = _after_attention(spec, linears, x_MD, attended)
-    return tuple(written)
 
 
 def prefill_tile(rows: int, bucket: int) -> int:
@@ -396,7 +377,8 @@ def _prefill_tile(
 def prompt_inputs(spec: Spec, ends: Ends, rotary: Rotary, tokens_RP: Array) -> tuple[Array, Turns]:
     """Input of the first layer for whole prompts, and the rotations of all layers."""
     length = tokens_RP.shape[1]
-    return _embed(spec, ends, tokens_RP, jnp.arange(length)), _turns(rotary, slice(length))
+    x_RPD = embedded(spec, tokens_RP, ends.embedding, jnp.arange(length), ends.positions)
+    return x_RPD, _turns(rotary, slice(length))
 
 
 def prompt_layer(
@@ -416,7 +398,8 @@ def prompt_layer(
     keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
     if with_output:
         limits = Limits(kind.window, spec.cap, layer.sinks)
-        x = _after_attention(spec, linears, x, _attend_causally(query, keys, values, limits))
+        attended = _attend_causally(query, keys, values, limits)
+        x = after_mlp(spec, linears, after_attention(spec, linears, x, attended))
     return x, (keys, values)
 
 

@@ -87,8 +87,8 @@ class Engine:
         grows: bool = False,
     ) -> None:
         kind = GrowingRunner if grows else Runner
-        runner = kind(model, config, context_length, jnp.dtype(dtype))
-        self._runner, self.spec = runner, runner.spec
+        runner = self._runner = kind(model, config, context_length, jnp.dtype(dtype))
+        self.spec = runner.spec
         self.context_length = context_length
         self.stats = EngineStats()
         self.stop_token_ids = tuple(stop_token_ids)
@@ -98,11 +98,10 @@ class Engine:
             stop_tokens=len(self.stop_token_ids),
             has_decode=decode is not None,
         )
-        self._policy = runner.policy(model, weight_version, parameters_digest)
+        self.policy = runner.policy(model, weight_version, parameters_digest)
         extras = ExtraRows(runner.lanes, runner.length, self.spec.vocabulary, runner.put)
-        has_adapters = runner.bank is not None
         self._batch = RunningBatch(
-            config.slots, self.spec.vocabulary, decode, extras, has_adapters=has_adapters
+            config.slots, self.spec.vocabulary, decode, extras, has_adapters=runner.bank is not None
         )
         self._changed = threading.Condition()
         self._pending = PendingRequests(self._batch, self._changed, self.stats)
@@ -110,18 +109,11 @@ class Engine:
         self.adapters = AdapterLoads(
             runner.bank, runner.plan.bank_sizes, self._changed, self._pending.adapters
         )
-        self._closing = False
-        self._paused = False
-        self._in_step = False
-        self._sleep_requested = False
-        self._reset_prefixes = False
+        self.paused = False
+        self._closing = self._in_step = self._sleep_requested = self._reset_prefixes = False
         # last, for it reads all of the above; a daemon, for a process may end without `close`
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def policy(self) -> Policy:
-        return self._policy
 
     @property
     def alive(self) -> bool:
@@ -138,16 +130,11 @@ class Engine:
 
     @property
     def plan(self) -> ExecutionPlan:
-        """Shapes of the compiled programs, and what is proven of them on this machine."""
         return self._runner.plan
 
     @property
     def active(self) -> int:
         return self._batch.active
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
 
     def submit(
         self,
@@ -215,7 +202,7 @@ class Engine:
             recompute_kv_cache=recompute_kv_cache,
         )
         with self._changed:
-            old, new = self._policy, parameters_digest
+            old, new = self.policy, parameters_digest
             # queued requests have no tokens yet: all of theirs will be of the new weights
             mixed = weight_version == old.weight_version and self._pending.started
             if mixed and new != old.parameters_digest:
@@ -231,7 +218,7 @@ class Engine:
                     f"({', '.join(sorted(names))}): unload them, and wait for their requests, "
                     f"before {new[:16]} take their place"
                 )
-            self._policy = policy
+            self.policy = policy
             self.stats.swaps += 1
             self._changed.notify_all()  # an idle engine may hold a copy of the old ones
 
@@ -243,15 +230,15 @@ class Engine:
         """
         assert threading.current_thread() is not self._thread
         with self._changed:
-            self._paused = True
+            self.paused = True
             self._changed.notify_all()
             # the step that is running ends first: after this no program writes the caches
-            while self._in_step and self._paused:
+            while self._in_step and self.paused:
                 self._changed.wait()
 
     def resume(self) -> None:
         with self._changed:
-            self._paused = False
+            self.paused = False
             self._changed.notify_all()
 
     def sleep(self) -> None:
@@ -283,15 +270,14 @@ class Engine:
     def warm_up(self, announce: Callable[[str], None] = lambda line: None) -> None:
         """Compile everything that requests can need, so that none of them waits for it.
 
-        `announce` gets a line for each program.
-
-        To be called before the first request: it uses the cache that the engine's thread owns.
+        `announce` gets a line for each program. To be called before the first request: it uses the
+        cache that the engine's thread owns.
         """
         with self._changed:
             assert not self._pending.queue
             assert self._batch.active == 0
             # under the lock, so that the engine's thread begins no step on the same caches
-            warm_up(self._runner, self._policy, self._batch.inputs, self._batch.extras, announce)
+            warm_up(self._runner, self.policy, self._batch.inputs, self._batch.extras, announce)
 
     def close(self) -> None:
         """Stop after the chunk that is running. Requests that have not ended get InferenceError."""
@@ -327,13 +313,13 @@ class Engine:
                 self._pending.drop_cancelled()
                 # here too: a load waits for it while the engine is idle or paused
                 self.adapters.write()
-                if self._paused or not (self._pending.queue or self._batch.active):
+                if self.paused or not (self._pending.queue or self._batch.active):
                     self._idle()
                     continue
                 if self._batch.active == 0:
                     self._wait_to_batch()
                 # waiting released the lock, and a pause may have come meanwhile
-                if not self._paused:
+                if not self.paused:
                     self._in_step = not self._closing
                     return not self._closing
             return False
@@ -345,7 +331,7 @@ class Engine:
         use the same copy; a copy of weights that were swapped out goes at once.
         """
         memory = self._runner.memory
-        if not (self._paused or self._sleep_requested) and memory.holds_copy_of(self._policy):
+        if not (self.paused or self._sleep_requested) and memory.holds_copy_of(self.policy):
             if not self._changed.wait(COPY_KEPT_S):
                 memory.release()
             return
@@ -378,7 +364,7 @@ class Engine:
         # planned under the lock, computed outside of it: submissions never wait for the device
         with self._changed:
             # one for the whole step: a swap that comes meanwhile is for the next
-            policy = self._policy
+            policy = self.policy
             self._pending.drop_cancelled()
             # before planning: requests may wait for an adapter that is written here
             self.adapters.write()

@@ -53,8 +53,6 @@ CHUNKS_BEFORE_SHRINKING = 8
 
 EMPTY = -1
 
-Announce = Callable[[str], None]
-
 
 class GrowingRunner(Runner):
     """Programs of one model's shape, on one cache that has room for the running sequences.
@@ -62,7 +60,7 @@ class GrowingRunner(Runner):
     `announce` gets a line before and after each program is compiled.
     """
 
-    announce: Announce
+    announce: Callable[[str], None]
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
         lanes = Lanes(1, plan.lanes.slots)
@@ -71,7 +69,7 @@ class GrowingRunner(Runner):
         self._layers = LayerPrograms(self.spec, plan.chunk_steps, self.put)
         self._slot_R = np.full(1, EMPTY, np.int32)
         self._chunks_too_large = 0
-        self.announce = _silent
+        self.announce = lambda line: None
         return whole
 
     def _proven(self, plan: ExecutionPlan, weights: Weights) -> ExecutionPlan:
@@ -244,10 +242,6 @@ class GrowingRunner(Runner):
     @property
     def programs(self) -> Sequence[str]:
         return sorted(self._compiled)
-
-
-def _silent(line: str) -> None:
-    """Announce to no one."""
 
 
 @partial(jax.jit, static_argnames=("size", "length"))

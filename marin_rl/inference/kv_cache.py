@@ -299,25 +299,15 @@ def copy_prompt(
 ) -> tuple[Block, ...]:
     """A layer's cache in which the slot has prompt `source` of `keys` [R, K, H, P] and `values`."""
     size, length = blocks[0].keys.shape[-1], keys.shape[-1]
-    return tuple(
-        _copy_block(block, keys, values, number * size, source, seq_slot)
-        if number * size < length
-        else block
-        for number, block in enumerate(blocks)
-    )
-
-
-def _copy_block(
-    block: Block, keys: Array, values: Array, start: int, source: Any, seq_slot: Any
-) -> Block:
-    """A block in which the slot has the prompt's positions from `start` on; others untouched."""
-    # the last block of a short prompt is filled in part: what lies behind is masked until a token
-    # is written there
-    stop = start + min(block.keys.shape[-1], keys.shape[-1] - start)
-    one_keys = jax.lax.dynamic_slice_in_dim(keys[..., start:stop], source, 1)
-    one_values = jax.lax.dynamic_slice_in_dim(values[:, :, start:stop], source, 1)
-    update = jax.lax.dynamic_update_slice
-    return Block(
-        update(block.keys, one_keys, (seq_slot, 0, 0, 0)),
-        update(block.values, one_values, (seq_slot, 0, 0, 0)),
-    )
+    cut, update = jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice
+    at = (seq_slot, 0, 0, 0)
+    copied = list(blocks)
+    for number, start in enumerate(range(0, length, size)):
+        # the last block of a short prompt is filled in part: what lies behind is masked until a
+        # token is written there
+        stop = min(start + size, length)
+        copied[number] = Block(
+            update(blocks[number].keys, cut(keys[..., start:stop], source, 1), at),
+            update(blocks[number].values, cut(values[:, :, start:stop], source, 1), at),
+        )
+    return tuple(copied)

@@ -93,8 +93,7 @@ class OwnLowRank(NamedTuple):
     scale: Array
 
     def change(self, x: Float[Array, "*N in"]) -> Float[Array, "*N out"]:
-        """scale B A x; of one layer's arrays."""
-        # Scaled at the rank, as the trainer does it.
+        # scale B A x of one layer's arrays, scaled at the rank, as the trainer does it
         low = (x @ self.a.reshape(self.a.shape[0], -1).T) * self.scale
         return low @ self.b.reshape(-1, self.b.shape[-1]).T
 

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 
 from marin_rl.lora import LoraModule
 from marin_rl.lora.quantization import ABSMAX_BLOCK, FIELDS, NF4_LEVELS, quantized_shapes
+from marin_rl.models.module import named_shape
 
 
 @partial(
@@ -43,7 +44,6 @@ class QuantizedMatrix:
     inputs: int
 
     def times(self, x: Float[Array, "*N in"], layer: Any) -> Float[Array, "*N out"]:
-        """The products of x with the matrix of a layer, in x's dtype."""
         return _times(x, self, jnp.asarray(layer, jnp.int32))
 
 
@@ -123,8 +123,7 @@ class QuantizedWeight(eqx.Module):
             names = ("block", "in_block") if field == "codes" else (field,)
             inner = zip(names, shapes[field][1:], strict=False)
             axes = (weight.axes[0], *(Axis(f"quantized_{name}", size) for name, size in inner))
-            dtype = dtypes.get(field, jnp.float32)
-            return NamedArray(jax.ShapeDtypeStruct(shapes[field], dtype), axes)  # type: ignore
+            return named_shape(*axes, dtype=dtypes.get(field, jnp.float32))
 
         return QuantizedWeight(*map(shaped, FIELDS))
 
@@ -140,7 +139,6 @@ class QuantizedLinear(eqx.Module):
 
     @staticmethod
     def like(linear: Linear, scheme: str) -> "QuantizedLinear":
-        """Return the layer in place of a stacked `linear` of a template."""
         weight = QuantizedWeight.like(linear.weight, scheme)
         return QuantizedLinear(weight, linear.bias, None, linear.In, linear.Out)
 
@@ -158,7 +156,6 @@ class QuantizedLinear(eqx.Module):
         return QuantizedMatrix(*arrays, outputs=outputs, inputs=inputs)
 
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """Return the outputs of the layer; `key` is not used."""
         into, out = axes_of(self.In), axes_of(self.Out)
         # inputs last, as the matrix has its columns; haliax leaves the order of axes to the caller
         ordered = inputs.rearrange((..., *into))
@@ -186,12 +183,8 @@ class LoraLinear(eqx.Module):
         """Return the layer around a stacked `linear` of a template, with shapes for arrays."""
         inputs, outputs = axes_of(linear.In), axes_of(linear.Out)
         layer, rank = linear.weight.axes[0], Axis("lora_rank", module.rank)
-
-        def shaped(*axes: Axis) -> Any:
-            shape = tuple(axis.size for axis in axes)
-            return NamedArray(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), axes)  # type: ignore
-
-        a, b = shaped(layer, rank, *inputs), shaped(layer, *outputs, rank)
+        a = named_shape(layer, rank, *inputs, dtype=dtype)
+        b = named_shape(layer, *outputs, rank, dtype=dtype)
         return LoraLinear(linear, a, b, rank, module.scale)
 
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:

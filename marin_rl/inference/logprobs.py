@@ -80,7 +80,6 @@ def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, request: ReportReques
 
 
 def _report(logits_SV: Array, drawn: Drawn, request: ReportRequest) -> Report:
-    V = logits_SV.shape[1]
     # before bias, penalties and temperature: what the model itself says of the token
     raw_SV = log_softmax(logits_SV)
     raw_S = jnp.take_along_axis(raw_SV, drawn.tokens_S[:, None], axis=-1)[:, 0]
@@ -88,15 +87,7 @@ def _report(logits_SV: Array, drawn: Drawn, request: ReportRequest) -> Report:
     # Rounding may leave a logprob slightly above 0, and clients take exp of it for a probability.
     sampled_SV = jnp.minimum(shifted_SV - drawn.log_total_S[:, None], 0)
     every_SV = jnp.where(request.raw_S[:, None], raw_SV, sampled_SV)
-    top_SK, ids_SK = jax.lax.cond(
-        jnp.any(request.top_S > 0),
-        likeliest,
-        lambda every: (
-            jnp.zeros((every.shape[0], top_count(V)), jnp.float32),
-            jnp.zeros((every.shape[0], top_count(V)), jnp.int32),
-        ),
-        every_SV,
-    )
+    top_SK, ids_SK = likeliest(every_SV, jnp.any(request.top_S > 0))
     return Report(raw_S, ids_SK, top_SK)
 
 
@@ -107,10 +98,19 @@ def log_softmax(logits: Float32[Array, "N V"]) -> Float32[Array, "N V"]:
 
 
 def likeliest(
-    logprobs: Float32[Array, "N V"],
+    logprobs: Float32[Array, "N V"], wanted: Bool[Array, ""]
 ) -> tuple[Float32[Array, "N K"], Int32[Array, "N K"]]:
-    """The largest logprobs, largest first, and their tokens; of equals the lower token first."""
-    top, ids = jax.lax.top_k(logprobs, top_count(logprobs.shape[1]))
+    """The largest logprobs, largest first, and their tokens; zeros where they are not `wanted`.
+
+    Of equals the lower token comes first.
+    """
+    shape = len(logprobs), top_count(logprobs.shape[1])
+    top, ids = jax.lax.cond(
+        wanted,
+        lambda every: tuple(jax.lax.top_k(every, shape[1])),
+        lambda every: (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)),
+        logprobs,
+    )
     return top, ids
 
 
@@ -132,25 +132,19 @@ def score_tokens(
     P, V = len(tokens_P), spec.vocabulary
     # A divisor of both: tiles of one shape need no padding and one program.
     T = math.gcd(P, tile_length(V))
-    K = top_count(V)
 
     def score(tile):
         hidden_TD, next_T = tile
         # without temperature, bias or penalties: a prompt's scores are those of the model itself
         logprobs = log_softmax(decoder.logits(spec, fused.ends, hidden_TD))
         chosen_T = jnp.take_along_axis(logprobs, next_T[:, None], axis=-1)[:, 0]
-        top_TK, ids_TK = jax.lax.cond(
-            wants_top,
-            likeliest,
-            lambda every: (jnp.zeros((T, K), jnp.float32), jnp.zeros((T, K), jnp.int32)),
-            logprobs,
-        )
+        top_TK, ids_TK = likeliest(logprobs, wants_top)
         return chosen_T, ids_TK, top_TK
 
     # Tile by tile: logits of a whole prompt, [P, V] in float32, may exceed the weights.
     tiles = (hidden_PD.reshape(P // T, T, -1), jnp.roll(tokens_P, -1).reshape(P // T, T))
     chosen, ids, top = jax.lax.map(score, tiles)
-    return chosen.reshape(P), ids.reshape(P, K), top.reshape(P, K)
+    return chosen.reshape(P), ids.reshape(P, -1), top.reshape(P, -1)
 
 
 def tile_length(vocabulary: int) -> int:

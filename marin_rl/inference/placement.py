@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
 Tree = TypeVar("Tree")
@@ -37,12 +37,11 @@ class Placement:
 
     def place(self, arrays: Tree, *axes: tuple[str, ...]) -> Tree:
         """Place arrays with their leading dimensions spread over `axes`, the others undivided."""
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, self._sharding(leaf, axes)), arrays)
-
-    def _sharding(self, leaf: Array | np.ndarray, axes: tuple[tuple[str, ...], ...]) -> Sharding:
-        if self.mesh is None:
-            return self.weights
-        return NamedSharding(self.mesh, _spec(dict(self.mesh.shape), leaf.shape, axes))
+        mesh = self.mesh
+        if mesh is None:
+            return jax.device_put(arrays, self.weights)
+        sharding = lambda leaf: NamedSharding(mesh, _spec(dict(mesh.shape), leaf.shape, axes))
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding(leaf)), arrays)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -121,7 +121,6 @@ def uniforms_of(inputs: SlotInputs, steps: int) -> Float32[Array, "C S"]:
 
 
 def goes_on(state: State, limits: Limits) -> Array:
-    """True if a chunk has another step."""
     idle_max = max(1, int(RETURN_COST_STEPS * len(state.token_S)))
     busy = jnp.any(state.remaining_S > 0) & (state.idle < idle_max)
     return busy & (state.sampled.steps < limits.steps)
@@ -199,9 +198,24 @@ class LayerPrograms:
 
     def __init__(self, spec: Spec, steps: int, put: Callable[[Any], Any]) -> None:
         self._spec, self._runs, self._put = spec, runs_of(spec.kinds), put
-        self._begin = jax.jit(partial(_begin, steps=steps, vocabulary=spec.vocabulary))
-        self._inputs = jax.jit(partial(_inputs, spec))
-        self._sampled = jax.jit(partial(_sampled, spec))
+
+        def begin(inputs: SlotInputs) -> tuple[State, Array]:
+            return first_state(inputs, steps, spec.vocabulary), uniforms_of(inputs, steps)
+
+        def inputs(
+            ends: Ends, rotary: Rotary, state: State
+        ) -> tuple[Array, decoder.Turns, decoder.Step]:
+            positions_S = written_at(state)
+            x_SD, turns = decoder.step_inputs(spec, ends, rotary, state.token_S, positions_S)
+            return x_SD, turns, decoder.Step(positions_S, jnp.max(positions_S))
+
+        def sampled(
+            ends: Ends, x_SD: Array, state: State, uniform_CS: Array, chunk: ChunkInputs
+        ) -> tuple[State, Array]:
+            state = next_state(state, decoder.logits(spec, ends, x_SD), uniform_CS, chunk)
+            return state, goes_on(state, chunk.limits)
+
+        self._begin, self._inputs, self._sampled = map(jax.jit, (begin, inputs, sampled))
         self._prompt_inputs = jax.jit(partial(decoder.prompt_inputs, spec))
         kinds = dict.fromkeys(spec.kinds[run] for run in self._runs)
         compiled = partial(jax.jit, donate_argnums=1)
@@ -260,18 +274,6 @@ def runs_of(kinds: tuple[LayerKind, ...]) -> list[slice]:
     )
 
 
-def _begin(inputs: SlotInputs, steps: int, vocabulary: int) -> tuple[State, Array]:
-    return first_state(inputs, steps, vocabulary), uniforms_of(inputs, steps)
-
-
-def _inputs(
-    spec: Spec, ends: Ends, rotary: Rotary, state: State
-) -> tuple[Array, decoder.Turns, decoder.Step]:
-    positions_S = written_at(state)
-    x_SD, turns = decoder.step_inputs(spec, ends, rotary, state.token_S, positions_S)
-    return x_SD, turns, decoder.Step(positions_S, jnp.max(positions_S))
-
-
 def _run(
     layer: Any, spec: Spec, kinds: Any, layers: Any, cache: Any, x: Array, *inputs: Any
 ) -> tuple[Array, tuple[Blocks, ...]]:
@@ -289,13 +291,6 @@ def _prompt_layer(
     for row in range(len(x)):
         blocks = copy_prompt(blocks, *pair, row, row)
     return x, blocks
-
-
-def _sampled(
-    spec: Spec, ends: Ends, x_SD: Array, state: State, uniform_CS: Array, chunk: ChunkInputs
-) -> tuple[State, Array]:
-    state = next_state(state, decoder.logits(spec, ends, x_SD), uniform_CS, chunk)
-    return state, goes_on(state, chunk.limits)
 
 
 prefill_slots = jax.jit(decoder.prefill, static_argnames="spec", donate_argnames="cache")

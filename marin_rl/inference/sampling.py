@@ -23,8 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-SEED_BITS = 64
-
 
 class SlotSampling(NamedTuple):
     """Sampling parameters by row. Temperature 0 is greedy; min_p 0, top_p 1, top_k 0 are off."""
@@ -38,7 +36,7 @@ class SlotSampling(NamedTuple):
 
 def seed_words(seed: int) -> tuple[int, int]:
     """A seed of up to 64 bits as the two words of a threefry key; larger ones wrap around."""
-    seed %= 2**SEED_BITS
+    seed %= 2**64
     return seed >> 32, seed & 0xFFFFFFFF
 
 

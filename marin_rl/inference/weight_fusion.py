@@ -6,6 +6,7 @@ arrays (`weights`) and when they are fused (`runner`).
 Axes: D width, F width of the MLP, K key/value heads, G query heads per key/value head, H head size.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,12 +30,12 @@ from marin_rl.models.experts import by_piece, pieces
 from marin_rl.models.spec import Spec
 
 
-def fuse_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ...]:
+@partial(jax.jit, static_argnames=("spec", "dtype"))
+def compiled_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ...]:
     """Slice the stacked layers and join what is multiplied with the same vector.
 
-    To be called inside a compiled program, whose results the others then read at full speed. On a
-    mesh this is where weights that are spread over fsdp are gathered; what is spread over tensor
-    stays so.
+    Compiled, so that the other programs read its results at full speed. On a mesh this is where
+    weights that are spread over fsdp are gathered; what is spread over tensor stays so.
     """
     # Cast before joining: the joined copy is then of the small dtype from the start.
     layers = jax.tree.map(lambda leaf: leaf.astype(dtype), layers)
@@ -44,8 +45,9 @@ def fuse_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer, ..
     )
 
 
-def gather_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
-    """The same for what has no layers: to be called inside a compiled program, on a mesh."""
+@partial(jax.jit, static_argnames="dtype")
+def _compiled_ends(weights: Weights, dtype: jnp.dtype) -> Ends:
+    """The same for what has no layers."""
     ends = jax.tree.map(lambda leaf: leaf.astype(dtype), weights.ends)
     return Ends(
         embedding=constrain(ends.embedding, TENSOR, UNDIVIDED),
@@ -65,19 +67,19 @@ def _fuse_layer(spec: Spec, layer: Layers) -> Layer:
     # one product each for query, key and value and for gate and up: fewer and longer operations
     attention = (layer.query, layer.key, layer.value)
     qkv = _by_head(spec, [affine.float_weight for affine in attention])
-    gate_up = _by_piece(
-        [_side_by_side(spec, m) for m in (layer.gate.float_weight, layer.up.float_weight)]
-    )
+    gate_up = _by_piece([_side_by_side(spec, each.float_weight) for each in (layer.gate, layer.up)])
     output, down = layer.output.float_weight, layer.down.float_weight
     if spec.experts:  # [D, X, F]
         down = jnp.moveaxis(by_piece(jnp.moveaxis(down, 0, -1), pieces(spec.mlp_width)), -1, 0)
+    output, down = (
+        None if matrix is None else constrain(matrix.reshape(spec.width, -1), UNDIVIDED, TENSOR)
+        for matrix in (output, down)
+    )
     return Layer(
         qkv=None if qkv is None else qkv.reshape(-1, spec.width),
-        output=(
-            None if output is None else constrain(output.reshape(spec.width, -1), UNDIVIDED, TENSOR)
-        ),
+        output=output,
         gate_up=gate_up,
-        down=None if down is None else constrain(down.reshape(spec.width, -1), UNDIVIDED, TENSOR),
+        down=down,
         own=own if any(part is not None for parts in own for part in parts) else None,
         **_beside_matrices(spec, layer),
     )
@@ -148,10 +150,6 @@ def split_gate_up(joined: Float[Array, "... F2"]) -> tuple[Array, Array]:
     return cut[..., 0, :].reshape(*lead, -1), cut[..., 1, :].reshape(*lead, -1)
 
 
-compiled_layers = jax.jit(fuse_layers, static_argnames=("spec", "dtype"))
-_compiled_ends = jax.jit(gather_ends, static_argnames="dtype")
-
-
 def fused_weights(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder:
     """Weights that the programs read at every step; arrays used as they are are not copied."""
     ends = weights.ends
@@ -160,8 +158,7 @@ def fused_weights(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder:
         ends = _compiled_ends(weights, dtype=dtype)
     own = without_quantized(weights.layers)
     layers = compiled_layers(spec=spec, layers=own, dtype=dtype)
-    quantized = quantized_layers(weights.layers)
-    return Decoder(ends, layers, quantized)
+    return Decoder(ends, layers, quantized_layers(weights.layers))
 
 
 def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder | None:

@@ -24,7 +24,7 @@ from marin_rl.inference.layer_matrices import (
 )
 from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedMatrix
 from marin_rl.models.block import Activation, Norm, Norms, angles_of
-from marin_rl.models.module import DecoderLayer, LanguageModel, Matrix, activation_of, norms_of
+from marin_rl.models.module import LanguageModel, Matrix, activation_of, norms_of
 from marin_rl.models.spec import Spec
 
 # Cosines and sines of every position up to the cache's length, of each of `Spec.ropes`.
@@ -131,15 +131,12 @@ def read_model(model: LanguageModel) -> tuple[Spec, Weights]:
     # By reference: what the trainer updates by replacing arrays, and never in place, may be read
     # while it trains.
     ends = Ends(model.embedding, model.positions, model.final_norm, model.head)
-    return model.spec, Weights(ends, _read_layers(model.spec, model.layers.stacked))
-
-
-def _read_layers(spec: Spec, layer: DecoderLayer) -> Layers:
+    spec, layer = model.spec, model.layers.stacked
     attention, mlp = layer.self_attn, layer.mlp
     assert attention is not None
     # Experts lie side by side: [L, X, F, D] and [L, D, X, F].
     matrices = mlp if mlp.experts is None else mlp.experts
-    return Layers(
+    layers = Layers(
         query=_matrix(attention.q_proj),
         key=_matrix(attention.k_proj),
         value=_matrix(attention.v_proj),
@@ -152,6 +149,7 @@ def _read_layers(spec: Spec, layer: DecoderLayer) -> Layers:
         router=None if mlp.router is None else _matrix(mlp.router),
         sinks=None if attention.sinks is None else attention.sinks.array,
     )
+    return spec, Weights(ends, layers)
 
 
 def _matrix(linear: Linear | LoraLinear | QuantizedLinear | Matrix) -> Affine:
@@ -167,7 +165,6 @@ def _matrix(linear: Linear | LoraLinear | QuantizedLinear | Matrix) -> Affine:
 
 
 def rotary_table(spec: Spec, length: int) -> Rotary:
-    """Cosines and sines [length, size] of every position."""
     return _rotary_table(np.arange(length, dtype=np.int32), spec=spec)
 
 

@@ -57,7 +57,6 @@ class LinearShape:
 
     @property
     def rank_max(self) -> int:
-        """Largest rank that a change of this layer can have."""
         return min(math.prod(self.outputs), math.prod(self.inputs))
 
     def a_shape(self, rank: int) -> tuple[int, ...]:
@@ -116,12 +115,10 @@ def module_name(path: str) -> str:
 
 
 def a_name(path: str) -> str:
-    """Name of the array A of a base's weight."""
     return f"{path}:A"
 
 
 def b_name(path: str) -> str:
-    """Name of the array B of a base's weight."""
     return f"{path}:B"
 
 
@@ -138,7 +135,6 @@ class Adapter:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over name, dtype, shape and bytes of the arrays."""
         return digest_of(self.arrays)
 
     @property

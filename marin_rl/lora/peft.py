@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ _PATTERN = re.compile(r"\^?[\w.\\]+\$?")
 # What is read, and keys that change no number whatever they are.
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type", "target_modules",
+    "init_lora_weights",
 }  # fmt: skip
 _WITHOUT_EFFECT = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
@@ -73,7 +74,7 @@ _WITHOUT_EFFECT = {
 _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")  # others change the base
 # Values by which PEFT says that an option is off; an unknown key is refused at any other.
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "none")
-_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 def read_peft(folder: str | Path, shapes: Shapes) -> Adapter:
@@ -86,7 +87,8 @@ def read_peft(folder: str | Path, shapes: Shapes) -> Adapter:
     # Settings before tensors: an adapter of another kind is refused by name, not by its arrays.
     config = _checked_config(path)
     tensors = _read_tensors(path, shapes)
-    layers, names = linear_shapes(shapes), _by_name(shapes)
+    layers = linear_shapes(shapes)
+    names = {module_name(path): path for path in layers}
     parts: dict[str, dict[tuple[int, str], np.ndarray]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
@@ -139,10 +141,6 @@ def _read(folder: Path, name: str, bytes_max: int) -> bytes:
         raise InputError(f"cannot read {file}: {os.strerror(error.errno or 0)}") from None
 
 
-def _by_name(shapes: Shapes) -> dict[str, str]:
-    return {module_name(path): path for path in linear_shapes(shapes)}
-
-
 # ---------------------------------------------------------------- adapter_config.json
 
 
@@ -161,8 +159,7 @@ def _checked_config(folder: Path) -> Mapping[str, Any]:
             f"{_INITIALISATIONS}: convert the adapter with PEFT's "
             "path_initial_model_for_weight_conversion"
         )
-    known = {*_READ, *_WITHOUT_EFFECT, "init_lora_weights"}
-    for key in sorted(set(config) - known):
+    for key in sorted(set(config) - _READ - _WITHOUT_EFFECT):
         if not any(config[key] == neutral for neutral in _NEUTRAL):
             raise InputError(
                 f"{file}: {key} is {config[key]!r:.80}, which is not supported; expected null or "
@@ -251,18 +248,17 @@ def _read_tensors(folder: Path, shapes: Shapes) -> dict[str, np.ndarray]:
         entries = deserialize(data)
     except SafetensorError as error:
         raise InputError(f"cannot read {file}: {error}; copy it again") from error
-    return {name: _tensor(file, name, entry) for name, entry in entries}
-
-
-def _tensor(file: Path, name: str, entry: Mapping[str, Any]) -> np.ndarray:
-    dtype, shape = entry["dtype"], entry["shape"]
-    if dtype == "BF16":
-        # The upper half of a float32; NumPy has no such dtype.
-        wide = np.frombuffer(entry["data"], "<u2").astype(np.uint32) << 16
-        return wide.view(np.float32).reshape(shape)
-    if dtype not in _DTYPES:
-        raise InputError(f"{file}: tensor {name!r:.200} is {dtype}: expected F32, F16 or BF16")
-    return np.frombuffer(entry["data"], _DTYPES[dtype]).astype(np.float32).reshape(shape)
+    tensors: dict[str, np.ndarray] = {}
+    for name, entry in entries:
+        dtype = entry["dtype"]
+        if dtype not in _DTYPES:
+            raise InputError(f"{file}: tensor {name!r:.200} is {dtype}: expected F32, F16 or BF16")
+        numbers = np.frombuffer(entry["data"], _DTYPES[dtype])
+        if dtype == "BF16":
+            # The upper half of a float32; NumPy has no such dtype.
+            numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+        tensors[name] = numbers.astype(np.float32).reshape(entry["shape"])
+    return tensors
 
 
 def _stacked(
@@ -284,10 +280,7 @@ def _stacked(
             "adapter was made for, or copy the file again"
         )
     # PEFT has a rank and an alpha for every layer, one stacked module a single pair.
-    single = [_module(config, f"model.layers.{index}.{name}") for index in range(count)]
-    for index, module in enumerate(single):
-        check_rank(f"model.layers.{index}.{name}", module, layer)
-        _check_shapes(folder, f"model.layers.{index}.{name}", module, layer, parts, index)
+    single = [_module(folder, config, name, layer, parts, index) for index in range(count)]
     widest = max(single, key=lambda module: module.rank)
     a = np.zeros((count, widest.rank, math.prod(layer.inputs)), np.float32)  # [L, r, in]
     b = np.zeros((count, math.prod(layer.outputs), widest.rank), np.float32)  # [L, out, r]
@@ -307,23 +300,22 @@ def _stacked(
     return widest, a.reshape(layer.a_shape(widest.rank)), b.reshape(layer.b_shape(widest.rank))
 
 
-def _module(config: Mapping[str, Any], name: str) -> LoraModule:
-    return LoraModule(
+def _module(
+    folder: Path,
+    config: Mapping[str, Any],
+    name: str,
+    layer: LinearShape,
+    parts: Mapping[tuple[int, str], np.ndarray],
+    index: int,
+) -> LoraModule:
+    """Rank and alpha of one layer. Raises InputError unless its A and B have those dimensions."""
+    name = f"model.layers.{index}.{name}"
+    module = LoraModule(
         rank=_setting(config, "r", "rank_pattern", name),
         alpha=float(_setting(config, "lora_alpha", "alpha_pattern", name)),
         rslora=config.get("use_rslora", False),
     )
-
-
-def _check_shapes(
-    folder: Path,
-    name: str,
-    module: LoraModule,
-    layer: LinearShape,
-    parts: Mapping[tuple[int, str], np.ndarray],
-    index: int,
-) -> None:
-    """Raise InputError unless A and B of one layer have its dimensions and its rank."""
+    check_rank(name, module, layer)
     inputs, outputs = math.prod(layer.inputs), math.prod(layer.outputs)
     for side, shape in (("A", (module.rank, inputs)), ("B", (outputs, module.rank))):
         if parts[index, side].shape != shape:
@@ -331,6 +323,7 @@ def _check_shapes(
                 f"{folder}: lora_{side} of {name} expected {shape}, found "
                 f"{parts[index, side].shape}; use the base that the adapter was made for"
             )
+    return module
 
 
 # ---------------------------------------------------------------- writing
@@ -347,20 +340,18 @@ def write_peft(folder: str | Path, adapter: Adapter, base: str | None = None) ->
         path.mkdir(parents=True)
     except FileExistsError as error:
         raise InputError(f"{path} exists: expected a new folder; nothing is overwritten") from error
-    tensors = {key: np.ascontiguousarray(tensor) for key, tensor in _peft_tensors(adapter)}
-    save_file(tensors, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
-    text = json.dumps(_peft_config(adapter, base), indent=2, sort_keys=True)
-    (path / CONFIG_FILE).write_text(text + "\n", "utf-8")
-
-
-def _peft_tensors(adapter: Adapter) -> Iterator[tuple[str, np.ndarray]]:
+    tensors: dict[str, np.ndarray] = {}
     for weight, module in adapter.modules.items():
         a = np.asarray(adapter.arrays[a_name(weight)], np.float32)
         b = np.asarray(adapter.arrays[b_name(weight)], np.float32)
         for index in range(len(a)):
             key = f"base_model.model.model.layers.{index}.{module_name(weight)}"
-            yield f"{key}.lora_A.weight", a[index].reshape(module.rank, -1)  # [r, in]
-            yield f"{key}.lora_B.weight", b[index].reshape(-1, module.rank)  # [out, r]
+            one_a, one_b = a[index].reshape(module.rank, -1), b[index].reshape(-1, module.rank)
+            tensors[f"{key}.lora_A.weight"] = np.ascontiguousarray(one_a)  # [r, in]
+            tensors[f"{key}.lora_B.weight"] = np.ascontiguousarray(one_b)  # [out, r]
+    save_file(tensors, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
+    text = json.dumps(_peft_config(adapter, base), indent=2, sort_keys=True)
+    (path / CONFIG_FILE).write_text(text + "\n", "utf-8")
 
 
 def _peft_config(adapter: Adapter, base: str | None) -> dict[str, Any]:

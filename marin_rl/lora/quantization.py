@@ -62,7 +62,6 @@ def quantized_shapes(weight: tuple[int, ...], scheme: str) -> dict[str, tuple[in
 
 
 def quantized_bytes(weight: tuple[int, ...], scheme: str) -> int:
-    """Bytes of the arrays of a stacked weight."""
     sizes = {name: math.prod(shape) for name, shape in quantized_shapes(weight, scheme).items()}
     narrow = ("codes",) if scheme == "int8" else ("codes", "scales")
     return sum(size * (1 if name in narrow else 4) for name, size in sizes.items())
@@ -84,8 +83,14 @@ def dequantized(arrays: Mapping[str, Any], weight: tuple[int, ...]) -> Float32[n
         # The first half of a block is in the low four bits of its bytes, the second in the high.
         codes = np.concatenate([arrays["codes"] & 15, arrays["codes"] >> 4], axis=-1)
         values = np.asarray(NF4_LEVELS, np.float32)[codes]
+    scales = arrays["scales"]  # [L, n]
+    if "absmax_steps" in arrays:
+        steps = np.repeat(arrays["absmax_steps"], ABSMAX_BLOCK, axis=1)[:, : scales.shape[1]]
+        absmax = scales.astype(np.float32) * steps + arrays["absmax_mean"][:, None]
+        # A magnitude: rounding may take a small one below zero, which would turn signs around.
+        scales = np.maximum(absmax, np.float32(0))
     # [L, n * B], padding included.
-    flat = (values * _scales(arrays)[..., None]).reshape(weight[0], -1)
+    flat = (values * scales[..., None]).reshape(weight[0], -1)
     # The last block of a layer was filled up with zeros, which are no weights.
     return flat[:, : math.prod(weight[1:])].reshape(weight)
 
@@ -145,29 +150,18 @@ def _nf4(blocks: np.ndarray) -> Arrays:
     middles = (levels[1:] + levels[:-1]) / 2  # [15], bounds between neighbouring levels
     codes = np.searchsorted(middles, blocks / _divisors(absmax)[:, None]).astype(np.uint8)
     half = blocks.shape[1] // 2
-    return {"codes": codes[:, :half] | (codes[:, half:] << 4), **_absmax_codes(absmax)}
-
-
-def _absmax_codes(absmax: np.ndarray) -> Arrays:
     # In float64, for the sum of many numbers is rounded as its order has it.
     mean = np.float32(absmax.mean(dtype=np.float64))
     # No magnitude is negative: less their mean, both signs of the 8 bits are used.
     apart = absmax - mean
     steps = np.abs(_in_blocks(apart, ABSMAX_BLOCK)).max(axis=1) / np.float32(127)
     of_each = np.repeat(steps, ABSMAX_BLOCK)[: len(absmax)]
-    codes = np.rint(apart / _divisors(of_each)).astype(np.int8)
-    return {"scales": codes, "absmax_steps": steps, "absmax_mean": np.asarray(mean)}
-
-
-def _scales(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The factor of every block, `[L, n]`."""
-    scales = arrays["scales"]
-    if "absmax_steps" not in arrays:
-        return scales
-    steps = np.repeat(arrays["absmax_steps"], ABSMAX_BLOCK, axis=1)[:, : scales.shape[1]]
-    absmax = scales.astype(np.float32) * steps + arrays["absmax_mean"][:, None]
-    # A magnitude: rounding may take a small one below zero, which would turn signs around.
-    return np.maximum(absmax, np.float32(0))
+    return {
+        "codes": codes[:, :half] | (codes[:, half:] << 4),
+        "scales": np.rint(apart / _divisors(of_each)).astype(np.int8),
+        "absmax_steps": steps,
+        "absmax_mean": np.asarray(mean),
+    }
 
 
 def _divisors(scales: np.ndarray) -> np.ndarray:

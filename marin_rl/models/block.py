@@ -289,18 +289,14 @@ def activated(spec: Spec, layer: Linears, gate: Array | None, up: Array) -> Arra
         return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
     if gate is not None:
         return _FUNCTIONS[spec.activation](gate) * up
-    if spec.activation == "xielu":
-        assert layer.activation is not None
-        return _xielu(layer.activation, up)
-    return _FUNCTIONS[spec.activation](up)
-
-
-def _xielu(by: Activation, x: Array) -> Array:
-    """x (alpha_p x + 1/2) above 0, below it alpha_n (exp(x) - 1 - x) + x/2."""
-    alpha_p = jax.nn.softplus(by.alpha_p)
-    alpha_n = 0.5 + jax.nn.softplus(by.alpha_n)
-    below = (jnp.expm1(jnp.minimum(x, -1e-6)) - x) * alpha_n + 0.5 * x
-    return jnp.where(x > 0, alpha_p * x * x + 0.5 * x, below).astype(x.dtype)
+    if spec.activation != "xielu":
+        return _FUNCTIONS[spec.activation](up)
+    # x (alpha_p x + 1/2) above 0, below it alpha_n (exp(x) - 1 - x) + x/2
+    assert layer.activation is not None
+    alpha_p = jax.nn.softplus(layer.activation.alpha_p)
+    alpha_n = 0.5 + jax.nn.softplus(layer.activation.alpha_n)
+    below = (jnp.expm1(jnp.minimum(up, -1e-6)) - up) * alpha_n + 0.5 * up
+    return jnp.where(up > 0, alpha_p * up * up + 0.5 * up, below).astype(up.dtype)
 
 
 _FUNCTIONS: dict[str, Any] = {

@@ -39,37 +39,19 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
+_LENGTH = "original_max_position_embeddings"
+_ROPE_OPTIONAL = {
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+}  # fmt: skip
 # Keys of `rope_scaling` that change what is computed, by its kind.
 ROPE_KEYS = {
     "default": set[str](),
     "linear": {"factor"},
-    "llama3": {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor",
-        "beta_fast",
-        "beta_slow",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _LENGTH},
+    "yarn": {"factor", _LENGTH, *_ROPE_OPTIONAL},
     "dynamic": {"factor"},
-    "longrope": {
-        "short_factor",
-        "long_factor",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-    },
+    "longrope": {"short_factor", "long_factor", "factor", _LENGTH, "attention_factor"},
 }
-_ROPE_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
-_ROPE_OPTIONAL |= {"truncate"}
 # Sizes, for which transformers' defaults would stand in for what a folder leaves out.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _SIZES_GPT2 = ("vocab_size", "n_embd", "n_layer", "n_head")
@@ -157,7 +139,8 @@ def described(tree: Mapping[str, Any], path: Path) -> Spec:
     _check(spec, hf, path)
     # Beyond it `long_factor` would turn all positions: transformers decides by the longest sequence
     # of a batch, vLLM by its max_model_len, and here a token depends on its own sequence alone.
-    longest = dict(scaling).get("original_max_position_embeddings") if _is_long(scaling) else None
+    options = dict(scaling)
+    longest = options.get(_LENGTH) if options.get("rope_type") == "longrope" else None
     return replace(spec, family=family, hf=text, context_length=longest or spec.context_length)
 
 
@@ -325,10 +308,6 @@ def _of_gemma(hf: Any, rope: Rope) -> dict[str, Any]:
     }
 
 
-def _is_long(scaling: tuple[tuple[str, Any], ...]) -> bool:
-    return dict(scaling).get("rope_type") == "longrope"
-
-
 def _particular_ropes(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that transformers 5 writes into `rope_parameters`, in the words of 4."""
     full, local = (nested.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
@@ -361,7 +340,7 @@ def _rope_of(
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     length, longest = (tree.get(f"{of}max_position_embeddings") for of in ("original_", ""))
     if kind == "longrope" and type(length) is int and type(longest) is int and length > 0:
-        scaling |= {"original_max_position_embeddings": length, "factor": longest / length}
+        scaling |= {_LENGTH: length, "factor": longest / length}
     for key in ("type", "rope_theta", "partial_rotary_factor"):
         scaling.pop(key, None)
     base = next(iter(bases), None)
@@ -403,41 +382,59 @@ _ENDS = {
     "transformer/norm/weight": "model.norm.weight",
     "lm_head/weight": "lm_head.weight",
 }
+_ENDS_GPT2 = {
+    "embeddings/token_embeddings/weight": "transformer.wte.weight",
+    "embeddings/position_embeddings/weight": "transformer.wpe.weight",
+    "transformer/norm/weight": "transformer.ln_f.weight",
+    "transformer/norm/bias": "transformer.ln_f.bias",
+    "lm_head/weight": "lm_head.weight",
+}
+# Modules of a layer by family: other names of ours, and those that are joined.
+_RENAMED = {
+    "apertus": {
+        "input_layernorm": "attention_layernorm",
+        "post_attention_layernorm": "feedforward_layernorm",
+    },
+    "gpt2": {
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "self_attn/o_proj": "attn/c_proj",
+        "mlp/up_proj": "mlp/c_fc",
+        "mlp/down_proj": "mlp/c_proj",
+    },
+}
+_QKV = ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj")
+_JOINED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt2": {"attn/c_attn": _QKV},
+    "phi3": {
+        "self_attn/qkv_proj": _QKV,
+        "mlp/gate_up_proj": ("mlp/gate_proj", "mlp/up_proj"),
+    },
+}
 
 
 def tensors_of(spec: Spec, paths: Sequence[str]) -> dict[str, Tensor]:
     """Tensors of a folder by name, `{layer}` in it, that hold the parameters of these paths."""
-    if spec.family == "gpt2":
-        return _of_gpt2(paths)
     if spec.experts:
         own = [path for path in paths if "/mlp/" not in path]
         return tensors_of(replace(spec, experts=0), own) | _of_experts(spec)
-    renamed: dict[str, str] = {}
-    joined: dict[str, tuple[str, ...]] = {}
-    if spec.family == "apertus":
-        renamed = {
-            "input_layernorm": "attention_layernorm",
-            "post_attention_layernorm": "feedforward_layernorm",
-        }
-    if spec.family == "phi3":
-        joined = {
-            "self_attn/qkv_proj": ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj"),
-            "mlp/gate_up_proj": ("mlp/gate_proj", "mlp/up_proj"),
-        }
+    gpt2 = spec.family == "gpt2"
+    ends, layers = (_ENDS_GPT2, "transformer.h") if gpt2 else (_ENDS, "model.layers")
+    renamed, joined = _RENAMED.get(spec.family, {}), _JOINED.get(spec.family, {})
     inside = {part: whole for whole, parts in joined.items() for part in parts}
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        if path in _ENDS:
-            tensors[_ENDS[path]] = Tensor(paths=(path,))
+        if path in ends:
+            tensors[ends[path]] = Tensor(paths=(path,))
             continue
         module, _, last = path.removeprefix(_STACKED).rpartition("/")
-        if last == "sinks":
-            tensors["model.layers.{layer}.self_attn.sinks"] = Tensor(paths=(path,))
-            continue
         whole = inside.get(module, renamed.get(module, module))
         parts = joined.get(whole, (module,))
-        name = f"model.layers.{{layer}}.{whole}/{last}".replace("/", ".")
-        tensors[name] = Tensor(paths=tuple(f"{_STACKED}{part}/{last}" for part in parts))
+        turned = gpt2 and last == "weight" and module.endswith("_proj")
+        tensors[f"{layers}.{{layer}}.{whole}/{last}".replace("/", ".")] = Tensor(
+            paths=tuple(f"{_STACKED}{part}/{last}" for part in parts),
+            layout="columns" if turned else "rows",
+        )
     return tensors
 
 
@@ -456,7 +453,8 @@ def _of_experts(spec: Spec) -> dict[str, Tensor]:
     gate, up, down = (f"{mlp}experts/{name}_proj/" for name in ("gate", "up", "down"))
     at = "model.layers.{layer}."
     if spec.family == "gpt_oss":
-        router = {f"{at}mlp.router.{p}": Tensor(paths=(f"{mlp}router/{p}",)) for p in _PARTS}
+        names = ("weight", "bias")
+        router = {f"{at}mlp.router.{n}": Tensor(paths=(f"{mlp}router/{n}",)) for n in names}
         inside = f"{at}mlp.experts."
         return router | {
             f"{inside}gate_up_proj": Tensor(
@@ -476,40 +474,6 @@ def _of_experts(spec: Spec) -> dict[str, Tensor]:
         for name, ours in zip(names, (gate, up, down), strict=True)
     }
     return {f"{inside}gate.weight": Tensor(paths=(f"{mlp}router/weight",)), **each}
-
-
-_PARTS = ("weight", "bias")
-
-
-def _of_gpt2(paths: Sequence[str]) -> dict[str, Tensor]:
-    modules = {
-        "input_layernorm": "ln_1",
-        "post_attention_layernorm": "ln_2",
-        "self_attn/o_proj": "attn.c_proj",
-        "mlp/up_proj": "mlp.c_fc",
-        "mlp/down_proj": "mlp.c_proj",
-    }
-    ends = {
-        "embeddings/token_embeddings/weight": "transformer.wte.weight",
-        "embeddings/position_embeddings/weight": "transformer.wpe.weight",
-        "transformer/norm/weight": "transformer.ln_f.weight",
-        "transformer/norm/bias": "transformer.ln_f.bias",
-        "lm_head/weight": "lm_head.weight",
-    }
-    tensors: dict[str, Tensor] = {}
-    for path in paths:
-        module, _, last = path.removeprefix(_STACKED).rpartition("/")
-        matrix = last == "weight" and module.endswith("_proj")
-        if path in ends:
-            tensors[ends[path]] = Tensor(paths=(path,))
-        elif module in modules:
-            name = f"transformer.h.{{layer}}.{modules[module]}.{last}"
-            tensors[name] = Tensor(paths=(path,), layout="columns" if matrix else "rows")
-        else:
-            parts = tuple(f"{_STACKED}self_attn/{part}_proj/{last}" for part in "qkv")
-            name = f"transformer.h.{{layer}}.attn.c_attn.{last}"
-            tensors[name] = Tensor(paths=parts, layout="columns" if matrix else "rows")
-    return tensors
 
 
 def config_json(spec: Spec) -> dict[str, Any]:
@@ -538,7 +502,8 @@ def config_json(spec: Spec) -> dict[str, Any]:
             "rope_scaling": scaling or None,
             "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta},
         }
-        if _is_long(rope.scaling):  # of which transformers 4 takes these keys and no other
+        # Of longrope transformers 4 takes these keys and no other.
+        if scaling.get("rope_type") == "longrope":
             factors = {f"{of}_factor": scaling[f"{of}_factor"] for of in ("short", "long")}
             tree["rope_scaling"] = {"type": "longrope", **factors}
     return tree

@@ -23,8 +23,6 @@ from marin_rl.models.spec import Spec
 
 
 class Scale(eqx.Module):
-    """Weight and bias of a norm."""
-
     weight: NamedArray
     bias: NamedArray | None = None
 
@@ -34,8 +32,6 @@ class Scale(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Projections of attention."""
-
     q_proj: Any
     k_proj: Any
     v_proj: Any
@@ -46,8 +42,6 @@ class Attention(eqx.Module):
 
 
 class Xielu(eqx.Module):
-    """Parameters of an activation."""
-
     alpha_p: NamedArray
     alpha_n: NamedArray
 
@@ -205,12 +199,10 @@ class TrainedLinears(Linears):
         )
 
     def output(self, attended: Array) -> Array:
-        by_head = attended.reshape(*attended.shape[:-1], self.spec.heads, self.spec.head_size)
-        named, attention = (
-            hax.named(by_head, (*self.axes, "heads", "head_size")),
-            self.layer.self_attn,
-        )
+        attention = self.layer.self_attn
         assert attention is not None
+        by_head = attended.reshape(*attended.shape[:-1], self.spec.heads, self.spec.head_size)
+        named = hax.named(by_head, (*self.axes, "heads", "head_size"))
         return self._product(attention.o_proj, named, "embed")
 
     def gate_and_up(self, x: Array) -> tuple[Array | None, Array]:
@@ -243,7 +235,6 @@ class TrainedLinears(Linears):
     def experts(self) -> ExpertWeights:
         experts, cut = self.layer.mlp.experts, pieces(self.spec.mlp_width)
         assert experts is not None
-
         gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
         arrays = (
             gate.weight.array,
@@ -280,38 +271,24 @@ def _product(
 # ---------------------------------------------------------------- templates
 
 
-@dataclass(frozen=True)
 class _Axes:
     """Axes of a model's arrays; `layer` is that on which layers are stacked."""
 
-    layer: Axis
-    embed: Axis
-    mlp: Axis
-    vocab: Axis
-    experts: Axis
-    kv_head: Axis
-    group: Axis
-    heads: Axis
-    head_size: Axis
-
-    @staticmethod
-    def of(spec: Spec) -> "_Axes":
-        return _Axes(
-            layer=Axis("layer", spec.layers),
-            embed=Axis("embed", spec.width),
-            mlp=Axis("mlp", spec.mlp_width),
-            vocab=Axis("vocab", spec.vocabulary),
-            experts=Axis("experts", spec.experts),
-            kv_head=Axis("kv_head", spec.kv_heads),
-            group=Axis("q_heads_per_group", spec.queries_per_kv),
-            heads=Axis("heads", spec.heads),
-            head_size=Axis("head_size", spec.head_size),
-        )
+    def __init__(self, spec: Spec) -> None:
+        self.layer = Axis("layer", spec.layers)
+        self.embed = Axis("embed", spec.width)
+        self.mlp = Axis("mlp", spec.mlp_width)
+        self.vocab = Axis("vocab", spec.vocabulary)
+        self.experts = Axis("experts", spec.experts)
+        self.kv_head = Axis("kv_head", spec.kv_heads)
+        self.group = Axis("q_heads_per_group", spec.queries_per_kv)
+        self.heads = Axis("heads", spec.heads)
+        self.head_size = Axis("head_size", spec.head_size)
 
 
 def model_of(spec: Spec) -> LanguageModel:
     """The model with shapes in place of arrays."""
-    axes = _Axes.of(spec)
+    axes = _Axes(spec)
     of_layer = _scale_of(spec, (axes.layer,))
     width = of_layer(axes.embed)
     layer = DecoderLayer(
@@ -324,14 +301,14 @@ def model_of(spec: Spec) -> LanguageModel:
     )
     positions = None
     if spec.learned_positions:
-        positions = Table(_shape(Axis("context", spec.context_length), axes.embed))
+        positions = Table(named_shape(Axis("context", spec.context_length), axes.embed))
     head = None
     if not spec.tied:
-        head = Linear(_shape(axes.vocab, axes.embed), None, axes.embed, axes.vocab)
+        head = Linear(named_shape(axes.vocab, axes.embed), None, axes.embed, axes.vocab)
     return LanguageModel(
         spec=spec,
         transformer=Transformer(Layers(layer), _scale_of(spec, ())(axes.embed)),
-        embeddings=Embeddings(Table(_shape(axes.vocab, axes.embed)), positions),
+        embeddings=Embeddings(Table(named_shape(axes.vocab, axes.embed)), positions),
         lm_head=head,
     )
 
@@ -352,14 +329,14 @@ def _attention_of(spec: Spec, axes: _Axes, of_layer: Callable[..., Scale]) -> At
         o_proj=_linear(axes, (axes.heads, axes.head_size), axes.embed, bias=spec.output_bias),
         q_norm=query,
         k_norm=key,
-        sinks=_shape(axes.layer, axes.kv_head, axes.group) if spec.sinks else None,
+        sinks=named_shape(axes.layer, axes.kv_head, axes.group) if spec.sinks else None,
     )
 
 
 def _mlp_of(spec: Spec, axes: _Axes) -> Mlp:
     if spec.experts:
         return _experts_of(spec, axes)
-    number = _shape(axes.layer, Axis("one", 1))
+    number = named_shape(axes.layer, Axis("one", 1))
     return Mlp(
         gate_proj=_linear(axes, axes.embed, axes.mlp, bias=spec.mlp_bias) if spec.gated else None,
         up_proj=_linear(axes, axes.embed, axes.mlp, bias=spec.mlp_bias),
@@ -370,8 +347,8 @@ def _mlp_of(spec: Spec, axes: _Axes) -> Mlp:
 
 def _experts_of(spec: Spec, axes: _Axes) -> Mlp:
     def matrix(axes_of_weight: tuple[Axis, ...], axes_of_bias: tuple[Axis, ...]) -> Matrix:
-        bias = _shape(axes.layer, *axes_of_bias) if spec.mlp_bias else None
-        return Matrix(_shape(axes.layer, *axes_of_weight), bias)
+        bias = named_shape(axes.layer, *axes_of_bias) if spec.mlp_bias else None
+        return Matrix(named_shape(axes.layer, *axes_of_weight), bias)
 
     into = matrix((axes.experts, axes.mlp, axes.embed), (axes.experts, axes.mlp))
     out = matrix((axes.embed, axes.experts, axes.mlp), (axes.experts, axes.embed))
@@ -379,16 +356,17 @@ def _experts_of(spec: Spec, axes: _Axes) -> Mlp:
     return Mlp(None, None, None, router=router, experts=Experts(into, into, out))
 
 
-def _shape(*axes: Axis) -> NamedArray:
-    shape: Any = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), jnp.float32)
+def named_shape(*axes: Axis, dtype: Any = jnp.float32) -> NamedArray:
+    """A shape in the place of an array, as a template has it."""
+    shape: Any = jax.ShapeDtypeStruct(tuple(axis.size for axis in axes), jnp.dtype(dtype))
     return NamedArray(shape, axes)
 
 
 def _linear(axes: _Axes, into: Any, out: Any, *, bias: bool) -> Linear:
     outputs = (out,) if isinstance(out, Axis) else out
     inputs = (into,) if isinstance(into, Axis) else into
-    weight = _shape(axes.layer, *outputs, *inputs)
-    return Linear(weight, _shape(axes.layer, *outputs) if bias else None, into, out)
+    weight = named_shape(axes.layer, *outputs, *inputs)
+    return Linear(weight, named_shape(axes.layer, *outputs) if bias else None, into, out)
 
 
 def _scale_of(spec: Spec, stacked: tuple[Axis, ...]) -> Callable[..., Scale]:
@@ -396,6 +374,6 @@ def _scale_of(spec: Spec, stacked: tuple[Axis, ...]) -> Callable[..., Scale]:
 
     def of(axis: Axis, *, plain: bool = False) -> Scale:
         bias = spec.norm == "layer" and not plain
-        return Scale(_shape(*stacked, axis), _shape(*stacked, axis) if bias else None)
+        return Scale(named_shape(*stacked, axis), named_shape(*stacked, axis) if bias else None)
 
     return of

@@ -90,19 +90,16 @@ def _yarn(plain: np.ndarray, options: dict, rope: Rope) -> tuple[np.ndarray, flo
     steps = np.arange(rope.size // 2, dtype=np.float32)
     ramp = np.clip((steps - np.float32(low)) / np.float32(max(high - low, 1e-3)), 0, 1)
     slowed = plain / np.float32(factor) * ramp + plain * (1 - ramp)
-    attention = options.get("attention_factor")
-    if attention is None:
-        attention = _yarn_attention(factor, options)
-    return slowed.astype(np.float32), float(attention)
 
-
-def _yarn_attention(factor: float | int, options: dict) -> float:
     def scale(of: float | int) -> float:
         return 0.1 * of * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if options.get("mscale") and options.get("mscale_all_dim"):
-        return scale(options["mscale"]) / scale(options["mscale_all_dim"])
-    return scale(1.0)
+    attention = options.get("attention_factor")
+    if attention is None and options.get("mscale") and options.get("mscale_all_dim"):
+        attention = scale(options["mscale"]) / scale(options["mscale_all_dim"])
+    elif attention is None:
+        attention = scale(1.0)
+    return slowed.astype(np.float32), float(attention)
 
 
 def _longrope(waves: np.ndarray, options: dict) -> tuple[np.ndarray, float]:
@@ -188,7 +185,6 @@ class Spec:
 
     @property
     def attention_scale(self) -> float:
-        """Factor of queries."""
         return self.head_size**-0.5 if self.scale is None else self.scale
 
     @property

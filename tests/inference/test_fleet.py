@@ -17,7 +17,8 @@ A, B, C = "http://a/v1", "http://b/v1", "http://c/v1"
 def fleet(*endpoints: Endpoint, zone: str | None = None) -> Fleet:
     """A fleet whose members are all ready."""
     made = Fleet(zone)
-    for member in made.update(endpoints):
+    made.update(endpoints)
+    for member in made.members.values():
         member.state = "ready"
     return made
 
@@ -235,28 +236,22 @@ def test_settings_that_do_not_go_together_are_refused(
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "expected"),
     [
-        {},
-        {"endpoints": [A, B]},
-        {"endpoints": A, "publish": "update_weights_from_disk"},
-        {"publish": "vllm_reload"},
-        {"endpoints": "file:/a", "route": "sglang"},
+        ({}, False),
+        ({"endpoints": [A, B]}, False),
+        ({"endpoints": A, "publish": "update_weights_from_disk"}, False),
+        ({"publish": "vllm_reload"}, False),
+        ({"endpoints": "file:/a", "route": "sglang"}, False),
+        ({"endpoints": A, "publish": "pull"}, True),
+        ({"endpoints": A, "publish": "vllm_reload"}, True),
+        ({"endpoints": [A, f"{B} zone=eu"]}, True),
+        ({"endpoints": "dns:http://a:8000/v1"}, True),
+        ({"endpoints": "file:/a"}, True),
     ],
 )
-def test_a_plain_list_of_endpoints_is_no_fleet(keys: dict[str, object]) -> None:
-    assert not InferenceConfig.model_validate(keys).has_fleet
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"endpoints": A, "publish": "pull"},
-        {"endpoints": A, "publish": "vllm_reload"},
-        {"endpoints": [A, f"{B} zone=eu"]},
-        {"endpoints": "dns:http://a:8000/v1"},
-        {"endpoints": "file:/a"},
-    ],
-)
-def test_endpoints_that_come_and_go_are_a_fleet(keys: dict[str, object]) -> None:
-    assert InferenceConfig.model_validate(keys).has_fleet
+def test_endpoints_that_come_and_go_are_a_fleet_and_a_plain_list_is_none(
+    keys: dict[str, object],
+    expected: bool,  # noqa: FBT001
+) -> None:
+    assert InferenceConfig.model_validate(keys).has_fleet is expected

@@ -62,8 +62,7 @@ async def unload_adapters(client: PolicyClient, names: Sequence[str]) -> None:
 
     One that refuses keeps them: the round goes on, and its log says so.
     """
-    served = await client.models_of_each()
-    for url, known in served.items():
+    for url, known in (await client.models_of_each()).items():
         for name in sorted(known.intersection(names)):
             try:
                 await _unload(client, url, name)

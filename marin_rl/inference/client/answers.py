@@ -105,11 +105,10 @@ def _answer(
     # `True` is an int to Python.
     if version is not None and (isinstance(version, bool) or not 0 <= version < 2**31):
         raise BadResponse(f"expected weight_version from 0 to 2**31 - 1, found {version!r:.80}")
-    timings = expect_object(prompt.get("timings") or {}, "timings")
-    seconds = {
-        name: _optional(timings.get(name), int | float, f"timings.{name}")
-        for name in ("queue_s", "prefill_s", "decode_s")
-    }
+    timings, seconds = expect_object(prompt.get("timings") or {}, "timings"), {}
+    for name in ("queue_s", "prefill_s", "decode_s"):
+        value = _optional(timings.get(name), int | float, f"timings.{name}")
+        seconds[name] = None if value is None else float(value)
     return ChatAnswer(
         model=str(body.get("model", "")),
         prompt_token_ids=read_token_ids(prompt.get("prompt_token_ids"), "prompt_token_ids"),
@@ -117,9 +116,7 @@ def _answer(
         request_id=str(body.get("id") or ""),
         weight_version=version,
         parameters_digest=_optional(body.get("parameters_digest"), str, "parameters_digest"),
-        timings=ServerTimings(
-            **{name: s if s is None else float(s) for name, s in seconds.items()}
-        ),
+        timings=ServerTimings(**seconds),
     )
 
 

@@ -122,13 +122,10 @@ class Fleet:
     @classmethod
     def of(cls, urls: Iterable[str]) -> "Fleet":
         """A fleet of a plain list, which never changes."""
-        members = {
-            url: Member(endpoint=Endpoint(url=url), state="ready", reason="") for url in urls
-        }
-        return cls(watched=False, members=members)
+        ready = [Member(endpoint=Endpoint(url=url), state="ready", reason="") for url in urls]
+        return cls(watched=False, members={member.url: member for member in ready})
 
-    def update(self, endpoints: Iterable[Endpoint]) -> list[Member]:
-        """Take the endpoints of now; return members that are not refused, to be looked at."""
+    def update(self, endpoints: Iterable[Endpoint]) -> None:
         named = {endpoint.url: endpoint for endpoint in endpoints}
         for url in [url for url in self.members if url not in named]:
             # Requests that it still answers keep the object; it is asked nothing more.
@@ -141,7 +138,6 @@ class Fleet:
                 member.state, member.reason = "refused", endpoint.refused
             elif was_refused:
                 member.state = "new"
-        return [member for member in self.members.values() if not member.endpoint.refused]
 
     @property
     def ready(self) -> list[Member]:
@@ -182,8 +178,9 @@ class Fleet:
         """Every member that is not ready, and why, for an error."""
         away = [m for m in self.members.values() if m.state != "ready"]
         lines = [f"{m.url}: {m.state}, {m.reason}" for m in away[:SHOWN_MAX]]
-        more = len(away) - SHOWN_MAX
-        return "; ".join([*lines, *([f"and {more} more"] if more > 0 else [])]) or "none is known"
+        if len(away) > SHOWN_MAX:
+            lines.append(f"and {len(away) - SHOWN_MAX} more")
+        return "; ".join(lines) or "none is known"
 
 
 def load_in(metrics: bytes) -> Load | None:

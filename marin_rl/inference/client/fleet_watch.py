@@ -27,7 +27,7 @@ from marin_rl.errors import (
 )
 from marin_rl.inference.client.answers import ChatAnswer
 from marin_rl.inference.client.dialects import Dialect, Read
-from marin_rl.inference.client.fleet import Fleet, FleetOptions, Load, Member, load_in
+from marin_rl.inference.client.fleet import Fleet, FleetOptions, Member, load_in
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.http_client import HttpClient, Root
 
@@ -41,7 +41,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointAccess:
-    """Requests to one endpoint, past the bound on requests in flight. Raises as the client does."""
+    """Requests to one endpoint, past the bound on requests in flight, each sent once.
+
+    Answers are not checked. Raises as the client does.
+    """
 
     member: Member
     http: HttpClient
@@ -57,14 +60,12 @@ class EndpointAccess:
         return self.member.url
 
     async def probe(self, path: str) -> bytes:
-        """Answer to a GET, asked once."""
         # One that joins may have a queue before it: its canary waits there as any request.
         ready = self.member.state == "ready"
         limit_s = min(PROBE_TIMEOUT_S, self.http.timeout_s) if ready else None
         return await self.http.request(self.url, "GET", path, gate=nullcontext(), timeout_s=limit_s)
 
     async def post(self, path: str, body: dict[str, Any], read: Read) -> list[ChatAnswer]:
-        """Answers to a POST, asked once; not checked."""
         return read(await self.http.request(self.url, "POST", path, body, gate=nullcontext()))
 
     async def send_as_admin(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
@@ -110,7 +111,7 @@ class FleetWatch:
     ) -> None:
         self._http, self._dialect, self._options = http, dialect, options
         self._proof, self._source = proof, source
-        self.fleet = Fleet.of(proven) if source is None else Fleet(self._options.zone)
+        self.fleet = Fleet.of(proven) if source is None else Fleet(options.zone)
         self._proven_by_trainer = set(proven)
         self._looks: dict[str, asyncio.Task[None]] = {}
         self._due: dict[str, tuple[float, float]] = {}  # when to look again, and the pause
@@ -255,7 +256,10 @@ class FleetWatch:
                 self._proven_by_trainer.discard(member.url)
                 await self._proof.admit(endpoint, first=first)
                 self._joined(member)
-            member.reported(await self._load(endpoint))
+            try:
+                member.reported(load_in(await endpoint.probe(Root("/metrics"))))
+            except (RequestRejected, BadResponse):
+                member.reported(None)  # without that route, only our own requests count as its load
             member.missed = 0
         except EndpointUnavailable as error:
             member.missed += 1
@@ -281,9 +285,3 @@ class FleetWatch:
         member.state, member.reason, member.missed = "ready", "", 0
         self._empty_s()
         self._changed.set()
-
-    async def _load(self, endpoint: EndpointAccess) -> Load | None:
-        try:
-            return load_in(await endpoint.probe(Root("/metrics")))
-        except (RequestRejected, BadResponse):
-            return None  # without that route, only our own requests count as its load

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -191,14 +191,14 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 class ConnectionPools:
-    """ConnectionPools to one endpoint, in pools of a few.
+    """Connections to one endpoint, in pools of a few.
 
     The HTTP library looks at every connection of a pool for each request: with 512 in one pool a
     request costs 6.5 ms of CPU, in pools of 16 it costs 2 ms.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        self._connect = partial(_connect, url, api_key, timeout_s, POOL_CONNECTIONS)
+        self._url, self._api_key, self._timeout_s = url, api_key, timeout_s
         self._all: list[openai.AsyncOpenAI] = []
         self._unused: list[openai.AsyncOpenAI] = []  # one entry per connection
 
@@ -220,33 +220,30 @@ class ConnectionPools:
         for client in self._all:
             await client.close()
 
+    def _connect(self) -> "openai.AsyncOpenAI":
+        """Return a client that never retries.
 
-def _connect(
-    url: str, api_key: str | None, timeout_s: float, connections: int
-) -> "openai.AsyncOpenAI":
-    """Return a client that never retries.
+        Imported here, because `openai` takes most of a second to import and only rollouts need it.
+        Its own default would send OPENAI_API_KEY to any endpoint that is configured: a key is
+        always given. Proxies of the environment are not asked for what runs on this machine.
+        """
+        import httpx2
+        import openai
 
-    Imported here, because `openai` takes most of a second to import and only rollouts need it.
-    Its own default would send OPENAI_API_KEY to any endpoint that is configured: a key is always
-    given. Proxies of the environment are not asked for what runs on this machine.
-    """
-    import httpx2
-    import openai
-
-    parts = urlsplit(url)
-    transport = openai.DefaultAsyncHttpxClient(
-        follow_redirects=False,  # an endpoint does not choose who gets prompts and token
-        verify=_tls(parts.scheme),
-        trust_env=parts.hostname not in LOOPBACK,
-        limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
-    )
-    return openai.AsyncOpenAI(
-        api_key=api_key or "EMPTY",
-        base_url=url,
-        timeout=timeout_s,
-        max_retries=0,
-        http_client=transport,
-    )
+        parts, size = urlsplit(self._url), POOL_CONNECTIONS
+        transport = openai.DefaultAsyncHttpxClient(
+            follow_redirects=False,  # an endpoint does not choose who gets prompts and token
+            verify=_tls(parts.scheme),
+            trust_env=parts.hostname not in LOOPBACK,
+            limits=httpx2.Limits(max_connections=size, max_keepalive_connections=size),
+        )
+        return openai.AsyncOpenAI(
+            api_key=self._api_key or "EMPTY",
+            base_url=self._url,
+            timeout=self._timeout_s,
+            max_retries=0,
+            http_client=transport,
+        )
 
 
 @lru_cache(maxsize=2)

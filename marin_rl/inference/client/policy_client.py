@@ -24,11 +24,7 @@ from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.fleet_watch import FleetWatch, Proof
 from marin_rl.inference.client.http_client import PAUSE_FIRST_S, HttpClient, Root
 from marin_rl.inference.client.proofs import PolicyProof, check_answer
-from marin_rl.inference.client.protocol import (
-    ChatClient,
-    ChatRequest,
-    TurnsRequest,
-)
+from marin_rl.inference.client.protocol import ChatClient, ChatRequest, TurnsRequest
 from marin_rl.inference.client.publishing import Publisher
 from marin_rl.inference.client.token_dialects import SGLangDialect, Template, VllmDialect
 
@@ -145,11 +141,7 @@ class PolicyClient(ChatClient):
     ) -> list[ChatAnswer]:
         """Answers of any endpoint to a POST, accepted by the proof. Raises as `chat` does."""
         failures, tried = 0, list[str]()
-        match body.get("prompt"):
-            case [list(), *_] as prompts:
-                samples = len(prompts)
-            case _:
-                samples = int(body.get("n") or 1)
+        samples = len(body["prompt"]) if "seeds" in body else int(body.get("n") or 1)
         while True:
             # Before an endpoint is chosen: waiting requests go to endpoints that join meanwhile.
             async with self._http.in_flight:

@@ -191,7 +191,6 @@ class VersionsProof(Proof):
                 await self._prove(endpoint, version)
 
     async def accept(self, endpoint: EndpointAccess, answer: ChatAnswer) -> ChatAnswer:
-        """As the base, and raises InputError for an endpoint that names no versions."""
         answer = await self._dated(endpoint, answer)
         version, digest = answer.weight_version, answer.parameters_digest
         if version is None or digest is None:

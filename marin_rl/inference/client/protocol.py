@@ -200,14 +200,13 @@ def sampling_fields(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> d
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
     }
-    if sampling.top_k:
-        fields["top_k"] = sampling.top_k
-    if sampling.min_p:
-        fields["min_p"] = sampling.min_p
-    if sampling.stop:
-        fields["stop"] = list(sampling.stop)
-    if stop_token_ids:
-        fields["stop_token_ids"] = list(stop_token_ids)
+    optional = {
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(stop_token_ids),
+    }
+    fields |= {name: value for name, value in optional.items() if value}
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     return fields

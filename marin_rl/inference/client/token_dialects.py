@@ -86,7 +86,6 @@ class TokenIdsDialect(Dialect):
         """Read one sample. Raises BadResponse."""
 
     async def answer(self, request: ChatRequest, send: Send) -> ChatAnswer:
-        """As the base; raises InputError for a tokenizer that cannot be read."""
         prompt_ids, first = request.prompt_ids, request.sampling.seed
         if prompt_ids is None:
             options = (request.template_options,) if request.template_options else ()
@@ -114,12 +113,11 @@ class VllmDialect(TokenIdsDialect):
     route = Root(GENERATE_ROUTE)
 
     def body(self, request: ChatRequest, prompt_ids: Ids) -> dict[str, Any]:
-        """As the base; `logprobs: 0` asks for the sampled tokens' own."""
         parameters = sampling_fields(request.sampling, request.stop_token_ids)
         return {
             "model": request.model,
             "token_ids": prompt_ids.tolist(),
-            "sampling_params": parameters | {"logprobs": 0},
+            "sampling_params": parameters | {"logprobs": 0},  # of the sampled tokens
         }
 
     def read(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
@@ -149,7 +147,6 @@ class VllmDialect(TokenIdsDialect):
         )
 
     async def serving(self, name: str, probe: Probe) -> ServedModel:
-        """Version in the label of the weights. Raises EndpointUnavailable while none are loaded."""
         # One whose reload failed stays paused, with the label of the weights before.
         if _field(await probe(Root("/is_paused")), "is_paused") is True:
             raise EndpointUnavailable("is paused: new weights are being loaded, or could not be")
@@ -221,7 +218,6 @@ class SGLangDialect(TokenIdsDialect):
         }
 
     def read(self, data: bytes, request: ChatRequest, prompt_ids: Ids) -> ChatAnswer:
-        """As the base, and raises StalePolicy where another version of the weights is named."""
         body = read_object(data)
         meta = expect_object(body.get("meta_info"), "meta_info")
         pairs: Any = meta.get("output_token_logprobs")

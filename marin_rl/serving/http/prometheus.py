@@ -187,7 +187,7 @@ class Telemetry(Collector):
             yield family(spec.name, spec.meaning, float(value))
 
     def _values(self, engine: Engine) -> dict[str, float | int]:
-        stats, adapters = engine.stats.snapshot(), engine.adapters.stats.snapshot()
+        stats, adapters = engine.stats.snapshot(), engine.adapters.stats
         # counts of the engine have the names of its statistics
         counts = {f"engine_{name}_total": value for name, value in asdict(stats).items()}
         return {name: value for name, value in counts.items() if name in _SPECS} | {
