@@ -20,7 +20,8 @@ from standard_work import Work
 
 from marin_rl.config import EngineConfig, LoraConfig
 from marin_rl.inference.engine import Engine
-from marin_rl.lora import Adapter, adapter_of, configured_modules, initial_arrays, merged
+from marin_rl.lora.adapter import Adapter, adapter_of, initial_arrays, merged
+from marin_rl.lora.peft import configured_modules
 from marin_rl.lora.quantization import quantize_base
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.adapters import with_quantized

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows
 from marin_rl.config import Config
-from marin_rl.lora import configured_modules, linear_shapes
+from marin_rl.lora.adapter import linear_shapes
+from marin_rl.lora.peft import configured_modules
 from marin_rl.lora.quantization import quantized_bytes
 from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, STEP_LANES, computes_on_host
 from marin_rl.models.families import described, described_model

@@ -40,7 +40,7 @@ from marin_rl.inference.client.fleet_sources import EndpointSource, board_of
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.inference.client.protocol import is_version_of, served_model_id
 from marin_rl.inference.client.publishing import Publisher, check_complete
-from marin_rl.lora import Adapter
+from marin_rl.lora.adapter import Adapter
 from marin_rl.models.module import LanguageModel
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.adapters import read_base_of, version_of, with_adapters_room

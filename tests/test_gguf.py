@@ -24,8 +24,7 @@ from marin_rl import cli
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.gguf.conversion import export_gguf, import_gguf
 from marin_rl.inference import decoder
-from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import read_model, rotary_table
+from marin_rl.inference.weights import fused_weights, read_model, rotary_table
 from marin_rl.models.families import described, described_folder
 from marin_rl.tokenizers import load_tokenizer
 from marin_rl.training.hf_folders import load_hf

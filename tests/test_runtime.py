@@ -15,7 +15,7 @@ from support.policy_runs import commit, embedded_server, in_memory, small_run
 
 from marin_rl.config import Config, load_config
 from marin_rl.errors import BadResponse, ConfigError, ObjectMissing, StalePolicy
-from marin_rl.lora import write_peft
+from marin_rl.lora.peft import write_peft
 from marin_rl.models.module import LanguageModel
 from marin_rl.rounds import transfer_metrics
 from marin_rl.runtime import RunRuntime

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from marin_rl.chat_templates import ChatTemplate, Conversation, with_options
 from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, load_config, value_at
 from marin_rl.errors import ConfigError, InputError
+from marin_rl.inference.client.dialects import SGLangDialect, VllmDialect
 from marin_rl.inference.client.protocol import ChatRequest, TurnsRequest
-from marin_rl.inference.client.token_dialects import SGLangDialect, VllmDialect
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.pinned import as_begun
 from marin_rl.serving.http.errors import ApiError

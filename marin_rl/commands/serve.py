@@ -150,7 +150,8 @@ def adapters_named(options: Sequence[str]) -> dict[str, Path]:
     Raises ConfigError for what is not NAME=PATH or a name given twice, InputError for a name with a
     path in it and for a folder without an adapter.
     """
-    from marin_rl.lora import check_adapter_folder, check_adapter_name
+    from marin_rl.lora.adapter import check_adapter_name
+    from marin_rl.lora.peft import check_adapter_folder
 
     folders: dict[str, Path] = {}
     for option in options:

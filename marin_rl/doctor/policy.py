@@ -21,7 +21,7 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.environments.registry import loaded_environment, parts_of
 from marin_rl.errors import BridgeFault, InputError, ObjectMissing, RequestRejected
 from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT
-from marin_rl.lora import configured_modules
+from marin_rl.lora.peft import configured_modules
 from marin_rl.models.families import described
 from marin_rl.plain_files import check_model_folder, read_hf_config, read_object, weight_files
 from marin_rl.planning import architecture_of

@@ -1,10 +1,9 @@
 """Adapters of an engine: the bank of their arrays, which are loaded, and loading them.
 
-The bank has room for a fixed number of adapters of a fixed rank. An adapter's way into a row of it:
-`AdapterLoads.load` prepares the arrays on the caller's thread, and the engine's thread writes them
-between two chunks. An adapter that is unloaded keeps its row until the last request that it was
-submitted for has ended. Leaves out what a layer does with them (`layer_matrices`) and files
-(`marin_rl.lora`).
+The bank has room for a fixed number of adapters of a fixed rank. `AdapterLoads.load` prepares the
+arrays on the caller's thread, and the engine's thread writes them between two chunks. An adapter
+that is unloaded keeps its row until the last request that was submitted for it has ended. Leaves
+out what a layer does with them (`linear_layers`) and files (`marin_rl.lora`).
 
 Axes: L layers, r rank of an adapter, n adapters; `in` and `out` are those of a module's matrix.
 """
@@ -24,9 +23,9 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from marin_rl.errors import InferenceError, InputError
-from marin_rl.inference.layer_matrices import GatheredLowRank, LayerAdapters, LowRank
+from marin_rl.inference.linear_layers import GatheredLowRank, LayerAdapters, LowRank
 from marin_rl.inference.weights import Decoder
-from marin_rl.lora import Adapter, a_name, b_name, module_name
+from marin_rl.lora.adapter import Adapter, a_name, b_name, module_name
 from marin_rl.models.spec import Spec
 
 # Adapters times rank up to which a decode step applies all of them to every sequence. Measured on
@@ -144,8 +143,7 @@ class AdapterBank:
     def used(self, lane: int, sizes: BankSizes, row_S: Rows) -> tuple[Bank, Rows]:
         """A bank with the rows that a lane's slots use, and where each slot's own is in it.
 
-        It is half of the bank where that is room enough, else all of it. The half is kept for the
-        lane's next chunk.
+        Half of the bank, kept for the lane's next chunk, where that is room enough, else all of it.
         """
         wanted = np.unique(row_S[row_S > 0])
         # half of a bank of one is all of it
@@ -170,15 +168,15 @@ def rows_of(shapes: Bank, adapter: Adapter) -> Bank:
     paths = {module_name(path): path for path in adapter.modules}
     arrays = {name: np.asarray(array) for name, array in adapter.arrays.items()}
     on_host = replace(adapter, arrays=arrays)
-    return tuple(
-        LayerAdapters(
-            **{
-                name: None if shape is None else _rows(name, shape, paths, on_host, layer)
-                for name, shape in shapes_L._asdict().items()
-            }
-        )
-        for layer, shapes_L in enumerate(shapes)
-    )
+
+    def of_layer(layer: int, matrices: LayerAdapters) -> LayerAdapters:
+        rows: dict[str, Any] = {
+            name: None if shape is None else _rows(name, shape, paths, on_host, layer)
+            for name, shape in matrices._asdict().items()
+        }
+        return LayerAdapters(**rows)
+
+    return tuple(of_layer(layer, matrices) for layer, matrices in enumerate(shapes))
 
 
 def _rows(
@@ -260,11 +258,9 @@ class AdapterTable:
     def add(
         self, adapter: LoadedAdapter, used: Collection[LoadedAdapter], in_place_of: int = 0
     ) -> LoadedAdapter:
-        """Give an adapter a number and a row, that of one which no request uses any more.
+        """Give an adapter a number and a row: its own, if that is free, else the first free one.
 
-        The row that it has already, if that is free, else the first one. It takes the place of the
-        load `in_place_of`, if that is given. Raises InputError where every row is taken: nothing is
-        ever evicted.
+        Raises InputError where every row is taken: nothing is ever evicted.
         """
         row = self._row_for(adapter, used, in_place_of)
         self._numbers += 1
@@ -348,10 +344,7 @@ class AdapterLoads:
             return self._table.loaded
 
     def get(self, number: int) -> LoadedAdapter | None:
-        """The adapter of a load; None for 0, the base model. Under the lock.
-
-        Raises AdapterGone for one that is not loaded.
-        """
+        """The adapter of a load; None for 0, the base model. Under the lock. Raises AdapterGone."""
         return None if number == 0 else self._table.get(number)
 
     def load(
@@ -366,12 +359,10 @@ class AdapterLoads:
     ) -> LoadedAdapter:
         """Load an adapter between two chunks; returns when requests can be sampled with it.
 
-        `parameters_digest` stands for base and adapter together. With `in_place_of`, the number of
-        another load, that one is unloaded at the same time. `row` is the row of the bank that it
-        gets if that is free. Requests that run are never touched.
-        Raises InputError beyond the engine's room, or for numbers that are not finite in its dtype,
-        and InferenceError once the engine is closed. Not for the engine's own thread, which
-        could never return.
+        The load `in_place_of` is unloaded at the same time; `row` is the row that it gets if that
+        is free. Raises InputError beyond the engine's room, or for numbers that are not finite in
+        its dtype, and InferenceError once the engine is closed. Not for the engine's own thread,
+        which could never return.
         """
         if self._bank is None:
             raise InputError(
@@ -412,10 +403,7 @@ class AdapterLoads:
         return done.result()
 
     def unload(self, number: int) -> None:
-        """Refuse further requests on an adapter; submitted ones still end on it.
-
-        Raises AdapterGone for one that is not loaded.
-        """
+        """Refuse further requests on an adapter; submitted ones end on it. Raises AdapterGone."""
         with self._changed:
             self._table.remove(number)
             self.stats.unloads += 1

@@ -1,9 +1,8 @@
 """The running batch on the host: which sample is in which sequence slot.
 
 Owns the small arrays that every chunk starts from, what each sequence has produced so far, when it
-is finished (a stop token, a stop string, or its limit of tokens), and the prefix that each slot's
-cache has, also after its sequence ended. Leaves out the device (`decoder`, `sampling`) and the
-order in which requests come (`engine`, `scheduler`).
+is finished, and the prefix that each slot's cache has, also after its sequence ended. Leaves out
+the device (`decoder`, `sampling`) and the order in which requests come (`scheduler`).
 
 Axes: S sequence slots, C steps of a chunk, N stop tokens of a sequence, P positions.
 """
@@ -193,10 +192,6 @@ class RunningBatch:
         return sorted(empty, key=self._kept.used_S.__getitem__)
 
     def kept_for(self, job: Job, weights: WeightsKey) -> tuple[int, int] | None:
-        """The free slot that has most of a request's prompt, and how many of its positions.
-
-        Only of these weights and this adapter; None if no slot has any.
-        """
         return self._kept.longest(job.request.prompt_ids, weights, job.load)
 
     def forget_prefixes(self, except_of: WeightsKey | None = None) -> None:
@@ -211,8 +206,7 @@ class RunningBatch:
     ) -> None:
         """Put the job's sample `index` into the slot whose cache will begin with `prefix`.
 
-        The last token of the prompt is what the sample's first step works on. What the slot had
-        kept is evicted, unless the sample `continues` it.
+        What the slot had kept is evicted, unless the sample `continues` it.
         """
         seq_slot = prefix.seq_slot
         assert self._running[seq_slot] is None
@@ -330,8 +324,7 @@ class RunningBatch:
     def advance(self, chunk: Chunk, weights: WeightsKey | None = None) -> list[tuple[Job, Delta]]:
         """Append a chunk to the running sequences; return each one's delta, by sequence slot.
 
-        The cache of an ended sequence is kept if `weights` computed all of it. A job
-        whose last sample ended in it has all of them in `finished`.
+        The cache of an ended sequence is kept if `weights` computed all of it.
         """
         added: list[tuple[Job, Delta]] = []
         # copied from the device only for requests that read them

@@ -1,10 +1,9 @@
 """Batch invariance: a sequence has the same bits whatever is computed next to it.
 
-Programs of fixed shapes make that likely, and no more: which row of a product is added up in which
-order is the matrix library's choice, by instruction set and shape. So the engine proves it on the
-machine at hand, by trials of the programs and shapes that it will use, run twice on random numbers
-where bits must be equal, and uses only what is proven. The record of it lies next to the compiled
-programs. Leaves out what an engine does without a proof (`execution_plan`).
+Which row of a product is added up in which order is the matrix library's choice, by instruction set
+and shape. So the engine proves it on the machine at hand, by trials of its own programs run twice
+on random numbers, and uses only what is proven; the record lies next to the compiled programs.
+Leaves out what an engine does without a proof (`execution_plan`).
 
 Axes: S slots of a lane, R prompts of a prefill tile, P positions of a prompt bucket.
 """
@@ -32,7 +31,7 @@ from marin_rl.inference.adapters import BankSizes, some_rows
 from marin_rl.inference.batch import RunningBatch
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX
 from marin_rl.inference.kv_cache import Cache, cache_length, empty_cache
-from marin_rl.inference.layer_matrices import GatheredLowRank
+from marin_rl.inference.linear_layers import GatheredLowRank
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import ReportRequest
 from marin_rl.inference.pieces import Extension, packed, piece_size

@@ -1,18 +1,13 @@
 """A transformer with a cache, as pure functions.
 
-Owns what the model computes: `prefill` of prompts into sequence slots, `extend` of slots by pieces
-of prompts, and `decode_step` of one token in every slot. Leaves out where the arrays come from
-(`weights`), the layout of the cache (`kv_cache`), what is done with logits (`sampling`) and which
-sequence is in which slot (`scheduler`, `batch`).
+Owns `prefill` of prompts into sequence slots, `extend` of slots by pieces of prompts, and
+`decode_step` of one token in every slot. Leaves out where the arrays come from (`weights`) and the
+layout of the cache (`kv_cache`). Every slot is computed by the same instructions on the same shapes
+whatever the other slots do, and a masked position adds an exact zero: the numbers of a sequence
+depend on its own tokens and the weights alone, as far as `batch_invariance` proves it.
 
 Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket, K key/value heads,
 G query heads per key/value head, H head size, D width, V vocabulary.
-
-Every slot is computed by the same instructions on the same shapes whatever the other slots do, and
-a masked position adds an exact zero. So the numbers of a sequence depend on nothing but its own
-tokens and the weights, as far as the library that multiplies matrices adds up every row in the same
-order, whichever it is, and blocks of a prompt that slots share as those of one slot: that is proven
-on the machine at hand (`batch_invariance`).
 """
 
 import math
@@ -35,10 +30,9 @@ from marin_rl.inference.kv_cache import (
     write,
     write_at,
 )
-from marin_rl.inference.layer_matrices import LayerMatrix, additions
+from marin_rl.inference.linear_layers import LayerMatrix, additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
-from marin_rl.inference.weight_fusion import split_gate_up
-from marin_rl.inference.weights import Decoder, Ends, Layer, Rotary
+from marin_rl.inference.weights import Decoder, Ends, Layer, Rotary, split_gate_up
 from marin_rl.models.block import (
     Activation,
     Linears,

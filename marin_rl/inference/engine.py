@@ -1,20 +1,16 @@
 """The embedded engine: many requests, one batch of fixed shape, and a thread for both.
 
-`Engine.submit` queues a request from any thread. The engine's thread waits for work
-(`_wait_for_work`, which lets requests that come together arrive) and takes steps (`engine_step`):
-`schedule` gives waiting samples free sequence slots, first come first served; prompts are scored
-and prefilled, each once in a lane; a chunk of decode steps runs on the device without returning to
-Python; `RunningBatch.advance` appends its tokens and finds the samples that ended. New weights
-(`swap`) take the old ones' place between two steps, by a change of reference, and adapters are
-written into their bank there. Leaves out the computation (`runner`) and HTTP.
+`Engine.submit` queues a request from any thread; the engine's thread waits for work and takes steps
+(`engine_step`). New weights (`swap`) take the old ones' place between two steps, by a change of
+reference, and adapters are written into their bank there. Leaves out the computation (`runner`) and
+HTTP.
 
 The shapes of the compiled programs follow from the engine's configuration and from the length of a
-request's own prompt, never from the load, and nothing is compiled once it is warm. Where the engine
-proves at its start that rows of these programs do not depend on one another (`batch_invariance`;
-on one device, not on a mesh), the same prompt, seed and weights give the same tokens and bitwise
-the same logprobs, alone or in a full batch, in any sequence slot and lane. Other numbers of slots
-or lanes, another instruction set or another size of XLA's thread pool are other programs, whose
-last bits may differ.
+request's own prompt, never from the load. Where rows of them are proven not to depend on one
+another (`batch_invariance`; on one device, not on a mesh), the same prompt, seed and weights give
+bitwise the same tokens and logprobs under any load, in any sequence slot and lane. Other numbers of
+slots or lanes, another instruction set or thread pool are other programs, whose last bits may
+differ.
 """
 
 import secrets
@@ -147,11 +143,10 @@ class Engine:
         """Queue a request; safe from any thread. Cancelling the future frees its sequence slots.
 
         `on_delta` is called on the engine's thread with the tokens that each chunk added to each
-        sample, in order, before the future resolves; it must be quick. An exception in it fails
-        this request alone. Delivered tokens are never taken back. `on_scheduled` is called there
-        too, each time that samples of the request are scheduled or its prompt is to be scored, with
-        the policy that will draw their first tokens; an exception in it fails the request before
-        that. `streams` says that someone reads along: few such requests are decoded token by token.
+        sample, in order, before the future resolves; it must be quick. `on_scheduled` is called
+        there too, each time that samples of the request are scheduled or its prompt is to be
+        scored, with the policy that will draw their first tokens. An exception in either fails this
+        request alone. `streams`: few requests that someone reads along are decoded by token.
 
         Raises InputError for a request that could never be served, AdapterGone for one on an
         adapter that is not loaded, InferenceError once closed.
@@ -225,8 +220,8 @@ class Engine:
     def pause(self) -> None:
         """Start no chunk until `resume`; returns when none is running, or after a `resume`.
 
-        Requests go on queueing, running ones wait, and `swap` works. Not for the engine's own
-        thread, which could never return.
+        Running requests wait, and `swap` works. Not for the engine's own thread, which could never
+        return.
         """
         assert threading.current_thread() is not self._thread
         with self._changed:

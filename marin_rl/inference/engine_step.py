@@ -1,9 +1,8 @@
 """One step of an engine: what it schedules, computes and hands out, and how requests end.
 
-Owns the order within a step: prompts that are scored, prompts that are prefilled or copied, a chunk
-of decoding, tokens that listeners get, requests that are complete; and that a request ends once,
-with its result, an error, or a cancellation. Leaves out when a step is taken and by which weights
-(`engine`), the programs (`runner`), and sequences (`batch`).
+A step scores prompts, prefills or copies them, decodes a chunk, tells listeners, and resolves the
+requests that are complete: each ends once, with its result, an error, or a cancellation. Leaves out
+when a step is taken and by which weights (`engine`), and the programs (`runner`).
 """
 
 import logging

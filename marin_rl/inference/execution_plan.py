@@ -26,8 +26,7 @@ from marin_rl.inference.batch_invariance import (
     random_weights,
 )
 from marin_rl.inference.kv_cache import SHARE, block_size
-from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import Decoder, Rotary, Weights, own_layout
+from marin_rl.inference.weights import Decoder, Rotary, Weights, fused_weights, own_layout
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.spec import Spec
 

@@ -1,13 +1,9 @@
 """A runner whose cache grows with use: for a server that answers few requests, or many.
 
-Owns how many rows and positions the cache has, which sequence slot is in which row, and the moves
-from one cache to the next. A lone sequence is decoded by programs of one row over a short
-cache, which are soon compiled, small in memory and as fast as a CPU reads the weights. Leaves out
-the programs (`programs`) and what a fixed cache shares with this one (`runner`).
-
-Programs of other sizes may add up in another order, so that last bits of a sequence's numbers can
-depend on how many others there are. Nothing is proven, therefore nothing is promised: runs sample
-with `runner`.
+A lone sequence is decoded by programs of one row over a short cache, which are soon compiled, small
+in memory and as fast as a CPU reads the weights. Programs of other sizes may add up in another
+order, so nothing is promised of last bits: runs sample with `runner`. Leaves out the programs
+(`programs`).
 
 Axes: S sequence slots, R rows of the cache.
 """
@@ -55,12 +51,9 @@ EMPTY = -1
 
 
 class GrowingRunner(Runner):
-    """Programs of one model's shape, on one cache that has room for the running sequences.
+    """Programs of one model's shape, on one cache that has room for the running sequences."""
 
-    `announce` gets a line before and after each program is compiled.
-    """
-
-    announce: Callable[[str], None]
+    announce: Callable[[str], None]  # gets a line before and after each program is compiled
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
         lanes = Lanes(1, plan.lanes.slots)
@@ -203,7 +196,6 @@ class GrowingRunner(Runner):
         return self._chunk(policy, sampled, reported=extras.reported)
 
     def _chunk(self, policy: Policy, sampled: SampledChunk, *, reported: bool) -> Chunk:
-        """SampledChunk tokens by sequence slot."""
         used_R = self._slot_R != EMPTY
         slot_U = self._slot_R[used_R]
 

@@ -1,10 +1,7 @@
 """Reported logprobs: of sampled tokens, and of a prompt's tokens by a separate forward pass.
 
-Of a sampled token these are the model's own (raw) logprob and the likeliest tokens, on the device,
-each under a conditional, so that unused ones cost nothing. The logits of a long prompt over a large
-vocabulary are never there at once: they come in tiles of a bounded size. Leaves out the
-distribution that tokens are drawn from (`sampling`), the forward pass (`decoder`) and when a prompt
-is scored (`engine`).
+Each stands under a conditional, so that unused ones cost nothing. Leaves out the distribution that
+tokens are drawn from (`sampling`) and the forward pass (`decoder`).
 
 Axes: S sequence slots (rows), V vocabulary, K likeliest tokens; P positions of a bucket, T of a
 tile.

@@ -112,9 +112,9 @@ def decode_chunk(
 
 
 def uniforms_of(inputs: SlotInputs, steps: int) -> Float32[Array, "C S"]:
-    """Random numbers of a whole chunk at once: one call costs little more than one step's.
+    """Random numbers of a whole chunk, by the positions that its tokens will stand at.
 
-    A token's number belongs to the position that it will stand at.
+    At once, which costs little more than one step's.
     """
     positions_CS = jnp.asarray(inputs.position_S) + 1 + jnp.arange(steps)[:, None]
     return jax.vmap(uniforms, (None, 0))(inputs.sampling.seed_S2, positions_CS)
@@ -127,10 +127,7 @@ def goes_on(state: State, limits: Limits) -> Array:
 
 
 def written_at(state: State) -> Int32[Array, " S"]:
-    """Positions of a step; a negative one writes nothing.
-
-    The cache of a row that has ended may still be shared.
-    """
+    # negative where nothing is written: the cache of a row that has ended may still be shared
     return jnp.where(state.remaining_S > 0, state.position_S, -1)
 
 

@@ -40,8 +40,14 @@ from marin_rl.inference.programs import (
     prefill_slots,
 )
 from marin_rl.inference.scheduler import Prompt, Prompts
-from marin_rl.inference.weight_fusion import fused_weights, weights_in_place
-from marin_rl.inference.weights import Decoder, Weights, read_model, rotary_table
+from marin_rl.inference.weights import (
+    Decoder,
+    Weights,
+    fused_weights,
+    read_model,
+    rotary_table,
+    weights_in_place,
+)
 from marin_rl.machine import ENGINE_KEYS, memory_errors
 from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase

@@ -1,18 +1,13 @@
-"""Sampling: a token for every row of logits, on the device.
+"""Sampling: a token for every row of logits, on the device, and its logprob.
 
 Owns the logits processors (bias, penalties, a constraint's mask), temperature, min-p, top-k, top-p,
-greedy choice, the random numbers, and the logprob of what was drawn under the very distribution it
-was drawn from. Leaves out where the processors' arrays come from (`logits_state`), other reported
-logprobs (`logprobs`), stopping (`batch`) and logits (`decoder`). Each processor stands under a
-separate conditional, so unused features cost nothing; a row that asks for nothing keeps its
-logits bit for bit. Token counts are computed from the history in every step that needs them: a
-state of [S, V] would cost every request, and scattering a few hundred tokens costs only those who
-ask.
+greedy choice and the random numbers. Each processor stands under a conditional, so unused features
+cost nothing; a row that asks for nothing keeps its logits bit for bit. Leaves out where the
+processors' arrays come from (`logits_state`) and other reported logprobs (`logprobs`).
 
 A row's random number for the token at position p is `fold_in(key(seed), p)`: it knows nothing of
-the row, of the step, or of other requests. One uniform number per token is turned into a token
-through the inverse of the cumulative distribution, which needs a hundredth of the random bits that
-one Gumbel variate per vocabulary entry would.
+the row, of the step, or of other requests. The inverse of the cumulative distribution turns it into
+a token, for a hundredth of the random bits of one Gumbel variate per vocabulary entry.
 """
 
 import math

@@ -24,10 +24,10 @@ CONTEXT = 8
 class StopStringScanner:
     """Watches one sample for its stop strings.
 
-    `decode` is any tokenizer's: what tokens stand for may depend on their neighbours, and a token
-    may be part of a character only. The window starts where decoding with more context changes
-    nothing, and a match in it is confirmed on the whole. (A tokenizer that falls back to
-    bytes may hide one match from it: of a stop string that itself holds unfinished characters.)
+    What tokens stand for may depend on their neighbours, and a token may be part of a character
+    only: the window starts where decoding with more context changes nothing, and a match in it is
+    confirmed on the whole. (A tokenizer that falls back to bytes may hide one match from it: of a
+    stop string that itself holds unfinished characters.)
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
@@ -81,12 +81,9 @@ class StopStringScanner:
 
 
 def text_before_stop(decode: Decode, ids: Sequence[int], stop: Sequence[str]) -> str:
-    """The text of a sample that a stop string ended, cut before it.
-
-    It ends at the token that completes the string, so it is looked for there: from the last
-    character on that this token cannot have changed.
-    """
+    """The text of a sample that a stop string ended, cut before it."""
     text = decode(ids)
+    # looked for from the last character on that the token which completes it cannot have changed
     before = len(decode(ids[:-1]).rstrip(UNFINISHED))
     from_here = max(0, before - max(map(len, stop), default=0))
     return text[: first_stop(text, stop, from_here)]

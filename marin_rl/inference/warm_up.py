@@ -26,8 +26,7 @@ from marin_rl.inference.programs import (
     prefill_slots,
 )
 from marin_rl.inference.runner import Runner
-from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import read_model, rotary_table
+from marin_rl.inference.weights import fused_weights, read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.module import LanguageModel
 
@@ -37,15 +36,12 @@ SLOTS, PROMPT_TOKENS, LAYERS_MAX = 2, 16, 2
 
 
 def programs_of(runner: Runner) -> int:
-    """Number of programs that `warm_up` compiles.
-
-    A chunk, a copy, and for each bucket one that scores and, without a prefix cache, one that
-    prefills; with it, one that extends. With adapters also one that copies half of the bank, and a
-    chunk with that half.
-    """
+    """Number of programs that `warm_up` compiles."""
     plan, buckets = runner.plan, len(runner.buckets)
+    # a copy of half of the bank, and a chunk with that half
     halves = 2 if plan.invariance.few_adapters and plan.bank_sizes.adapters > 1 else 0
-    return halves + (3 + buckets if plan.keeps_prefixes else 2 + 2 * buckets)
+    # a chunk, a copy, and for each bucket one that scores; one that extends, or prefills by bucket
+    return halves + 2 + buckets + (1 if plan.keeps_prefixes else buckets)
 
 
 def warm_up(

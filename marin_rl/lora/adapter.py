@@ -124,10 +124,9 @@ def b_name(path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter of a base: `modules` by path of the weight, and `arrays` by name.
+    """An adapter of a base: `modules` by path of the weight, `arrays` by name, PATH:A and PATH:B.
 
-    Arrays are named PATH:A and PATH:B and have the shapes listed above; NumPy's or JAX's,
-    float32.
+    Arrays have the shapes listed above; NumPy's or JAX's, float32.
     """
 
     modules: Mapping[str, LoraModule]
@@ -145,11 +144,7 @@ class Adapter:
 def adapter_of(
     modules: Mapping[str, LoraModule], arrays: Mapping[str, Any], shapes: Shapes
 ) -> Adapter:
-    """Return an adapter that fits a base. Raises InputError, naming the array that does not.
-
-    Refused are layers that the base has not, other dimensions, ranks out of range, arrays that are
-    missing or too many, and values that are not finite.
-    """
+    """Return an adapter that fits a base. Raises InputError, naming the array that does not."""
     # Collected for all modules first, so that arrays too many are refused as well as missing ones.
     layers, expected = linear_shapes(shapes), dict[str, tuple[int, ...]]()
     for path, module in modules.items():

@@ -121,8 +121,7 @@ def check_adapter_folder(folder: Path) -> None:
 def _read(folder: Path, name: str, bytes_max: int) -> bytes:
     """Return the bytes of a file of an adapter.
 
-    Raises InputError for a link that leads out of the folder, for what is no regular file, and for
-    more than `bytes_max` bytes.
+    Raises InputError for a link out of the folder, what is no regular file, and too many bytes.
     """
     file, top = folder / name, Path(os.path.realpath(folder))
     if top.parent.name == "snapshots":  # of the Hugging Face cache: its files link to ../../blobs

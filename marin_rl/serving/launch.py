@@ -25,7 +25,8 @@ from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config, InferenceConfig, PolicyConfig
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.fleet_sources import board_of
-from marin_rl.lora import Adapter, read_peft
+from marin_rl.lora.adapter import Adapter
+from marin_rl.lora.peft import read_peft
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.module import LanguageModel
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory

@@ -25,16 +25,8 @@ from marin_rl.compilation import device_array
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import InputError
 from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedWeight, axes_of
-from marin_rl.lora import (
-    Adapter,
-    LoraModule,
-    a_name,
-    b_name,
-    configured_modules,
-    initial_arrays,
-    merged_weight,
-    read_peft,
-)
+from marin_rl.lora.adapter import Adapter, LoraModule, a_name, b_name, initial_arrays, merged_weight
+from marin_rl.lora.peft import configured_modules, read_peft
 from marin_rl.lora.quantization import FIELDS, dequantized
 from marin_rl.models.module import DecoderLayer, LanguageModel, Layers
 from marin_rl.training.model import Parameters, parameter_shapes, parameter_structs, with_parameters

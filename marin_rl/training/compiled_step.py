@@ -18,7 +18,7 @@ from marin_rl.compilation import device_array, set_matmul_precision
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.cpu_streams import gains_from_lanes
 from marin_rl.errors import ConfigError, NonFiniteUpdate
-from marin_rl.lora import Adapter, linear_shapes
+from marin_rl.lora.adapter import Adapter, linear_shapes
 from marin_rl.lora.quantization import is_quantized, quantize_base
 from marin_rl.machine import STEP_LANES, memory_errors
 from marin_rl.models.module import LanguageModel

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
-from marin_rl.lora import Adapter
+from marin_rl.lora.adapter import Adapter
 from marin_rl.machine import changed_facts, computes_on_host, give_back_freed_memory
 from marin_rl.metrics import over_steps
 from marin_rl.models.module import LanguageModel

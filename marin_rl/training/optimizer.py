@@ -19,7 +19,7 @@ from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from marin_rl.config import LoraConfig, PairTrainingConfig, SFTConfig, TrainingConfig
-from marin_rl.lora import LinearShape
+from marin_rl.lora.adapter import LinearShape
 
 Schedule = Callable[[ArrayLike], Array]
 

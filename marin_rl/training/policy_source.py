@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import device_array
 from marin_rl.config import fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissing
-from marin_rl.lora import Adapter
+from marin_rl.lora.adapter import Adapter
 from marin_rl.lora.quantization import dequantize_base, quantize_base
 from marin_rl.models.module import LanguageModel
 from marin_rl.storage.checkpoints import (

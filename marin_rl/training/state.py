@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.compilation import device_array
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.lora import LoraModule, policy_digest
+from marin_rl.lora.adapter import LoraModule, policy_digest
 from marin_rl.lora.quantization import quantized_digest
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.module import LanguageModel

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -93,14 +93,6 @@ def results_under_load(
         time.sleep(rng.choice((0, 0, 0.02)))
     for index in order:
         yield index, futures[index].result(timeout=120)
-
-
-def wait_until(met: Callable[[], bool]) -> None:
-    """Return once it is so, within two minutes."""
-    deadline = time.monotonic() + 120
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @contextmanager

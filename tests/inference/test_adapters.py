@@ -21,7 +21,7 @@ from marin_rl.inference.adapters import (
     LoadedAdapter,
 )
 from marin_rl.inference.engine import Engine
-from marin_rl.inference.layer_matrices import LayerAdapters, LowRank
+from marin_rl.inference.linear_layers import LayerAdapters, LowRank
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

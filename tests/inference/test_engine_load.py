@@ -1,13 +1,13 @@
 """Occupancy of slots under a mixed load, by counting steps: never by a clock."""
 
-import time
 from contextlib import closing
 
 import jax
 import numpy as np
 import pytest
-from inference.engines import bits, engine_of, request_of, result_of
+from inference.engines import bits, engine_of, request_of, result_of, together
 from support.models import tiny_model
+from support.servers import wait_until
 
 from marin_rl.inference.generation import Delta
 
@@ -22,9 +22,8 @@ def test_a_group_that_finds_few_free_slots_copies_its_prompt_from_a_sibling(mode
         ]
         before = engine.stats.snapshot()
         blocker = request_of(30, prompt_seed=4, n=5, max_tokens=23)
-        engine.pause()
-        futures = [engine.submit(blocker), engine.submit(request)]
-        engine.resume()
+        with together(engine):
+            futures = [engine.submit(blocker), engine.submit(request)]
         assert bits(futures[1].result(timeout=120)) == expected
         after = engine.stats.snapshot()
         # the first three start together; each later one has a sibling or comes after all of them
@@ -49,10 +48,9 @@ def test_a_siblings_prompt_is_not_shared_across_a_swap(model):
                 swapped = True
 
         # the first four start with the old weights and end at different times
-        engine.pause()
-        blocker = engine.submit(request_of(3, n=2, max_tokens=6), swap_once)
-        future = engine.submit(request_of(40, n=6, max_tokens=11))
-        engine.resume()
+        with together(engine):
+            blocker = engine.submit(request_of(3, n=2, max_tokens=6), swap_once)
+            future = engine.submit(request_of(40, n=6, max_tokens=11))
         samples = future.result(timeout=120).samples
         blocker.result(timeout=120)
         fresh = [sample for sample in samples if sample.policy_versions is None]
@@ -135,9 +133,6 @@ def test_an_engine_that_sleeps_holds_no_caches_and_answers_the_same_once_woken(m
         engine.resume()
         assert bits(future.result(timeout=120)) == expected
         engine.sleep()
-        deadline = time.monotonic() + 30
-        while engine._runner.memory.caches and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not engine._runner.memory.caches
+        wait_until(lambda: not engine._runner.memory.caches)
         assert bits(result_of(engine, request)) == expected
         assert engine._runner.memory.caches  # a request ends what was asked before it

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from inference.engines import bits, engine_of, request_of, result_of
+from inference.engines import bits, engine_of, request_of, result_of, together
 from support.cases import printed_seed
 from support.models import tiny_model
 
@@ -42,9 +42,8 @@ def shared_while(engine: Engine, *requests: GenerationRequest) -> set[int]:
     def look(_: Delta) -> None:
         found.add(engine._batch.shared_positions(SHARE))
 
-    engine.pause()
-    futures = [engine.submit(request, look) for request in requests]
-    engine.resume()
+    with together(engine):
+        futures = [engine.submit(request, look) for request in requests]
     for future in futures:
         future.result(timeout=120)
     return found

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.hf_models import (
-    CONTEXT,
-)
+from support.hf_models import CONTEXT
 from support.models import full_logits, tiny_model
 
 from marin_rl.config import EngineConfig

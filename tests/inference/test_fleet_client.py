@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fakes import END, FakePolicyServer, logprob_of
+from support.servers import wait_until
 
 from marin_rl.errors import EndpointUnavailable, FleetEmpty, StalePolicy
 from marin_rl.inference.client import fleet_watch
@@ -54,12 +54,6 @@ def ask(
 def says_a(_text: str, _seed: int) -> str:
     """Answer that begins with the canary's token."""
     return "a"
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    """Return when it has happened."""
-    while not happened():
-        time.sleep(0.01)
 
 
 async def one(client: PolicyClient) -> np.ndarray:

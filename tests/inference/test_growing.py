@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inference.engines import CONTEXT, amid, prompt_of, request_of, together, wait_until
+from inference.engines import CONTEXT, amid, prompt_of, request_of, together
 from support.cases import others_slow
 from support.family_folders import golden, write_folder
 from support.models import tiny_model
 from support.run_factories import character_tokenizer
+from support.servers import wait_until
 
 from marin_rl.config import EngineConfig
 from marin_rl.inference.engine import Engine
@@ -61,7 +62,7 @@ def test_requests_compile_what_they_need_and_the_cache_grows_with_them() -> None
     lines: list[str] = []
     runner.announce = lines.append
     alone = request_of(10)
-    try:
+    with closing(engine):
         assert runner.cache_bytes_max == SLOTS * runner.cache_bytes
         assert not runner.programs
         first = engine.submit(alone).result(timeout=120)
@@ -79,8 +80,6 @@ def test_requests_compile_what_they_need_and_the_cache_grows_with_them() -> None
         # of four times as many rows each: 1, 4, and all six
         assert runner.rows == SLOTS
         assert [name for name in runner.programs if f"of {SLOTS} at" in name]
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, positi
     long = request_of(prompt, max_tokens=steps, raw_logprobs=True)
     short = [request_of(5, prompt_seed=i, seed=i, n=2, max_tokens=6) for i in range(2)]
     sizes: set[tuple[int, int]] = set()
-    try:
+    with closing(engine):
         with amid(engine, long) as (running, deltas):
             assert (runner.rows, runner.positions) == (1, POSITIONS_MIN)
             futures: list[Future[GenerationResult]] = [engine.submit(each) for each in short]
@@ -101,8 +100,6 @@ def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, positi
         moved = running.result(timeout=120)
         wait_until(lambda: engine.active == 0)
         sizes.add((runner.rows, runner.positions))
-    finally:
-        engine.close()
     assert len(deltas) > CHUNKS_BEFORE_SHRINKING
     # five sequences at once, then the long one alone
     assert sizes == {(SLOTS, POSITIONS_MIN), (1, positions)}
@@ -114,15 +111,13 @@ def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, positi
 def test_a_running_sequence_moves_to_a_cache_of_larger_blocks() -> None:
     engine, runner = growing_engine(LONGER)
     short, long = request_of(10, max_tokens=60), request_of(1100, prompt_seed=1)
-    try:
+    with closing(engine):
         with amid(engine, short) as (running, _):
             small = runner.plan
             joining = engine.submit(long)
         results = [running.result(timeout=120), joining.result(timeout=120)]
         assert (small.block, small.length) == (64, POSITIONS_MIN)
         assert (runner.plan.block, runner.plan.length) == (128, 1536)
-    finally:
-        engine.close()
     for ours, theirs in zip(results, of_fixed([short, long], LONGER), strict=True):
         assert_alike(ours, theirs)
 
@@ -138,7 +133,7 @@ def test_few_streams_are_decoded_token_by_token(
 ) -> None:
     engine, _ = growing_engine()
     sizes: list[int] = []
-    try:
+    with closing(engine):
         with together(engine):
             futures = [
                 engine.submit(
@@ -152,21 +147,17 @@ def test_few_streams_are_decoded_token_by_token(
             ]
         for future in futures:
             future.result(timeout=120)
-    finally:
-        engine.close()
     assert set(sizes) == expected
     assert sum(sizes) == 8 * count
 
 
 def test_caches_that_were_given_back_come_again() -> None:
     engine, runner = growing_engine()
-    try:
+    with closing(engine):
         first = engine.submit(request_of(10)).result(timeout=120)
         engine.sleep()
         wait_until(lambda: not runner.memory.caches)
         again = engine.submit(request_of(10)).result(timeout=120)
-    finally:
-        engine.close()
     assert_alike(first, again)
 
 

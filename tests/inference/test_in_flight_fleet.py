@@ -1,7 +1,6 @@
 """A fleet whose weights change within answers: which tokens are taken, and of whom."""
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.fakes import FakePolicyServer, logprob_of
+from support.servers import wait_until
 
 from marin_rl.errors import FleetEmpty, InputError, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, Completion
@@ -74,12 +74,6 @@ class Changing(FakePolicyServer):
     def completions(self) -> int:
         """Requests for other completions."""
         return sum(not is_canary(body) for body in self.requests)
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    """Return when it has happened."""
-    while not happened():
-        time.sleep(0.01)
 
 
 def is_canary(body: Mapping[str, Any]) -> bool:

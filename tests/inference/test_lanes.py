@@ -16,10 +16,10 @@ from inference.engines import (
     result_of,
     results_under_load,
     together,
-    wait_until,
 )
 from support.cases import printed_seed
 from support.models import tiny_model
+from support.servers import wait_until
 
 from marin_rl.cpu_streams import (
     LANE_SLOTS_MIN,
@@ -30,8 +30,7 @@ from marin_rl.cpu_streams import (
 from marin_rl.errors import InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta
-from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import read_model
+from marin_rl.inference.weights import fused_weights, read_model
 from marin_rl.machine import pool_threads
 from marin_rl.models.module import LanguageModel
 

@@ -16,8 +16,7 @@ from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.programs import ChunkInputs, Limits, decode_chunk
-from marin_rl.inference.weight_fusion import compiled_layers, fused_weights
-from marin_rl.inference.weights import read_model
+from marin_rl.inference.weights import compiled_layers, fused_weights, read_model
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.mesh import layout_of
 from marin_rl.training.model import named_parameters, with_parameters
@@ -123,22 +122,18 @@ def test_eight_devices_answer_as_one():
 @pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
-    engine = engine_of(on_mesh(model_of(0), fsdp=2))
-    runner, table = engine._runner, engine._batch
-    weights, limits = engine.policy.weights, Limits(np.int32(4), np.int32(0))
-    given = ChunkInputs(table.inputs, table.extras.on_device(0), limits)
-    sizes = {"spec": engine.spec}
-    try:
+    with closing(engine_of(on_mesh(model_of(0), fsdp=2))) as engine:
+        runner, table = engine._runner, engine._batch
+        weights, limits = engine.policy.weights, Limits(np.int32(4), np.int32(0))
+        given = ChunkInputs(table.inputs, table.extras.on_device(0), limits)
+        sizes, dtype = {"spec": engine.spec}, np.dtype(np.float32)
         with runner._placement.active():
-            dtype = np.dtype(np.float32)
             fuse = compiled_layers.lower(layers=weights.layers, dtype=dtype, **sizes)
             fused = fused_weights(engine.spec, weights, dtype)
             chunk = decode_chunk.lower(
                 fused, runner.rotary, runner.memory.caches[0], given, **sizes, steps=4
             )
         in_fuse, in_chunk = gathers(fuse), gathers(chunk)
-    finally:
-        engine.close()
     assert in_fuse
     # tokens, logprobs and counts may be gathered in a chunk; weights [.., 32] and the cache never
     assert not [line for line in in_chunk if ",32]" in line or ",64]" in line], in_chunk

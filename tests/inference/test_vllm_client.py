@@ -16,12 +16,12 @@ from support.vllm_stand_in import VllmStandIn
 from marin_rl.config import InferenceConfig, PolicyConfig
 from marin_rl.errors import BadResponse, FleetEmpty, RequestRejected, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer
+from marin_rl.inference.client.dialects import VllmDialect, spans_of
 from marin_rl.inference.client.fleet import FleetOptions
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import PolicyClient, client_of
 from marin_rl.inference.client.proofs import CANARY, CANARY_PROMPT, CANARY_SEED, VersionsProof
 from marin_rl.inference.client.protocol import ChatRequest, label_of, parse_label
-from marin_rl.inference.client.token_dialects import VllmDialect, spans_of
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.serving.server import PolicyServer
 from marin_rl.types import Canary, Message, Sampling

@@ -8,18 +8,18 @@ from support.adapters import DOWN, OUTPUT, QUERY, SHAPES
 
 from marin_rl.config import LoraConfig
 from marin_rl.errors import InputError
-from marin_rl.lora import (
+from marin_rl.lora.adapter import (
     LoraModule,
     adapter_of,
     check_adapter_name,
-    configured_modules,
+    check_rank,
     initial_arrays,
     linear_shapes,
     merged,
     module_name,
     policy_digest,
 )
-from marin_rl.lora.adapter import check_rank
+from marin_rl.lora.peft import configured_modules
 
 
 def test_every_linear_layer_is_adapted_by_default_and_nothing_else() -> None:

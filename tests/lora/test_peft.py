@@ -15,7 +15,8 @@ from support.adapters import DOWN, OUTPUT, QUERY, SHAPES, random_adapter
 
 from marin_rl.config import LoraConfig
 from marin_rl.errors import InputError
-from marin_rl.lora import LoraModule, merged, read_peft, write_peft
+from marin_rl.lora.adapter import LoraModule, merged
+from marin_rl.lora.peft import read_peft, write_peft
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 

@@ -23,7 +23,8 @@ from support.hf_models import VOCABULARY, write_checkpoint
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import LoraConfig
-from marin_rl.lora import Adapter, read_peft, write_peft
+from marin_rl.lora.adapter import Adapter
+from marin_rl.lora.peft import read_peft, write_peft
 from marin_rl.serving.weights.export import merge
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.adapters import policy_module, with_adapter

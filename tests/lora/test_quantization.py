@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.adapters import SHAPES
 
-from marin_rl.lora import linear_shapes
+from marin_rl.lora.adapter import linear_shapes
 from marin_rl.lora.quantization import (
     NF4_LEVELS,
     dequantize_base,

@@ -15,9 +15,9 @@ from support.run_factories import character_tokenizer
 from marin_rl.config import LoraConfig, MeshConfig
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
-from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import read_model, rotary_table
-from marin_rl.lora import configured_modules, initial_arrays
+from marin_rl.inference.weights import fused_weights, read_model, rotary_table
+from marin_rl.lora.adapter import initial_arrays
+from marin_rl.lora.peft import configured_modules
 from marin_rl.lora.quantization import quantize_base
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.adapters import merged_model, policy_module, with_adapter, with_quantized

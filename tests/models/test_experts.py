@@ -18,8 +18,7 @@ from support.quick_programs import run_on_devices
 from marin_rl.config import MeshConfig
 from marin_rl.errors import ConfigError
 from marin_rl.inference.decoder import FusedLinears
-from marin_rl.inference.weight_fusion import compiled_layers
-from marin_rl.inference.weights import read_model
+from marin_rl.inference.weights import compiled_layers, read_model
 from marin_rl.models.block import after_mlp
 from marin_rl.models.experts import GROUPED_TOKENS_MIN, routing_of, takes_grouped
 from marin_rl.models.families import described

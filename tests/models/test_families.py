@@ -20,8 +20,7 @@ from transformers import LlamaConfig
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
 from marin_rl.inference.kv_cache import empty_cache
-from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import read_model, rotary_table
+from marin_rl.inference.weights import fused_weights, read_model, rotary_table
 from marin_rl.models.families import (
     LLAMA_DEFAULTS,
     check_peft_names,

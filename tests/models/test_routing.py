@@ -14,8 +14,7 @@ from support.family_folders import golden, tokens
 from marin_rl.inference import decoder
 from marin_rl.inference.decoder import FusedLinears
 from marin_rl.inference.kv_cache import Limits, attend, empty_cache, write
-from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import Decoder, Rotary, read_model, rotary_table
+from marin_rl.inference.weights import Decoder, Rotary, fused_weights, read_model, rotary_table
 from marin_rl.models.block import after_attention, after_mlp, normed
 from marin_rl.models.experts import routing_of
 from marin_rl.models.families import described

@@ -18,7 +18,8 @@ from support.servers import ENGINE, serving
 from marin_rl.config import ServerConfig
 from marin_rl.errors import InputError, StalePolicy
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.lora import Adapter, policy_digest, write_peft
+from marin_rl.lora.adapter import Adapter, policy_digest
+from marin_rl.lora.peft import write_peft
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer

@@ -11,7 +11,8 @@ from support.models import tiny_model
 from support.servers import CHAT, ENGINE, chat_body, check_sampled, sampled, serving, talk
 
 from marin_rl.config import ServerConfig
-from marin_rl.lora import Adapter, policy_digest, write_peft
+from marin_rl.lora.adapter import Adapter, policy_digest
+from marin_rl.lora.peft import write_peft
 from marin_rl.serving.server import PolicyServer
 
 ADMIN = {"Authorization": "Bearer of-the-admin"}

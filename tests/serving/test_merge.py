@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from marin_rl import cli
 from marin_rl.errors import ConfigError, InputError, StoreUnavailable
-from marin_rl.lora import write_peft
+from marin_rl.lora.peft import write_peft
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.hf_folders import load_hf, save_hf
 from marin_rl.training.model import build_model, named_parameters

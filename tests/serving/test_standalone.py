@@ -23,7 +23,7 @@ from marin_rl import cli
 from marin_rl.commands.serve import serving_config
 from marin_rl.config import Config, LoraConfig
 from marin_rl.errors import ConfigError, MarinRLError, ObjectMissing
-from marin_rl.lora import write_peft
+from marin_rl.lora.peft import write_peft
 from marin_rl.serving import launch as standalone
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.runs import Run

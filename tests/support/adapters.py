@@ -3,7 +3,8 @@
 import numpy as np
 
 from marin_rl.config import LoraConfig
-from marin_rl.lora import Adapter, Shapes, adapter_of, configured_modules, initial_arrays
+from marin_rl.lora.adapter import Adapter, Shapes, adapter_of, initial_arrays
+from marin_rl.lora.peft import configured_modules
 
 STACK = "transformer/layers/stacked"
 # 2 layers, 2 key/value heads of 3 query heads each, head size 4, width 24, MLP 10

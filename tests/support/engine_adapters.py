@@ -8,8 +8,8 @@ from marin_rl.config import LoraConfig
 from marin_rl.inference.adapters import LoadedAdapter
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationResult
-from marin_rl.lora import Adapter
-from marin_rl.lora import merged as merged_parameters
+from marin_rl.lora.adapter import Adapter
+from marin_rl.lora.adapter import merged as merged_parameters
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.model import named_parameters, parameter_shapes, with_parameters
 

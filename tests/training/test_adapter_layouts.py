@@ -8,7 +8,7 @@ from support.policy_runs import play_round, small_run
 from training.trained_runs import begin, play
 
 from marin_rl.errors import ConfigError
-from marin_rl.lora import a_name
+from marin_rl.lora.adapter import a_name
 from marin_rl.runtime import RunRuntime
 from marin_rl.storage.runs import Run, base_slot, committed
 from marin_rl.storage.upkeep.audit import audit_run

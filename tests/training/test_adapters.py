@@ -13,8 +13,8 @@ from training.trained_runs import batches_of, begin, play
 from marin_rl.compilation import device_array
 from marin_rl.config import LoraConfig, ObjectiveConfig
 from marin_rl.errors import ConfigError, CorruptObject, InputError, ObjectMissing
-from marin_rl.lora import configured_modules, initial_arrays, merged, policy_digest, write_peft
-from marin_rl.lora.adapter import digest_of
+from marin_rl.lora.adapter import digest_of, initial_arrays, merged, policy_digest
+from marin_rl.lora.peft import configured_modules, write_peft
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, read_folder
 from marin_rl.serving.weights.export import export_hf
 from marin_rl.storage.commits import manifest_of

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from marin_rl.config import SFTConfig, TrainingConfig
-from marin_rl.lora import LinearShape
+from marin_rl.lora.adapter import LinearShape
 from marin_rl.training.optimizer import (
     learning_rate_schedule,
     make_optimizer,

@@ -10,7 +10,7 @@ from training.batches import VOCAB, random_batch, tiny_policy
 from training.steps import make_step
 
 from marin_rl.config import InferenceConfig, LoraConfig, ObjectiveConfig
-from marin_rl.lora import initial_arrays, merged
+from marin_rl.lora.adapter import initial_arrays, merged
 from marin_rl.lora.quantization import dequantize_base, quantize_base
 from marin_rl.serving.weights.canary import rehearse
 from marin_rl.training.adapters import merged_model, policy_module, with_adapter, with_quantized

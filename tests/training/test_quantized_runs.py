@@ -13,9 +13,9 @@ from marin_rl.config import LoraConfig, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.inference.decoder import decode_step, hidden_states
 from marin_rl.inference.kv_cache import empty_cache
-from marin_rl.inference.weight_fusion import fused_weights
-from marin_rl.inference.weights import read_model, rotary_table
-from marin_rl.lora import configured_modules, policy_digest
+from marin_rl.inference.weights import fused_weights, read_model, rotary_table
+from marin_rl.lora.adapter import policy_digest
+from marin_rl.lora.peft import configured_modules
 from marin_rl.lora.quantization import (
     is_quantized,
     quantize_base,

@@ -52,10 +52,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTimings:
-    """Time that a prompt's samples took on the server by phase, in seconds.
+    """Seconds that a prompt's samples took on the server by phase, until the last of them ended.
 
-    None where the server does not report it. Samples of one prompt share them: decoding ends with
-    the last of them.
+    None where the server does not report them.
     """
 
     queue_s: float | None = None

@@ -28,15 +28,11 @@ State = Literal["new", "ready", "lost", "refused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Options of a fleet that is watched.
+    """Options of a fleet that is watched."""
 
-    `zone` is the label of near endpoints; `timeout_s` bounds how long none is ready, and `probe_s`
-    is the time between two looks at one.
-    """
-
-    zone: str | None = None
-    timeout_s: float = 300.0
-    probe_s: float = 1.0
+    zone: str | None = None  # label of near endpoints
+    timeout_s: float = 300.0  # for which none may be ready
+    probe_s: float = 1.0  # between two looks at an endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,7 +138,6 @@ class HttpClient:
         return 0.0 if left_s <= 0 else left_s + random.uniform(0, min(left_s, PAUSE_FIRST_S))
 
     def _refusal(self, url: str, error: "openai.APIStatusError") -> MarinRLError:
-        """Error for a status other than 2xx."""
         # openai's own prefix repeats the status that is said here.
         words = error.message.removeprefix(f"Error code: {error.status_code} - ")
         message = self._message(url, f"status {error.status_code}: {words}")
@@ -204,7 +203,6 @@ class ConnectionPools:
 
     @contextmanager
     def lend(self) -> "Iterator[openai.AsyncOpenAI]":
-        """Lend the client of a pool with a connection that no request uses."""
         if not self._unused:
             client = self._connect()
             self._all.append(client)

@@ -18,7 +18,14 @@ import tenacity
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import BadResponse, EndpointUnavailable, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, model_ids
-from marin_rl.inference.client.dialects import ChatDialect, Dialect, Read
+from marin_rl.inference.client.dialects import (
+    ChatDialect,
+    Dialect,
+    Read,
+    SGLangDialect,
+    Template,
+    VllmDialect,
+)
 from marin_rl.inference.client.fleet import FleetOptions, Member
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.fleet_watch import FleetWatch, Proof
@@ -26,7 +33,6 @@ from marin_rl.inference.client.http_client import PAUSE_FIRST_S, HttpClient, Roo
 from marin_rl.inference.client.proofs import PolicyProof, check_answer
 from marin_rl.inference.client.protocol import ChatClient, ChatRequest, TurnsRequest
 from marin_rl.inference.client.publishing import Publisher
-from marin_rl.inference.client.token_dialects import SGLangDialect, Template, VllmDialect
 
 PAUSE_MAX_S = 30.0
 
@@ -44,12 +50,10 @@ class PolicyClient(ChatClient):
     """Completions of one served model from any of several equal endpoints.
 
     With a `source` they are a fleet: the endpoints that it names now, each once it has passed the
-    `proof`, of which the trainer has proven `endpoints` just now. Without one they are `endpoints`,
-    for good, each asked in turn. A fault that may pass moves a request on to the next endpoint,
-    with exponential back-off and full jitter after each turn around all of them, `attempts_max`
-    times; an endpoint of a fleet that is lost meanwhile does not count. `connection` are the
-    options of `HttpClient`. Belongs to the event loop that first uses it: one client per
-    `asyncio.run`, closed at its end.
+    `proof`; the trainer has proven `endpoints` just now. Without one they are `endpoints`, for
+    good, each asked in turn. A fault that may pass moves a request on to the next endpoint, with
+    exponential back-off and full jitter after each turn around all of them, `attempts_max` times.
+    `connection` are the options of `HttpClient`. One client belongs to one event loop.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int32
 
 from marin_rl.errors import BadResponse, EndpointUnavailable, InputError, StalePolicy
 from marin_rl.inference.client.answers import ChatAnswer, Completion, model_ids
+from marin_rl.inference.client.dialects import labelled
 from marin_rl.inference.client.fleet_watch import EndpointAccess, Proof
 from marin_rl.inference.client.protocol import (
     DIGEST_DIGITS,
@@ -31,7 +32,6 @@ from marin_rl.inference.client.protocol import (
     served_model_id,
 )
 from marin_rl.inference.client.publishing import Publisher
-from marin_rl.inference.client.token_dialects import labelled
 from marin_rl.types import Canary, CanarySample, Message, Sampling
 
 Digests = Callable[[int], Awaitable[str]]
@@ -48,10 +48,10 @@ PROBE_TOKENS = 16  # that servers accept of a probe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySize:
-    """Samples of the canary, and tokens of each at most.
+    """Samples of the canary, and tokens of each at most; a `probe` goes before waiting requests.
 
-    Several samples side by side cost an engine as many steps as one of them, and give tokens enough
-    also where a policy ends after one or two. A `probe` goes before requests that wait.
+    Several samples cost an engine no more steps than one, and give tokens enough also where a
+    policy ends after one or two.
     """
 
     samples: int = 8
@@ -263,8 +263,7 @@ class VersionsProof(Proof):
     async def _prove(self, endpoint: EndpointAccess, version: int) -> None:
         """Have an endpoint sample the canary by a version, once.
 
-        Raises EndpointUnavailable where it has gone on to another one, StalePolicy for other
-        weights.
+        Raises EndpointUnavailable where it has gone on to another, StalePolicy for other weights.
         """
         if self._canary_of is None:
             return

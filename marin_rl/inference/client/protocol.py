@@ -1,12 +1,10 @@
 """Wire protocol of client and server: OpenAI's chat route with token ids, as vLLM defines it.
 
 A request carries `return_token_ids: true` and `logprobs: true`; the answer then has the prompt's
-ids at its top level (`prompt_token_ids`) and, in each choice, `token_ids` (a final stop token
-included) with one logprob per id. Our own additions are optional on both sides, and servers that do
-not know them ignore them: `compact_logprobs` in the request asks for the flat list `token_logprobs`
-in place of `logprobs.content`; the answer may carry `policy_versions` per choice, `weight_version`,
-`parameters_digest` and `timings`, which the answer to several prompts has in each choice. Knows
-nothing of JAX, of sockets, or of any client library.
+ids (`prompt_token_ids`) and, in each choice, `token_ids` (a final stop token included) with one
+logprob per id. Our own additions are optional on both sides: `compact_logprobs` asks for the flat
+list `token_logprobs`; an answer may carry `policy_versions` per choice, `weight_version`,
+`parameters_digest` and `timings`, which the answer to several prompts has in each choice.
 """
 
 import re
@@ -99,11 +97,10 @@ def parse_label(label: str) -> ServedModel | None:
 class ChatRequest:
     """`n` samples of one conversation from one served model.
 
-    With `prompt_ids` the prompt is these very ids, and the server renders nothing. `tools` are
-    functions as OpenAI's clients send them, each with its JSON schema. A `probe`, of a few tokens,
-    is served first by our servers. `session` is not sent: it is for the client.
-    `template_options` are for the chat template, and `stop_token_ids` end a completion in addition
-    to the ids that the endpoint knows.
+    With `prompt_ids` the prompt is these very ids, and the server renders nothing; else
+    `template_options` are for its chat template. `tools` have their JSON schema, as OpenAI's
+    clients send it. A `probe`, of a few tokens, is served first by our servers. `session` is not
+    sent: it is for the client. `stop_token_ids` end a completion in addition to the endpoint's own.
     """
 
     model: str
@@ -238,13 +235,10 @@ class ChatClient(ABC):
     ) -> ChatAnswer:
         """`n` samples of one conversation, checked.
 
-        Requests of one `session` go to one endpoint while it can be, where a fleet has several: a
-        dialogue's cache is there. `prompt_ids` are the exact ids to go on from; without them
-        `messages` and `tools` are rendered, with `template_options`. `stop_token_ids` end a
-        completion in addition to the endpoint's own.
-        Raises EndpointUnavailable when every attempt failed, RequestRejected when the endpoint
-        refuses the request, StalePolicy when it serves another model, BadResponse when its answer
-        cannot be trained on; a client's `answer` says what else.
+        Arguments are those of `ChatRequest`; requests of one `session` go to one endpoint of a
+        fleet while it can be, where a dialogue's cache is. Raises EndpointUnavailable when every
+        attempt failed, RequestRejected when the endpoint refuses the request, StalePolicy when it
+        serves another model, BadResponse when its answer cannot be trained on.
         """
         request = ChatRequest(
             model=self.model,

@@ -20,7 +20,8 @@ from marin_rl.errors import CorruptObject, InputError, MarinRLError, StalePolicy
 from marin_rl.inference.adapters import AdapterGone, LoadedAdapter
 from marin_rl.inference.client.protocol import is_version_of, parse_served_model_id, served_model_id
 from marin_rl.inference.engine import Engine
-from marin_rl.lora import Adapter, Shapes, check_adapter_name, policy_digest, read_peft
+from marin_rl.lora.adapter import Adapter, Shapes, check_adapter_name, policy_digest
+from marin_rl.lora.peft import read_peft
 from marin_rl.models.module import LanguageModel
 from marin_rl.serving.http.prometheus import Telemetry
 from marin_rl.serving.weights.canary import canary_ids, rehearse

@@ -34,7 +34,7 @@ from marin_rl.inference.client.proofs import (
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
-from marin_rl.lora import Adapter, merged
+from marin_rl.lora.adapter import Adapter, merged
 from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
 from marin_rl.rollouts.bridge import TemplateBridge

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marin_rl.errors import ConfigError, InputError, StalePolicy, StoreUnavailable
-from marin_rl.lora import Adapter, merged, read_peft, write_peft
+from marin_rl.lora.adapter import Adapter, merged
+from marin_rl.lora.peft import read_peft, write_peft
 from marin_rl.models.families import check_peft_names
 from marin_rl.serving.weights.checkpoint_loader import Loaded, read_folder, read_slot
 from marin_rl.storage.runs import Run, policy_at, round_of
