@@ -161,11 +161,7 @@ def keep_freed_memory() -> bool:
     library = glibc()
     if library is None or jax.default_backend() != "cpu":
         return False
-    settings = {
-        M_MMAP_THRESHOLD: 1 << 30,
-        M_TRIM_THRESHOLD: _NEVER,
-        M_TOP_PAD: 64 << 20,
-    }
+    settings = {M_MMAP_THRESHOLD: 1 << 30, M_TRIM_THRESHOLD: _NEVER, M_TOP_PAD: 64 << 20}
     accepted = [library.mallopt(name, value) for name, value in settings.items()]
     return all(accepted) and share_one_heap()
 

@@ -165,10 +165,7 @@ class ToolCallStream:
     """
 
     def __init__(
-        self,
-        form: ToolFormat,
-        names: Collection[str],
-        new_id: Callable[[], str] = new_call_id,
+        self, form: ToolFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id
     ) -> None:
         self._form = form
         self._new_id = new_id

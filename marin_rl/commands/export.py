@@ -14,11 +14,25 @@ from marin_rl.progress import phase
 
 if TYPE_CHECKING:
     from marin_rl.storage.runs import Run
-    from marin_rl.storage.upkeep.archive import Archived
 
 DTYPES = ("float32", "bfloat16", "float16")
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 PAIRS_SUFFIXES = (".jsonl", ".parquet")
+
+
+def _known_dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    return dtype
+
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="new folder for the model")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="of the files: float32, bfloat16 or float16", callback=_known_dtype
+    ),
+]
 
 
 def export(  # noqa: PLR0913 - each is an option of the command
@@ -79,27 +93,24 @@ def export(  # noqa: PLR0913 - each is an option of the command
         raise ConfigError("--hf, --peft and --gguf write different things: expected one of them")
     if gguf_type not in GGUF_TYPES:
         raise ConfigError(f"--gguf-type: expected one of {', '.join(GGUF_TYPES)}")
-    for option, path in asked:
-        _export_weights(run, option, path, chosen, gguf_type=gguf_type, as_json=as_json)
+    if asked:
+        _export_weights(run, *asked[0], chosen, gguf_type=gguf_type, as_json=as_json)
         return
     if rollouts is not None:
-        _export_rollouts(run, rollouts, output, chosen, as_json=as_json)
+        target = output or Path(f"{run.run_id}-{rollouts}.jsonl")
+        written = integration("exchange").export_rollouts(run, rollouts, target, chosen)
+        failed = f"{written.left_out} rollouts failed and are left out"
+        line = f"{target}: {written.lines} lines; {failed}"
+        print_result(asdict(written) | {"path": target}, line, as_json=as_json)
         return
     if rounds is not None:
         raise ConfigError(
             "--round chooses a checkpoint or rollouts: expected --hf, --peft, --gguf or --format"
         )
+    from marin_rl.display.tables import size
     from marin_rl.storage.upkeep.archive import write_archive
 
-    _print_archive(
-        write_archive(run, output or Path(f"{run_name}.tar"), everything=everything),
-        as_json=as_json,
-    )
-
-
-def _print_archive(archive: "Archived", *, as_json: bool) -> None:
-    from marin_rl.display.tables import size
-
+    archive = write_archive(run, output or Path(f"{run_name}.tar"), everything=everything)
     left = f"{archive.left_out} committed objects are left out: --all exports them too"
     print_result(
         archive,
@@ -111,13 +122,7 @@ def _print_archive(archive: "Archived", *, as_json: bool) -> None:
 
 
 def _export_weights(
-    run: "Run",
-    option: str,
-    path: Path,
-    rounds: list[int] | None,
-    *,
-    gguf_type: str,
-    as_json: bool,
+    run: "Run", option: str, path: Path, rounds: list[int] | None, *, gguf_type: str, as_json: bool
 ) -> None:
     if rounds is not None and len(rounds) > 1:
         raise ConfigError(f"--round: expected one checkpoint with {option}, found {len(rounds)}")
@@ -154,10 +159,8 @@ def _export_weights(
 def import_(
     *,
     gguf: Annotated[Path, typer.Option("--gguf", help="file of llama.cpp")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="new folder for the model")],
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="of the files: float32, bfloat16 or float16")
-    ] = "bfloat16",
+    output: Output,
+    dtype: Dtype = "bfloat16",
     as_json: opt.AsJson = False,
 ) -> None:
     """Write the Hugging Face folder of a GGUF file.
@@ -165,8 +168,6 @@ def import_(
     With its configuration, tokenizer, chat template, and weights, dequantised; nothing is
     overwritten. Runs, `serve --model` and transformers read such a folder.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     with phase("importing"):
         from marin_rl.gguf.conversion import import_gguf
 
@@ -186,10 +187,8 @@ def merge(
     *,
     base: Annotated[Path, typer.Option("--base", help="Hugging Face folder of the base")],
     adapter: Annotated[Path, typer.Option("--adapter", help="PEFT folder")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="new folder for the model")],
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="of the files: float32, bfloat16 or float16")
-    ] = "float32",
+    output: Output,
+    dtype: Dtype = "float32",
     push_to_hub: Annotated[
         str | None, typer.Option("--push-to-hub", help="upload as this repository, too")
     ] = None,
@@ -200,8 +199,6 @@ def merge(
     As a Hugging Face folder; nothing is overwritten. `marin-rl export RUN --hf FOLDER` does the
     same for a run's checkpoint.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     with phase("merging"):
         from marin_rl.serving.weights.export import check_hub_name, push_folder
         from marin_rl.serving.weights.export import merge as merge_folders
@@ -233,15 +230,6 @@ def _export_verl(
     )
 
 
-def _export_rollouts(
-    run: "Run", name: str, output: Path | None, rounds: list[int] | None, *, as_json: bool
-) -> None:
-    target = output or Path(f"{run.run_id}-{name}.jsonl")
-    written = integration("exchange").export_rollouts(run, name, target, rounds)
-    line = f"{target}: {written.lines} lines; {written.left_out} rollouts failed and are left out"
-    print_result(asdict(written) | {"path": target}, line, as_json=as_json)
-
-
 def pairs(
     run_name: opt.RunName,
     *,
@@ -271,12 +259,8 @@ def pairs(
     from marin_rl.storage.runs import Run
     from marin_rl.storage.tables.pairs import write_pairs
 
-    ranked = pairs_of_run(
-        Run.open(root, run_name),
-        component=component,
-        margin_min=margin,
-        rounds=chosen,
-    )
+    run = Run.open(root, run_name)
+    ranked = pairs_of_run(run, component=component, margin_min=margin, rounds=chosen)
     write_pairs(output, ranked)
     facts = {"path": output, "pairs": len(ranked)}
     print_result(facts, f"wrote {len(ranked)} pairs to {output}", as_json=as_json)

@@ -29,10 +29,7 @@ RolloutsMax = Annotated[
 
 
 def status(
-    run_name: opt.AnyRunName = None,
-    *,
-    as_json: opt.AsJsonLines = False,
-    root: opt.Root = "runs",
+    run_name: opt.AnyRunName = None, *, as_json: opt.AsJsonLines = False, root: opt.Root = "runs"
 ) -> None:
     """Show rounds and latest metrics of one run or of all.
 
@@ -106,7 +103,7 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
 
     --id shows one of them as a dialogue: every turn in order, with its reward.
     """
-    from marin_rl.analysis.dialogues import RolloutFilter, rollout_named, sample_rollouts
+    from marin_rl.analysis.dialogues import RolloutFilter, dialogue, rollout_named, sample_rollouts
     from marin_rl.storage.runs import Run
 
     where = RolloutFilter(
@@ -121,17 +118,16 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
         rows = sample_rollouts(run, round_number, limit or 8, worst_first=worst, where=where)
     if as_json:
         print_json(*rows)
-        return
-    _print_rollouts(run, rows, as_dialogue=rollout is not None)
+    elif rollout is not None:
+        out.print(dialogue(rows[0]))
+    else:
+        _print_rollouts(run, rows)
 
 
-def _print_rollouts(run: "Run", rows: Sequence[Mapping[str, Any]], *, as_dialogue: bool) -> None:
-    from marin_rl.analysis.dialogues import count_rollouts, dialogue
+def _print_rollouts(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
+    from marin_rl.analysis.dialogues import count_rollouts
     from marin_rl.display.tables import rollouts_table
 
-    if as_dialogue:
-        out.print(dialogue(rows[0]))
-        return
     out.print(rollouts_table(rows))
     if rows and (count := count_rollouts(run, rows[0]["rollout_id"])) > len(rows):
         print_info(f"{len(rows)} of {count:,} rollouts of the round: --limit N shows more")

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from datetime import date, timedelta
 from decimal import Decimal
@@ -46,8 +46,7 @@ def _folder_name(text: str | None) -> str | None:
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="run id", callback=_folder_name)]
 AnyRunName = Annotated[
-    str | None,
-    typer.Argument(metavar="RUN", help="run id; none: all runs", callback=_folder_name),
+    str | None, typer.Argument(metavar="RUN", help="run id; none: all runs", callback=_folder_name)
 ]
 Root = Annotated[
     str, typer.Option("--root", envvar=ROOT_VARIABLE, help="folder or URL that holds runs")
@@ -68,8 +67,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, n
 AsJsonLines = Annotated[
     bool, typer.Option("--json", help="a JSON object per line on standard output, nothing else")
 ]
-
-
 Trust = Annotated[
     bool,
     typer.Option(
@@ -118,21 +115,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def print_info(*lines: str) -> None:
-    """Print lines without markup and control characters on standard output."""
-    _print_plain(out, lines, "")
-
-
-def print_error(*lines: str, style: str = "red") -> None:
-    """Print lines without markup and control characters on standard error."""
-    _print_plain(err, lines, style)
-
-
-def _print_plain(console: Console, lines: Sequence[str], style: str) -> None:
+def print_info(*lines: str, style: str = "", console: Console = out) -> None:
+    """Print lines without markup and control characters, by default on standard output."""
     from marin_rl.display.tables import printable
 
     for line in lines:
         console.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_error(*lines: str, style: str = "red") -> None:
+    print_info(*lines, style=style, console=err)
 
 
 def print_text(text: str) -> None:
@@ -142,9 +134,8 @@ def print_text(text: str) -> None:
 def print_summary(status: "RunStatus") -> None:
     """Print what a run learned, in a sentence, and its warnings, a line each."""
     if status.headline:
-        out.print(status.headline, style="bold", markup=False, highlight=False, soft_wrap=True)
-    for line in status.warnings:
-        out.print(f"! {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_info(status.headline, style="bold")
+    print_info(*(f"! {line}" for line in status.warnings), style="yellow")
 
 
 def try_next(*commands: str) -> None:

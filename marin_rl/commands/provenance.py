@@ -51,7 +51,8 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     if rollout is not None:
         lineage = trace_forward(run, rollout)
     else:
-        lineage = trace(run, _round_of(run, round_number), step, row)
+        number = _last_processed(run) if round_number is None else round_number
+        lineage = trace(run, number, step, row)
     if graph is not None:
         write_graph(lineage, graph)
     if as_json:
@@ -81,12 +82,10 @@ def _check_start(
         )
 
 
-def _round_of(run: "Run", chosen: int | None) -> int:
-    """Return the chosen round, else the last one that has batches. Raises ObjectMissing."""
+def _last_processed(run: "Run") -> int:
+    """Return the last round that has batches. Raises ObjectMissing."""
     from marin_rl.storage.run_progress import progress
 
-    if chosen is not None:
-        return chosen
     processed = [number for number, slots in progress(run).items() if slots.batches]
     if not processed:
         raise ObjectMissing(f"run {run.run_id!r} has no processed round yet")
@@ -94,11 +93,7 @@ def _round_of(run: "Run", chosen: int | None) -> int:
 
 
 def diff(
-    first: opt.RunName,
-    second: opt.RunName,
-    *,
-    as_json: opt.AsJson = False,
-    root: opt.Root = "runs",
+    first: opt.RunName, second: opt.RunName, *, as_json: opt.AsJson = False, root: opt.Root = "runs"
 ) -> None:
     """Compare the settings and curves of two runs.
 
@@ -193,15 +188,15 @@ def replay_episode(
         episodes = [{"equal": e.equal, **asdict(e)} for e in replays.episodes]
         print_json({"equal": replays.equal, **asdict(replays), "episodes": episodes})
     else:
-        shown = [e for e in replays.episodes if rollout_id is not None or not e.equal]
         rows = [
-            (e.rollout_id, turn.turn, "differs" if turn.difference else "equal", turn.difference)
-            for e in shown
-            for turn in e.turns
+            (e.rollout_id, t.turn, "differs" if t.difference else "equal", t.difference or "")
+            for e in replays.episodes
+            if rollout_id is not None or not e.equal
+            for t in e.turns
         ]
         if rows:
             columns = ("rollout", "turn", "replayed", "first difference")
-            out.print(frame_table(columns, [(*row[:3], row[3] or "") for row in rows]))
+            out.print(frame_table(columns, rows))
         for name, (then, now) in replays.changed.items():
             print_info(f"{name}: {then} then, {now} now")
         equal = sum(episode.equal for episode in replays.episodes)
@@ -260,10 +255,8 @@ def reprocess(
     from marin_rl.storage.runs import Run
     from marin_rl.training.reprocess import reprocess_round
 
-    run = Run.open(root, run_name)
-    outcome = reprocess_round(
-        run, round_number, overrides or (), rewards, gradient=gradient, trust=trust
-    )
+    run, changes = Run.open(root, run_name), overrides or ()
+    outcome = reprocess_round(run, round_number, changes, rewards, gradient=gradient, trust=trust)
     if as_json:
         print_json(outcome)
         return
@@ -280,11 +273,9 @@ def reprocess(
         rows["correlation"] = _number(kept.correlation)
         rows["difference"] = f"mean {kept.mean:.6g}, largest {kept.largest:.6g}"
         rows["signs that differ"] = str(kept.signs)
-    if outcome.gradient is not None:
-        rows["gradient norm"] = (
-            f"{outcome.gradient.norm_before:.6g} -> {outcome.gradient.norm_after:.6g}"
-        )
-        rows["gradient cosine"] = _number(outcome.gradient.cosine)
+    if (moved := outcome.gradient) is not None:
+        rows["gradient norm"] = f"{moved.norm_before:.6g} -> {moved.norm_after:.6g}"
+        rows["gradient cosine"] = _number(moved.cosine)
     out.print(key_values(f"Round {outcome.round}", rows))
 
 

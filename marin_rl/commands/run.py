@@ -32,6 +32,7 @@ from marin_rl.machine import room
 
 if TYPE_CHECKING:
     from marin_rl.planning import Plan
+    from marin_rl.slot_ref import SlotRef
 
 SAID_BYTES = 10**9  # checkpoints of this size are announced before a run
 MORE_ROUNDS = 20  # that the line to continue a finished run proposes
@@ -88,7 +89,7 @@ def sft(
     from marin_rl.doctor.start import before_engines
 
     checkpoint = before_engines(config, "sft") or play("sft", config, as_json=as_json)
-    place = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
+    place = _place_of(checkpoint, config)
     if as_json:
         print_json({"checkpoint": place, **checkpoint.summary})
         return
@@ -98,8 +99,8 @@ def sft(
         return
     # Another start is another content, so it is another run.
     start = ("policy.init=checkpoint", f"policy.checkpoint={place}")
-    options = _options(config, f"{config.run_id}-rl", [*(overrides or ()), *start])
-    try_next(f"run {shlex.quote(str(config_file))}{options}")
+    changes = [*(overrides or ()), *start]
+    try_next(_run_file(config_file, config, f"{config.run_id}-rl", changes))
 
 
 def reward_model(
@@ -139,8 +140,9 @@ def preference(
 
     Or continue where it stopped.
     """
-    given = [] if from_run is None else [f"preference.pairs={json.dumps(str(from_run.resolve()))}"]
-    changes = [*(overrides or ()), *given]
+    changes = [*(overrides or ())]
+    if from_run is not None:
+        changes.append(f"preference.pairs={json.dumps(str(from_run.resolve()))}")
     config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
     if dry_run:
         _print_pair_plan(config, as_json=as_json)
@@ -190,13 +192,17 @@ def _learn_from_pairs(flow: str, config: Config, *, as_json: bool) -> str:
     from marin_rl.doctor.start import before_engines
 
     checkpoint = before_engines(config, flow) or play(flow, config, as_json=as_json)
-    slot = f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
-    metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
+    place = _place_of(checkpoint, config)
     if as_json:
-        print_json({"checkpoint": slot, **checkpoint.summary})
+        print_json({"checkpoint": place, **checkpoint.summary})
     else:
+        metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
         out.print(key_values(f"{flow.capitalize().replace('-', ' ')} {config.run_id}", metrics))
-    return slot
+    return place
+
+
+def _place_of(checkpoint: "SlotRef", config: Config) -> str:
+    return f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
 
 
 def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
@@ -263,12 +269,8 @@ def _print_plan(config: Config, *, as_json: bool) -> None:
     except StorageError as error:
         print_info(f"whether run {config.run_id} exists is not known: {error}")
         return
-    if trained is None:
-        print_info(f"run {config.run_id} is new under {config.root}")
-    else:
-        print_info(
-            f"run {config.run_id} exists with the same content: {trained} rounds are trained"
-        )
+    known = f"exists with the same content: {trained} rounds are trained"
+    print_info(f"run {config.run_id} {f'is new under {config.root}' if trained is None else known}")
 
 
 def plan_rows(config: Config, plan: "Plan") -> dict[str, str]:
@@ -288,11 +290,9 @@ def plan_rows(config: Config, plan: "Plan") -> dict[str, str]:
     embedded = not config.inference.endpoints
     together = or_unknown(None)
     if plan.peak_bytes:  # of the process, on each device where there are several
-        each = f" on each of {plan.devices} devices" if plan.devices > 1 else ""
-        here = room()
-        together = f"about {size(plan.peak_bytes)} at the peak{each}" + (
-            f"; {here}" if here else ""
-        )
+        together = f"about {size(plan.peak_bytes)} at the peak"
+        together += f" on each of {plan.devices} devices" if plan.devices > 1 else ""
+        together += f"; {here}" if (here := room()) else ""
     rows = {
         "rounds": f"{plan.rounds:,}",
         "shards": f"{plan.shards:,} ({config.rollouts.shards_per_round} a round)",
@@ -322,14 +322,16 @@ def checkpoints_kept(config: Config, plan: "Plan") -> str:
     """The most that checkpoints take at once, and what all rounds write; empty where unknown."""
     if plan.checkpoint_disk_bytes is None or plan.checkpoint_written_bytes is None:
         return ""
-    written = f"{size(plan.checkpoint_written_bytes)} are written in all"
+    at_once = size(plan.checkpoint_disk_bytes)
     if config.retention.checkpoints_last is None:
-        each = size(plan.checkpoint_bytes or 0)
-        several = f"all {plan.checkpoints_kept:,} of at most {each} are kept"
-        remedy = "retention.checkpoints_last keeps fewer"
-        return f"{size(plan.checkpoint_disk_bytes)}: {several} ({remedy})"
-    kept = f"of at most {plan.checkpoints_kept:,} checkpoints"
-    return f"at most {size(plan.checkpoint_disk_bytes)}, {kept}; {written}"
+        return (
+            f"{at_once}: all {plan.checkpoints_kept:,} of at most "
+            f"{size(plan.checkpoint_bytes or 0)} are kept (retention.checkpoints_last keeps fewer)"
+        )
+    return (
+        f"at most {at_once}, of at most {plan.checkpoints_kept:,} checkpoints; "
+        f"{size(plan.checkpoint_written_bytes)} are written in all"
+    )
 
 
 def _overlap(config: Config, plan: "Plan") -> str:
@@ -384,9 +386,10 @@ def _print_result(config: Config, again: str, *, as_json: bool) -> None:
     print_summary(status)
     print_info(f"learning curve: {curve}")
     average = "select round, avg(reward) as reward from rollouts group by round order by round"
+    root = root_option(config)
     try_next(
-        f'sql {config.run_id} "{average}"{root_option(config)}',
-        f"rollouts {config.run_id} --round {min(3, status.trained - 1)}{root_option(config)}",
+        f'sql {config.run_id} "{average}"{root}',
+        f"rollouts {config.run_id} --round {min(3, status.trained - 1)}{root}",
         _further(config, again, status.trained),
     )
 
@@ -407,12 +410,12 @@ def run_again(config: Config, file: Path, overrides: Sequence[str] = ()) -> str:
     if "://" not in config.root:
         return f"run {shlex.quote(f'{config.root}/{config.run_id}')}"
     # Only a local folder can stand in place of a file, so the command is given again.
-    return f"run {shlex.quote(str(file))}{_options(config, config.run_id, overrides)}"
+    return _run_file(file, config, config.run_id, overrides)
 
 
-def _options(config: Config, run_id: str, overrides: Sequence[str]) -> str:
+def _run_file(file: Path, config: Config, run_id: str, overrides: Sequence[str]) -> str:
     changes = "".join(f" --set {shlex.quote(item)}" for item in overrides)
-    return f" --run-id {run_id}{root_option(config)}{changes}"
+    return f"run {shlex.quote(str(file))} --run-id {run_id}{root_option(config)}{changes}"
 
 
 def root_option(config: Config) -> str:

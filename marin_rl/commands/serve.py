@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,10 +20,6 @@ from marin_rl.errors import ConfigError, InputError
 from marin_rl.integrations import integration
 from marin_rl.machine import share_one_heap
 from marin_rl.progress import phase
-
-if TYPE_CHECKING:
-    from marin_rl.config import Config
-
 
 Adapters = Annotated[
     list[str] | None,
@@ -120,28 +116,28 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     gc.freeze()  # modules live as long as the process: no collection is to look at them
     gc.enable()
     report = print_json if as_json else None
-    if run_name is not None:
-        from marin_rl.serving.weights.following import announcement_of
-
-        code = serve_checkpoint(
-            root,
-            run_name,
-            round_number,
-            host,
-            port,
-            config=config,
-            adapters=adapters,
-            follow=follow,
-            poll_s=poll_s,
-            register=announcement_of(labels, announce) if register else None,
-            report=report,
-        )
-        raise typer.Exit(code)
     if model is not None:
         code = serve_folder(
             model, config, host, port, adapters=adapters, report=report, begun=begun
         )
         raise typer.Exit(code)
+    assert run_name is not None, "one of the two was given"
+    from marin_rl.serving.weights.following import announcement_of
+
+    code = serve_checkpoint(
+        root,
+        run_name,
+        round_number,
+        host,
+        port,
+        config=config,
+        adapters=adapters,
+        follow=follow,
+        poll_s=poll_s,
+        register=announcement_of(labels, announce) if register else None,
+        report=report,
+    )
+    raise typer.Exit(code)
 
 
 def adapters_named(options: Sequence[str]) -> dict[str, Path]:
@@ -243,10 +239,8 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
     overrides: opt.Overrides = None,
     api_key_variable: opt.ApiKeyVariable = None,
     trust: opt.Trust = False,
-    host: Annotated[
-        str, typer.Option(envvar="MARIN_RL_HOST", help="address; others than loopback need a token")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(envvar="MARIN_RL_PORT", help="0 takes a free one")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     as_json: opt.AsJsonLines = False,
 ) -> None:
     """Receive rollouts from environments of atropos.
@@ -257,14 +251,10 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
     """
     changes = [*(overrides or ()), *key_named(api_key_variable)]
     config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
-    _check_pushed(config)
     from marin_rl.serving.http.auth import check_address
 
     check_address(config.inference, host, port)
-    from marin_rl.storage.runs import Run
-
-    atropos = integration("atropos")
-    receiver = atropos.Receiver(Run.create_or_open(config))
+    atropos, receiver = _receiver(config)
 
     def ready(url: str) -> None:
         print_error(f"receiving groups of run {config.run_id} at {url} (Ctrl-C ends)", style="")
@@ -295,11 +285,7 @@ def poll_trajectories(
     standard output for each state: ready, ended (with counts).
     """
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
-    _check_pushed(config)
-    from marin_rl.storage.runs import Run
-
-    atropos = integration("atropos")
-    receiver = atropos.Receiver(Run.create_or_open(config))
+    atropos, receiver = _receiver(config)
 
     def ready() -> None:
         print_error(f"taking groups of run {config.run_id} from {url} (Ctrl-C ends)", style="")
@@ -313,9 +299,14 @@ def poll_trajectories(
         print_json({"state": "ended", "batches": batches, **receiver.counts})
 
 
-def _check_pushed(config: "Config") -> None:
+def _receiver(config: Config) -> tuple[Any, Any]:
+    """Return the module `atropos` and its receiver of groups for a run."""
+    from marin_rl.storage.runs import Run
+
     if config.rollouts.source != "pushed":
         raise ConfigError(
             f"rollouts.source: expected pushed, found null: run {config.run_id} samples its own "
             "groups, and would train on none that are pushed"
         )
+    atropos = integration("atropos")
+    return atropos, atropos.Receiver(Run.create_or_open(config))

@@ -12,13 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from marin_rl.config.section import (
-    Count,
-    Seconds,
-    Section,
-    field,
-    optional_field,
-)
+from marin_rl.config.section import Count, Seconds, Section, field, optional_field
 from marin_rl.user_code import parse_spec
 
 # Filters of groups by name, with the least score that passes; None: it must be configured.
@@ -103,7 +97,7 @@ class OverSamplingConfig(Section):
     )
     select: Annotated[Literal["first_done"] | None, _names({"index": None})] = optional_field(
         "groups that a round takes of those that pass: null or index, the first by number; "
-        "first_done, those that were finished first, the others are cancelled",
+        "first_done, those that were finished first, the others are cancelled"
     )
 
     @model_validator(mode="before")
@@ -176,12 +170,12 @@ class ReplayConfig(Section):
         le=64,
     )
     groups: Count | None = optional_field(
-        "groups that a round trains on again, at most; null: rollouts.groups_per_round",
+        "groups that a round trains on again, at most; null: rollouts.groups_per_round"
     )
     select: ReplayOrder = optional_field(
         "order in which groups are used again: null or newest, those of the latest rounds first; "
         "by_group, those with the fewest uses first; prioritised, those with the largest mean "
-        "absolute advantage first",
+        "absolute advantage first"
     )
 
 
@@ -200,14 +194,14 @@ class AsynchronyConfig(Section):
         "sampled by the latest policy and committed as they end, and an intake record names what "
         "each round takes of them: what is finished, without groups that got older than "
         "max_staleness; windowed_wait: a round also waits for groups under way that would be too "
-        "old for the next round",
+        "old for the next round"
     )
     in_flight_updates: InFlight = optional_field(
         "windowed: true, a new checkpoint is served while completions are sampled, which go on "
         "with it, and each token has the version of its policy: the new weights compute the "
         "cache of completions under way again; keep_kv_cache, they go on over what the old ones "
         "left, and tokens are of no single policy's forward; null or false: what is under way is "
-        "finished first",
+        "finished first"
     )
     partial_tokens: PieceTokens = optional_field(
         "completions are sampled in pieces of so many tokens, and the pieces of unfinished ones "
@@ -225,23 +219,23 @@ class AsynchronyConfig(Section):
     over_sampling: Annotated[OverSamplingConfig | None, AfterValidator(_null_if_empty)] = (
         optional_field(
             "groups that are sampled for a round of which it takes some; a number is the factor; "
-            "null: a round takes what it samples",
+            "null: a round takes what it samples"
         )
     )
     group_filter: GroupFilterConfig | None = optional_field(
         "groups below the least score are not trained on; a name is the score; null: every group "
-        "passes",
+        "passes"
     )
     curriculum: CurriculumWindow = optional_field(
         "environments whose groups are solved in part are sampled more, examples that were "
         "always or never solved less, by the solve rates of so many trained rounds; solve_rate: "
-        f"{CURRICULUM_WINDOW_ROUNDS}; null or none: as environment says",
+        f"{CURRICULUM_WINDOW_ROUNDS}; null or none: as environment says"
     )
     replay: ReplayConfig | None = optional_field(
-        "groups that later rounds train on again; null: a group is trained on in one round",
+        "groups that later rounds train on again; null: a group is trained on in one round"
     )
     limits: Annotated[LimitsConfig | None, AfterValidator(_null_if_empty)] = optional_field(
-        "bounds and times, which may change when a run is continued; null: defaults",
+        "bounds and times, which may change when a run is continued; null: defaults"
     )
 
     @model_validator(mode="after")
@@ -305,12 +299,10 @@ class AsynchronyConfig(Section):
 
     @property
     def over_sampling_factor(self) -> float | None:
-        """Number of groups that are sampled for each one that a round takes."""
         return self.over_sampling.factor if self.over_sampling else None
 
     @property
     def select(self) -> Literal["first_done"] | None:
-        """Order in which a round takes its groups, where it is not that of their numbers."""
         return self.over_sampling.select if self.over_sampling else None
 
     @property
@@ -319,7 +311,6 @@ class AsynchronyConfig(Section):
 
     @property
     def selects_groups(self) -> bool:
-        """True if a round may take fewer groups than are sampled for it."""
         return any((self.dynamic_sampling, self.over_sampling_factor, self.group_filter))
 
     @property

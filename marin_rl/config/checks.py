@@ -7,33 +7,19 @@ from collections.abc import Callable
 
 from marin_rl.config.estimators import GROUPS_OF_ONE
 from marin_rl.config.sections import RunSections
-from marin_rl.config.serving import InferenceConfig
 from marin_rl.metrics import is_defined
 
 
-def check_merged_adapter(config: RunSections) -> None:
-    """Refuse to merge an adapter that a policy does not have."""
+def check_adapter(config: RunSections) -> None:
     if config.inference.serve_merged is not None and config.policy.lora is None:
         raise ValueError(
             "inference.serve_merged is about policies with an adapter, and policy.lora is "
             "null: remove it, or set policy.lora.rank"
         )
-
-
-def check_optimizer(config: RunSections) -> None:
-    """Refuse Muon for an adapter, which trains no matrix of a layer."""
-    if config.training.optimizer == "muon" and config.policy.lora is not None:
-        raise ValueError(
-            "training.optimizer muon updates the matrices of layers, which policy.lora leaves as "
-            "they are: expected optimizer null"
-        )
-
-
-def check_quantised_base(config: RunSections) -> None:
-    """Refuse what would need the base as it was before it was quantised, or cut."""
     scheme, critic = config.policy.quantize_base, config.training.critic
     if scheme is None:
         return
+    # What would need the base as it was before it was quantised, or cut.
     if critic is not None and critic.trunk == "own":
         raise ValueError(
             f"training.critic.trunk own with policy.quantize_base {scheme}: a second adapter "
@@ -65,8 +51,16 @@ def check_quantised_base(config: RunSections) -> None:
         )
 
 
+def check_optimizer(config: RunSections) -> None:
+    if config.training.optimizer == "muon" and config.policy.lora is not None:
+        raise ValueError(
+            "training.optimizer muon updates the matrices of layers, which policy.lora leaves as "
+            "they are: expected optimizer null"
+        )
+
+
 def check_pairs(config: RunSections) -> None:
-    """Refuse two sections that learn from pairs: a run has one committed copy of them."""
+    # A run has one committed copy of pairs.
     if config.reward_model is not None and config.preference is not None:
         raise ValueError(
             "reward_model and preference each commit the pairs of their run: expected one of them; "
@@ -75,7 +69,6 @@ def check_pairs(config: RunSections) -> None:
 
 
 def check_lengths(config: RunSections) -> None:
-    """Refuse lengths that the context does not hold, and lists where one is expected."""
     sampled = config.reward_model is None and config.preference is None
     if sampled and config.sampling.max_tokens >= config.policy.context_length:
         raise ValueError(
@@ -99,7 +92,6 @@ def check_lengths(config: RunSections) -> None:
 
 
 def check_lists(config: RunSections) -> None:
-    """Refuse lists of environments where one is expected, and limits above the run's."""
     others = {"sft.environment": config.sft.environment}
     others |= {f"evaluation.sets.{n}": e for n, e in (config.evaluation.sets or {}).items()}
     for key, chosen in others.items():
@@ -115,7 +107,7 @@ def check_lists(config: RunSections) -> None:
 
 
 def check_estimator(config: RunSections) -> None:
-    """Refuse an advantage without its critic, or without enough members of a group."""
+    """Refuse an advantage without its critic, enough members of a group, or its baseline."""
     estimator, rollouts = config.objective.estimator, config.rollouts
     if estimator.needs_critic and config.training.critic is None:
         raise ValueError(
@@ -139,12 +131,8 @@ def check_estimator(config: RunSections) -> None:
             f"objective.pass_k is {k} and rollouts.group_size {rollouts.group_size}: the best "
             "of k tells members of a group apart only where k is less than there are of them"
         )
-
-
-def check_greedy_baseline(config: RunSections) -> None:
-    """Refuse remax without greedy completions, and greedy completions without remax."""
-    needs, greedy = "greedy_G" in config.objective.estimator.inputs, config.rollouts.greedy_baseline
-    if needs != bool(greedy):
+    greedy = rollouts.greedy_baseline
+    if ("greedy_G" in estimator.inputs) != bool(greedy):
         raise ValueError(
             "objective.advantage remax and rollouts.greedy_baseline true need each other: "
             f"found {config.objective.advantage} and {'true' if greedy else 'null'}"
@@ -156,10 +144,10 @@ def check_greedy_baseline(config: RunSections) -> None:
         )
 
 
-def check_kl_in_reward(config: RunSections) -> None:
-    """Refuse KL in the reward of distributions that narrowed sampling gives different supports."""
-    sampling = config.sampling
-    if sampling.narrowed and config.objective.kl_in_reward:
+def check_ratios(config: RunSections) -> None:
+    """Refuse to compare log-probabilities of different supports, or of different policies."""
+    objective, sampling = config.objective, config.sampling
+    if sampling.narrowed and objective.kl_in_reward:
         raise ValueError(
             f"{sampling.filters} with "
             "objective.kl_placement reward: the sampler's log-probabilities are those of the "
@@ -167,11 +155,6 @@ def check_kl_in_reward(config: RunSections) -> None:
             "reference itself would lose reward for every token. Set kl_placement to loss, or "
             "sample with top_p 1 and top_k 0"
         )
-
-
-def check_ratios(config: RunSections) -> None:
-    """Refuse objectives whose importance ratios do not match the freshness of their samples."""
-    objective, sampling = config.objective, config.sampling
     if objective.importance_correction != "none":
         return
     if sampling.narrowed and objective.surrogate != "reinforce":
@@ -200,7 +183,6 @@ IN_FLIGHT = "asynchrony.in_flight_updates"
 
 
 def check_pushed_groups(config: RunSections) -> None:
-    """Refuse settings of sampling and scoring that pushed groups cannot follow."""
     if config.rollouts.source != "pushed":
         return
     if config.environment.reward_model is not None:
@@ -222,7 +204,6 @@ def check_pushed_groups(config: RunSections) -> None:
 
 
 def check_selection(config: RunSections) -> None:
-    """Refuse to choose among groups where there is nothing to choose by."""
     within = config.objective.estimator.within_groups
     if config.samples_on and not (within and config.filters.zero_signal):
         found = f"filters.zero_signal {config.filters.zero_signal}".lower()
@@ -235,7 +216,6 @@ def check_selection(config: RunSections) -> None:
 
 
 def check_replay(config: RunSections) -> None:
-    """Refuse to use groups again that are too old to be trained on."""
     replay, most = config.ahead.replay, config.staleness_rounds_max
     if replay is None:
         return
@@ -249,7 +229,6 @@ def check_replay(config: RunSections) -> None:
 
 
 def check_window(config: RunSections) -> None:
-    """Refuse a window of groups in which no round would ever be complete."""
     groups, most = config.rollouts.groups_per_round, config.inflight_groups_max
     if config.windowed and most < groups:
         raise ValueError(
@@ -267,7 +246,7 @@ def check_in_flight(config: RunSections) -> None:
     """Refuse new weights in flight for objectives and endpoints that cannot bear them."""
     if not config.in_flight_updates:
         return
-    objective = config.objective
+    objective, inference = config.objective, config.inference
     if objective.surrogate == "reinforce" and objective.importance_correction == "none":
         raise ValueError(
             f"{IN_FLIGHT} gives completions tokens of several policies, but objective.surrogate "
@@ -275,11 +254,6 @@ def check_in_flight(config: RunSections) -> None:
             "objective.importance_correction to truncated or masked, or choose a surrogate with a "
             "ratio (ppo_clip, say)"
         )
-    _check_endpoints_in_flight(config.inference, recompute_kv_cache=config.recompute_kv_cache)
-
-
-def _check_endpoints_in_flight(inference: InferenceConfig, *, recompute_kv_cache: bool) -> None:
-    """Raise ValueError where requests name the weights of one version, or tokens have none."""
     if inference.serve_merged is False or inference.publish == "lora_adapter":
         key = "serve_merged false" if inference.serve_merged is False else "publish lora_adapter"
         raise ValueError(
@@ -294,7 +268,7 @@ def _check_endpoints_in_flight(inference: InferenceConfig, *, recompute_kv_cache
             "with publish update_weights_from_disk, or in_flight_updates false"
         )
     if inference.publish == "vllm_reload" or inference.route == "vllm_generate":
-        _check_vllm_in_flight(inference, recompute_kv_cache=recompute_kv_cache)
+        _check_vllm_in_flight(config)
     elif inference.has_fleet and not inference.pulled:
         raise ValueError(
             f"{IN_FLIGHT} with endpoints that come and go ({', '.join(inference.endpoints)}, "
@@ -305,8 +279,9 @@ def _check_endpoints_in_flight(inference: InferenceConfig, *, recompute_kv_cache
         )
 
 
-def _check_vllm_in_flight(inference: InferenceConfig, *, recompute_kv_cache: bool) -> None:
+def _check_vllm_in_flight(config: RunSections) -> None:
     """Raise ValueError unless vLLM is sent weights, and asked where it names those of tokens."""
+    inference = config.inference
     if inference.publish != "vllm_reload" or inference.route != "vllm_generate":
         raise ValueError(
             f"{IN_FLIGHT} with inference.publish {inference.publish} and route "
@@ -321,7 +296,7 @@ def _check_vllm_in_flight(inference: InferenceConfig, *, recompute_kv_cache: boo
             "publish vllm_reload): one that joins would have no weights of the run until the next "
             "checkpoint; expected a list of URLs without labels, or in_flight_updates false"
         )
-    if not recompute_kv_cache:
+    if not config.recompute_kv_cache:
         raise ValueError(
             f"{IN_FLIGHT} keep_kv_cache with inference.publish vllm_reload: vLLM drops "
             "what its prefix cache has of the old weights only together with the caches of "
@@ -330,7 +305,6 @@ def _check_vllm_in_flight(inference: InferenceConfig, *, recompute_kv_cache: boo
 
 
 def check_sampling_ahead(config: RunSections) -> None:
-    """Refuse what cannot be sampled by an older checkpoint than the latest."""
     ahead, kept = config.max_staleness, config.retention.checkpoints_last
     if ahead and kept is not None and kept <= ahead:
         raise ValueError(
@@ -350,11 +324,7 @@ def check_sampling_ahead(config: RunSections) -> None:
             "endpoints which checkpoint they serve: set inference.publish to "
             "update_weights_from_disk or pull, so that they keep one until a round is sampled"
         )
-
-
-def check_patience(config: RunSections) -> None:
-    """Refuse to end a run early whose next rounds are sampled before an evaluation is there."""
-    if config.evaluation.patience is not None and (config.max_staleness or config.windowed):
+    if config.evaluation.patience is not None and (ahead or config.windowed):
         raise ValueError(
             "evaluation.patience ends a run before the round after an evaluation, which asynchrony "
             "samples by then: expected asynchrony.max_staleness 0, or patience null"
@@ -362,7 +332,6 @@ def check_patience(config: RunSections) -> None:
 
 
 def check_best(config: RunSections) -> None:
-    """Refuse to keep the best checkpoint by a metric that the run's evaluations do not have."""
     metric = config.retention.best
     if metric is None:
         return
@@ -376,7 +345,6 @@ def check_best(config: RunSections) -> None:
 
 
 def check_machines(config: RunSections) -> None:
-    """Refuse other machines that sample from an engine in this process."""
     if config.flow.runner != "local" and not config.inference.endpoints:
         raise ValueError(
             f"flow.runner is {config.flow.runner}, but inference.endpoints is empty: the "
@@ -385,7 +353,6 @@ def check_machines(config: RunSections) -> None:
 
 
 def check_distillation(config: RunSections) -> None:
-    """Refuse a teacher where its log-probabilities would be compared with others than its own."""
     settings, sampling = config.distillation, config.sampling
     if settings is None:
         return
@@ -423,22 +390,18 @@ def check_distillation(config: RunSections) -> None:
 # The first that fails is the one that is reported.
 CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_pushed_groups,
-    check_merged_adapter,
-    check_quantised_base,
+    check_adapter,
     check_optimizer,
     check_selection,
     check_replay,
     check_window,
     check_in_flight,
     check_sampling_ahead,
-    check_patience,
     check_best,
     check_machines,
     check_lengths,
     check_lists,
     check_estimator,
-    check_greedy_baseline,
-    check_kl_in_reward,
     check_ratios,
     check_pairs,
     check_distillation,

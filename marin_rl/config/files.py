@@ -72,9 +72,8 @@ def code_in(tree: Mapping[str, Any]) -> list[tuple[str, CodeSpec]]:
     """Names of code in a plain tree with their dotted keys."""
     named: list[tuple[str, CodeSpec]] = []
     for text in _code_texts(_copied(tree)):
+        option = text.key.partition(".options.")[2].partition(".")[0]  # "" of other keys
         spec = parse_spec(text.value)
-        # "" of keys that are no option
-        option = text.key.partition(".options.")[2].partition(".")[0]
         if spec is not None and (spec.is_file or option in ("", *CODE_OPTIONS)):
             named.append((text.key, spec))
     return named

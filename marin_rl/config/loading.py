@@ -47,26 +47,23 @@ class Config(RunSections):
     """A whole run: what is trained, on what, how, and for how many rounds."""
 
     @classmethod
-    def load(
-        cls,
-        source: str | Path | Mapping[str, Any],
-        overrides: Overrides = (),
-    ) -> "Config":
+    def load(cls, source: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> "Config":
         """Read a configuration and validate it.
 
-        Args:
-            source: a YAML file, or a nested mapping as a YAML file holds it. Files that a mapping
-                names are relative to the current folder, those of a YAML file to its own.
-            overrides: values by dotted key, `{"training.learning_rate": 1e-4}`, or as the command
-                line takes them, `["training.learning_rate=1e-4"]`.
-
-        Raises:
-            ConfigError: naming every wrong key, with the nearest known one.
+        `source` is a YAML file, or a nested mapping as a YAML file holds it. Files that a mapping
+        names are relative to the current folder, those of a YAML file to its own. `overrides` are
+        values by dotted key, `{"training.learning_rate": 1e-4}`, or as the command line takes them,
+        `["training.learning_rate=1e-4"]`. Raises ConfigError naming every wrong key, with the
+        nearest known one.
         """
         changes = as_overrides(overrides)
-        if isinstance(source, Mapping):
-            return load_tree(source, changes)
-        return load_config(source, changes)
+        if not isinstance(source, Mapping):
+            return load_config(source, changes)
+        try:
+            plain = json.loads(json.dumps(dict(source), allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"configuration: expected values that JSON has: {error}") from None
+        return _layered(plain, Path("mapping"), changes)
 
     @model_validator(mode="before")
     @classmethod
@@ -104,24 +101,12 @@ def as_overrides(overrides: Overrides) -> list[str]:
         ) from None
 
 
-def load_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Validate a nested mapping as a YAML file would hold it; raises as `load_config` does.
-
-    Files that it names are relative to the current folder.
-    """
-    try:
-        plain = json.loads(json.dumps(dict(tree), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"configuration: expected values that JSON has: {error}") from None
-    return _layered(plain, Path("mapping"), overrides)
-
-
 def pin_files(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plain tree with digests of its files of code, and with its relative paths placed.
 
     Both are sought in the current folder. Raises ConfigError naming the key.
     """
-    return place_files(pin_code(tree, Path()), lambda key: [Path()])
+    return place_files(pin_code(tree, Path()))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -144,24 +129,22 @@ def _layered(own: dict[str, Any], file: Path, overrides: Sequence[str]) -> Confi
     beneath = own.pop(RECIPE, None)
     above = override({}, recipes).get(RECIPE)
     here, beside = Path(), file.parent
-    layers = [
-        (override({}, others), (here, beside)),
-        *((tree, (folder, beside, here)) for tree, folder in [_recipe(file, above)]),
-        (_overlaid([own]), (beside, here)),
-        *((tree, (folder, beside, here)) for tree, folder in [_recipe(file, beneath)]),
-    ]
+    typed = override({}, others)
+    layers = [_recipe(file, above), (_overlaid([own]), (beside, here)), _recipe(file, beneath)]
 
     def folders(key: str) -> Sequence[Path]:
+        if _sets(typed, key):
+            return here, beside
         return next((folders for tree, folders in layers if _sets(tree, key)), (beside, here))
 
     def of_code(key: str) -> Sequence[Path]:  # none of the current folder but by an override
-        return folders(key) if _sets(layers[0][0], key) else folders(key)[:-1]
+        return folders(key) if _sets(typed, key) else folders(key)[:-1]
 
     def tell(key: str, line: str) -> None:
-        if not _sets(layers[0][0], key):
+        if not _sets(typed, key):
             _log.warning("%s: %s", key, line)
 
-    merged = override(_overlaid(tree for tree, _ in reversed(layers[1:])), others)
+    merged = override(_overlaid(tree for tree, _ in reversed(layers)), others)
     tree = place_files(pin_code(merged, of_code), folders, tell=tell)
     return parse_config(tree, source=str(file))
 
@@ -198,23 +181,24 @@ def shipped_recipes() -> list[Recipe]:
     ]
 
 
-def _recipe(file: Path, name: object) -> tuple[dict[str, Any], Path]:
-    """Keys of the recipe that `file` names, and the folder in which its paths begin."""
+def _recipe(file: Path, name: object) -> tuple[dict[str, Any], Sequence[Path]]:
+    """Keys of the recipe that `file` names, and the folders in which its files are sought."""
+    usual = (file.parent, Path())
     if name is None:
-        return {}, file.parent
+        return {}, usual
     if not isinstance(name, str):
         raise ConfigError(
             f"{file}: recipe is {name!r}; expected the name of a recipe or the path of a YAML file"
         )
     shipped = {recipe.stem: recipe for recipe in sorted(RECIPES.glob("*.yaml"))}
     if name in shipped:
-        return _read_yaml(shipped[name]), file.parent
+        return _read_yaml(shipped[name]), usual
     if (own := file.parent / name).is_file():
-        return _overlaid([_read_yaml(own)]), own.parent
+        return _overlaid([_read_yaml(own)]), (own.parent, *usual)
     # Recipes used to be a folder of files: recipes/dapo.yaml
     named = Path(name).stem if Path(name).parent.name in ("", "recipes") else name
     if named in shipped:
-        return _read_yaml(shipped[named]), file.parent
+        return _read_yaml(shipped[named]), usual
     close = difflib.get_close_matches(named, shipped, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(

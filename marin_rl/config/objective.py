@@ -9,13 +9,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from marin_rl.config.estimators import (
-    ESTIMATORS,
-    SCALES,
-    AdvantageName,
-    Estimator,
-    ScaleName,
-)
+from marin_rl.config.estimators import ESTIMATORS, SCALES, AdvantageName, Estimator, ScaleName
 from marin_rl.config.section import CodeName, Count, Section, field, optional_field
 
 # Surrogates that say what their ratio is taken over.
@@ -23,11 +17,7 @@ RATIO_LEVELS: Mapping[str, str] = MappingProxyType(
     {"gspo": "sequence_mean", "gmpo": "sequence_mean", "dppo": "token", "dppo_kl": "token"}
 )
 SURROGATE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "clip_dual": ("ppo_clip", "gspo"),
-        "cispo_clip_low": ("cispo",),
-        "dro_beta": ("dro",),
-    }
+    {"clip_dual": ("ppo_clip", "gspo"), "cispo_clip_low": ("cispo",), "dro_beta": ("dro",)}
 )
 
 

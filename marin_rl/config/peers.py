@@ -7,11 +7,11 @@ name for a mistyped one, and none that says something else.
 import csv
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PAGE = "docs/coming-from-trl-verl.md"
 SHOWN_MAX = 8
@@ -23,18 +23,12 @@ _APART = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerKey:
+class PeerKey(NamedTuple):
     """A key of another library, its value if only one counts, and our key for it."""
 
-    library: str
     key: str
-    value: str | None
+    value: str
     here: str
-
-    @property
-    def is_key(self) -> bool:
-        return self.here.startswith("`")
 
 
 def peer_rows() -> list[dict[str, str]]:
@@ -44,18 +38,16 @@ def peer_rows() -> list[dict[str, str]]:
 
 
 @cache
-def peer_keys() -> tuple[PeerKey, ...]:
-    return tuple(key for row in peer_rows() for key in _keys_of(row))
-
-
-def _keys_of(row: Mapping[str, str]) -> Iterator[PeerKey]:
-    # Of a product or a sum, the factor that has no row of its own comes first.
-    names, here = _NAME.findall(re.split(r" [\u00d7+] ", row["theirs"])[0]), row["here"]
-    separate = here.split(", ")
-    # Side by side where both lists are as long.
-    each = separate if len(separate) == len(names) else [here] * len(names)
-    for (name, value), own in zip(names, each, strict=True):
-        yield PeerKey(library=row["library"], key=name, value=value or None, here=own)
+def _peer_keys() -> tuple[PeerKey, ...]:
+    keys: list[PeerKey] = []
+    for row in peer_rows():
+        # Of a product or a sum, the factor that has no row of its own comes first.
+        names, here = _NAME.findall(re.split(r" [\u00d7+] ", row["theirs"])[0]), row["here"]
+        separate = here.split(", ")
+        # Side by side where both lists are as long.
+        each = separate if len(separate) == len(names) else [here] * len(names)
+        keys += (PeerKey(name, value, own) for (name, value), own in zip(names, each, strict=True))
+    return tuple(keys)
 
 
 def peer_hint(key: str, value: Any) -> str:
@@ -69,13 +61,17 @@ def peer_hint(key: str, value: Any) -> str:
     here = " or ".join(dict.fromkeys(match.here.replace("`", "") for match in best))
     if here.rpartition(".")[2] == key.rpartition(".")[2]:
         return f"did you mean {here}?"
-    return f"{key} is {here} here ({PAGE})" if best[0].is_key else f"{key}: {here} ({PAGE})"
+    is_key = best[0].here.startswith("`")
+    return f"{key} is {here} here ({PAGE})" if is_key else f"{key}: {here} ({PAGE})"
 
 
 def _matches(key: str, value: Any) -> list[PeerKey]:
     """Keys of the table that end as `key` does, in as many parts as any: all values of one."""
     parts = key.split(".")
-    shared = {peer: _shared(parts, peer.key.split(".")) for peer in peer_keys()}
+    shared: dict[PeerKey, int] = {}
+    for peer in _peer_keys():
+        pairs = zip(reversed(parts), reversed(peer.key.split(".")), strict=False)
+        shared[peer] = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     longest = max(shared.values())
     best = [peer for peer, count in shared.items() if count == longest > 0]
     # A section of ours with a name of theirs: the one that is in that section here.
@@ -88,22 +84,11 @@ def _matches(key: str, value: Any) -> list[PeerKey]:
     return [peer for peer in values if peer.value == str(value)] or values
 
 
-def _shared(first: list[str], second: list[str]) -> int:
-    count = 0
-    for a, b in zip(reversed(first), reversed(second), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
-
-
 def closest(name: str, known: Collection[str]) -> str | None:
     """Return the known name that a mistyped one may mean, if there is one."""
-    for close in difflib.get_close_matches(name, known, n=3, cutoff=0.7):
-        if _apart(name) == _apart(close):
-            return close
-    return None
 
+    def apart(text: str) -> list[str]:
+        return [word for word in text.split("_") if word in _APART]
 
-def _apart(name: str) -> list[str]:
-    return [word for word in name.split("_") if word in _APART]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.7)
+    return next((each for each in close if apart(each) == apart(name)), None)

@@ -45,17 +45,13 @@ class ModelConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "ModelConfig":
+    def _sizes_fit(self) -> "ModelConfig":
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads: found {self.kv_heads} and {self.heads}")
         if self.head_size is None and self.hidden_size % self.heads:
             raise ValueError(
                 f"heads must divide hidden_size: found {self.heads} and {self.hidden_size}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _family_has_it(self) -> "ModelConfig":
         usual = self.hidden_size / self.heads
         size = usual if self.head_size is None else self.head_size
         if size % 2:
@@ -122,18 +118,18 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_are_known(self) -> "LoraConfig":
-        own = {"rank", "alpha", "modules", "ranks", "alphas", "rslora"} & self.model_fields_set
         if self.init_from is None and self.rank is None:
             raise ValueError("lora.rank: expected a rank of at least 1, found null")
-        if self.init_from is not None and (given := sorted(self._changed(own))):
+        fields, own = (
+            type(self).model_fields,
+            ("alpha", "alphas", "modules", "rank", "ranks", "rslora"),
+        )
+        given = [name for name in own if getattr(self, name) != fields[name].default]
+        if self.init_from is not None and given:
             raise ValueError(
                 f"lora.init_from has ranks, scales and modules of its own: remove {given[0]}"
             )
         return self
-
-    def _changed(self, names: set[str]) -> list[str]:
-        fields = type(self).model_fields
-        return [name for name in names if getattr(self, name) != fields[name].default]
 
 
 class PolicyConfig(Section):
@@ -182,25 +178,17 @@ class PolicyConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _quantises_what_is_frozen(self) -> "PolicyConfig":
+    def _keys_go_together(self) -> "PolicyConfig":
         if self.quantize_base is not None and self.lora is None:
             raise ValueError(
                 f"quantize_base is {self.quantize_base} without policy.lora: only parameters that "
                 "are frozen next to an adapter can be quantised; set policy.lora.rank"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _date_is_one(self) -> "PolicyConfig":
         day = (self.chat_template_options or {}).get("date")
         if day is not None and not (isinstance(day, str) and _is_date(day)):
             raise ValueError(
                 f"chat_template_options.date: expected a date as YYYY-MM-DD, found {day!r:.40}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _source_is_named(self) -> "PolicyConfig":
         if self.init == "hf" and not self.hf_path:
             raise ValueError("init 'hf' needs hf_path, a local model folder")
         if self.init == "checkpoint" and not self.checkpoint:

@@ -267,7 +267,6 @@ class SamplingConfig(Section):
 
     @property
     def filters(self) -> str:
-        """The filters of tokens, for messages."""
         least = "" if self.min_p is None else f", min_p {self.min_p:g}"
         return f"sampling.top_p {self.top_p:g} and top_k {self.top_k}{least}"
 

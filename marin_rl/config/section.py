@@ -132,7 +132,6 @@ def is_left_to_the_run(info: FieldInfo, value: Any) -> bool:
 
 
 def omitted_if_none(info: FieldInfo) -> bool:
-    """Return True for keys that are left out of all that is written while they are null."""
     return bool(_mark(info, "absent"))
 
 

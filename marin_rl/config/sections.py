@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from marin_rl.config.asynchrony import AsynchronyConfig
@@ -25,12 +25,13 @@ from marin_rl.config.orchestration import (
 from marin_rl.config.policy import MeshConfig, PolicyConfig
 from marin_rl.config.sampling import EnvironmentConfig, RolloutsConfig, SamplingConfig
 from marin_rl.config.section import (
-    PLAN,
     Count,
     Section,
+    field,
     is_plan,
     is_runtime_only,
     optional_field,
+    plan_field,
     runtime_field,
     section_of,
 )
@@ -58,20 +59,13 @@ def _null_if_default(section: AsynchronyConfig | None) -> AsynchronyConfig | Non
 class RunSections(Section):
     """Sections of a run: what is trained, on what, how, and for how many rounds."""
 
-    run_id: str = Field(default="debug", pattern=RUN_ID_PATTERN, description="name of the run")
-    root: str = runtime_field(default="runs", description="folder or fsspec URL that holds runs")
+    run_id: str = field("debug", "name of the run", pattern=RUN_ID_PATTERN)
+    root: str = runtime_field("runs", "folder or fsspec URL that holds runs")
     storage_options: dict[str, Any] = runtime_field(
-        default={}, description="fsspec options (endpoint, project; never secrets)"
+        {}, "fsspec options (endpoint, project; never secrets)"
     )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**31,
-        description="root, with run_id, of every random number of the run",
-    )
-    rounds: Count = Field(
-        default=10, le=1_000_000, description="number of rounds to train", json_schema_extra=PLAN
-    )
+    seed: int = field(0, "root, with run_id, of every random number of the run", ge=0, lt=2**31)
+    rounds: Count = plan_field(10, "number of rounds to train", le=1_000_000)
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -157,7 +151,6 @@ class RunSections(Section):
 
     @property
     def samples_on(self) -> bool:
-        """True if further groups are sampled where a round has too few with a signal."""
         return self.ahead.dynamic_sampling is not None
 
     @property
@@ -250,7 +243,6 @@ def known_keys() -> list[str]:
 
 
 def free_keys() -> list[str]:
-    """Dotted names of the keys that may differ when a run is continued."""
     return [key for key, info in _fields_of(RunSections) if is_runtime_only(info)]
 
 

@@ -8,14 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from marin_rl.config.section import (
-    Count,
-    Seconds,
-    Section,
-    field,
-    optional_field,
-    runtime_field,
-)
+from marin_rl.config.section import Count, Seconds, Section, field, optional_field, runtime_field
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]")
 KEY_VARIABLE = re.compile(r"MARIN_RL_[A-Z0-9_]+")
@@ -176,13 +169,9 @@ class ServerConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _bursts_have_a_rate(self) -> "ServerConfig":
+    def _each_key_has_a_meaning(self) -> "ServerConfig":
         if self.requests_burst is not None and self.requests_per_second is None:
             raise ValueError("requests_burst: expected with requests_per_second only")
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_names(self) -> "ServerConfig":
         for name in self.hosts_allowed:
             if not _HOST.fullmatch(name):
                 raise ValueError(f"hosts_allowed: expected a host name without a port: {name!r}")
@@ -275,7 +264,7 @@ class InferenceConfig(Section):
     server: ServerConfig = ServerConfig()
 
     @model_validator(mode="after")
-    def _routes_have_adapters(self) -> "InferenceConfig":
+    def _weights_reach_the_endpoints(self) -> "InferenceConfig":
         if self.route == "sglang" and self.publish == "lora_adapter":
             raise ValueError(
                 "route: sglang samples from the base model alone; expected the chat route with "
@@ -287,11 +276,17 @@ class InferenceConfig(Section):
                 "weights, which adapters have none of; expected the chat route with "
                 "publish: lora_adapter"
             )
+        if REGISTERED in self.endpoints and not self.pulled:
+            raise ValueError(
+                f"publish is {self.publish}, but endpoints has registered: such servers take each "
+                "checkpoint by themselves; expected pull"
+            )
+        if self.pulled and not self.endpoints:
+            raise ValueError("publish is pull, but endpoints is empty: expected registered or URLs")
         return self
 
     @property
     def pulled(self) -> bool:
-        """True where the endpoints take each checkpoint by themselves."""
         return self.publish == "pull"
 
     @property
@@ -308,15 +303,3 @@ class InferenceConfig(Section):
     @property
     def is_listed(self) -> bool:
         return all(entry.startswith("http") and " " not in entry for entry in self.endpoints)
-
-    @model_validator(mode="after")
-    def _the_fleet_follows(self) -> "InferenceConfig":
-        """Refuse ways to new weights that a fleet, or no fleet, cannot take."""
-        if REGISTERED in self.endpoints and not self.pulled:
-            raise ValueError(
-                f"publish is {self.publish}, but endpoints has registered: such servers take each "
-                "checkpoint by themselves; expected pull"
-            )
-        if self.pulled and not self.endpoints:
-            raise ValueError("publish is pull, but endpoints is empty: expected registered or URLs")
-        return self

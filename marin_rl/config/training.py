@@ -8,14 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
-from marin_rl.config.section import (
-    Count,
-    Section,
-    field,
-    optional_field,
-    plan_field,
-    runtime_field,
-)
+from marin_rl.config.section import Count, Section, field, optional_field, plan_field, runtime_field
 from marin_rl.config.serving import KeyVariable
 
 
@@ -77,7 +70,6 @@ class BatchingConfig(Section):
 
     @property
     def layout(self) -> str:
-        """The packing; none where it is null and no run has chosen."""
         return self.packing or "none"
 
     @property
@@ -86,7 +78,6 @@ class BatchingConfig(Section):
 
     @property
     def packs_examples(self) -> bool:
-        """True where several examples of a warm start are in one row."""
         return self.layout == "auto"
 
 
@@ -255,7 +246,6 @@ class DistillationConfig(Section):
 
     @property
     def is_self(self) -> bool:
-        """True if the teacher is the run's own first checkpoint."""
         return not (self.folder or self.checkpoint or self.endpoint)
 
     def covers(self, environment: str) -> bool:
@@ -358,7 +348,6 @@ class PreferenceLossConfig(Section):
 
     @property
     def of_means(self) -> bool:
-        """True if an answer's log-probabilities are averaged over its tokens."""
         if self.normalise == "type":
             return self.type in ("ipo", "simpo", "orpo")
         return self.normalise == "mean"

@@ -16,11 +16,7 @@ import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.base import (
-    BaseHTTPMiddleware,
-    DispatchFunction,
-    RequestResponseEndpoint,
-)
+from starlette.middleware.base import BaseHTTPMiddleware, DispatchFunction, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -110,11 +106,7 @@ def view_app(page: RunPage, run_id: str, host: str = "127.0.0.1") -> ASGIApp:
             return Response(status_code=304, headers=headers)
         return Response(body, media_type="application/json", headers=headers)
 
-    routes = [
-        Route("/", index),
-        Route("/assets/{name}", asset),
-        Route("/data.json", data),
-    ]
+    routes = [Route("/", index), Route("/assets/{name}", asset), Route("/data.json", data)]
     return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, _ours_alone(host))])
 
 

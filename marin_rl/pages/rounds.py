@@ -155,10 +155,7 @@ def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> Round
     picks = pick(members, amount.groups, amount.members)
     rows = _picked_rows(shards, picks) if picks else {}
     reading = _Reading(
-        fates=_fates(run, round, rows),
-        scores=_scores(run, round, rows),
-        amount=amount,
-        texts=texts,
+        fates=_fates(run, round, rows), scores=_scores(run, round, rows), amount=amount, texts=texts
     )
     return RoundPart(
         round=round,
@@ -251,10 +248,7 @@ def _score_rows(run: Run, trained: int, names: list[str]) -> Iterator[dict[str, 
 
 
 def _group(
-    picked: Pick,
-    members: Sequence[Member],
-    rows: Mapping[str, dict[str, Any]],
-    reading: _Reading,
+    picked: Pick, members: Sequence[Member], rows: Mapping[str, dict[str, Any]], reading: _Reading
 ) -> GroupCard:
     first = rows[next(iter(picked.members))]
     rewards = [member.reward for member in members]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from marin_rl.config import as_overrides, load_config, override
-from marin_rl.config.loading import load_tree
+from marin_rl.config import Config, as_overrides, load_config, override
 from marin_rl.config.yaml_files import parse_yaml
 from marin_rl.environments.code_problems import read_tests
 from marin_rl.environments.prompt_files import open_rows
@@ -100,7 +99,7 @@ def test_values_are_read_as_they_are_written() -> None:
 )
 def test_mappings_have_values_of_json_alone(tree: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected values that JSON has"):
-        load_tree(tree)
+        Config.load(tree)
     endless: dict[str, Any] = {}
     endless["a"] = endless
     with pytest.raises(ConfigError, match="overrides: Circular reference"):
