@@ -9,10 +9,9 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -29,25 +28,10 @@ Estimates = Mapping[int, Estimate]  # by round, ascending
 CURVE_POINTS_MAX = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartPlan:
-    """An entry of charts.yaml."""
-
-    key: str
-    title: str
-    unit: str
-    about: str
-    metrics: Mapping[str, str]
-    kind: Literal["lines", "stack"] = "lines"
-    logarithmic: bool = False
-    without: Sequence[str] = ()
-    noise: float = 0.0
-
-
 @cache
-def plans() -> tuple[ChartPlan, ...]:
-    text = Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8")
-    return tuple(ChartPlan(**item) for item in yaml.safe_load(text))
+def plans() -> list[dict[str, Any]]:
+    """Entries of charts.yaml: fields of a chart, and its `metrics`, `without` and `noise`."""
+    return yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8"))
 
 
 def make_charts(
@@ -74,51 +58,44 @@ def _rewards(rows: Rows, training: Estimates, held_out: Estimates) -> Chart:
         "held-out reward": held_out,
         "held-out accuracy": held_out_accuracies(rows),
     }
-    lines = [
-        Line(
-            name=name,
-            x=list(estimates),
-            y=[estimate.value for estimate in estimates.values()],
-            low=[estimate.low for estimate in estimates.values()],
-            high=[estimate.high for estimate in estimates.values()],
-        )
-        for name, estimates in bands.items()
-        if estimates
-    ]
     return Chart(
         key="reward",
         title="Reward",
         unit="reward, accuracy",
         about="Mean reward of training and held-out rollouts and held-out accuracy, each with its "
         "95 % interval.",
-        lines=lines,
+        lines=[_band(name, estimates) for name, estimates in bands.items() if estimates],
     )
 
 
-def _chart(plan: ChartPlan, rows: Rows) -> Chart:
+def _band(name: str, estimates: Estimates) -> Line:
+    items = estimates.values()
+    return Line(
+        name=name,
+        x=list(estimates),
+        y=[each.value for each in items],
+        low=[each.low for each in items],
+        high=[each.high for each in items],
+    )
+
+
+def _chart(plan: Mapping[str, Any], rows: Rows) -> Chart:
     present = sorted({name for row in rows for name, value in row.items() if value is not None})
     lines = []
-    for pattern, label in plan.metrics.items():
+    for pattern, label in plan["metrics"].items():
         # The `*` of a pattern stands for one character at least.
         head, star, tail = map(re.escape, pattern.partition("*"))
         form = re.compile(f"{head}(.+){tail}" if star else f"{head}()")
         for match in filter(None, map(form.fullmatch, present)):
             values = [(row["round"], row.get(match[0])) for row in rows]
             points = [(x, float(y)) for x, y in values if y is not None and math.isfinite(y)]
-            if match[0] in plan.without or not points:
+            if match[0] in plan.get("without", ()) or not points:
                 continue
             x, y = zip(*points, strict=True)
-            if max(map(abs, y)) >= plan.noise:
+            if max(map(abs, y)) >= plan.get("noise", 0.0):
                 lines.append(Line(name=label.format(match[1]), x=list(x), y=list(y)))
-    return Chart(
-        key=plan.key,
-        title=plan.title,
-        unit=plan.unit,
-        about=plan.about,
-        lines=lines,
-        kind=plan.kind,
-        logarithmic=plan.logarithmic,
-    )
+    shown = {name: plan[name] for name in plan if name not in ("metrics", "without", "noise")}
+    return Chart(**shown, lines=lines)
 
 
 DPI = 120
@@ -133,7 +110,11 @@ def learning_curve(rows: Rows, title: str) -> bytes:
     if points := _points(rows, "reward"):
         x, y = zip(*points, strict=True)
         axes.plot(x, y, color="#9aa5b1", linewidth=1.2, label="training reward")
-    _draw_accuracy(axes, rows)
+    if accuracies := held_out_accuracies(rows):
+        band = _band("held-out accuracy", accuracies)
+        shade = {"color": "#2563eb", "alpha": 0.15, "linewidth": 0, "label": "95 % interval"}
+        axes.fill_between(band.x, band.low, band.high, **shade)
+        axes.plot(band.x, band.y, color="#2563eb", linewidth=2, marker="o", label=band.name)
     if points := _points(rows, "eval/mean_turns"):  # on a second axis, of episodes with several
         x, y = zip(*points, strict=True)
         right = axes.twinx()
@@ -163,15 +144,3 @@ def write_learning_curve(run: Run, rows: Rows) -> Path:
 
 def _points(rows: Rows, name: str) -> list[tuple[int, float]]:
     return [(row["round"], row[name]) for row in rows if row.get(name) is not None]
-
-
-def _draw_accuracy(axes: Any, rows: Rows) -> None:
-    accuracies = held_out_accuracies(rows)
-    if not accuracies:
-        return
-    x = list(accuracies)
-    y = [estimate.value for estimate in accuracies.values()]
-    low = [estimate.low for estimate in accuracies.values()]
-    high = [estimate.high for estimate in accuracies.values()]
-    axes.fill_between(x, low, high, color="#2563eb", alpha=0.15, linewidth=0, label="95 % interval")
-    axes.plot(x, y, color="#2563eb", linewidth=2, marker="o", label="held-out accuracy")

@@ -64,13 +64,16 @@ class Choice:
     members_per_group: int = 4
     rollouts_max: int = 1600
 
+    @property
+    def _of_round(self) -> int:
+        return max(1, self.groups_per_round * self.members_per_group)
+
     def rounds_max(self) -> int:
-        return max(1, self.rollouts_max // max(1, self.groups_per_round * self.members_per_group))
+        return max(1, self.rollouts_max // self._of_round)
 
     def amount(self, rounds: int) -> Amount:
         """Amount of one round that keeps a page of `rounds` rounds small enough for browsers."""
-        each = max(1, self.groups_per_round * self.members_per_group)
-        count = each * min(max(rounds, 1), self.rounds_max())
+        count = self._of_round * min(max(rounds, 1), self.rounds_max())
         return Amount(
             groups=self.groups_per_round,
             members=self.members_per_group,
@@ -106,10 +109,12 @@ class RunPage:
         sealed = [number for number in committed if committed[number].rollouts]
         shown = evenly(sealed, self._choice.rounds_max())
         amount = self._choice.amount(status.planned)
-        parts = [
-            self._round_part(number, committed, amount if number in shown else Amount(groups=0))
-            for number in sealed
-        ]
+        for number in sealed:
+            own = amount if number in shown else Amount(groups=0)
+            key = (committed[number].batches, _trained(number, committed), own)
+            if self._parts.get(number, (None, None))[0] != key:
+                self._parts[number] = (key, read_round(run, number, own, self._texts))
+        parts = [self._parts[number][1] for number in sealed]
         self._read_evaluations(committed)
         charts, absent = make_charts(
             status.rounds,
@@ -120,7 +125,6 @@ class RunPage:
         lines["rollouts"] = f"{sum(part.rollouts for part in parts):,}"
         slots = {n: self._slots.get(n) or round_slots(run, n) for n in shown}
         self._slots |= {n: own for n, own in slots.items() if _trained(n, committed)}
-        notes = self._notes(parts)
         return Page(
             facts=facts_of(run, status.headline, lines),
             charts=charts,
@@ -131,7 +135,7 @@ class RunPage:
                 for number, own in slots.items()
             ],
             slots={slot.name: slot for own in slots.values() for slot in own.values()},
-            notes=notes,
+            notes=self._notes(parts),
             held_out=self._before_after,
             tokenizer_digest=self._texts.digest,
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -139,25 +143,14 @@ class RunPage:
             ended=stage.ended,
         )
 
-    def _round_part(
-        self, number: int, committed: dict[int, RoundProgress], amount: Amount
-    ) -> RoundPart:
-        key = (committed[number].batches, _trained(number, committed), amount)
-        if self._parts.get(number, (None, None))[0] != key:
-            self._parts[number] = (key, read_round(self._run, number, amount, self._texts))
-        return self._parts[number][1]
-
     def _read_evaluations(self, committed: dict[int, RoundProgress]) -> None:
         new = [n for n in committed if committed[n].evaluation and n not in self._held_out]
         if not new:
             return
         run = self._run
         scanned = scan_evals(run.config.root, run.run_id, dict(run.config.storage_options))
-        frame = (
-            scanned.filter(pl.col("round").is_in(new))
-            .select("round", "example_id", "reward")
-            .collect()
-        )
+        wanted = scanned.filter(pl.col("round").is_in(new))
+        frame = wanted.select("round", "example_id", "reward").collect()
         for (number,), rows in frame.group_by("round"):
             groups = rows.group_by("example_id").agg("reward")["reward"].to_list()
             usable = [[r for r in group if r is not None and math.isfinite(r)] for group in groups]
@@ -181,7 +174,7 @@ class RunPage:
         digests = {part.tokenizer_digest for part in shown} - {""}
         if self._texts.problem:
             notes.append(f"Tokens are shown by their ids: {self._texts.problem}")
-        elif not self._texts.is_of(digests):
+        elif digests - {self._texts.digest}:
             notes.append(
                 "Tokens are read with another tokenizer than the rollouts were sampled with: "
                 f"expected {', '.join(sorted(digests))}, found {self._texts.digest}."
@@ -312,9 +305,8 @@ def scripts() -> tuple[Script, ...]:
 @cache
 def style() -> str:
     """The style sheet: that of the table, then ours."""
-    bundle = _package_file("itables", "html/dt_bundle.css").read_text(encoding="utf-8")
-    own = (STATIC / "page.css").read_text(encoding="utf-8")
-    sheet = f"{bundle}\n{own}"
+    files = (_package_file("itables", "html/dt_bundle.css"), STATIC / "page.css")
+    sheet = "\n".join(file.read_text(encoding="utf-8") for file in files)
     assert "</style" not in sheet.lower(), "a style sheet has no end tag in it"
     return sheet
 
@@ -349,14 +341,10 @@ def _inlined(script: str) -> Markup:
     return Markup(re.sub(r"</(?=script)", r"<\\/", text, flags=re.IGNORECASE))
 
 
-def page_json(page: Page) -> bytes:
-    return orjson.dumps(page)
-
-
 def report_html(page: Page) -> str:
     """Render a self-contained file, which opens without a network."""
     hashes = " ".join(f"'{script.hash}'" for script in scripts())
-    embedded = page_json(page).decode().translate(str.maketrans(_ESCAPED))
+    embedded = orjson.dumps(page).decode().translate(str.maketrans(_ESCAPED))
     return _render(page.facts.run_id, embedded, content_policy=policy(hashes, connect="'none'"))
 
 

@@ -10,8 +10,10 @@ import logging
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
+import orjson
 import uvicorn
 from anyio import to_thread
 from starlette.applications import Starlette
@@ -24,7 +26,7 @@ from starlette.types import ASGIApp
 
 from marin_rl.config import ServerConfig
 from marin_rl.errors import ConfigError, MarinRLError
-from marin_rl.pages.document import RunPage, live_html, page_json, policy, scripts
+from marin_rl.pages.document import RunPage, live_html, policy, scripts
 from marin_rl.serving.http.auth import Origins, is_loopback, listen
 from marin_rl.serving.http.errors import ApiError
 
@@ -53,7 +55,7 @@ class Latest:
         """(JSON, ETag). Raises what reading a run raises."""
         with self._lock:
             if time.monotonic() - self._made >= LOOK_EVERY_S:
-                made = page_json(self._page.page())
+                made = orjson.dumps(self._page.page())
                 # Without the time it was made, which changes every time.
                 content = re.sub(rb'"made_at":"[^"]*"', b"", made)
                 tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
@@ -68,9 +70,9 @@ def _ours_alone(host: str) -> DispatchFunction:
     origins = Origins(ServerConfig(), host, has_token=False)
 
     async def dispatch(request: Request, answer: RequestResponseEndpoint) -> Response:
-        headers: dict[bytes, list[bytes]] = {}
+        headers = defaultdict[bytes, list[bytes]](list)
         for name, value in request.headers.raw:
-            headers.setdefault(name, []).append(value)
+            headers[name].append(value)
         try:
             origins.check(headers)
         except ApiError:
@@ -85,8 +87,7 @@ def view_app(page: RunPage, run_id: str, host: str = "127.0.0.1") -> ASGIApp:
     latest = Latest(page)
     texts = {script.name: script.text for script in scripts()}
 
-    async def index(request: Request) -> Response:
-        del request
+    async def index(_: Request) -> Response:
         return HTMLResponse(live_html(run_id), headers=HEADERS)
 
     async def asset(request: Request) -> Response:

@@ -15,9 +15,10 @@ their ids.
 import codecs
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import polars as pl
 import pyarrow as pa
@@ -71,10 +72,6 @@ class TokenTexts:
         self.digest = tokenizer_digest(tokenizer)
         self._texts = Detokenizer(tokenizer)
 
-    def is_of(self, digests: Set[str]) -> bool:
-        """Return True unless rollouts with these digests had another tokenizer."""
-        return not digests - {self.digest}
-
     def of(self, ids: Sequence[int]) -> list[str]:
         """The text of each token; special tokens by their names."""
         if self._texts is None:
@@ -88,23 +85,8 @@ class TokenTexts:
         return texts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """Per-token numbers of the trainer by position in the rollout."""
-
-    trainer: Mapping[int, float]
-    entropies: Mapping[int, float]
-    clipped: frozenset[int]
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Scores":
-        """The scores of a row of `schemas.tables`."""
-        places = row["positions"]
-        return cls(
-            trainer=dict(zip(places, row["trainer_logprobs"], strict=True)),
-            entropies=dict(zip(places, row["entropies"], strict=True)),
-            clipped=frozenset(p for p, hit in zip(places, row["clipped"], strict=True) if hit),
-        )
+# The trainer's log-probability, entropy and clipping by position in the rollout.
+Scores = Mapping[int, tuple[float, float, bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +100,7 @@ class RoundPart:
     tokenizer_digest: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(NamedTuple):
     """A rollout to pick from; `reward` is None where it has no usable one."""
 
     rollout_id: str
@@ -127,8 +108,7 @@ class Member:
     reward: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
+class Pick(NamedTuple):
     """A group that is shown, the reason, and its shown members by id, with their place in it."""
 
     group_id: str
@@ -149,31 +129,25 @@ def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> Round
     members: dict[str, list[Member]] = {}
     for name, group, index, reward, status in light.rows():
         usable = reward is not None and math.isfinite(reward) and status not in ("error", "aborted")
-        member = Member(rollout_id=name, index=index, reward=reward if usable else None)
+        member = Member(name, index, reward if usable else None)
         members.setdefault(group, []).append(member)
     valid = [[m.reward for m in group if m.reward is not None] for group in members.values()]
     picks = pick(members, amount.groups, amount.members)
     rows = _picked_rows(shards, picks) if picks else {}
-    reading = _Reading(
-        fates=_fates(run, round, rows), scores=_scores(run, round, rows), amount=amount, texts=texts
-    )
+    fates, scores = _fates(run, round, rows), _scores(run, round, rows)
+    cards: dict[str, dict[str, Any]] = {}
+    for name, row in rows.items():
+        tokens = tokens_of(row, scores.get(name), texts, amount.tokens)
+        cards[name] = _card(row, fates.get(name, Fate()), tokens, amount.characters)
     return RoundPart(
         round=round,
         rollouts=light.height,
         reward=estimate_of_groups(valid),
-        groups=[_group(one, members[one.group_id], rows, reading) for one in picks],
+        groups=[
+            _group(one, members[one.group_id], rows, cards, amount.characters) for one in picks
+        ],
         tokenizer_digest=next((row["tokenizer_digest"] for row in rows.values()), ""),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
-    """Dispositions and scores of the picked rollouts, by rollout id, and options."""
-
-    fates: Mapping[str, Fate]
-    scores: Mapping[str, Scores | None]
-    amount: Amount
-    texts: TokenTexts
 
 
 def _picked_rows(
@@ -230,7 +204,9 @@ def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores |
         here: dict[str, Scores | None] = {}
         for row in _score_rows(run, trained, list(rows)) if rows else ():
             name = row["rollout_id"]
-            here[name] = None if name in here else Scores.of(row)
+            columns = (row[column] for column in SCORE_COLUMNS[2:])
+            own = dict(zip(row["positions"], zip(*columns, strict=True), strict=True))
+            here[name] = None if name in here else own
         scores = here | scores  # of the first round that trained on it
     return scores
 
@@ -248,7 +224,11 @@ def _score_rows(run: Run, trained: int, names: list[str]) -> Iterator[dict[str, 
 
 
 def _group(
-    picked: Pick, members: Sequence[Member], rows: Mapping[str, dict[str, Any]], reading: _Reading
+    picked: Pick,
+    members: Sequence[Member],
+    rows: Mapping[str, dict[str, Any]],
+    cards: Mapping[str, dict[str, Any]],
+    characters: int,
 ) -> GroupCard:
     first = rows[next(iter(picked.members))]
     rewards = [member.reward for member in members]
@@ -259,41 +239,38 @@ def _group(
         round=first["round"],
         environment=first["environment"],
         example=first["example_id"],
-        answer=_cut(first["answer"] or "", reading.amount.characters)[0],
-        metadata=_cut(first["metadata"], reading.amount.characters)[0],
+        answer=(first["answer"] or "")[:characters],
+        metadata=first["metadata"][:characters],
         sampling=json.dumps(sampling),
         why=picked.why,
         size=first["group_size"],
         rewards=rewards,
         mean=math.fsum(valid) / len(valid) if valid else None,
-        cards=[_card(rows[name], place, reading) for name, place in picked.members.items()],
+        cards=[cards[name] | {"place": place} for name, place in picked.members.items()],
     )
 
 
-def _card(row: Mapping[str, Any], place: str, reading: _Reading) -> dict[str, Any]:
-    name, characters = row["rollout_id"], reading.amount.characters
+def _card(row: Mapping[str, Any], fate: Fate, tokens: Tokens, characters: int) -> dict[str, Any]:
     turns = []
     for turn in row["turns"]:
-        content, left_out = _cut(turn["content"], characters)
-        calls = [{**c, "arguments": _cut(c["arguments"], characters)[0]} for c in calls_of(turn)]
-        shown = {"content": content, "left_out": left_out, "tool_calls": calls}
-        turns.append(turn | shown | {"sampled": is_sampled(turn)})
+        shown = {
+            "content": turn["content"][:characters],
+            "left_out": max(0, len(turn["content"]) - characters),
+            "tool_calls": [c | {"arguments": c["arguments"][:characters]} for c in calls_of(turn)],
+            "sampled": is_sampled(turn),
+        }
+        turns.append(turn | shown)
     card = dialogue_of({**row, "turns": turns}) | {
         "index": row["index_in_group"],
-        "place": place,
-        "error": _cut(row["error"] or "", characters)[0],
+        "error": (row["error"] or "")[:characters],
         "policy_digest": row["policy_digest"],
         "model": row["model"],
         "shard": row["file"],
-        "fate": reading.fates.get(name, Fate()),
-        "tokens": tokens_of(row, reading.scores.get(name), reading.texts, reading.amount.tokens),
+        "fate": fate,
+        "tokens": tokens,
     }
     del card["prompt"], card["completion"], card["answer"]  # its turns, and its group, have them
     return card
-
-
-def _cut(text: str, characters: int) -> tuple[str, int]:
-    return text[:characters], max(0, len(text) - characters)
 
 
 def _frame(table: pa.Table) -> pl.DataFrame:
@@ -318,10 +295,9 @@ def pick(groups: Mapping[str, Sequence[Member]], n_groups: int, n_members: int) 
         chosen.setdefault(max(means, key=means.__getitem__), "highest mean reward")
     for name in groups:
         chosen.setdefault(name, "next in order")
-    picked = list(chosen.items())[:n_groups]
     return [
-        Pick(group_id=name, why=why, members=pick_members(groups[name], n_members))
-        for name, why in picked
+        Pick(name, why, pick_members(groups[name], n_members))
+        for name, why in islice(chosen.items(), n_groups)
     ]
 
 
@@ -339,7 +315,7 @@ def pick_members(members: Sequence[Member], n_members: int) -> dict[str, str]:
             places = {best.rollout_id: BEST, worst.rollout_id: WORST}
     for member in members:
         places.setdefault(member.rollout_id, "")
-    kept = dict(list(places.items())[:n_members])
+    kept = dict(islice(places.items(), n_members))
     return {m.rollout_id: kept[m.rollout_id] for m in members if m.rollout_id in kept}
 
 
@@ -350,16 +326,16 @@ def tokens_of(
     ids, trained, sampler = row["token_ids"], row["loss_mask"], row["logprobs"]
     start = max(0, len(ids) - tokens_max)
     places = range(start, len(ids))
-    known = scores if scores is not None and scores.trainer else None
+    known = [scores.get(place, (None, None, False)) for place in places] if scores else None
     return Tokens(
         left_out=start,
         ids=ids[start:],
         texts=texts.of(ids[start:]),
         trained=trained[start:],
         sampler=[_short(sampler[p]) if trained[p] else None for p in places],
-        trainer=None if known is None else [_short(known.trainer.get(p)) for p in places],
-        entropies=None if known is None else [_short(known.entropies.get(p)) for p in places],
-        clipped=None if known is None else [int(p in known.clipped) for p in places],
+        trainer=None if known is None else [_short(logprob) for logprob, _, _ in known],
+        entropies=None if known is None else [_short(entropy) for _, entropy, _ in known],
+        clipped=None if known is None else [int(clipped) for _, _, clipped in known],
     )
 
 

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from support.run_factories import (
     FINGERPRINT,
@@ -25,14 +26,7 @@ from support.run_factories import (
 from marin_rl.display.tables import evenly
 from marin_rl.errors import CorruptObject
 from marin_rl.pages import document
-from marin_rl.pages.document import (
-    Choice,
-    RunPage,
-    page_json,
-    report_html,
-    scripts,
-    without_secrets,
-)
+from marin_rl.pages.document import Choice, RunPage, report_html, scripts, without_secrets
 from marin_rl.pages.records import Page
 from marin_rl.pages.rounds import Member, pick, pick_members
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
@@ -280,7 +274,7 @@ def test_an_altered_shard_is_refused_not_shown(tmp_path: Path) -> None:
 
 def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
     page = RunPage(Run.create_or_open(configuration(str(tmp_path)))).page()
-    data = json.loads(page_json(page))
+    data = json.loads(orjson.dumps(page))
     assert (data["facts"]["run_id"], data["groups"], data["charts"]) == ("run", [], [])
     assert "application/json" in report_html(page)
 
