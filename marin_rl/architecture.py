@@ -39,7 +39,6 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Number of positions."""
         return self.rows * self.length
 
 
@@ -81,7 +80,6 @@ class Architecture:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of weights of all layers."""
         attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         mlp = (3 if self.gated else 2) * self.hidden_size * self.intermediate_size
         return self.layers * (attention + mlp + 2 * self.hidden_size)

@@ -218,7 +218,6 @@ def _literal(value: Any) -> str:
 
 
 def start_worker() -> None:
-    """Start a worker process early, without waiting for it."""
     _pool.start()
 
 

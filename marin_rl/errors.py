@@ -47,145 +47,107 @@ class MarinRLError(Exception):
     transient: bool = False
 
 
-class ConfigError(MarinRLError, ValueError):
-    """The configuration is wrong: names the key, what was expected, and the value given."""
+class ConfigError(MarinRLError, ValueError): ...
 
 
-class InputError(MarinRLError, ValueError):
-    """A file or function that the user supplies cannot be used as it is."""
+class InputError(MarinRLError, ValueError): ...
 
 
-class TemplateRefusal(InputError):
-    """A chat template refuses messages, or cannot work with them."""
+class TemplateRefusal(InputError): ...
 
 
-class TemplateFault(InputError):
-    """A chat template is at fault: it exceeds a limit, or does what the sandbox refuses."""
+class TemplateFault(InputError): ...
 
 
-class BridgeFault(InputError):
-    """A chat template cannot continue a dialogue from the exact ids of its turns."""
+class BridgeFault(InputError): ...
 
 
-class StorageError(MarinRLError):
-    """Something is wrong with what lies, or should lie, under the root."""
+class StorageError(MarinRLError): ...
 
 
-class ObjectMissing(StorageError):
-    """A key that was expected to exist does not."""
+class ObjectMissing(StorageError): ...
 
 
-class RootUnfit(StorageError):
-    """The root cannot carry a run: not writable, or create-if-absent is not exclusive there."""
+class RootUnfit(StorageError): ...
 
 
-class CommitConflict(StorageError):
-    """The slot is committed already, with content of another fingerprint."""
+class CommitConflict(StorageError): ...
 
 
 class CommitUnknown(StorageError):
-    """The store did not tell, until the deadline, whether our create took effect."""
-
     transient = True
 
 
 class CommitExpired(StorageError):
-    """The attempt began so long ago that gc may have taken what it wrote; a new one can commit."""
-
     transient = True
 
 
 class StoreUnavailable(StorageError):
-    """The store answered 5xx, timed out or broke the connection."""
-
     transient = True
 
 
-class CorruptObject(StorageError):
-    """The bytes that were read do not match the digest, magic or schema on record."""
+class CorruptObject(StorageError): ...
 
 
-class NewerSchema(StorageError):
-    """The object was written under a schema version this software does not know yet."""
+class NewerSchema(StorageError): ...
 
 
-class RunLocked(StorageError):
-    """Another process on this machine holds the run."""
+class RunLocked(StorageError): ...
 
 
-class RewardFault(MarinRLError):
-    """A reward function raised, ran out of time, died, or gave something that is no number."""
+class RewardFault(MarinRLError): ...
 
 
 class Abstained(RewardFault):
     """No reward function applies to a completion: it has no reward, which is no failure."""
 
 
-class EnvironmentTimeout(RewardFault):
-    """A start or step of an episode took longer than `environment.step_timeout_s`."""
+class EnvironmentTimeout(RewardFault): ...
 
 
-class ToolFault(RewardFault):
-    """A tool of an episode failed for good: raised by environments, it ends the episode."""
+class ToolFault(RewardFault): ...
 
 
-class InferenceError(MarinRLError):
-    """Something went wrong between us and an inference endpoint."""
+class InferenceError(MarinRLError): ...
 
 
 class EndpointUnavailable(InferenceError):
-    """The endpoint refused the connection, timed out, or answered 429 or 5xx."""
-
     transient = True
 
 
-class RequestRejected(InferenceError):
-    """The endpoint refuses the request itself (4xx); asking again would not help."""
+class RequestRejected(InferenceError): ...
 
 
-class NoSuchRoute(RequestRejected):
-    """The endpoint answered 404: it does not have the route, or what the request names."""
+class NoSuchRoute(RequestRejected): ...
 
 
-class BadResponse(InferenceError):
-    """The endpoint's answer lacks what training needs, or contradicts itself."""
+class BadResponse(InferenceError): ...
 
 
-class FleetEmpty(InferenceError):
-    """No endpoint served the round's policy for `inference.fleet_timeout_s`."""
+class FleetEmpty(InferenceError): ...
 
 
-class StalePolicy(InferenceError):
-    """The endpoint does not serve the parameters that this round must be sampled with."""
+class StalePolicy(InferenceError): ...
 
 
-class WorkError(MarinRLError):
-    """A stage that runs on another machine did not end well there."""
+class WorkError(MarinRLError): ...
 
 
 class WorkerLost(WorkError):
-    """A node ended, or was lost, before it had committed what it was to commit."""
-
     transient = True
 
 
 class ServerUnavailable(WorkError):
-    """The Prefect server, which gives out work, is overloaded or does not answer."""
-
     transient = True
 
 
-class StageFailed(WorkError):
-    """A stage failed on another machine, and trying again would not help."""
+class StageFailed(WorkError): ...
 
 
-class OutOfMemory(MarinRLError):
-    """A program needs more memory than the device or the process may have; so will the next try."""
+class OutOfMemory(MarinRLError): ...
 
 
-class TrainingError(MarinRLError):
-    """The optimisation itself cannot go on."""
+class TrainingError(MarinRLError): ...
 
 
-class NonFiniteUpdate(TrainingError):
-    """The update was not finite more often in a row than the configuration allows."""
+class NonFiniteUpdate(TrainingError): ...

@@ -42,8 +42,6 @@ NEW_TOKENS_MAX = 512
 TABLES = (".jsonl", ".parquet")
 MODEL_KEY = "config.json"  # of a Hugging Face folder
 
-Served = tuple[ServedPolicy, Connect]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
@@ -123,7 +121,7 @@ def evaluate_target(target: Target, request: EvaluationRequest) -> EvaluationRes
         config, environment = evaluation_config(_folder_config(folder, target, request), request)
         loaded, source = read_folder(str(folder)), SlotRef(slot=str(folder), sha256="")
         with serving(loaded, folder_tokenizer(folder), source, config) as policy:
-            return _evaluate((policy, PolicyClient), config, environment)
+            return _evaluate(policy, PolicyClient, config, environment)
     return _of_run(folder, target, request)
 
 
@@ -140,10 +138,8 @@ def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Confi
     if temperature is None:
         greedy = samples > 1 and evaluation.temperature == 0
         temperature = config.sampling.temperature if greedy else evaluation.temperature
-    tree = content_fields(config) | {
-        "root": config.root,
-        "inference": config.inference.model_dump(),
-    }
+    tree = content_fields(config)
+    tree |= {"root": config.root, "inference": config.inference.model_dump()}
     tree["environment"] = _environment(config, request)
     tree["evaluation"] |= {"k": k, "samples": samples, "temperature": temperature, "sets": None}
     if request.max_tokens is not None:
@@ -167,8 +163,7 @@ def _environment(config: Config, request: EvaluationRequest) -> dict[str, Any]:
     if request.environment is not None:
         path = Path(request.environment)
         if path.suffix in TABLES:
-            options = {"path": str(path), "eval_fraction": 1.0}
-            tree |= {"name": "chat", "options": options}
+            tree |= {"name": "chat", "options": {"path": str(path), "eval_fraction": 1.0}}
         elif _is_yaml(request.environment):
             tree = load_config(path).environment.model_dump(mode="json")
         else:
@@ -199,10 +194,10 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
 
         loaded, tokenizer = read_slot(opened, checkpoint), tokenizer_for(opened.config.policy)
         with serving(loaded, tokenizer, checkpoint, settings) as policy:
-            return _evaluate((policy, PolicyClient), settings, environment)
+            return _evaluate(policy, PolicyClient, settings, environment)
     runtime = RunRuntime(Run(config=config, run_id=opened.run_id, store=opened.store))
     try:
-        return _evaluate((runtime.serve(checkpoint), PolicyClient), settings, environment)
+        return _evaluate(runtime.serve(checkpoint), PolicyClient, settings, environment)
     finally:
         runtime.close()
 
@@ -225,8 +220,7 @@ def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult
             "an endpoint is evaluated by --endpoint URL --model NAME, without another target"
         )
     base = _base(target, request)
-    tokens = {"max_tokens": request.max_tokens or base.sampling.max_tokens}
-    max_tokens = tokens["max_tokens"]
+    max_tokens = request.max_tokens or base.sampling.max_tokens
     tree: dict[str, Any] = content_fields(base) | {"root": base.root}
     longest = max(base.policy.context_length, max_tokens + CONTEXT_TOKENS_MAX)
     tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
@@ -250,12 +244,13 @@ def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult
         checkpoint=SlotRef(slot=endpoint, sha256=""),
     )
     chosen = config.model_copy(update={"inference": inference})
-    return _evaluate((policy, partial(PolicyClient, dialect=TextDialect())), chosen, environment)
+    return _evaluate(policy, partial(PolicyClient, dialect=TextDialect()), chosen, environment)
 
 
-def _evaluate(served: Served, config: Config, environment: Environment) -> EvaluationResult:
+def _evaluate(
+    policy: ServedPolicy, connect: Connect, config: Config, environment: Environment
+) -> EvaluationResult:
     """Sample the held-out examples, score the samples, and summarise them."""
-    policy, connect = served
     name = policy.model
     part = EnvironmentPart(label="", config=config.environment, environment=environment)
     held_out = HeldOut(part=part, examples=config.evaluation.examples)

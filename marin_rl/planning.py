@@ -82,10 +82,8 @@ class Plan:
         return min(sides) / sum(sides)
 
     @property
-    def disk_bytes(self) -> int:
-        """The most that lies under the run's root at once."""
-        tables = self.rollout_disk_bytes + self.batch_disk_bytes + self.score_disk_bytes
-        return tables + (self.checkpoint_disk_bytes or 0)
+    def engine_bytes(self) -> int:
+        return (self.engine_cache_bytes or 0) + (self.engine_weight_bytes or 0)
 
 
 def architecture_of(config: Config) -> Architecture | None:
@@ -150,7 +148,6 @@ def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
     """The fields of a plan that need a model's sizes."""
     steps = [StepMemory.of(one, architecture) for one in _stages(config)]
     memory = steps[0]
-    disk = CheckpointDisk.of(config, memory)
     # An adapter's base is written once, unless a model folder has it.
     has_base = config.policy.lora is not None and config.policy.init != "hf"
     base = architecture.parameters * PARAMETER_BYTES if has_base else 0
@@ -161,10 +158,7 @@ def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
         "activation_bytes": memory.activations,
         "step_bytes": max(step.peak for step in steps),
         "devices": memory.devices,
-        "checkpoint_bytes": disk.whole_bytes,
-        "checkpoints_kept": disk.kept,
-        "checkpoint_disk_bytes": disk.lies + base,
-        "checkpoint_written_bytes": disk.written + base,
+        **_of_checkpoints(config, memory, base),
     }
     sampling = merged = 0
     if not config.inference.endpoints:
@@ -208,28 +202,17 @@ def _stages(config: Config) -> Iterator[Config]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointDisk:
-    """Bytes of checkpoints: of one that is whole, the most that lie there at once, all written."""
-
-    whole_bytes: int
-    kept: int
-    lies: int
-    written: int
-
-    @classmethod
-    def of(cls, config: Config, memory: "StepMemory") -> "CheckpointDisk":
-        """Checkpoint 0 and one of each round; retention is applied after each round."""
-        one = memory.learners * memory.trained * (PARAMETER_BYTES + OPTIMIZER_BYTES)
-        without = memory.trained * PARAMETER_BYTES
-        every = config.checkpoints.optimizer_every(one, on_host=memory.on_host)
-        number = config.rounds + 1
-        # The first, every n-th after it, and the last.
-        whole = min(number, 2 + (config.rounds - 1) // every)
-        written = whole * one + (number - whole) * without
-        rule = config.retention
-        if rule.checkpoints_last is None:
-            return cls(whole_bytes=one, kept=number, lies=written, written=written)
+def _of_checkpoints(config: Config, memory: "StepMemory", base: int) -> dict[str, int]:
+    """Fields of checkpoint 0 and one of each round; retention is applied after each round."""
+    one = memory.learners * memory.trained * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+    without = memory.trained * PARAMETER_BYTES
+    every = config.checkpoints.optimizer_every(one, on_host=memory.on_host)
+    kept = number = config.rounds + 1
+    # The first, every n-th after it, and the last.
+    whole = min(number, 2 + (config.rounds - 1) // every)
+    lie = written = whole * one + (number - whole) * without
+    rule = config.retention
+    if rule.checkpoints_last is not None:
         last = min(rule.checkpoints_last + 1, number)  # the newest is written before one is pruned
         others = number - last
         spread = 0 if rule.checkpoints_every is None else -(-others // rule.checkpoints_every)
@@ -238,8 +221,13 @@ class CheckpointDisk:
         # The oldest of the last, and each of the others, may need an earlier one that is whole.
         bases = 0 if every == 1 else min(1 + spread, others)
         whole = min(whole, kept if every == 1 else -(-last // every) + bases)
-        lies = whole * one + (min(kept + bases, number) - whole) * without
-        return cls(whole_bytes=one, kept=kept, lies=lies, written=written)
+        lie = whole * one + (min(kept + bases, number) - whole) * without
+    return {
+        "checkpoint_bytes": one,
+        "checkpoints_kept": kept,
+        "checkpoint_disk_bytes": lie + base,
+        "checkpoint_written_bytes": written + base,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,14 +48,15 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     `measured` are metrics that no file has: `timing_s/*` and `weights/*`. A round that was closed
     before keeps its first metrics. Raises StorageError.
     """
-    slots = (
-        rollouts_slot(round),
-        batches_slot(round),
-        evals_slot(round),
-        checkpoint_slot(round + 1),
-    )
+    slots = [of(round) for of in (rollouts_slot, batches_slot, evals_slot)]
+    slots.append(checkpoint_slot(round + 1))
     manifests = [item[0] for slot in slots if (item := read_manifest(run.store, slot))]
-    metrics = {**_gathered(run, round, manifests), **measured}
+    metrics: dict[str, float] = {}
+    for manifest in manifests:
+        metrics |= _defined(manifest)
+    metrics |= rlhf_metrics(metrics) | storage_metrics(manifests)
+    metrics["episode"] = float(_episodes(run, round, metrics.get("rollouts/generated", 0.0)))
+    metrics |= measured
     totals = {name: float(value) for m in manifests for name, value in m.totals.items()}
     metrics |= rates(metrics, totals)
     # Rollouts of later rounds that are sealed and have no batches yet.
@@ -68,11 +69,8 @@ def close_round(run: Run, round: int, measured: Mapping[str, float]) -> SlotRef:
     if run.config.windowed:
         metrics |= intake_metrics(run, round)
     ref = write_round_metrics(run, round, metrics)
-    publish(
-        ProgressEvent(
-            run_id=run.run_id, stage="round", round=round, metrics=ref.summary, done=1, total=1
-        )
-    )
+    event = {"run_id": run.run_id, "round": round, "metrics": ref.summary}
+    publish(ProgressEvent(stage="round", done=1, total=1, **event))
     return ref
 
 
@@ -145,18 +143,6 @@ def evaluations(run: Run, rounds: Iterable[int] | None = None) -> dict[int, dict
         rounds = rounds_in(run.store, "evals")
     manifests = {round: read_manifest(run.store, evals_slot(round)) for round in rounds}
     return {round: _defined(item[0]) for round, item in sorted(manifests.items()) if item}
-
-
-def _gathered(run: Run, round: int, manifests: Sequence[Manifest]) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for manifest in manifests:
-        metrics |= _defined(manifest)
-    return {
-        **metrics,
-        **rlhf_metrics(metrics),
-        **storage_metrics(manifests),
-        "episode": float(_episodes(run, round, metrics.get("rollouts/generated", 0.0))),
-    }
 
 
 def _episodes(run: Run, round: int, generated: float) -> float:

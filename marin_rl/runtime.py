@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from marin_rl.rollouts.rewards import RewardScorer
     from marin_rl.rollouts.teaching import Teacher
     from marin_rl.training.loop import Trainer
-    from marin_rl.training.pair_phase import PairPhase, PreferenceTraining, RewardModelTraining
+    from marin_rl.training.pair_phase import PairPhase
     from marin_rl.training.sft import WarmStart
     from marin_rl.weight_sync import Transport, Weights
 
@@ -41,6 +41,7 @@ class RunRuntime:
         self._run = run
         self._lock = threading.RLock()
         self._serving = threading.RLock()
+        self._pair_phases: dict[PairSection, PairPhase] = {}
         self._transfers_failed = 0
 
     @cached_property
@@ -64,24 +65,15 @@ class RunRuntime:
         prepare_for_training()
         return WarmStart(self._run, self.tokenizer)
 
-    @cached_property
-    def _reward_model(self) -> "RewardModelTraining":
-        from marin_rl.compilation import prepare_for_training
-        from marin_rl.training.pair_phase import RewardModelTraining
-
-        prepare_for_training()
-        return RewardModelTraining(self._run, self.tokenizer)
-
-    @cached_property
-    def _preference(self) -> "PreferenceTraining":
-        from marin_rl.compilation import prepare_for_training
-        from marin_rl.training.pair_phase import PreferenceTraining
-
-        prepare_for_training()
-        return PreferenceTraining(self._run, self.tokenizer)
-
     def _pair_phase(self, section: PairSection) -> "PairPhase":
-        return self._preference if section == "preference" else self._reward_model
+        from marin_rl.compilation import prepare_for_training
+        from marin_rl.training.pair_phase import PreferenceTraining, RewardModelTraining
+
+        if section not in self._pair_phases:
+            prepare_for_training()
+            kind = PreferenceTraining if section == "preference" else RewardModelTraining
+            self._pair_phases[section] = kind(self._run, self.tokenizer)
+        return self._pair_phases[section]
 
     @cached_property
     def _reward_scorer(self) -> "RewardScorer":
@@ -100,21 +92,19 @@ class RunRuntime:
     def _teacher(self) -> "Teacher":
         from marin_rl.rollouts.teaching import prove_teacher
 
-        teacher = self._read_teacher()
-        prove_teacher(self._run, teacher)
-        return teacher
-
-    def _read_teacher(self) -> "Teacher":
         settings = self._run.config.distillation
         if settings is not None and settings.endpoint is not None:
             from marin_rl.rollouts.endpoint_teacher import EndpointTeacher
 
-            return EndpointTeacher(self._run.config)
-        from marin_rl.compilation import enable_compilation_cache
-        from marin_rl.training.teacher import local_teacher
+            teacher: Teacher = EndpointTeacher(self._run.config)
+        else:
+            from marin_rl.compilation import enable_compilation_cache
+            from marin_rl.training.teacher import local_teacher
 
-        enable_compilation_cache()
-        return local_teacher(self._run, self.tokenizer)
+            enable_compilation_cache()
+            teacher = local_teacher(self._run, self.tokenizer)
+        prove_teacher(self._run, teacher)
+        return teacher
 
     @cached_property
     def transport(self) -> "Transport":
@@ -157,7 +147,6 @@ class RunRuntime:
             return self._warm_start.run_segment(step_from)
 
     def init_policy(self) -> SlotRef:
-        """Commit checkpoint 0 of the run: see `Trainer.init_policy`."""
         with self._lock:
             self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
             return self.trainer.init_policy()

@@ -142,17 +142,16 @@ def _from_folder(path: Path) -> PreTrainedTokenizerBase:
     renamed: dict[str, Any] = {}
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, list):
-        own = settings.get("additional_special_tokens") or ()
-        tokens = [AddedToken(**_plain(t)) if isinstance(t, dict) else t for t in (*own, *extra)]
+        tokens: list[Any] = []
+        for token in (*(settings.get("additional_special_tokens") or ()), *extra):
+            if isinstance(token, dict):
+                token = AddedToken(**{n: value for n, value in token.items() if n != "__type"})
+            tokens.append(token)
         named = settings.get("model_specific_special_tokens") or {}
         renamed = {"extra_special_tokens": named, "additional_special_tokens": tokens}
     # Its own classes of models take a second to import, which plain files do not need.
     reader = PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
     return reader.from_pretrained(str(path), local_files_only=True, **renamed)
-
-
-def _plain(token: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in token.items() if name != "__type"}
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -370,40 +369,6 @@ def listed_end_ids(folder: str, end: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([end, *ids]))
 
 
-def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the control tokens that the chat template writes after an answer, in their order.
-
-    Empty where it writes none, or refuses a conversation that ends with an answer. Raises
-    TemplateFault.
-    """
-    turns = [_QUESTION, {"role": "assistant", "content": _REPLY}]
-    try:
-        text = ChatTemplate.of(tokenizer).render(Conversation(messages=turns)).text
-    except TemplateRefusal:
-        return ()
-    _, answered, after = text.rpartition(_REPLY)
-    ids = tokenizer.encode(after, add_special_tokens=False) if answered else []
-    added = tokenizer.added_tokens_decoder
-    return tuple(str(added[token].content) for token in ids if token in added)
-
-
-def template_end(tokenizer: PreTrainedTokenizerBase, listed: Sequence[str]) -> str | None:
-    """Return the token that ends an answer in training; None where the template writes none.
-
-    `listed` are the tokens that end completions by the files of the tokenizer. Raises InputError
-    where the template writes several tokens, and none of them is listed; TemplateFault.
-    """
-    closing = closing_tokens(tokenizer)
-    end = next((token for token in closing if token in listed), None)
-    if end is None and len(set(closing)) > 1:
-        raise InputError(
-            f"the chat template closes an answer with {' and '.join(map(repr, closing))}, but "
-            f"completions end with {' or '.join(map(repr, listed))} by the tokenizer's files: set "
-            "policy.end_tokens to the list of those that end a completion"
-        )
-    return end or next(iter(closing), None)
-
-
 def end_tokens_of(policy: PolicyConfig) -> tuple[str, ...] | None:
     """The token that ends an answer by the policy's chat template; None where none does.
 
@@ -417,14 +382,32 @@ def end_tokens_of(policy: PolicyConfig) -> tuple[str, ...] | None:
 def template_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """The token that ends an answer by the chat template, or none.
 
-    Raises InputError as `prove` and `template_end` do.
+    None where the template is the built-in one, writes no token after an answer, or refuses a
+    conversation that ends with an answer. Raises InputError as `prove` does, and where the template
+    writes several tokens of which the files of the tokenizer list none; TemplateFault.
     """
-    if ChatTemplate.of(tokenizer).is_built_in:
+    template = ChatTemplate.of(tokenizer)
+    if template.is_built_in:
         return ()
     prove(tokenizer)
+    turns = [_QUESTION, {"role": "assistant", "content": _REPLY}]
+    try:
+        text = template.render(Conversation(messages=turns)).text
+    except TemplateRefusal:
+        return ()
+    _, answered, after = text.rpartition(_REPLY)
+    ids = tokenizer.encode(after, add_special_tokens=False) if answered else []
+    added = tokenizer.added_tokens_decoder
+    closing = [str(added[token].content) for token in ids if token in added]
     listed = [str(tokenizer.decode([end])) for end in end_token_ids(tokenizer)]
-    end = template_end(tokenizer, listed)
-    return () if end is None else (end,)
+    known = [token for token in closing if token in listed]
+    if not known and len(set(closing)) > 1:
+        raise InputError(
+            f"the chat template closes an answer with {' and '.join(map(repr, closing))}, but "
+            f"completions end with {' or '.join(map(repr, listed))} by the tokenizer's files: set "
+            "policy.end_tokens to the list of those that end a completion"
+        )
+    return tuple((known or closing)[:1])
 
 
 def add_ends(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:

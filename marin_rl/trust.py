@@ -40,6 +40,8 @@ from marin_rl.storage.run_records import RUN_KEY, read_record
 from marin_rl.storage.runs import Run
 from marin_rl.user_code import allow, parse_spec, pin
 
+_log = logging.getLogger(__name__)
+
 EVERYTHING = ""  # the beginning of all keys
 LINE_MAX = 300  # characters of a line of an error
 
@@ -74,8 +76,9 @@ def settings_of(run: Run, consent: Consent, uses: Sequence[str] = (EVERYTHING,))
         chosen = load_config(consent.file).model_dump(mode="json")
         tree = override(tree, _items(_outward_in(chosen)))
     elif not consent.trust:
-        left = {k: v for k, v in theirs.items() if k.startswith(tuple(uses))}
-        _refuse_settings(run, {k: v for k, v in left.items() if k not in consent.keys}, usual)
+        used = (key for key in theirs if key.startswith(tuple(uses)))
+        if left := {key: theirs[key] for key in used if key not in consent.keys}:
+            raise ConfigError(_not_taken(run, left, usual))
     tree |= {"root": run.config.root, "storage_options": dict(run.config.storage_options)}
     changed = pin_files(override(tree, consent.overrides))
     return parse_config(changed, f"run {run.run_id!r}")
@@ -107,12 +110,10 @@ def _items(values: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def _refuse_settings(run: Run, left: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    if not left:
-        return
+def _not_taken(run: Run, left: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     key = next(iter(left))
     example = f"{key}={json.dumps(usual.get(key))}"
-    raise ConfigError(
+    return (
         f"run {run.run_id!r} was not started by you on this machine, and these settings of "
         f"{run.folder.url_of(RUN_KEY)} are not taken from there:\n  "
         + "\n  ".join(item[:LINE_MAX] for item in _items(left))
@@ -204,17 +205,12 @@ def pin_function(run: Run, typed: str, option: str, *, trust: bool) -> str:
     return pinned
 
 
-_log = logging.getLogger(__name__)
-
-FORMAT = "marin-rl/own-run"
-
-
 class _OwnRun(BaseModel):
     """Record of a run of this user; `free` are its free keys as `dotted.key=JSON`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: str = FORMAT
+    format: str = "marin-rl/own-run"
     version: int = 1
     run_id: str
     url: str

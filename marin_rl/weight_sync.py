@@ -88,12 +88,9 @@ def trained_weights(trainer: Trainer, version: int, *, apart: bool) -> Weights:
     """The trainer's own arrays of the checkpoint that it has loaded."""
     assert trainer.identity is not None, "a checkpoint is loaded"
     model, adapter = trainer.served_apart if apart else (trainer.served_model, None)
+    trained, identity = trainer.model, trainer.identity
     return Weights(
-        version=version,
-        model=model,
-        trained=trainer.model,
-        identity=trainer.identity,
-        adapter=adapter,
+        version=version, model=model, trained=trained, identity=identity, adapter=adapter
     )
 
 
@@ -232,19 +229,19 @@ class Pull(Transport):
         )
         board_of(inference, run.folder).aim(target)
         model = served_model_id(inference.model, version, digest)
-        endpoints = asyncio.run(self._ready(source, model))
-        return Published(endpoints=endpoints, model=model, copies=len(endpoints))
 
-    async def _ready(self, source: EndpointSource, model: str) -> tuple[str, ...]:
-        """URLs of the endpoints that serve a model, once there are some."""
-        async with PolicyClient(
-            source=source,
-            fleet=FleetOptions(timeout_s=self._inference.fleet_timeout_s),
-            model=model,
-            api_key=os.environ.get(self._inference.api_key_variable),
-            timeout_s=self._inference.request_timeout_s,
-        ) as client:
-            return tuple(await client.wait_until_ready())
+        async def ready() -> tuple[str, ...]:
+            async with PolicyClient(
+                source=source,
+                fleet=FleetOptions(timeout_s=inference.fleet_timeout_s),
+                model=model,
+                api_key=os.environ.get(inference.api_key_variable),
+                timeout_s=inference.request_timeout_s,
+            ) as client:
+                return tuple(await client.wait_until_ready())
+
+        endpoints = asyncio.run(ready())
+        return Published(endpoints=endpoints, model=model, copies=len(endpoints))
 
     def close(self) -> None:
         if self._announced:
@@ -441,14 +438,13 @@ class AsAdapter(FromFolder):
 
     def _names_before(self, version: int) -> list[str]:
         """Names of the adapters that this run has exported, but for the last ones."""
-        folders = [path.name for path in exports_of(self._run).glob("round-*-*") if path.is_dir()]
-        parts = [name.rpartition("-") for name in folders]
-        versions = [(round_of(name), digest) for name, _, digest in parts]
-        return [
-            served_model_id(self._inference.model, other, digest)
-            for other, digest in versions
-            if other is not None and other + ADAPTERS_KEPT <= version
-        ]
+        names: list[str] = []
+        for path in exports_of(self._run).glob("round-*-*"):
+            name, _, digest = path.name.rpartition("-")
+            other = round_of(name) if path.is_dir() else None
+            if other is not None and other + ADAPTERS_KEPT <= version:
+                names.append(served_model_id(self._inference.model, other, digest))
+        return names
 
 
 def _source(run: Run, weights: Weights) -> EndpointSource:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import refusals
 
 from marin_rl.commands.run import plan_rows
 from marin_rl.config import (
@@ -41,11 +42,7 @@ def test_defaults_by_name_are_the_run_that_says_nothing(overrides: tuple[str, ..
 
 
 def test_a_round_has_examples_for_all_that_it_may_sample() -> None:
-    config = configured(
-        SIGNAL,
-        "asynchrony.dynamic_sampling=3",
-        "asynchrony.over_sampling=1.1",
-    )
+    config = configured(SIGNAL, "asynchrony.dynamic_sampling=3", "asynchrony.over_sampling=1.1")
     assert (config.candidates_per_batch, config.sample_batches_max) == (5, 3)
     assert config.examples_per_round == 15
     least, most = 3 * 5 * 4, 3 * 15 * 4
@@ -103,29 +100,22 @@ def test_a_factor_is_exact() -> None:
     assert config.candidates_per_batch == 11
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["asynchrony.over_sampling.select=first_done"], "set over_sampling.factor"),
-        (["asynchrony.group_filter=divers"], "is not known: expected one of"),
-        (["asynchrony.group_filter=min_reward"], "needs min, the least that passes: found null"),
-        (["asynchrony.group_filter=absent.py:score"], "no file absent.py"),
-        (["asynchrony.over_sampling=1"], "greater than 1"),
-        (
-            ["asynchrony.dynamic_sampling=replace"],
-            "found 'replace'; expected filter, or the batches",
-        ),
-        (["asynchrony.dynamic_sampling=filter"], "found filters.zero_signal false"),
-        (
-            [SIGNAL, "asynchrony.dynamic_sampling=filter", "objective.advantage=reinforce"],
-            "found objective.advantage reinforce",
-        ),
-        (
-            [SIGNAL, "asynchrony.dynamic_sampling=filter", "rollouts.source=pushed"],
-            "found rollouts.source pushed",
-        ),
-    ],
-)
+KEYS_REFUSED = r"""
+asynchrony.over_sampling.select=first_done -> set over_sampling.factor
+asynchrony.group_filter=divers -> is not known: expected one of
+asynchrony.group_filter=min_reward -> needs min, the least that passes: found null
+asynchrony.group_filter=absent.py:score -> no file absent.py
+asynchrony.over_sampling=1 -> greater than 1
+asynchrony.dynamic_sampling=replace -> found 'replace'; expected filter, or the batches
+asynchrony.dynamic_sampling=filter -> found filters.zero_signal false
+filters.zero_signal=true; asynchrony.dynamic_sampling=filter; objective.advantage=reinforce
+    -> found objective.advantage reinforce
+filters.zero_signal=true; asynchrony.dynamic_sampling=filter; rollouts.source=pushed
+    -> found rollouts.source pushed
+"""
+
+
+@pytest.mark.parametrize(("overrides", "message"), refusals(KEYS_REFUSED))
 def test_keys_that_cannot_go_together_are_refused_with_what_to_do(
     overrides: list[str], message: str
 ) -> None:
@@ -147,111 +137,69 @@ VLLM = ("inference.publish=vllm_reload", "inference.route=vllm_generate")
 REMOTE = ("inference.endpoints=[http://host/v1]",)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            [
-                "asynchrony.curriculum=solve_rate",
-                "asynchrony.max_staleness=1",
-                "asynchrony.sampler=windowed",
-            ],
-            "expected sampler in_order",
-        ),
-        (
-            ["asynchrony.curriculum=solve_rate", "rollouts.source=pushed"],
-            "asynchrony.curriculum is for groups that the run samples",
-        ),
-        ([REPLAY], "nothing older than 0 is trained on: set batching.staleness_rounds_max=1"),
-        (
-            [REPLAY, "asynchrony.max_staleness=2", "asynchrony.replay.window_rounds=3"],
-            "groups that are 5 rounds old, and nothing older than 2",
-        ),
-        (["asynchrony.replay.max_uses=1"], "greater than or equal to 2"),
-        (
-            ["asynchrony.in_flight_updates=true", "asynchrony.max_staleness=1"],
-            "there the policy of a round follows from its number",
-        ),
-        (["asynchrony.limits.claim_s=5"], "limits.claim_s is 5.0, a setting of sampler windowed"),
-        (
-            [
-                "asynchrony.partial_tokens=5",
-                "asynchrony.over_sampling={factor: 2, select: first_done}",
-            ],
-            "partial_tokens with over_sampling.select first_done",
-        ),
-        (
-            ["asynchrony.partial_tokens=true", "rollouts.source=pushed"],
-            "partial_tokens is for groups that the run samples",
-        ),
-        (["asynchrony.partial_tokens=0"], "greater than or equal to 1"),
-        (
-            [*IN_FLIGHT, "objective.surrogate=reinforce"],
-            "tokens of several policies, but objective.surrogate reinforce .* set "
-            "objective.importance_correction to truncated or masked",
-        ),
-        (
-            [
-                *IN_FLIGHT,
-                "inference.endpoints=[http://host/v1 zone=eu]",
-                "inference.publish=update_weights_from_disk",
-            ],
-            r"endpoints that come and go \(http://host/v1 zone=eu, publish update_weights_from_disk"
-            r"\): one that joins would be sent the weights that sampling began with",
-        ),
-        (
-            [*IN_FLIGHT, *REMOTE, "inference.publish=vllm_reload"],
-            "publish vllm_reload and route chat: vLLM answers with the policy of each token on one "
-            "route alone",
-        ),
-        (
-            [
-                *IN_FLIGHT,
-                *REMOTE,
-                "inference.publish=update_weights_from_disk",
-                "inference.route=vllm_generate",
-            ],
-            "expected publish vllm_reload and route vllm_generate together",
-        ),
-        (
-            [*IN_FLIGHT, *VLLM, "inference.endpoints=file:/fleet.txt"],
-            "one that joins would have no weights of the run until the next checkpoint",
-        ),
-        (
-            [*IN_FLIGHT, *REMOTE, *VLLM, "asynchrony.in_flight_updates=keep_kv_cache"],
-            "only together with the caches of completions under way",
-        ),
-        (
-            [*REMOTE, "inference.publish=lora_adapter", "inference.route=vllm_generate"],
-            "expected the chat route with publish: lora_adapter",
-        ),
-        (
-            [
-                *IN_FLIGHT,
-                *REMOTE,
-                "inference.publish=update_weights_from_disk",
-                "inference.route=sglang",
-            ],
-            "inference.route sglang: these endpoints do not answer",
-        ),
-        (
-            [*IN_FLIGHT, "policy.lora.rank=4", "inference.serve_merged=false"],
-            "requests end on the adapter that they began with",
-        ),
-        (
-            [REPLAY, "batching.staleness_rounds_max=1", "rollouts.source=pushed"],
-            "expected replay null",
-        ),
-        (
-            [REPLAY, "batching.staleness_rounds_max=1", "objective.surrogate=reinforce"],
-            "set objective.importance_correction to truncated or masked, or choose a surrogate",
-        ),
-        (
-            ["asynchrony.max_staleness=1", "objective.surrogate=reinforce"],
-            "asynchrony.max_staleness is 1, but objective.surrogate reinforce takes every rollout",
-        ),
-    ],
-)
+MODES_REFUSED = r"""
+asynchrony.curriculum=solve_rate; asynchrony.max_staleness=1; asynchrony.sampler=windowed
+    -> expected sampler in_order
+asynchrony.curriculum=solve_rate; rollouts.source=pushed
+    -> asynchrony.curriculum is for groups that the run samples
+asynchrony.replay.max_uses=2
+    -> nothing older than 0 is trained on: set batching.staleness_rounds_max=1
+asynchrony.replay.max_uses=2; asynchrony.max_staleness=2; asynchrony.replay.window_rounds=3
+    -> groups that are 5 rounds old, and nothing older than 2
+asynchrony.replay.max_uses=1 -> greater than or equal to 2
+asynchrony.in_flight_updates=true; asynchrony.max_staleness=1
+    -> there the policy of a round follows from its number
+asynchrony.limits.claim_s=5 -> limits.claim_s is 5.0, a setting of sampler windowed
+asynchrony.partial_tokens=5; asynchrony.over_sampling={factor: 2, select: first_done}
+    -> partial_tokens with over_sampling.select first_done
+asynchrony.partial_tokens=true; rollouts.source=pushed
+    -> partial_tokens is for groups that the run samples
+asynchrony.partial_tokens=0 -> greater than or equal to 1
+asynchrony.max_staleness=1; asynchrony.sampler=windowed; asynchrony.in_flight_updates=true;
+    objective.surrogate=reinforce
+    -> tokens of several policies, but objective.surrogate reinforce .* set
+    objective.importance_correction to truncated or masked
+asynchrony.max_staleness=1; asynchrony.sampler=windowed; asynchrony.in_flight_updates=true;
+    inference.endpoints=[http://host/v1 zone=eu]; inference.publish=update_weights_from_disk
+    -> endpoints that come and go \(http://host/v1 zone=eu, publish
+    update_weights_from_disk\): one that joins would be sent the weights that sampling began
+    with
+asynchrony.max_staleness=1; asynchrony.sampler=windowed; asynchrony.in_flight_updates=true;
+    inference.endpoints=[http://host/v1]; inference.publish=vllm_reload
+    -> publish vllm_reload and route chat: vLLM answers with the policy of each token on one
+    route alone
+asynchrony.max_staleness=1; asynchrony.sampler=windowed; asynchrony.in_flight_updates=true;
+    inference.endpoints=[http://host/v1]; inference.publish=update_weights_from_disk;
+    inference.route=vllm_generate
+    -> expected publish vllm_reload and route vllm_generate together
+asynchrony.max_staleness=1; asynchrony.sampler=windowed; asynchrony.in_flight_updates=true;
+    inference.publish=vllm_reload; inference.route=vllm_generate;
+    inference.endpoints=file:/fleet.txt
+    -> one that joins would have no weights of the run until the next checkpoint
+asynchrony.max_staleness=1; asynchrony.sampler=windowed; asynchrony.in_flight_updates=true;
+    inference.endpoints=[http://host/v1]; inference.publish=vllm_reload;
+    inference.route=vllm_generate; asynchrony.in_flight_updates=keep_kv_cache
+    -> only together with the caches of completions under way
+inference.endpoints=[http://host/v1]; inference.publish=lora_adapter;
+    inference.route=vllm_generate
+    -> expected the chat route with publish: lora_adapter
+asynchrony.max_staleness=1; asynchrony.sampler=windowed; asynchrony.in_flight_updates=true;
+    inference.endpoints=[http://host/v1]; inference.publish=update_weights_from_disk;
+    inference.route=sglang
+    -> inference.route sglang: these endpoints do not answer
+asynchrony.max_staleness=1; asynchrony.sampler=windowed; asynchrony.in_flight_updates=true;
+    policy.lora.rank=4; inference.serve_merged=false
+    -> requests end on the adapter that they began with
+asynchrony.replay.max_uses=2; batching.staleness_rounds_max=1; rollouts.source=pushed
+    -> expected replay null
+asynchrony.replay.max_uses=2; batching.staleness_rounds_max=1; objective.surrogate=reinforce
+    -> set objective.importance_correction to truncated or masked, or choose a surrogate
+asynchrony.max_staleness=1; objective.surrogate=reinforce
+    -> asynchrony.max_staleness is 1, but objective.surrogate reinforce takes every rollout
+"""
+
+
+@pytest.mark.parametrize(("overrides", "message"), refusals(MODES_REFUSED))
 def test_modes_that_a_run_cannot_have_are_refused_with_what_to_do(
     overrides: list[str], message: str
 ) -> None:

@@ -6,11 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from marin_rl.analysis.dialogues import (
-    BeforeAfter,
-    PlayedEpisode,
-    episodes_table,
-)
+from marin_rl.analysis.dialogues import BeforeAfter, PlayedEpisode, episodes_table
 from marin_rl.display.live import RunDisplay, showing
 from marin_rl.display.tables import (
     duration,

@@ -145,7 +145,7 @@ RUNS = {
     "docs/running-at-scale.md": "demo",
 }  # what RUN is on a page
 OUTPUTS = {
-    "docs/lora.md": (("peft",), ("hf", "peft", "merged"), ("whole",)),  # FOLDER, in order
+    "docs/lora.md": (("peft",), ("hf", "peft", "merged"), ("whole",))  # FOLDER, in order
 }
 SHORT = ("--rounds", "1", "--set", "sft.steps=2", "--set", "evaluation.examples=4")
 SMALL = (

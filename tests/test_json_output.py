@@ -155,11 +155,7 @@ def test_a_run_that_was_given_more_rounds_is_not_complete(tmp_path: Path) -> Non
     assert (before["trained"], before["planned"]) == (3, 4)
     slot = checkpoint_slot(4)
     manifest = new_manifest(
-        slot,
-        attempt=new_attempt(),
-        fingerprint=FINGERPRINT,
-        parts=(),
-        extra={ROUNDS_PLANNED: 9},
+        slot, attempt=new_attempt(), fingerprint=FINGERPRINT, parts=(), extra={ROUNDS_PLANNED: 9}
     )
     commit_manifest(run.store, manifest)
     (found,) = told("status", run.run_id, "--root", str(tmp_path))

@@ -12,13 +12,7 @@ from support.policy_runs import play_round
 from marin_rl.config import load_config
 from marin_rl.metrics import is_defined
 from marin_rl.rollouts.generate import generate_shard
-from marin_rl.rounds import (
-    close_round,
-    overlap_metrics,
-    rates,
-    rlhf_metrics,
-    transfer_metrics,
-)
+from marin_rl.rounds import close_round, overlap_metrics, rates, rlhf_metrics, transfer_metrics
 from marin_rl.runtime import RunRuntime
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.tables.metrics import read_metrics

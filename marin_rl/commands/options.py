@@ -40,7 +40,6 @@ ConfigFile = Annotated[
 
 
 def _folder_name(text: str | None) -> str | None:
-    """Remove the slash that shells add when they complete the name of a folder."""
     return text and text.rstrip("/")
 
 

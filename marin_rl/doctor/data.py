@@ -6,10 +6,13 @@ A run keeps what it began with, so rows are compared only for runs that are stil
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.selection import check_filter
 from marin_rl.batching.sequences import check_lengths, rendered_lengths
@@ -71,18 +74,15 @@ def environment(config: Config) -> str:
 
 
 def rows(config: Config) -> str:
-    """Check that files have the rows that the run began with."""
     refuse_other_rows(config)
     return AS_BEGUN
 
 
 def warnings(config: Config) -> str:
-    """Report surprising facts about the prompts; none is an error."""
     return "; ".join(data_warnings(config)) or "nothing unexpected in prompts and held-out sets"
 
 
 def warm_start(config: Config) -> str:
-    """Check the demonstrations of a run that begins with a warm start, as `learned_rows` does."""
     return "none configured" if config.policy.init != "sft" else learned_rows(config)
 
 
@@ -122,26 +122,17 @@ def learned_pairs(config: Config, file: PairFile) -> None:
     if policy is None:
         return
     tokenizer = tokenizer_for(policy)
-    texts = [
-        Demonstration(
-            messages=pair.messages,
-            answer=assistant(getattr(pair, field)),
-            name=f"{place}, field {field}",
-        )
-        for pair, place in zip(file.pairs, file.places, strict=True)
-        if pair.chosen_token_ids is None
-        for field in (("chosen", "rejected") if pair.label is None else ("chosen",))
-    ]
-    lengths = [
-        (f"{place}, field {field}_token_ids", len(ids))
-        for pair, place in zip(file.pairs, file.places, strict=True)
-        for field, ids in (("chosen", pair.chosen_token_ids), ("rejected", pair.rejected_token_ids))
-        if ids is not None
-    ]
-    for start in range(0, len(texts), ROWS_TOGETHER):
-        some = texts[start : start + ROWS_TOGETHER]
-        counts = rendered_lengths(tokenizer, some, end_token_ids(tokenizer))
-        lengths += zip([each.name for each in some], counts, strict=True)
+    texts: list[Demonstration] = []
+    lengths: list[tuple[str, int]] = []
+    for pair, place in zip(file.pairs, file.places, strict=True):
+        for field in ("chosen", "rejected"):
+            ids = getattr(pair, f"{field}_token_ids")
+            if ids is not None:
+                lengths.append((f"{place}, field {field}_token_ids", len(ids)))
+            if pair.chosen_token_ids is None and (field == "chosen" or pair.label is None):
+                answer, name = assistant(getattr(pair, field)), f"{place}, field {field}"
+                texts.append(Demonstration(messages=pair.messages, answer=answer, name=name))
+    lengths += _lengths(tokenizer, iter(texts))
     check_lengths(lengths, policy.context_length)
 
 
@@ -163,14 +154,23 @@ def _compared(settings: str) -> int:
     Cached, for two stages of the warm start ask. Raises InputError that names the row.
     """
     config = Config.model_validate_json(settings)
-    tokenizer, learned = tokenizer_for(config.policy), _demonstrations(config)
-    lengths: list[tuple[str, int]] = []
-    while some := list(islice(learned, ROWS_TOGETHER)):
-        ends = end_token_ids(tokenizer)
-        counts = rendered_lengths(tokenizer, some, ends, config.sft.train_on)
-        lengths += zip([each.name for each in some], counts, strict=True)
+    tokenizer = tokenizer_for(config.policy)
+    lengths = _lengths(tokenizer, _demonstrations(config), config.sft.train_on)
     check_lengths(lengths, config.policy.context_length)
     return len(lengths)
+
+
+def _lengths(
+    tokenizer: PreTrainedTokenizerBase,
+    learned: Iterator[Demonstration],
+    train_on: str | None = None,
+) -> list[tuple[str, int]]:
+    """Tokens of demonstrations by their names. Raises InputError for one that is cut otherwise."""
+    lengths: list[tuple[str, int]] = []
+    while some := list(islice(learned, ROWS_TOGETHER)):
+        counts = rendered_lengths(tokenizer, some, end_token_ids(tokenizer), train_on)
+        lengths += zip([each.name for each in some], counts, strict=True)
+    return lengths
 
 
 def _demonstrations(config: Config) -> Iterator[Demonstration]:
@@ -197,8 +197,7 @@ def _demonstrations(config: Config) -> Iterator[Demonstration]:
                 yield replace(learned, name=name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(NamedTuple):
     """The prompt of an example as the model sees it, and the rewards of two answers.
 
     `right` is the answer of the example, None where it has none; `wrong` is another answer. A
@@ -211,10 +210,6 @@ class Trial:
     wrong: str
     wrong_reward: float | None
 
-    @property
-    def rewards(self) -> tuple[float | None, ...]:
-        return (*(() if self.right is None else (self.right_reward,)), self.wrong_reward)
-
 
 def trials(config: Config, count: int = TRIALS) -> list[Trial]:
     """Render the first prompts, and score a right and a wrong answer of each as a run would.
@@ -226,25 +221,18 @@ def trials(config: Config, count: int = TRIALS) -> list[Trial]:
     result: list[Trial] = []
     for place, (prompt, _) in enumerate(rendered(config, examples[:count])):
         right, example = answers[place], examples[place]
-        others = [answer for answer in answers if answer not in (None, right)]
-        wrong = others[place % len(others)] if others else None
-        wrong = WRONG_ANSWER if wrong is None else wrong
+        others = [answer for answer in answers if answer is not None and answer != right]
+        wrong = others[place % len(others)] if others else WRONG_ANSWER
         rewards = _rewards(config, example, [wrong] if right is None else [wrong, right])
-        result.append(
-            Trial(
-                prompt=prompt,
-                right=right,
-                right_reward=None if right is None else rewards[-1],
-                wrong=wrong,
-                wrong_reward=rewards[0],
-            )
-        )
+        of_right = None if right is None else rewards[-1]
+        result.append(Trial(prompt, right, of_right, wrong, rewards[0]))
     return result
 
 
 def abstentions(tried: Sequence[Trial]) -> str | None:
     """Say how many of the tried answers have no reward, None where all have one."""
-    rewards = [reward for trial in tried for reward in trial.rewards]
+    rewards = [trial.wrong_reward for trial in tried]
+    rewards += [trial.right_reward for trial in tried if trial.right is not None]
     missing = rewards.count(None)
     if not missing:
         return None
@@ -283,15 +271,14 @@ def reward(config: Config) -> str:
         verdict = f"{', '.join(right)} for right answers, {', '.join(wrong)} for wrong ones{same}"
     if notice := abstentions(tried):
         verdict += f"; {notice}"
-    rows = [("prompt", "right", "reward", "wrong", "reward"), *map(_cells, tried)]
+    rows = [("prompt", "right", "reward", "wrong", "reward")]
+    for trial in tried:
+        cells = ("", "")
+        if trial.right is not None:
+            cells = repr(trial.right), _written(trial.right_reward, ".4g")
+        wrong_reward = _written(trial.wrong_reward, ".4g")
+        rows.append((repr(trial.prompt), *cells, repr(trial.wrong), wrong_reward))
     return "\n".join([verdict, *("  " + _aligned(row) for row in rows)])
-
-
-def _cells(trial: Trial) -> tuple[str, ...]:
-    right = "" if trial.right is None else repr(trial.right)
-    scored = "" if trial.right is None else _written(trial.right_reward, ".4g")
-    wrong_scored = _written(trial.wrong_reward, ".4g")
-    return (repr(trial.prompt), right, scored, repr(trial.wrong), wrong_scored)
 
 
 def _written(reward: float | None, form: str = "g") -> str:
@@ -300,11 +287,11 @@ def _written(reward: float | None, form: str = "g") -> str:
 
 def _aligned(cells: Sequence[str]) -> str:
     """Cut and pad the cells of a row to TRIAL_COLUMNS, 78 characters together."""
-    cut = (
-        text if len(text) <= width else f"{text[: width - 1]}…"
-        for text, width in zip(cells, TRIAL_COLUMNS, strict=True)
-    )
-    return " ".join(f"{t:<{w}}" for t, w in zip(cut, TRIAL_COLUMNS, strict=True)).rstrip()
+    padded = []
+    for text, width in zip(cells, TRIAL_COLUMNS, strict=True):
+        cut = text if len(text) <= width else f"{text[: width - 1]}…"
+        padded.append(f"{cut:<{width}}")
+    return " ".join(padded).rstrip()
 
 
 def _rewards(config: Config, example: Example, completions: Sequence[str]) -> list[float | None]:

@@ -82,27 +82,21 @@ def machine(_: Config) -> str:
 def programs(config: Config) -> str:
     """Check that every program of the run can be built, by tracing them with shapes only."""
     share_one_heap()
-    count = trace_programs(config, tokenizer_for(config.policy), _recorded_modules(config))
+    recorded: Modules | None = None
+    if config.policy.lora is not None and config.policy.lora.init_from is not None:
+        with suppress(ObjectMissing):  # the folder that the adapter began from may be gone
+            run = Run.open(config.root, config.run_id, config.storage_options)
+            recorded = recorded_modules(run)
+    count = trace_programs(config, tokenizer_for(config.policy), recorded)
     return f"{count} traced by shapes"
 
 
-def _recorded_modules(config: Config) -> Modules | None:
-    """Return the modules of a run's adapter where the folder that it began from may be gone."""
-    if config.policy.lora is None or config.policy.lora.init_from is None:
-        return None
-    with suppress(ObjectMissing):
-        return recorded_modules(Run.open(config.root, config.run_id, config.storage_options))
-    return None
-
-
 def reward_model_programs(config: Config) -> str:
-    """Check that the step of a reward model can be built, by tracing it with shapes only."""
     share_one_heap()
     return f"{trace_reward_model(config, tokenizer_for(config.policy))} traced by shapes"
 
 
 def preference_programs(config: Config) -> str:
-    """Check that the step on pairs can be built, by tracing it with shapes only."""
     share_one_heap()
     return f"{trace_preference(config, tokenizer_for(config.policy))} traced by shapes"
 

@@ -5,7 +5,7 @@ the same scores is proven as it is loaded (`rollouts.teaching`).
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ from marin_rl.tokenizers import (
     tokenizer_digest,
     tokenizer_for,
 )
-from marin_rl.types import Example, Message
+from marin_rl.types import Example
 
 AS_BEGUN = "as the run began"
 PROMPTS_CHECKED_MAX = 64
@@ -117,25 +117,22 @@ def chat_template(config: Config) -> str:
     if policy is None:
         return AS_BEGUN
     built = tokenizer_for(policy)
-    for key, chosen in _environments(config):
+    training = training_environments(config)
+    environments = training | {
+        f"evaluation.sets.{name}": chosen for name, chosen in (config.evaluation.sets or {}).items()
+    }
+    if config.sft.environment is not None:
+        environments["sft.environment"] = config.sft.environment
+    for key, chosen in environments.items():
         options = chosen.chat_template_options or {}
         if "date" in options:
             raise InputError(f"{key}.chat_template_options.date: the day is that of the whole run")
         if options:
             check_options(built, options, f"{key}.chat_template_options")
-    for key, chosen in training_environments(config).items():
+    for key, chosen in training.items():
         _check_dialogues(policy, chosen, key)
     named = ", ".join(policy.end_tokens or ("the tokenizer's end token",))
     return f"an answer ends with {named}"
-
-
-def _environments(config: Config) -> Iterator[tuple[str, EnvironmentConfig]]:
-    """Yield the environments of training, warm start and evaluation by their keys."""
-    yield from training_environments(config).items()
-    if config.sft.environment is not None:
-        yield "sft.environment", config.sft.environment
-    for name, chosen in (config.evaluation.sets or {}).items():
-        yield f"evaluation.sets.{name}", chosen
 
 
 def _check_dialogues(policy: PolicyConfig, chosen: EnvironmentConfig, key: str) -> None:
@@ -212,7 +209,7 @@ def tools(config: Config) -> str:
 
 def canary(config: Config) -> str:
     """Check that the context has room for the canary, which proves each round's weights."""
-    ((_, length),) = rendered_by(config, [CANARY_PROMPT])
+    ((_, length),) = rendered_prompts(tokenizer_for(config.policy), [CANARY_PROMPT])
     if length + CANARY.tokens > config.policy.context_length:
         raise InputError(
             f"policy.context_length ({config.policy.context_length}) has no room for the canary, "
@@ -241,17 +238,18 @@ def rendered(config: Config, examples: Sequence[Example]) -> list[tuple[str, int
 
     Raises InputError with the example, its roles and the reason where the template refuses one.
     """
+    tokenizer = tokenizer_for(config.policy)
     try:
-        return rendered_by(config, [example.messages for example in examples])
+        return rendered_prompts(tokenizer, [example.messages for example in examples])
     except InputError:
         for example in examples:
-            _check_rendering(config, example)
+            _check_rendering(tokenizer, example)
         raise
 
 
-def _check_rendering(config: Config, example: Example) -> None:
+def _check_rendering(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
     try:
-        rendered_by(config, [example.messages])
+        rendered_prompts(tokenizer, [example.messages])
     except InputError as error:
         roles = ", ".join(message.role for message in example.messages)
         raise InputError(
@@ -259,11 +257,6 @@ def _check_rendering(config: Config, example: Example) -> None:
             f"of {roles}): {error}; expected messages that it takes: change the row, leave "
             "environment.options.system_prompt out, or choose another template"
         ) from None
-
-
-def rendered_by(config: Config, prompts: Sequence[Sequence[Message]]) -> list[tuple[str, int]]:
-    """Return conversations as the chat template writes them, each with its number of tokens."""
-    return rendered_prompts(tokenizer_for(config.policy), prompts)
 
 
 TEXTS = 50  # prompts that a teacher must tokenize as the policy does
@@ -306,8 +299,14 @@ def _folder(config: Config, folder: Path, added: int) -> str:
     theirs, policy = load_tokenizer(folder), policy_as_begun(config.policy)
     texts = [text for text, _ in rendered(config, first_examples(config, TEXTS))]
     check_tokenization(policy, texts, lambda text: encoder_of(theirs)(text, False), FOLDER)
-    own = tokenizer_for(policy)
-    _check_vocabulary(own, theirs)
+    # Texts are a sample: what the policy may sample is its whole vocabulary.
+    known, vocabulary = theirs.get_vocab(), tokenizer_for(policy).get_vocab()
+    if other := [token for token, id in vocabulary.items() if known.get(token) != id]:
+        raise InputError(
+            f"{FOLDER}: {len(other)} tokens of the policy have another id in the teacher's "
+            f"tokenizer: expected {other[0]!r} to be {vocabulary[other[0]]}, found "
+            f"{known.get(other[0])}"
+        )
     _check_ends(policy, end_token_ids(theirs), FOLDER)
     return f"{folder}, which reads {added} tokens more; {len(texts)} texts have the same ids"
 
@@ -323,12 +322,9 @@ def _endpoint(config: Config, added: int) -> str:
     dialogue = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ends = "the same ends"
     try:
-        (question, answered), _ = teacher.tokenized(
-            [
-                {"messages": dialogue[:1], "add_generation_prompt": True},
-                {"messages": dialogue, "add_generation_prompt": False},
-            ]
-        )
+        asked = {"messages": dialogue[:1], "add_generation_prompt": True}
+        whole = {"messages": dialogue, "add_generation_prompt": False}
+        (question, answered), _ = teacher.tokenized([asked, whole])
     except RequestRejected:
         ends = "ends unknown, as it has no chat template"
     else:
@@ -336,8 +332,8 @@ def _endpoint(config: Config, added: int) -> str:
     check_steady(config, teacher)
     with suppress(ObjectMissing):  # a run that is new
         run = Run.open(config.root, config.run_id, config.storage_options)
-        asked = run.config.model_copy(update={"distillation": config.distillation})
-        check_recorded(replace(run, config=asked), teacher)  # run.json keeps no addresses
+        addressed = run.config.model_copy(update={"distillation": config.distillation})
+        check_recorded(replace(run, config=addressed), teacher)  # run.json keeps no addresses
     return f"{teacher.identity}, which reads {added} tokens more; {len(texts)} texts alike, {ends}"
 
 
@@ -369,18 +365,6 @@ def check_tokenization(
                 f"{at} ({expected[at : at + 1]} and {found[at : at + 1]}); take a teacher of the "
                 "policy's tokenizer"
             )
-
-
-def _check_vocabulary(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
-    # Texts are a sample: what the policy may sample is its whole vocabulary.
-    vocabulary = theirs.get_vocab()
-    other = [token for token, id in own.get_vocab().items() if vocabulary.get(token) != id]
-    if other:
-        raise InputError(
-            f"{FOLDER}: {len(other)} tokens of the policy have another id in the teacher's "
-            f"tokenizer: expected {other[0]!r} to be {own.get_vocab()[other[0]]}, found "
-            f"{vocabulary.get(other[0])}"
-        )
 
 
 def _context_tokens(config: Config) -> int:

@@ -96,10 +96,15 @@ def has_passed(config: Config, flow: str) -> bool:
 
 def rounds_trained(config: Config) -> int | None:
     """Return the number of rounds that are trained; None if there is no such run."""
+    run = _begun(config)
+    return None if run is None else _trained(run)
+
+
+def _begun(config: Config) -> Run | None:
     store = open_store(config.root, config.storage_options).at(config.run_id)
     if RUN_KEY not in store.children():
         return None
-    return _trained(Run.open(config.root, config.run_id, config.storage_options))
+    return Run.open(config.root, config.run_id, config.storage_options)
 
 
 def _trained(run: Run) -> int:
@@ -112,12 +117,10 @@ def finished(config: Config, flow: str) -> SlotRef | None:
 
     Writes nothing. Raises RunLocked if another process on this machine works on the run.
     """
-    store = open_store(config.root, config.storage_options).at(config.run_id)
-    if RUN_KEY not in store.children():
+    if (run := _begun(config)) is None:
         return None
-    if (path := store.local_path(LOCK_KEY)) is not None:
+    if (path := run.folder.local_path(LOCK_KEY)) is not None:
         refuse_locked(path)
-    run = Run.open(config.root, config.run_id, config.storage_options)
     if flow == RL:
         trained = _trained(run)
         if trained < config.rounds and not ends_early(run, config, trained):

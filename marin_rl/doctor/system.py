@@ -34,9 +34,8 @@ def memory(config: Config) -> str:
     if computes_on_host():
         least = round(planned.peak_bytes * (1 - PLAN_ERROR))
     if least > here.total:
-        engine = _engine_bytes(planned)
         largest = f"training step {gigabytes(planned.step_bytes or 0)}"
-        largest += f", engine {gigabytes(engine)}" if engine else ""
+        largest += f", engine {gigabytes(planned.engine_bytes)}" if planned.engine_bytes else ""
         raise OutOfMemory(
             f"the run does not fit into memory: it needs about {gigabytes(planned.peak_bytes)} at "
             f"its peak ({largest}), with {here}. Lower it by "
@@ -57,14 +56,10 @@ def tight(config: Config) -> str | None:
     )
 
 
-def _engine_bytes(planned: Plan) -> int:
-    return (planned.engine_cache_bytes or 0) + (planned.engine_weight_bytes or 0)
-
-
 def _keys(config: Config, planned: Plan) -> list[str]:
     """Settings that lower the larger of training step and engine."""
     slots = f"fewer inference.engine.slots (now {config.inference.engine.slots})"
-    sampling = (planned.training_bytes or 0) + _engine_bytes(planned)
+    sampling = (planned.training_bytes or 0) + planned.engine_bytes
     if sampling > (planned.step_bytes or 0):
         return [slots, f"a smaller policy.context_length (now {config.policy.context_length})"]
     return list(memory_keys(config))

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +36,16 @@ def others_slow(
         name if name in quick else pytest.param(*(name if several else (name,)), marks=slow)
         for name in names
     ]
+
+
+def refusals(text: str) -> list[Any]:
+    """Overrides and the words of their error, as parameters: `key=value; key=value -> words`.
+
+    A row goes on in indented lines.
+    """
+    rows = re.sub(r"\n +", " ", text.strip()).splitlines()
+    pairs = [row.split(" -> ", 1) for row in rows]
+    return [pytest.param(typed.split("; "), words, id=typed) for typed, words in pairs]
 
 
 def asked(answer: str | None, /, **metadata: Any) -> Example:
