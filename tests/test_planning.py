@@ -54,7 +54,7 @@ def test_the_production_file_plans_without_its_model():
     result = plan(load_config(Path(__file__).parent.parent / "configs/prod.yaml"))
     assert result.parameters is None
     assert result.rollouts == 500 * 128 * 8
-    assert result.disk_bytes > 0
+    assert result.rollout_disk_bytes > 0
 
 
 def test_a_model_folder_is_read_for_its_sizes(tmp_path):
