@@ -253,6 +253,5 @@ PAIRS = pa.schema(
     ]
 )
 
-# A row of a round's metrics has a nullable float64 column per metric besides these: which, differs
-# from round to round.
+# Besides these a row of a round's metrics has a nullable float64 column per metric.
 METRICS_IDENTITY = pa.schema([*optional(TEXT, "run_id"), *optional(INT, "round")])

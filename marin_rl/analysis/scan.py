@@ -319,7 +319,6 @@ scan_evals = partial(_scan_table, "evals")  # rollouts of all committed evaluati
 scan_batches = partial(_scan_table, "batches")
 scan_dispositions = partial(_scan_table, "dispositions")  # `round` is that of the batches
 scan_metrics = partial(_scan_table, "metrics")  # a row per run and round, a column per metric
-# A row per trained segment, with parallel lists: `rollout_id` joins them with the rollouts, and
-# `positions` with their tokens.
+# A row per trained segment; `rollout_id` and `positions` join them with rollouts and tokens.
 scan_scores = partial(_scan_table, "scores")
 scan_rewards = partial(_scan_table, "rewards")  # of `rescore`, told apart by `name` and `version`

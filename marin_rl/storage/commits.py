@@ -67,8 +67,7 @@ def attempt_in(key: str) -> str | None:
 
 def attempt_age_s(attempt: str, now: datetime) -> float:
     """Seconds since an attempt was named, by its writer's clock. ValueError for other names."""
-    # From the name and not from the store: an object's modification time changes when a run is
-    # copied.
+    # From the name, not the store: modification times change when a run is copied.
     named_at = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
     return (now - named_at).total_seconds()
 
@@ -115,8 +114,7 @@ def new_manifest(
         attempt=attempt,
         fingerprint=fingerprint,
         created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
-        # Of this moment: the code may have changed since the run began, and each slot says what
-        # made it.
+        # Of this moment: the code may have changed since the run began.
         code=dict(code_version()),
         libraries=dict(library_versions()),
         parents=tuple(parents),
@@ -160,8 +158,7 @@ def read_manifest(store: ObjectStore, slot: str) -> tuple[Manifest, str] | None:
     except ObjectMissing:
         return None
     manifest = parse_manifest(data, store.url_of(key))
-    # A manifest copied from another slot still matches its own digest, and would vouch for files
-    # that are not its own.
+    # A manifest copied from another slot would vouch for files that are not its own.
     if manifest.slot != slot:
         raise CorruptObject(
             f"{store.url_of(key)}: expected the manifest of {slot}, found that of {manifest.slot}"
@@ -308,8 +305,7 @@ def commit_object(
     `deadline_s` passes without knowing whether our create happened, StoreUnavailable when nothing
     was tried because even the first look failed, StorageError when the store refuses for good.
     """
-    # One name and one set of bytes for all tries: whichever create takes effect late commits the
-    # same.
+    # The same name and bytes for all tries: whichever takes effect late commits the same.
     look = partial(_look, store, key, data, attempt, fingerprint, identify)
     tried = False  # a create that was sent may take effect later, whatever its reply was
     trouble = "the store did not say"

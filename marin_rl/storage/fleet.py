@@ -326,8 +326,7 @@ class FleetBoard:
         with record_errors(source):
             record = open_sealed_json(data, format=f"marin-rl/{kind}", version=VERSION)
         signature = str(record.pop("signature", ""))
-        # In constant time, and before any field is used: to write into the folder is not yet to be
-        # trusted.
+        # In constant time, before any field is used: who writes there is not yet trusted.
         if not hmac.compare_digest(signature.encode(), self._signature(record).encode()):
             raise CorruptObject(
                 f"{source}: expected a record signed with this process's API token, found "

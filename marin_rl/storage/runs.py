@@ -149,8 +149,7 @@ class Run:
         store = top.at(ref.run_id)
         record = read_record(store)
         if record is None:
-            # What is there helps more than an error of the store: mostly the root, or the name, is
-            # mistyped.
+            # Mostly the root or the name is mistyped: what is there helps.
             names = top.children()
             shown = ", ".join(names[:CHILDREN_NAMED_MAX]) or "nothing"
             more = len(names) - CHILDREN_NAMED_MAX
@@ -259,8 +258,7 @@ def committed_checkpoint(run: Run, round: int) -> SlotRef | None:
 
 def latest_checkpoint(run: Run) -> SlotRef | None:
     """The committed checkpoint of the highest round: one listing, then one read or two."""
-    # A listing that is out of date costs work again, and no more: every stage looks at its own key
-    # first.
+    # A listing that is out of date costs work again, and no more: stages look at their own key.
     return _latest(run, map(checkpoint_slot, reversed(rounds_in(run.store, "checkpoints"))))
 
 
@@ -311,8 +309,7 @@ def checkpoint_named(
         forms = " or ".join(f"ROOT/RUN_ID/{kind}/{name}" for kind, name in kinds.items())
         raise ConfigError(f"{key} is {text!r}: expected {forms}")
     run = Run.open(root, run_id, storage_options)
-    # Committed, and not merely there: a folder of files without a manifest is an unfinished
-    # attempt.
+    # A folder of files without a manifest is an unfinished attempt.
     ref = committed(run, f"{kind}/{name}")
     if ref is None:
         raise ConfigError(

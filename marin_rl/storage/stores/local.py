@@ -43,8 +43,7 @@ class LocalStore(ObjectStore):
             try:
                 # The bytes are durable before they have their name: a crash leaves all or nothing.
                 _write_synced(temporary, data, os.O_EXCL)
-                # The one step that decides: of two processes the kernel lets exactly one have the
-                # name.
+                # The one step that decides: the kernel lets exactly one process have the name.
                 outcome = _link(temporary, path)
             finally:
                 with suppress(OSError):  # a leftover is private by its dot, and gc takes it
@@ -256,8 +255,7 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     with suppress(FileExistsError):  # another process made it meanwhile
         folder.mkdir()
-    # Each level before the one below it: a durable folder whose own name is lost would be lost with
-    # it.
+    # Each level before the one below it, which would be lost with its name.
     _sync_folder(folder.parent)
 
 

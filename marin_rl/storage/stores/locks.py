@@ -88,8 +88,7 @@ def run_lock(path: Path) -> Iterator[None]:
         descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         file = os.fdopen(descriptor, "a+", encoding="utf-8")
     with file:
-        # Signed only once it is locked: another's name in the file would send people to the wrong
-        # process.
+        # Signed only once it is locked: another's name would send people to the wrong process.
         try:
             # Without waiting: a second process is mostly a mistake, which an error explains.
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

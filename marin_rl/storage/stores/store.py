@@ -202,8 +202,7 @@ class ForkedStore(ObjectStore):
             return self.own
         # The checkpoint that finishes it: round r ends with checkpoint r + 1.
         place = round + 1 if kind in PLAYED else round
-        # Ascending: the first ancestor that reaches so far played the round, and later ones have it
-        # from there.
+        # Ascending: later ancestors have a round from the first that reaches so far.
         return next((store for through, store in self.shared if place <= through), self.own)
 
     def put_if_absent(self, key: str, data: bytes) -> PutOutcome:
@@ -212,8 +211,7 @@ class ForkedStore(ObjectStore):
             return owner.put_if_absent(key, data)
         # Never created there, even if absent: that would change the parent's history.
         owner.size(key)  # raises ObjectMissing
-        # Present, so the caller reads it back and compares, as after any other create that came
-        # second.
+        # Present: the caller reads it back, as after any create that came second.
         return PutOutcome.EXISTS
 
     def read(self, key: str) -> bytes:

@@ -114,8 +114,7 @@ def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     None where no rollout was kept. Raises ObjectMissing, CorruptObject, NewerSchema.
     """
     manifest = manifest_of(run.store, ref)
-    # By the manifest's total: the length of rows is part of their type, and must be known before
-    # they are read.
+    # By the manifest's total: the length of rows is part of their type.
     schema = schema_of(manifest, run.store.url_of(manifest.slot))
     microbatch_rows = None
     if MICROBATCH_ROWS in manifest.totals:

@@ -60,8 +60,7 @@ class GroupLog:
         """
         groups: dict[str, list[RolloutGroup]] = {}
         waiting = list(chains)
-        # One wave for the next objects of all chains: a bucket answers many reads in the time of
-        # one.
+        # One wave for all chains: a bucket answers many reads in the time of one.
         while waiting:
             keys = [self._next_key(chain) for chain in waiting]
             present = zip(waiting, keys, self._load(keys), strict=True)
@@ -87,8 +86,7 @@ class GroupLog:
 
     def complete(self, chain: str, groups: Sequence[RolloutGroup]) -> None:
         """Append groups, without those that others have committed to the chain meanwhile."""
-        # Again after each create: where another process was first, its object may have some of the
-        # groups.
+        # Again after each create: the object of another process may have some of the groups.
         while left := [g for g in groups if g.group_id not in self.group_ids.get(chain, ())]:
             self.append(chain, left)
 

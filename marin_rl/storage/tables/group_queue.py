@@ -92,8 +92,7 @@ class GroupQueue:
         CommitUnknown, StorageError, and what `group_at` raises.
         """
         while True:
-            # A client that got no reply sends again: the same content must not become a second
-            # group.
+            # A client that got no reply sends again: that must not become a second group.
             if (environment, digest) in self._recent:
                 return False
             place = place_of(self._run.config, self.accepted)

@@ -137,8 +137,7 @@ def decide(
     # Before anything is taken: a group under way that would be too old next time is worth the wait.
     if waits and not ended and any(version <= oldest for version in under_way):
         return None
-    # Oldest policy first, so that little becomes stale; then by number, so that the order is no
-    # race of workers.
+    # Oldest policy first, so that little becomes stale; then by number, not by arrival.
     waiting = [group for group in groups if group.number not in settled]
     waiting.sort(key=lambda group: (group.version, group.number))
     fresh = [group for group in waiting if group.version >= oldest]
@@ -205,8 +204,7 @@ def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Man
     """The record of an intake, which is yet to be committed."""
     parents: tuple[Parent, ...] = ()
     if intake.round:
-        # Its digest is part of the fingerprint, so intakes form one chain: no group is taken by two
-        # of them.
+        # Part of the fingerprint: intakes form one chain, and no group is taken by two.
         before = read_manifest(run.store, intake_slot(intake.round - 1))
         assert before is not None, "rounds take their groups in turn"
         parents = (parent_of(ref_of(before[0])),)
@@ -350,8 +348,7 @@ def _tables(run: Run, entries: Sequence[Entry]) -> list[pa.Table]:
                 "restore the file from a copy; nothing else of the run is lost, and the same "
                 "command goes on from there"
             )
-        # By the digest that the intake recorded: what trains is what was seen when the round
-        # decided.
+        # By the recorded digest: what trains is what was seen when the round decided.
         table = decode_shard(verified(data, sha256, source), source=source)
         rows = rows_by_group(table, key, source)
         tables |= {(key, number): rows_of for number, rows_of in rows}

@@ -111,8 +111,7 @@ def _converters(hint: Any, arrow: pa.DataType) -> tuple[Convert | None, Convert 
             lambda values: tuple(map(decode, values)),
         )
     if pa.types.is_list(arrow):
-        # The file's type and not NumPy's default: 64 bits would double what a shard takes in
-        # memory.
+        # The file's type: NumPy's default of 64 bits would take twice the memory.
         dtype = arrow.value_type.to_pandas_dtype()
         return np.ndarray.tolist, lambda values: np.array(values, dtype)
     return None, None

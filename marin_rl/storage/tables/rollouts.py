@@ -204,8 +204,7 @@ def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | N
     if data is None:
         return None
     attempt, committed = identify_shard(data, source)
-    # A shard of other settings is an error and no absence: it would be sampled again, and conflict
-    # at its commit.
+    # An error and no absence: it would be sampled again, and conflict at its commit.
     check_fingerprint(source, attempt, committed, fingerprint)
     return _ref_of(run.store, key, data, reused=True)
 

@@ -91,8 +91,7 @@ def stream_fingerprint(
     config: Config, environment_version: str, tokenizer: str, chat_template: str
 ) -> str:
     """Digest of what decides the groups of a stream, by digests of tokenizer and template."""
-    # What decides the text of a group and nothing that decides only when it is sampled: workers may
-    # differ in the rest.
+    # Nothing that decides only when a group is sampled: workers may differ in that.
     content = {
         "seed": config.seed,
         "environment": fingerprint_fields(config.environment),
@@ -134,8 +133,7 @@ class GroupStream:
         """
         keys = self.run.store.list(layout.STREAM)
         listed = [key for key in keys if layout.numbers_in(key)]
-        # An object may be gone because gc took it after a round had sealed its groups, so they must
-        # not be taken again.
+        # Gc takes objects whose groups a round has sealed: those must not be taken again.
         known = {key: self.objects[key] for key in listed if key in self.objects}
         new = [key for key in listed if key not in known]
         if new or len(known) < len(self.objects):
@@ -153,8 +151,7 @@ class GroupStream:
     def claim(self, chunk: int, worker: str, policy_version: int, now: datetime) -> bool:
         """Claim a chunk; False where another worker was first. Raises StorageError."""
         known = self.claims.get(chunk)
-        # One above the last that was seen: a worker that saw fewer finds the place taken, and
-        # leaves the chunk.
+        # One above the last seen: a worker that saw fewer finds it taken, and leaves the chunk.
         number = 0 if known is None else known.number + 1
         ours = Claim(
             chunk=chunk,
@@ -177,8 +174,7 @@ class GroupStream:
             identify=lambda other: (str(_record(other, source)["attempt"]), "claim"),
             **self.patience,
         )
-        # What is committed, which may be another worker's claim: the next look needs no further
-        # read.
+        # The committed one, maybe another's: the next look needs no further read.
         self.claims[chunk] = claim_in(committed, source)
         return committed == data
 
@@ -262,8 +258,7 @@ def number_in(key: str, group_id: str, source: str) -> int:
         number = number_of(group_id)
     except ValueError:
         number = -1
-    # The name is a promise that readers rely on before they open the object: it says which groups
-    # may be inside.
+    # Readers rely on the name before they open the object.
     if number not in numbers:
         raise CorruptObject(
             f"{source}: expected groups {numbers[0]} to {numbers[-1]}, found {group_id!r}"

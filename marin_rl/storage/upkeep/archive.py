@@ -84,8 +84,7 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
     exports to `target`, StorageError where it cannot be written; nothing is left there then.
     """
     inventory = take_inventory(run.store)
-    # Digests before data: the list of contents comes first in the file, so that a reader can check
-    # as it reads.
+    # Digests come first in the file, so that a reader can check as it reads.
     sources = _sources(run, inventory, everything=everything)
     buffers = ((name, load(*sources[name])) for name in sorted(sources))
     entries = [Entry(name, data.size, digest_of(data)) for name, data in buffers]

@@ -232,8 +232,7 @@ def _foreign(run: Run, manifest: Manifest, generated: pl.DataFrame) -> Offences:
     played_by = run.at_round(round).run_id
     foreign = generated.filter((pl.col("run_id") != played_by) | (pl.col("round") != round))
     named = {part.name for part in manifest.parts}
-    # A shard that came after the seal was sampled and never trained on: it would be missing from
-    # every sum.
+    # A shard that came after the seal would be missing from every sum.
     there = (name for name in run.store.children(manifest.slot) if name.startswith("shard-"))
     return {
         "rows of another run or round": _names(foreign),

@@ -280,8 +280,7 @@ class _Checks:
 def _check_table(store: ObjectStore, key: str, ladder: Ladder, look: Look) -> Outcome:
     place = store.url_of(key)
     data = load(store, key)
-    # Parquet ends with its magic number: a missing end is reported as truncation, before Arrow
-    # fails on it with an error that names neither.
+    # Before Arrow fails on a missing end with an error that does not name it.
     if bytes(memoryview(data)[-4:]) != b"PAR1":
         return data.size, Fault("truncated", place, "the end of a Parquet file is missing")
 
