@@ -106,8 +106,6 @@ class AncestorRecord(Record):
 
 
 class Seeds(Record):
-    """The seeds that a run was created with."""
-
     run: Integer
 
 

@@ -50,7 +50,6 @@ class RolloutFilter:
     max_turns: int | None = None
 
     def passes(self, row: Mapping[str, Any]) -> bool:
-        """Return True if a row of the table `rollouts` fulfils all conditions."""
         if self.finish_reason is not None and row["finish_reason"] != self.finish_reason:
             return False
         if self.tool is not None and self.tool not in tools_of(row["turns"]):
@@ -244,7 +243,6 @@ def before_and_after(run: Run) -> BeforeAfter | None:
 
 
 def _episodes(run: Run, round: int) -> dict[str, tuple[str, PlayedEpisode]]:
-    """Answer and first episode of each example of an evaluation."""
     manifest = committed_manifest(run.store, evals_slot(round))
     table = pa.concat_tables(iter_row_groups(run, manifest, EPISODE_COLUMNS))
     episodes: dict[str, tuple[str, PlayedEpisode]] = {}

@@ -76,7 +76,6 @@ class Lineage:
     left_out: int = 0
 
     def add(self, kind: str, name: str, sources: Iterable[str] = (), **facts: Any) -> str:
-        """Add a node, unless it is there, and its edges; its name."""
         if name not in self.nodes:
             known = {key: value for key, value in facts.items() if value is not None}
             self.nodes[name] = Node(name, kind, known)
@@ -390,7 +389,6 @@ def _tokens_by_version(row: Facts, round: int) -> dict[str, str]:
 
 
 def add_policy(graph: Lineage, run: Run, slot: str) -> None:
-    """Add a checkpoint, its adapter's base, and the run that it belongs to."""
     owner = run.owner_of(slot)
     checkpoint = read_manifest(run.store, slot)
     if checkpoint is not None:

@@ -66,8 +66,6 @@ _PLAIN = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The rows of an answer, in the order of its columns."""
-
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
 

@@ -171,7 +171,6 @@ def of_manifests(kind: str, prefix: str, behind: int, runs: Sequence[Run]) -> li
 
 
 def of_metrics(runs: Sequence[Run]) -> list[Part]:
-    """The metrics of all closed rounds, each once."""
     return _each_once(
         Part(store=run.store, run_id=run.player_of(round), round=round, key=f"metrics/{name}")
         for run in runs
@@ -191,7 +190,6 @@ def of_rewards(runs: Sequence[Run]) -> list[Part]:
 
 
 def of_pairs(runs: Sequence[Run]) -> list[Part]:
-    """The pairs that runs learn from, each once."""
     slot = pairs_slot()
     manifests = [(run, read_manifest(run.store, slot)) for run in runs]
     return _each_once(
@@ -211,7 +209,6 @@ def _each_once(parts: Iterator[Part]) -> list[Part]:
 
 
 def scan(source: Any, columns: Columns) -> pl.LazyFrame:
-    """Scan Parquet files of any version of a schema."""
     return _scan(
         source,
         schema=dict(columns),

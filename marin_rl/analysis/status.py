@@ -66,7 +66,6 @@ class Followed:
         self._evaluations: dict[int, dict[str, float]] = {}
 
     def progress(self) -> dict[int, RoundProgress]:
-        """Committed slots by round, as `storage.run_progress.progress` returns them."""
         slots = progress(self.run, self._checkpoints)
         if not self._metrics.keys() <= {number for number, item in slots.items() if item.metrics}:
             self.times_begun += 1  # rounds that were closed are gone: this is another run
@@ -152,8 +151,6 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A run among others that cannot be read, and why."""
-
     run_id: str
     error: str
 
@@ -343,7 +340,6 @@ class Stage:
 
     @property
     def text(self) -> str:
-        """A short text, such as `generating round 12 (1 of 2)`."""
         return self.name + (f" ({self.done} of {self.total})" if self.total else "")
 
 

@@ -138,7 +138,6 @@ def expected_metrics(run: Run, round: int, recorded: Mapping[str, float]) -> dic
 
 
 def evaluation_of(run: Run, manifest: Manifest) -> dict[str, float]:
-    """The `eval/*` metrics of a committed evaluation, from its rows."""
     # The rows have the shape of rollouts.
     groups = [group for table in iter_row_groups(run, manifest) for group in groups_of(table)]
     return evaluation_metrics(groups, run.config.evaluation, extractors_of(run.config))

@@ -73,7 +73,6 @@ class NewWarnings:
         self._seen: set[str] = set()
 
     def listen(self, event: ProgressEvent) -> None:
-        """Take an event, and call `announce` with every warning that it brings."""
         ends = event.stage in ("round", "evaluate") and event.metrics
         if not ends or event.run_id != self._run_id or event.round is None:
             return

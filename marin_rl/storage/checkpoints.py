@@ -266,8 +266,6 @@ def _check_alone(folder: Path, manifest: Manifest) -> None:
 
 
 def _each_part(run: Run, manifest: Manifest, use: Any) -> None:
-    """Read every file of the arrays, verify it, and hand it on."""
-
     def verified(part: Part) -> None:
         key = f"{manifest.slot}/{part.name}"
         try:

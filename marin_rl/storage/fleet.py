@@ -190,8 +190,6 @@ class ProvenVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Canaries:
-    """The canaries of the newest checkpoints of a run."""
-
     __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
 
     run_sha256: Sha256
@@ -317,7 +315,6 @@ class FleetBoard:
         return sealed_json({**full, "signature": self._signature(full)})
 
     def _opened(self, kind: str, shape: type[Shape], key: str) -> Shape | None:
-        """The record of an object; None where there is none."""
         try:
             data = self.folder.read(key)
         except ObjectMissing:

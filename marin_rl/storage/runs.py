@@ -202,7 +202,6 @@ class Run:
 
     @property
     def reference(self) -> RunRef:
-        """The name of this run for other tasks."""
         tree = self.config.model_dump(mode="json")
         defaults = Config.model_validate({}).model_dump(mode="json")
         # Those two are fields of the reference already.
@@ -393,7 +392,6 @@ def with_ancestors(
 
 
 def _dig(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, None where one of its sections is null."""
     node: Any = tree
     for name in key.split("."):
         node = None if node is None else node.get(name)

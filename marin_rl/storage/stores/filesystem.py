@@ -177,7 +177,6 @@ def _refusal(error: Exception) -> str | None:
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status behind an error of gcsfs or s3fs; 0 where there is none."""
     # s3fs raises an OSError from botocore's ClientError, which has the response.
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
     if isinstance(response, dict):

@@ -186,7 +186,6 @@ def checked_file(path: Path, key: str) -> Path:
 
 
 def not_regular(path: Path, expected: str = "a regular file") -> CorruptObject:
-    """The error about a file of another kind than `expected`."""
     with suppress(OSError):
         mode = path.lstat().st_mode
         kind = next((name for test, name in _KINDS.items() if test(mode)), "a file of another kind")

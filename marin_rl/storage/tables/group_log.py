@@ -187,7 +187,6 @@ def _of_stream(
 def groups_of_chunk(
     run: Run, numbers: range, fingerprint: str, policy: ServedPolicy, worker: str
 ) -> GroupLog:
-    """The chain of the finished groups `numbers` of a stream."""
     return _of_stream(lambda _, n: pack_key(numbers, n), run, fingerprint, policy, worker)
 
 

@@ -201,7 +201,6 @@ def commit_intake(run: Run, intake: Intake) -> SlotRef:
 
 
 def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Manifest:
-    """The record of an intake, which is yet to be committed."""
     parents: tuple[Parent, ...] = ()
     if intake.round:
         # Part of the fingerprint: intakes form one chain, and no group is taken by two.
@@ -334,7 +333,6 @@ def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
 
 
 def _tables(run: Run, entries: Sequence[Entry]) -> list[pa.Table]:
-    """Rows of each group."""
     # By object: a pack is fetched and hashed once for all its groups.
     digests = {entry.key: entry.sha256 for entry in entries}
     tables = dict[tuple[str, int], pa.Table]()

@@ -177,8 +177,6 @@ class _Message(BaseModel):
 
 
 class _PairRow(BaseModel):
-    """Row of a user's file of pairs; the names are those of `schemas.tables`."""
-
     # Nothing is converted or passed over: a misspelt field would change what is learned.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -335,7 +333,6 @@ def _split(chosen: Sequence[Any], rejected: Sequence[Any]) -> Row:
 
 
 def _answer(messages: Sequence[Any], field: str) -> Any:
-    """Text of the one message that an answer is."""
     roles = [each.get("role") if isinstance(each, Mapping) else each for each in messages]
     if roles != ["assistant"]:
         raise ValueError(

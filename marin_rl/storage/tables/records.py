@@ -55,7 +55,6 @@ class Struct(Generic[Record]):
         self._is_plain = not (self._decoded or self._later or self._inlined)
 
     def encode(self, record: Record) -> Row:
-        """The record as a tree of dicts, lists and scalars, in the order of its fields."""
         row = {}
         for name, (encode, _) in self._converters.items():
             value = getattr(record, name)
@@ -65,7 +64,6 @@ class Struct(Generic[Record]):
         return row
 
     def columns(self, records: Sequence[Record]) -> dict[str, list[Any]]:
-        """The rows of many records, column by column."""
         columns = {}
         for name, (encode, _) in self._converters.items():
             values = [getattr(record, name) for record in records]

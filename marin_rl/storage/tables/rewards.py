@@ -35,8 +35,6 @@ class RewardSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTable:
-    """A committed table: where it is, its version under its name, and its digest."""
-
     key: str
     version: int
     sha256: str

@@ -294,8 +294,6 @@ def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> I
 
 
 def _readers(run: Run, manifest: Manifest) -> Iterator[TableReader]:
-    """Readers of a manifest's parts, in order; remote ones are fetched ahead."""
-
     def opened(part: Part) -> TableReader:
         return open_part(run.store, manifest.slot, part, LADDER)
 

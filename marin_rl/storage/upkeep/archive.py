@@ -196,7 +196,6 @@ Sources = dict[str, tuple[ObjectStore, str]]
 
 
 def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
-    """Source of each entry, by its name in the archive."""
     for slot in inventory.slots:
         if slot.fault is not None:
             raise slot.fault
@@ -265,7 +264,6 @@ class _Contained:
 
 
 def _read(entries: Iterator[ArchiveEntry], contents: Mapping[str, Any]) -> _Contained:
-    """Hash every entry, in one pass."""
     listed = {name: (size, sha256) for name, size, sha256 in contents["entries"]}
     own = f"{contents['run_id']}/{RUN_KEY}"
     read = _Contained()

@@ -177,7 +177,6 @@ class Borrowed:
         )
 
     def has(self, slot: str) -> bool:
-        """True if some run reads this slot's files."""
         kind, _, name = slot.partition("/")
         # A warm start comes before every round, so that each fork has it.
         number = int(name.rpartition("-")[2]) if kind == "checkpoints" else 0

@@ -172,8 +172,6 @@ def _identity(
 
 @dataclass(frozen=True, slots=True)
 class _Checks:
-    """The checks of a run's objects, by their roles in its inventory."""
-
     store: ObjectStore
     inventory: Inventory
     record: Record | None
@@ -317,7 +315,6 @@ def _in_words(error: Exception) -> str:
 def _explained(
     place: str, look: Callable[[], Result], otherwise: Kind = "malformed"
 ) -> Result | Fault:
-    """Return the result of `look`, or a fault for the error that it raised."""
     try:
         return look()
     except NewerSchema as error:

@@ -65,8 +65,6 @@ _known: dict[str, Mapping[str, Reach]] = {}  # by run: objects that other runs r
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """An object to delete: its key in the run, its bytes, and why."""
-
     key: str
     bytes: int
     reason: Reason

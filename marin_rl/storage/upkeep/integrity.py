@@ -76,7 +76,6 @@ def link_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 
 
 def _possible(slot: Slot, parents: Sequence[str]) -> bool:
-    """True if a slot may be made from these parents."""
     number = slot.number
     match slot.kind:
         case "batches":

@@ -162,7 +162,6 @@ class Inventory:
 
 
 def _role_outside(key: str) -> Role:
-    """Role of an object that lies in no slot."""
     top = key.partition("/")[0]
     if is_temporary(key):
         return "temporary"
