@@ -159,8 +159,9 @@ def one_try(store: ObjectStore, manifest: Manifest, **_: Any) -> Manifest:
 
 def gc_at_once(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
     """Wrong: deletes what nothing names yet, also of processes that are about to name it."""
-    for item in take_inventory(run.folder).of_role("loose"):
-        run.folder.delete(item.key)
+    for item in take_inventory(run.folder).items:
+        if item.role == "loose":
+            run.folder.delete(item.key)
     return COLLECTED
 
 
