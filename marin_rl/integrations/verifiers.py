@@ -158,7 +158,7 @@ async def _played_again(episode: HostedEpisode, dialogue: Sequence[Message]) -> 
     pieces = [list(piece) for _, piece in groupby(dialogue, lambda m: m.role == "assistant")]
     try:
         await episode.start()
-        turns = zip_longest(pieces[::2], pieces[1::2], fillvalue=())
+        turns = zip_longest(pieces[::2], pieces[1::2], fillvalue=list[Message]())
         for number, ((said, *_), answered) in enumerate(turns, start=1):
             turn = Turn(role="assistant", content=said.content, tool_calls=said.tool_calls)
             result = await episode.step(turn)

@@ -23,7 +23,7 @@ from marin_rl.integrations.atropos.scored_data import DIGEST, ENVIRONMENT, ORIGI
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.rollouts.generate import generate_shard
 from marin_rl.storage.runs import Run, committed_checkpoint, shard_key
-from marin_rl.storage.tables.group_queue import GroupQueue, place_of
+from marin_rl.storage.tables.group_queue import GroupQueue
 from marin_rl.storage.tables.metrics import write_round_metrics
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of, seal_round
 from marin_rl.storage.upkeep.archive import verify_archive, write_archive
@@ -479,14 +479,6 @@ def test_a_shard_without_groups_fails_in_time(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentTimeout, match="expected 2 pushed groups, found 0, and no other"):
         asyncio.run(generate_shard(run, 0, 1, policy()))
     assert time.monotonic() - began < 5
-
-
-def test_places_follow_the_shards_of_a_round(tmp_path: Path) -> None:
-    config = pushed_config(tmp_path)
-    places = [place_of(config, number) for number in range(7)]
-    assert [(p.round, p.shard, p.group) for p in places] == [
-        (0, 0, 0), (0, 1, 1), (0, 1, 2), (1, 0, 0), (1, 1, 1), (1, 1, 2), (2, 0, 0),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

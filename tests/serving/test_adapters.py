@@ -70,15 +70,12 @@ def models(server: PolicyServer) -> dict[str, dict[str, Any]]:
 
 def test_an_adapter_is_a_model(server, adapters):
     folder, adapter = adapters["first"]
-    assert load(server, "first", folder) == (
-        200,
-        "Success: LoRA adapter 'first' added successfully.",
-    )
+    added = "Success: LoRA adapter 'first' added successfully."
+    assert load(server, "first", folder) == (200, added)
     answer = sampled(server, "first")
     assert answer["model"] == "first"
-    assert answer["parameters_digest"] == policy_digest(
-        "0123456789", adapter.modules, adapter.digest
-    )
+    digest = policy_digest("0123456789", adapter.modules, adapter.digest)
+    assert answer["parameters_digest"] == digest
     check(answer, adapter)
     # the base is asked for as before, and SGLang's spelling names the adapter behind it
     assert sampled(server, "policy")["model"] == BASE
@@ -153,15 +150,14 @@ def test_beyond_the_room_it_says_how_many_there_are(server, adapters):
     assert list(models(server)) == [BASE, "policy", "first", "second"]
     assert unload(server, "first")[0] == 200
     assert load(server, "third", adapters["third"][0])[0] == 200
-    assert unload(server, "nobody") == (
+    status, answer = unload(server, "nobody")
+    assert (status, answer["error"]) == (
         404,
         {
-            "error": {
-                "message": "no adapter 'nobody' is loaded; loaded: second, third",
-                "type": "invalid_request_error",
-                "param": "lora_name",
-                "code": "model_not_found",
-            }
+            "message": "no adapter 'nobody' is loaded; loaded: second, third",
+            "type": "invalid_request_error",
+            "param": "lora_name",
+            "code": "model_not_found",
         },
     )
 
@@ -245,12 +241,13 @@ def test_adapters_of_another_base_or_rank_are_refused(server, adapters):
     other = tiny_model("llama-tied", heads=8, width=64)
     write_peft(root / "other", adapter_for(other))
     write_peft(root / "large", adapter_for(tiny_model(), rank=9))
-    status, answer = load(server, "other", root / "other")
-    assert status == 400
-    assert "use the base that the adapter was made for" in answer["error"]["message"]
-    status, answer = load(server, "large", root / "large")
-    assert status == 400
-    assert "of rank 8 at most (inference.engine.adapter_rank_max)" in answer["error"]["message"]
+    for name, message in (
+        ("other", "use the base that the adapter was made for"),
+        ("large", "of rank 8 at most (inference.engine.adapter_rank_max)"),
+    ):
+        status, answer = load(server, name, root / name)
+        assert status == 400
+        assert message in answer["error"]["message"]
 
 
 def test_places_outside_the_roots_are_not_read(server, adapters, tmp_path):

@@ -23,7 +23,7 @@ from marin_rl.errors import ConfigError
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.serving.http.auth import OPEN_PATHS, Keys, Origins
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.guard import TokenBucket, check_samples
+from marin_rl.serving.http.guard import TokenBucket
 from marin_rl.serving.server import PolicyServer
 from marin_rl.types import Sampling
 
@@ -358,30 +358,6 @@ def test_a_caller_that_waits_as_asked_is_let_in_and_no_rate_is_exceeded(
 def test_a_burst_without_a_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="requests_burst: expected with requests_per_second only"):
         ServerConfig(requests_burst=3)
-
-
-@pytest.mark.parametrize(
-    ("asked", "status", "param"),
-    [
-        ({"n": 4, "prompts": 8, "queued": 0}, 0, None),
-        ({"n": 5, "prompts": 1, "queued": 0}, 400, "n"),
-        ({"n": 1, "prompts": 13, "queued": 0}, 400, "prompt"),
-        ({"n": 4, "prompts": 2, "queued": 33}, 503, None),
-        ({"n": 4, "prompts": 2, "queued": 32}, 0, None),
-        # what never fits is nothing to try again
-        ({"n": 4, "prompts": 11, "queued": 0}, 400, "n"),
-        ({"n": 4, "prompts": 10, "queued": 1}, 503, None),
-    ],
-)
-def test_samples_are_counted(asked: dict[str, int], status: int, param: str | None) -> None:
-    config = ServerConfig(samples_max=4, prompts_max=12, samples_queued_max=40)
-    if not status:
-        check_samples(config, **asked)
-        return
-    with pytest.raises(ApiError) as refused:
-        check_samples(config, **asked)
-    assert (refused.value.status, refused.value.body["error"]["param"]) == (status, param)
-    assert ("Retry-After" in refused.value.headers) == (status == 503)
 
 
 def test_too_many_requests_are_a_429_but_of_the_admin(monkeypatch: pytest.MonkeyPatch) -> None:

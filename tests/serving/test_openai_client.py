@@ -23,25 +23,11 @@ ASK: dict[str, Any] = {
     "max_tokens": 24,
     "seed": 7,
 }
-SCHEMA = {
-    "type": "object",
-    "properties": {"ab": {"enum": ["a", "b"]}},
-    "required": ["ab"],
-    "additionalProperties": False,
-}
-ARGUMENTS = {
-    "type": "object",
-    "properties": {"x": {"enum": [1, 2]}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
+CLOSED = {"type": "object", "additionalProperties": False}
+SCHEMA = CLOSED | {"properties": {"ab": {"enum": ["a", "b"]}}, "required": ["ab"]}
+ARGUMENTS = CLOSED | {"properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}
-JSON_ASK: dict[str, Any] = {
-    "model": "policy",
-    "messages": [{"role": "user", "content": "abc"}],
-    "max_tokens": 120,
-    "seed": 7,
-}
+JSON_ASK = ASK | {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 120}
 CALLING_TEMPLATE = """{% for message in messages %}{{ '<|' + message.role + '|>' }}
 {%- if message.content %}{{ message.content }}{% endif %}
 {%- for call in message.tool_calls or [] %}
@@ -119,12 +105,9 @@ def test_logprobs_and_the_likeliest_tokens(client: openai.OpenAI) -> None:
         likeliest = [likely.logprob for likely in entry.top_logprobs]
         assert likeliest == pytest.approx(np.sort(truth)[::-1][:3].tolist(), abs=1e-4)
         assert entry.bytes is not None
-    text = b"".join(bytes(entry.bytes or ()) for entry in content if not _ends(entry.token))
+    shown = [entry for entry in content if not entry.token.startswith("<|")]
+    text = b"".join(bytes(entry.bytes or ()) for entry in shown)
     assert text.decode("utf-8", "replace") == choice.message.content
-
-
-def _ends(token: str) -> bool:
-    return token.startswith("<|")
 
 
 def test_plain_completions_of_lists_with_echo_and_scores(client: openai.OpenAI) -> None:
@@ -204,13 +187,8 @@ def test_calls_that_must_be_made_and_their_results(able: openai.OpenAI) -> None:
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)["x"] in (1, 2)) == ("add", True)
     chunks = list(able.chat.completions.create(**asked, stream=True))
-    calls = [
-        delta
-        for chunk in chunks
-        for choice in chunk.choices
-        for delta in choice.delta.tool_calls or ()
-    ]
-    (streamed,) = calls
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    (streamed,) = [call for delta in deltas for call in delta.tool_calls or ()]
     assert streamed.function
     assert streamed.function.name == "add"
     assert streamed.function.arguments == call.function.arguments

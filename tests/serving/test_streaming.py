@@ -145,11 +145,6 @@ def test_offsets_count_characters_and_give_special_tokens_no_room() -> None:
     assert Offsets(Detokenizer(tokenizer), 5).of(ids) == [5, 6, 6, 6, 7, 7]
 
 
-def test_ids_without_a_token_are_empty() -> None:
-    texts = Detokenizer(TOKENIZERS["byte-level"])
-    assert texts.piece(102).text == texts.name(102) == ""
-
-
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 def test_decoding_is_the_tokenizers_own(name: str) -> None:
     tokenizer: PreTrainedTokenizerFast = TOKENIZERS[name]
@@ -294,16 +289,6 @@ def test_slow_bodies_go_to_the_thread_until_they_are_fast_again(
     preparer.add(data, spin(10 * SHORT_S))
     assert where(preparer, CHAT) is not here
     assert any(where(preparer, CHAT) is here for _ in range(40))
-
-
-def test_results_and_errors_reach_the_caller(worker: ThreadPoolExecutor) -> None:
-    async def made(preparer: TokenizeWorker) -> int:
-        with pytest.raises(KeyError):
-            await preparer.run(b"{}", lambda: {}["absent"])
-        return await preparer.run(b"{}", lambda: 7)
-
-    for preparer in (TokenizeWorker(worker), used(worker)):
-        assert asyncio.run(made(preparer)) == 7
 
 
 def test_nothing_is_read_that_comes_after_the_end() -> None:

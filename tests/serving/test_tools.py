@@ -19,7 +19,7 @@ from support.templates import (
 
 from marin_rl.inference.client.protocol import call_body
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.text.constraints import Constraints, forced_calls_grammar
+from marin_rl.serving.text.constraints import Constraints, MakeWalker, forced_calls_grammar
 from marin_rl.serving.text.templates import ChatPrompts
 from marin_rl.tokenizers import CHAT_TEMPLATE
 from marin_rl.tool_calls import (
@@ -44,37 +44,30 @@ def format_of(template: str) -> ToolFormat | None:
     return tool_format(TOKENIZER)
 
 
-def known(template: str) -> ToolFormat:
-    form = format_of(template)
-    assert form is not None
-    return form
-
-
-HERMES, LLAMA, LIST = known(QWEN), known(LLAMA3), known(MISTRAL)
+HERMES = ToolFormat(
+    opening="<tool_call>",
+    closing="</tool_call>",
+    arguments="arguments",
+    before="<tool_call>\n",
+    after="\n</tool_call>",
+)
+LLAMA = ToolFormat(opening="", closing="", arguments="parameters", before="", after="")
+LIST = ToolFormat(
+    opening="[TOOL_CALLS]",
+    closing="",
+    arguments="arguments",
+    before="[TOOL_CALLS] ",
+    after="",
+    listed=True,
+    special=True,
+)
 TEMPLATES = {"hermes": QWEN, "llama": LLAMA3, "mistral": MISTRAL}
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": LIST}
 
 
-def test_tool_formats_are_read_off_what_templates_write():
-    assert format_of(QWEN) == ToolFormat(
-        opening="<tool_call>",
-        closing="</tool_call>",
-        arguments="arguments",
-        before="<tool_call>\n",
-        after="\n</tool_call>",
-    )
-    assert format_of(LLAMA3) == ToolFormat(
-        opening="", closing="", arguments="parameters", before="", after=""
-    )
-    assert format_of(MISTRAL) == ToolFormat(
-        opening="[TOOL_CALLS]",
-        closing="",
-        arguments="arguments",
-        before="[TOOL_CALLS] ",
-        after="",
-        listed=True,
-        special=True,
-    )
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tool_formats_are_read_off_what_templates_write(name):
+    assert format_of(TEMPLATES[name]) == FORMATS[name]
 
 
 @pytest.mark.parametrize(
@@ -234,16 +227,6 @@ def test_a_stream_holds_back_no_more_than_it_must():
     assert bare.feed("x}") == ["x}"]
 
 
-def test_a_call_in_openais_shape():
-    text = f"<tool_call>{ONE}</tool_call><tool_call>{ONE}</tool_call>"
-    first, second = parse_tool_calls(HERMES, text, NAMES).calls
-    body = call_body(first)
-    assert body["type"] == "function"
-    assert body["function"]["name"] == "weather"
-    assert json.loads(body["function"]["arguments"]) == CITY
-    assert first.id != second.id
-
-
 def test_half_a_character_in_a_calls_arguments_stays_as_it_was_spelled():
     text = '<tool_call>{"name": "x", "arguments": {"a": "é\\ud800\\\\"}}</tool_call>'
     (call,) = parse_tool_calls(HERMES, text, NAMES).calls
@@ -318,14 +301,19 @@ BOUNDED: list[dict[str, Any]] = [
 ]
 
 
+def forced(form: ToolFormat, tools: list[Any], *, several: bool = False) -> MakeWalker:
+    """Walkers through calls of these tools and nothing else."""
+    grammar = forced_calls_grammar(form, tools, TOKENIZER, several=several)
+    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
+    return constraints.grammar(grammar, param="tools")
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
 def test_a_forced_answer_is_nothing_but_calls_of_the_tools(name, several):
     chance = random.Random(printed_seed())
     form = FORMATS[name]
-    grammar = forced_calls_grammar(form, BOUNDED, TOKENIZER, several=several)
-    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
-    make = constraints.grammar(grammar, param="tools")
+    make = forced(form, BOUNDED, several=several)
     seen: set[str] = set()
     for drawn_calls in range(200):
         content, calls = told(parse_tool_calls(form, drawn(make(), chance), NAMES))
@@ -355,16 +343,12 @@ def drawn(walker, chance: random.Random) -> str:
 
 
 def test_a_named_tool_is_the_only_one_called():
-    grammar = forced_calls_grammar(HERMES, BOUNDED[1:], TOKENIZER, several=False)
-    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
-    text = drawn(constraints.grammar(grammar, param="tools")(), random.Random(2))
+    text = drawn(forced(HERMES, BOUNDED[1:])(), random.Random(2))
     assert told(parse_tool_calls(HERMES, text, NAMES)) == (None, [("time", {})])
 
 
 def test_blank_space_in_a_forced_call_has_an_end():
-    grammar = forced_calls_grammar(HERMES, BOUNDED[1:], TOKENIZER, several=False)
-    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
-    walker = constraints.grammar(grammar, param="tools")()
+    walker = forced(HERMES, BOUNDED[1:])()
     begun = TOKENIZER.encode("<tool_call>\n{", add_special_tokens=False)
     (space,) = TOKENIZER.encode(" ", add_special_tokens=False)
     for token in begun + [space] * 32:
@@ -375,10 +359,8 @@ def test_blank_space_in_a_forced_call_has_an_end():
 def test_tools_too_large_to_force_are_refused():
     wide = {"type": "object", "properties": {f"k{i}": {"const": "x" * 100} for i in range(3000)}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": wide}}]
-    grammar = forced_calls_grammar(HERMES, tools, TOKENIZER, several=False)
-    constraints = Constraints(TOKENIZER, vocabulary=400, stop_tokens=[TOKENIZER.eos_token_id])
     with pytest.raises(ApiError, match="expected forms of at most 262144 characters"):
-        constraints.grammar(grammar, param="tools")
+        forced(HERMES, tools)
 
 
 def test_integers_of_any_size_reach_the_prompt():
@@ -390,11 +372,5 @@ def test_integers_of_any_size_reach_the_prompt():
     }
     messages = [CALLING[0], CALLING[1] | {"tool_calls": [told]}]
     text = ChatPrompts(TOKENIZER).text(messages, tools=tools)
-    assert str(10**30) in text
+    assert json.dumps(tools[0], ensure_ascii=False) in text
     assert str(-(10**40)) in text
-
-
-def test_tools_reach_the_prompt():
-    TOKENIZER.chat_template = QWEN
-    text = ChatPrompts(TOKENIZER).text([{"role": "user", "content": "x"}], tools=TOOLS)
-    assert json.dumps(TOOLS[0], ensure_ascii=False) in text

@@ -27,7 +27,7 @@ from marin_rl.serving.api.messages import ChatMessage
 from marin_rl.serving.api.requests import SamplingFields
 from marin_rl.serving.api.worker_threads import ResponseWriter, TokenizeWorker
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.http.guard import check_limits, check_samples
+from marin_rl.serving.http.guard import check_limits, overloaded
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer, TextDecoding
 from marin_rl.serving.text.templates import ChatPrompts
@@ -189,8 +189,14 @@ class Service:
                 param="stop_token_ids",
             )
         self.check_ids([token for token, _ in body.biases], "logit_bias")
-        prompts, queued = body.prompts_count, self.engine.queued
-        check_samples(self.limits, n=body.samples, prompts=prompts, queued=queued)
+        n, prompts, waiting_max = body.samples, body.prompts_count, self.limits.samples_queued_max
+        check_limits(
+            ("n", "samples", n, self.limits.samples_max),
+            ("prompt", "prompts", prompts, self.limits.prompts_max),
+            ("n", "samples of all prompts", n * prompts, waiting_max),
+        )
+        if self.engine.queued + n * prompts > waiting_max:
+            raise overloaded(f"more than {waiting_max} samples would wait")
         return body, target
 
     def prompt(self, text_or_ids: str | list[int], param: str) -> Prompt:

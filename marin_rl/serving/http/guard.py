@@ -238,17 +238,6 @@ class TokenBucket:
             )
 
 
-def check_samples(config: ServerConfig, *, n: int, prompts: int, queued: int) -> None:
-    """Refuse more samples than a request may ask for (400), or than may wait (503)."""
-    check_limits(
-        ("n", "samples", n, config.samples_max),
-        ("prompt", "prompts", prompts, config.prompts_max),
-        ("n", "samples of all prompts", n * prompts, config.samples_queued_max),
-    )
-    if queued + n * prompts > config.samples_queued_max:
-        raise _overloaded(f"more than {config.samples_queued_max} samples would wait")
-
-
 def check_limits(*limits: tuple[str, str, int | None, int | None]) -> None:
     """Refuse (400) a count above its limit: (parameter, what is counted, count, most)."""
     for param, what, count, most in limits:
@@ -257,7 +246,7 @@ def check_limits(*limits: tuple[str, str, int | None, int | None]) -> None:
             raise ApiError(400, message, param=param, code="limit_exceeded")
 
 
-def _overloaded(message: str) -> ApiError:
+def overloaded(message: str) -> ApiError:
     return ApiError(503, f"{message}: try again later", code="overloaded", retry_s=1)
 
 
@@ -304,7 +293,7 @@ class BodyBudget:
         with self.lock:
             in_use = self.bytes_in_use + count
             if count > 0 and in_use > self._bytes_max:
-                raise _overloaded("the server is busy with other large bodies")
+                raise overloaded("the server is busy with other large bodies")
             self.bytes_in_use, self._peak = in_use, max(self._peak, in_use)
             trim = in_use == 0 and self._peak >= TRIM_BYTES
             if in_use == 0:
