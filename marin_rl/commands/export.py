@@ -133,9 +133,9 @@ def _export_weights(
         from marin_rl.storage.runs import policy_at
 
         if option == "--peft":
-            adapter = export_peft(run, round, path)
-            facts |= {"round": adapter.round, "parameters": adapter.parameters_digest}
-            facts |= {"adapter": adapter.adapter_digest}
+            identity, exported_round = export_peft(run, round, path)
+            facts |= {"round": exported_round, "parameters": identity.parameters_digest}
+            facts |= {"adapter": identity.adapter_digest}
         elif option == "--hf":
             exported = export_hf(run, round, path)
             facts |= {"round": exported.round, "parameters": exported.parameters_digest}

@@ -160,20 +160,18 @@ def _data_of(record: Any, kind: str, expected: str, url: str) -> dict[str, Any]:
             f"{url} answered {kind} with {record!r:.100}: expected a message of type {expected}, "
             "as servers of OpenEnv 0.2 or later send it"
         )
-    words = str(data.get("message"))
-    match data.get("code"):
-        case "CAPACITY_REACHED":
-            raise _AtCapacity(words)
-        case "VALIDATION_ERROR":
-            errors, problems = data.get("errors"), list[str]()
-            for error in errors if isinstance(errors, list) else ():
-                if isinstance(error, dict):
-                    place = error.get("loc")
-                    name = ".".join(map(str, place if isinstance(place, list) else ()))
-                    problems.append(f"{name}: {error.get('msg')}")
-            raise ActionRefused("; ".join(problems) or words)
-        case code:
-            raise RewardFault(f"{url}: {kind}: {code}: {words}")
+    words, code = str(data.get("message")), data.get("code")
+    if code == "CAPACITY_REACHED":
+        raise _AtCapacity(words)
+    if code != "VALIDATION_ERROR":
+        raise RewardFault(f"{url}: {kind}: {code}: {words}")
+    errors, problems = data.get("errors"), list[str]()
+    for error in errors if isinstance(errors, list) else ():
+        if isinstance(error, dict):
+            place = error.get("loc")
+            name = ".".join(map(str, place if isinstance(place, list) else ()))
+            problems.append(f"{name}: {error.get('msg')}")
+    raise ActionRefused("; ".join(problems) or words)
 
 
 def _check_observation(data: Mapping[str, Any], source: str) -> None:

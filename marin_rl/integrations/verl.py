@@ -22,7 +22,7 @@ import orjson
 import pyarrow as pa
 import yaml
 
-from marin_rl.config import Config, ObjectiveConfig, value_at
+from marin_rl.config import Config, value_at
 from marin_rl.config.section import Section
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.registry import part_for, parts_of
@@ -178,7 +178,6 @@ def verl_fields(
     fields += _sampled(config, one_shot=one_shot)
     fields += _trained(config, train_examples)
     fields += _objective(config)
-    fields += _correction(config.objective)
     missing = {key for field in fields if field.value == MISSING for key in field.ours}
     said = {key for field in fields for key in field.ours} - missing
     return fields, [*_unmapped(config, said, missing)]
@@ -286,9 +285,6 @@ def _objective(config: Config) -> Iterator[VerlField]:
         yield VerlField("algorithm.use_kl_in_reward", weight > 0)
         yield VerlField("algorithm.kl_penalty", estimator)
         yield VerlField("algorithm.kl_ctrl.kl_coef", weight)
-
-
-def _correction(objective: ObjectiveConfig) -> Iterator[VerlField]:
     kind, section = objective.importance_correction, "algorithm.rollout_correction"
     low, high = objective.correction_low, objective.correction_high
     # Weights between 1/n and n, or 0 where they are outside (IcePop); verl truncates from above.

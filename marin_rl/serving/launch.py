@@ -150,7 +150,8 @@ def proven_follower(
     apart = board is not None and _apart(run, settings.inference, registered=registered)
     version = version_of(run, checkpoint_at(run, round)) if apart else None
     loaded = read_checkpoint(run, round) if version is None else read_base_of(run, version)
-    read = read_adapters(loaded.model, adapters)
+    shapes = parameter_shapes(loaded.model)
+    read = {name: read_peft(path, shapes) for name, path in adapters.items()}
     if version is None:
         roomy = with_room(settings, read)
     elif registered:  # trainers sample from it: sized as a run's own engine, for equal bits
@@ -222,7 +223,8 @@ def serve_folder(
         policy = config.policy.model_copy(update=known)
         config = within_memory(config.model_copy(update={"policy": policy}))
     inference = with_update_root(config.inference, folder.resolve().parent)
-    read = read_adapters(loaded.model, adapters)
+    shapes = parameter_shapes(loaded.model)
+    read = {name: read_peft(path, shapes) for name, path in adapters.items()}
     config = with_room(config.model_copy(update={"inference": inference}), read)
     _announce("proving that the engine decodes as the model computes")
     engine = config.inference.engine
@@ -298,11 +300,6 @@ def _server(
         dtype=jnp.dtype(config.policy.compute_dtype),
         grows=grows,
     )
-
-
-def read_adapters(model: LanguageModel, folders: Mapping[str, Path]) -> dict[str, Adapter]:
-    shapes = parameter_shapes(model)
-    return {name: read_peft(folder, shapes) for name, folder in folders.items()}
 
 
 def with_room(config: Config, adapters: Mapping[str, Adapter]) -> Config:

@@ -205,27 +205,22 @@ class PolicyServer:
         body = json.dumps({"model": self._service.name, "messages": messages})
         api_source = f"from {api}" if keys.api else f"{api} is not set: this machine only"
         admin_source = f"from {admin}" if keys.admin else f"{admin} is not set: no admin routes"
-        lines = (
-            f"serving {self.model_id} at {self.base_url}",
-            f"  API token:   {api_source}",
-            f"  admin token: {admin_source}",
+        return (
+            f"serving {self.model_id} at {self.base_url}\n"
+            f"  API token:   {api_source}\n"
+            f"  admin token: {admin_source}\n"
             f"  try: curl {root}{CHAT_ROUTE} {header}-H 'Content-Type: application/json' "
-            f"-d '{body}'",
+            f"-d '{body}'"
         )
-        return "\n".join(lines)
 
     def _origins_at(self, host: str) -> Origins:
         return Origins(self.settings, host, has_token=self._keys.api is not None)
 
-    def drain(self, timeout_s: float | int | None = None) -> bool:
-        """Take no new requests and wait for the running ones; True if all of them finished.
-
-        They get `timeout_s`, or else the configuration's `drain_timeout_s`.
-        """
+    def drain(self) -> bool:
+        """Take no new requests and wait for the running ones; True if all of them finished."""
         self._service.draining = self._service.stopping = True
         self.engine.resume()  # paused requests would never end
-        limit_s = self.settings.drain_timeout_s if timeout_s is None else timeout_s
-        return _becomes_true(lambda: self._service.running == 0, limit_s)
+        return _becomes_true(lambda: self._service.running == 0, self.settings.drain_timeout_s)
 
     def stop(self) -> None:
         """Close the port and the engine. Running requests end with an error, streams properly."""

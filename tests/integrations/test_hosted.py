@@ -39,14 +39,9 @@ def started(**options: Any) -> Interpreter:
     return Interpreter(None, ADAPTER, options, ())
 
 
-def ask(interpreter: Interpreter, call: str, **arguments: Any) -> Any:
-    """The answer to a call."""
-    return interpreter.ask(call, **arguments)
-
-
 def step(interpreter: Interpreter, episode: int, do: str) -> Any:
     """The answer to a step."""
-    return ask(interpreter, "step", episode=episode, turn={"do": do})
+    return interpreter.ask("step", episode=episode, turn={"do": do})
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +62,7 @@ def begun(interpreter: Interpreter, *seeds: int) -> list[int]:
     """Numbers of new episodes with these seeds."""
     numbers = [seed + 1000 * place for place, seed in enumerate(seeds, start=1)]
     for number, seed in zip(numbers, seeds, strict=True):
-        assert ask(interpreter, "start", episode=number, row={"n": number}, seed=seed) == {
+        assert interpreter.ask("start", episode=number, row={"n": number}, seed=seed) == {
             "n": number
         }
     return numbers
@@ -75,7 +70,7 @@ def begun(interpreter: Interpreter, *seeds: int) -> list[int]:
 
 def test_a_host_has_nothing_of_this_package_and_says_what_its_library_has(shared: Interpreter):
     assert shared.ready == {"sizes": {"train": 3}, "packages": []}
-    assert ask(shared, "row", split="eval", index=2) == {"split": "eval", "index": 2}
+    assert shared.ask("row", split="eval", index=2) == {"split": "eval", "index": 2}
 
 
 def test_episodes_draw_from_random_numbers_of_their_own(shared: Interpreter):
@@ -117,7 +112,7 @@ def test_a_fault_costs_its_call_alone(shared: Interpreter, do: str, expected: st
     with pytest.raises(RewardFault, match=expected):
         step(shared, number, do)
     assert isinstance(step(shared, number, "draw"), float)
-    ask(shared, "close", episode=number)
+    shared.ask("close", episode=number)
     with pytest.raises(RewardFault, match="KeyError"):
         step(shared, number, "draw")
 

@@ -13,8 +13,7 @@ import sys
 import zlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -37,8 +36,7 @@ from schemas.strict_json import JsonLimits, parse_json
 RETRY_S = 1
 
 Kind = TypeVar("Kind")
-Work = Callable[..., Kind]
-Handler = Callable[[Request, Exception], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class RegisterEnvironment(BaseModel):
@@ -91,80 +89,78 @@ class TrajectoryRoutes:
                 "max_token_len": config.policy.context_length + 1,
             },
         }
-        get = {
-            "/status": self.status, "/status-env": self.status_env,
-            "/latest_example": self.latest_example, "/batch": self.trains_itself,
-            "/reset_data": self.keeps_groups,
-        }  # fmt: skip
-        post = {
-            "/register": self.trains_itself, "/register-env": self.register_env,
-            "/disconnect-env": self.disconnect_env, "/scored_data": self.scored_data,
-            "/scored_data_list": self.scored_data_list,
-        }  # fmt: skip
-        return [
-            *(Route(path, _always(body), methods=["GET"]) for path, body in fixed.items()),
-            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()),
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()),
-        ]
+        called: tuple[tuple[str, str, Callable[..., Any], Any], ...] = (
+            ("GET", "/status", self.status, None),
+            ("GET", "/status-env", self.status_env, _NUMBER),
+            ("GET", "/latest_example", self.latest_example, None),
+            ("GET", "/batch", self.trains_itself, None),
+            ("GET", "/reset_data", self.keeps_groups, None),
+            ("POST", "/register", self.trains_itself, None),
+            ("POST", "/register-env", self.register_env, _ENVIRONMENT),
+            ("POST", "/disconnect-env", self.disconnect_env, _NUMBER),
+            ("POST", "/scored_data", self.scored_data, _GROUP),
+            ("POST", "/scored_data_list", self.scored_data_list, _GROUPS),
+        )
+        routes = [Route(path, _always(body), methods=["GET"]) for path, body in fixed.items()]
+        for method, path, work, kind in called:
+            routes.append(Route(path, self._endpoint(work, kind), methods=[method]))
+        return routes
 
-    async def status(self, request: Request) -> Response:
-        def read() -> dict[str, int]:
-            receiver = self._receiver
-            counts = {f"groups_{name}": count for name, count in receiver.counts.items()}
-            size = receiver.queue_size
-            return {"current_step": receiver.round or 0, "queue_size": size, **counts}
+    def _endpoint(self, work: Callable[..., Any], kind: Any) -> Handler:
+        """Answer with the result of `work`, which gets the body that `kind`, an adapter, reads."""
 
-        return JSONResponse(await self._call(read))
+        async def endpoint(request: Request) -> Response:
+            arguments = () if kind is None else (await self._body(request, kind),)
+            loop = asyncio.get_running_loop()
+            return JSONResponse(await loop.run_in_executor(self._worker, work, *arguments))
 
-    async def status_env(self, request: Request) -> Response:
-        wanted = await self._body(request, _NUMBER)
-        return JSONResponse(await self._call(self._receiver.status_of, wanted.env_id))
+        return endpoint
 
-    async def latest_example(self, request: Request) -> Response:
+    def status(self) -> dict[str, int]:
+        receiver = self._receiver
+        counts = {f"groups_{name}": count for name, count in receiver.counts.items()}
+        size = receiver.queue_size
+        return {"current_step": receiver.round or 0, "queue_size": size, **counts}
+
+    def status_env(self, wanted: EnvironmentNumber) -> dict[str, Any]:
+        return self._receiver.status_of(wanted.env_id)
+
+    def latest_example(self) -> dict[str, Any]:
         """The group that was accepted last; empty lists before there is one."""
-        latest = self._receiver.latest
-        if latest is None:
+        if self._receiver.latest is None:
             names = ("tokens", "masks", "scores", "inference_logprobs", "messages")
-            return JSONResponse({name: list[Any]() for name in names})
-        return Response(latest.model_dump_json(), media_type="application/json")
+            return {name: [] for name in names}
+        return self._receiver.latest.model_dump(mode="json")
 
-    async def register_env(self, request: Request) -> Response:
+    def register_env(self, wanted: RegisterEnvironment) -> dict[str, Any]:
         """Register an environment for good; it waits while the run has no policy."""
-        wanted = await self._body(request, _ENVIRONMENT)
+        receiver = self._receiver
+        if receiver.round is None:
+            return {"status": "wait for trainer to start"}
+        environment = receiver.register({**wanted.model_dump(), "name": wanted.name or "env"})
+        return {
+            "status": "success",
+            "env_id": environment.number,
+            "wandb_name": environment.real_name,
+            "checkpoint_dir": "",
+            "starting_step": receiver.round,
+            "checkpoint_interval": -1,  # an environment keeps no checkpoints of its own
+            "num_steps": receiver.run.config.rounds,
+        }
 
-        def register() -> dict[str, Any]:
-            receiver = self._receiver
-            if receiver.round is None:
-                return {"status": "wait for trainer to start"}
-            environment = receiver.register({**wanted.model_dump(), "name": wanted.name or "env"})
-            return {
-                "status": "success",
-                "env_id": environment.number,
-                "wandb_name": environment.real_name,
-                "checkpoint_dir": "",
-                "starting_step": receiver.round,
-                "checkpoint_interval": -1,  # an environment keeps no checkpoints of its own
-                "num_steps": receiver.run.config.rounds,
-            }
+    def disconnect_env(self, wanted: EnvironmentNumber) -> dict[str, Any]:
+        self._receiver.disconnect(wanted.env_id)
+        return {"status": "success"}
 
-        return JSONResponse(await self._call(register))
+    def scored_data(self, group: ScoredData) -> dict[str, Any]:
+        self._receiver.accept([group])
+        return {"status": "received"}
 
-    async def disconnect_env(self, request: Request) -> Response:
-        wanted = await self._body(request, _NUMBER)
-        await self._call(self._receiver.disconnect, wanted.env_id)
-        return JSONResponse({"status": "success"})
+    def scored_data_list(self, groups: list[ScoredData]) -> dict[str, Any]:
+        self._receiver.accept(groups)
+        return {"status": "received", "groups_processed": len(groups)}
 
-    async def scored_data(self, request: Request) -> Response:
-        group = await self._body(request, _GROUP)
-        await self._call(self._receiver.accept, [group])
-        return JSONResponse({"status": "received"})
-
-    async def scored_data_list(self, request: Request) -> Response:
-        groups = await self._body(request, _GROUPS)
-        await self._call(self._receiver.accept, groups)
-        return JSONResponse({"status": "received", "groups_processed": len(groups)})
-
-    async def trains_itself(self, request: Request) -> Response:
+    def trains_itself(self) -> NoReturn:
         raise ApiError(
             409,
             f"run {self._receiver.run.run_id} is the trainer of these environments, and takes "
@@ -172,17 +168,13 @@ class TrajectoryRoutes:
             code="no_trainer",
         )
 
-    async def keeps_groups(self, request: Request) -> Response:
+    def keeps_groups(self) -> NoReturn:
         raise ApiError(
             409,
             "groups that were accepted are part of the run and are never deleted: start a run "
             "with another run_id",
             code="durable",
         )
-
-    async def _call(self, work: Work[Kind], *arguments: Any) -> Kind:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, partial(work, *arguments))
 
     async def _body(self, request: Request, kind: TypeAdapter[Kind]) -> Kind:
         data = await read_body(request.scope, request.receive)
@@ -198,7 +190,7 @@ class TrajectoryRoutes:
             raise ApiError(422, _first(error) if known else f"the body: {error}") from None
 
 
-def _always(body: dict[str, Any]) -> Callable[[Request], Awaitable[Response]]:
+def _always(body: dict[str, Any]) -> Handler:
     async def answer(request: Request) -> Response:
         return JSONResponse(body)
 
@@ -269,7 +261,7 @@ def trajectory_server(receiver: Receiver, host: str) -> uvicorn.Server:
     inference = receiver.run.config.inference
     settings, keys = inference.server, Keys.from_environment(inference)
     check_reach(keys, host)
-    handlers: dict[Any, Handler] = dict.fromkeys((ApiError, InputError, StorageError), _refused)
+    handlers: dict[Any, Any] = dict.fromkeys((ApiError, InputError, StorageError), _refused)
     routes = TrajectoryRoutes(receiver, settings).routes()
     application = Starlette(routes=routes, exception_handlers=handlers)
     origins = Origins(settings, host, has_token=keys.api is not None)

@@ -31,6 +31,7 @@ import time
 from concurrent.futures import Future
 from functools import partial
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from marin_rl.errors import InferenceError, InputError, OutOfMemory
@@ -82,10 +83,7 @@ class SamplingEndpoint:
                 return
         finally:
             handler.close()
-        length = str(len(first)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": first})
+        await Response(first, media_type="application/json")(scope, receive, send)
 
 
 async def _send_stream(handler: "RequestHandler", first: bytes, send: Send) -> None:

@@ -64,22 +64,13 @@ Connect = Callable[..., PolicyClient]
 class Gap:
     """Difference of an engine from the trainer, whose log-probabilities are `trained`.
 
-    `nats` is the mean difference of the log-probabilities, NaN if one is. They are farthest apart
-    for `token`.
+    `nats` is the mean difference of the log-probabilities, NaN if one is; `message` says where they
+    are farthest apart.
     """
 
     nats: float
     trained: Float32[np.ndarray, " N"]
-    token: int
-    expected: float
-    measured: float
-
-    def message(self) -> str:
-        return (
-            f"expected a log-probability of {self.expected:.6f} for token {self.token} of the "
-            f"canary, found {self.measured:.6f}; {self.nats:.6f} nats apart on average of its "
-            f"{len(self.trained)} tokens"
-        )
+    message: str
 
 
 def canary_ids(tokenizer: PreTrainedTokenizerBase) -> Int32[np.ndarray, " P"]:
@@ -248,7 +239,7 @@ def rehearse(
         rounding = "" if kind == jnp.float32 else "; leave room for its rounding, or serve float32"
         raise InferenceError(
             f"the engine does not compute what the trainer computes with these weights: "
-            f"{gap.message()} by the engine in {kind.name}, above inference.canary_tolerance "
+            f"{gap.message} by the engine in {kind.name}, above inference.canary_tolerance "
             f"({tolerance:g}){rounding}"
         )
     return gap.nats
@@ -290,7 +281,7 @@ def _found(
     answer: ChatAnswer, gap: Gap, before: Loaded | None, temperature: float, tolerance: float
 ) -> str:
     """The parameters that an endpoint serves instead, in words, and the gap."""
-    apart = f"{gap.message()}, above inference.canary_tolerance ({tolerance:g}). "
+    apart = f"{gap.message}, above inference.canary_tolerance ({tolerance:g}). "
     if before is not None and _gap(before.model, answer, temperature).nats <= tolerance:
         digest = before.parameters_digest[:DIGEST_DIGITS]
         return f"found those of round {before.round}, {digest}; {apart}"
@@ -326,10 +317,10 @@ def _gap_of(
     measured: Float32[np.ndarray, " N"],
 ) -> Gap:
     place = int(np.abs(measured - expected).argmax())  # argmax finds NaN first
-    return Gap(
-        nats=mean_difference(expected, measured),
-        trained=expected,
-        token=int(token_ids[place]),
-        expected=float(expected[place]),
-        measured=float(measured[place]),
+    nats = mean_difference(expected, measured)
+    message = (
+        f"expected a log-probability of {expected[place]:.6f} for token {token_ids[place]} of the "
+        f"canary, found {measured[place]:.6f}; {nats:.6f} nats apart on average of its "
+        f"{len(expected)} tokens"
     )
+    return Gap(nats=nats, trained=expected, message=message)

@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from marin_rl.errors import ConfigError, InputError, StalePolicy, StoreUnavailable
@@ -25,7 +24,7 @@ from marin_rl.training.model import (
     with_parameters,
 )
 from marin_rl.training.policy_source import read_trained
-from marin_rl.training.state import identity_of, template_of
+from marin_rl.training.state import Identity, identity_of, template_of
 
 
 def exports_of(run: Run) -> Path:
@@ -96,24 +95,12 @@ def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
     return loaded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportedAdapter:
-    """The adapter of a checkpoint in a PEFT folder: its digest and the policy's.
-
-    `round` is None where pairs or examples taught it.
-    """
-
-    round: int | None
-    adapter_digest: str
-    parameters_digest: str
-
-
-def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
+def export_peft(run: Run, round: int | None, folder: Path) -> tuple[Identity, int | None]:
     """Write the adapter of a checkpoint (None: the latest) as a PEFT folder, and read it back.
 
-    Raises ObjectMissing where it is not committed, InputError for a run without an adapter, a
-    family that PEFT names otherwise or a folder that exists, StalePolicy where it reads back as
-    another adapter.
+    Returns its policy, and its round: None where pairs or examples taught it. Raises ObjectMissing
+    where it is not committed, InputError for a run without an adapter, a family that PEFT names
+    otherwise or a folder that exists, StalePolicy where it reads back as another adapter.
     """
     ref = policy_at(run, round)
     identity = identity_of(run, ref)
@@ -134,11 +121,7 @@ def export_peft(run: Run, round: int | None, folder: Path) -> ExportedAdapter:
     same = all((again.arrays[name] == arrays[name].astype("float32")).all() for name in arrays)
     if not same or again.modules != identity.adapter.modules:
         raise StalePolicy(f"{folder} reads back as another adapter: delete it, and export again")
-    return ExportedAdapter(
-        round=round_of(ref.slot.rpartition("/")[2]),
-        adapter_digest=identity.adapter_digest,
-        parameters_digest=identity.parameters_digest,
-    )
+    return identity, round_of(ref.slot.rpartition("/")[2])
 
 
 def merge(base: Path, adapter: Path, output: Path, dtype: str = "float32") -> str:
