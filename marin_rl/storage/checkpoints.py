@@ -26,7 +26,8 @@ import ml_dtypes
 import numpy as np
 import pyarrow as pa
 from etils import epath
-from safetensors import SafetensorError, deserialize, serialize
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
 
 from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.machine import machine_facts
@@ -41,7 +42,7 @@ from marin_rl.storage.commits import (
 )
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.local import explained, make_folder, need_room, sync_folders
-from marin_rl.storage.tables.parquet import digest_of, load
+from marin_rl.storage.tables.parquet import digest_of, load, put_part
 from marin_rl.storage.tables.tombstones import array_parts, pruned_parts
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Part
@@ -94,9 +95,12 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds, comes from, a
     attempt = new_attempt() if extra_parts is None else extra_parts.attempt
     # Gathered on the host: sharded arrays would be written in files that depend on the devices.
     arrays = jax.tree.map(np.asarray, dict(tree))
-    # A slot may refer to arrays elsewhere, and have none.
-    write = _write_packed if pack and _bytes_of(arrays) < PACKED_BYTES_MAX else _write
-    parts = write(run, f"{slot}/{attempt}", attempt, arrays) if arrays else []
+    parts = list[Part]()  # a slot may refer to arrays elsewhere, and have none
+    if arrays and pack and _bytes_of(arrays) < PACKED_BYTES_MAX:
+        name = f"{attempt}/{PACKED}"
+        parts.append(put_part(run.store, slot, name, packed(arrays)))
+    elif arrays:
+        parts += _write(run, f"{slot}/{attempt}", attempt, arrays)
     # After the arrays: a writer of scores closes its last part here, when all of them are known.
     parts += () if extra_parts is None else extra_parts.parts()
     return commit_slot(
@@ -152,7 +156,7 @@ def _orbax() -> Any:
 
 
 def _handler() -> Any:
-    """Orbax handler for few, uncompressed files: its fastest layout once every file is synced."""
+    # Few, uncompressed files: its fastest layout once every file is synced.
     return _orbax().PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
 
 
@@ -191,13 +195,6 @@ def _write(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
             # After the files, whose names are entries of these folders: a crash would lose them.
             sync_folders(target)
     return parts
-
-
-def _write_packed(run: Run, prefix: str, attempt: str, arrays: Tree) -> list[Part]:
-    data = packed(arrays)
-    # Not a create: the name has the attempt, and only the manifest leads readers here.
-    run.store.put_part(f"{prefix}/{PACKED}", data)
-    return [part_of(f"{attempt}/{PACKED}", data)]
 
 
 def _save(folder: Path, arrays: Tree) -> None:
@@ -312,12 +309,8 @@ _DTYPES = {
 
 def packed(tree: Mapping[str, Any]) -> bytes:
     """Return nested dicts of NumPy arrays as the bytes of a file; the same for equal trees."""
-    tensors = dict[str, dict[str, Any]]()
-    for path, array in _leaves(tree):
-        tensor = {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.tobytes()}
-        # JSON and not a joined path: names of arrays have slashes, and dots, of their own.
-        tensors[json.dumps(path)] = tensor
-    return serialize(tensors)
+    # JSON and not a joined path: names of arrays have slashes, and dots, of their own.
+    return save({json.dumps(path): array for path, array in _leaves(tree)})
 
 
 def unpacked(data: bytes, source: str) -> dict[str, Any]:

@@ -50,7 +50,13 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
     key, attempt = metrics_key(round), new_attempt()
     # Not of the values: durations differ from attempt to attempt, and the first ones stay.
     decided = fingerprint("metrics", {"run_id": run.run_id, "round": round})
-    data = _encode(run.run_id, round, metrics, {"attempt": attempt, "fingerprint": decided})
+    # By name: the bytes depend on the values alone, not on who measured first.
+    named = {name: pa.array(np.array([metrics[name]], np.float64)) for name in sorted(metrics)}
+    identity = [pa.array([run.run_id]), pa.array(np.array([round], np.int32))]
+    schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, FLOAT) for name in named)])
+    writer = TableWriter(LADDER, schema, {"attempt": attempt, "fingerprint": decided})
+    writer.write(pa.table([*identity, *named.values()], schema=schema))
+    data = writer.finish()
     committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=decided)
     reused = committed != data
     reader = TableReader(committed, JSONL_KEY, LADDER)
@@ -97,19 +103,6 @@ def check_metrics(reader: TableReader) -> None:
             f"{reader.source}: expected one row of run_id, round and numbers, found {reader.rows} "
             f"rows, {len(schema.names)} columns, of them wrong: {', '.join(wrong[:5]) or 'none'}"
         )
-
-
-def _encode(
-    run_id: str, round: int, metrics: Mapping[str, float], stamp: Mapping[str, str]
-) -> bytes:
-    # By name: the bytes depend on the values alone, not on who measured first.
-    names = sorted(metrics)
-    schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, FLOAT) for name in names)])
-    values = [pa.array(np.array([metrics[name]], np.float64)) for name in names]
-    identity = [pa.array([run_id]), pa.array(np.array([round], np.int32))]
-    writer = TableWriter(LADDER, schema, stamp)
-    writer.write(pa.table([*identity, *values], schema=schema))
-    return writer.finish()
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

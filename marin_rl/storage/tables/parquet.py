@@ -128,7 +128,9 @@ class PartWriter:
         self._writer = None
 
 
-def put_part(store: ObjectStore, slot: str, name: str, data: bytes, *, rows: int) -> Part:
+def put_part(
+    store: ObjectStore, slot: str, name: str, data: bytes, *, rows: int | None = None
+) -> Part:
     """Write a part durably; return its entry of the manifest. Raises StorageError."""
     store.put_part(f"{slot}/{name}", data)
     # Hashed from memory, and not read back: the digest is of what was meant to be written.

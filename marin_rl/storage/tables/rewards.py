@@ -49,8 +49,7 @@ def commit_rewards(
     Raises ConfigError for a name that is none, CommitUnknown, StorageError.
     """
     _check_name(name)
-    decided = _fingerprint(source)
-    attempt = new_attempt()
+    decided, attempt = _fingerprint(source), new_attempt()
     stamp = {
         "attempt": attempt,
         "fingerprint": decided,
@@ -121,14 +120,8 @@ def name_of_table(key: str) -> tuple[str, int] | None:
 
 
 def _fingerprint(source: RewardSource) -> str:
-    return fingerprint(
-        "rewards",
-        {
-            "function": source.function,
-            "source": source.source_sha256,
-            "rollouts": source.rollouts_sha256,
-        },
-    )
+    content = {"function": source.function, "source": source.source_sha256}
+    return fingerprint("rewards", {**content, "rollouts": source.rollouts_sha256})
 
 
 def _check_name(name: str) -> None:

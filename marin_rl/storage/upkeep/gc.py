@@ -242,20 +242,16 @@ def _garbage(
     for item in inventory.items:
         reason, limit_s = oldest_s.get(item.role, (None, 0.0))
         proven = reason == "uncommitted" and item.slot is not None and item.slot.slot in damaged
-        if item.key in unneeded or _is_late(item):
+        # An attempt that is late finds the commit, and adopts it. Without an attempt in its name a
+        # file is a commit, or the user's own: it stays.
+        committed = item.slot is not None and item.slot.manifest is not None
+        late = item.role == "loose" and committed and attempt_in(item.name) is not None
+        if item.key in unneeded or late or item.role == "collected piece":
             reason = "unreferenced"
         elif reason is None or proven or _age_s(run.folder, item, now) <= limit_s:
             continue
         with suppress(ObjectMissing):
             yield Garbage(item.key, run.folder.size(item.key), reason)
-
-
-def _is_late(item: Item) -> bool:
-    # An attempt that is late finds the commit, and adopts it. Without an attempt in its name a file
-    # is a commit, or the user's own: it stays.
-    committed = item.slot is not None and item.slot.manifest is not None
-    loose = item.role == "loose" and committed and attempt_in(item.name) is not None
-    return loose or item.role == "collected piece"
 
 
 def _age_s(store: ObjectStore, item: Item, now: datetime) -> float:
