@@ -35,7 +35,7 @@ from marin_rl.analysis.scan import (
     scan_scores,
 )
 from marin_rl.batching.build import build_round
-from marin_rl.errors import CorruptObject, InputError, ObjectMissing
+from marin_rl.errors import CorruptObject, InputError
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest, part_of
 from marin_rl.storage.runs import Run, evals_slot, latest_checkpoint
 from marin_rl.storage.stores.filesystem import MemoryStore
@@ -248,12 +248,6 @@ def test_a_run_without_anything_has_empty_tables(tmp_path: Path) -> None:
         assert scan(tmp_path, "run").collect().height == 0
         assert scan(tmp_path, "run").collect_schema().names()[:2] == ["run_id", "round"]
     assert sql(tmp_path, "run", "select count(*) from rollouts, batches").rows() == [(0,)]
-
-
-def test_an_unknown_run_is_named(tmp_path: Path) -> None:
-    Run.create_or_open(configuration(str(tmp_path)))
-    with pytest.raises(ObjectMissing, match=r"no run 'other'.*found there: run"):
-        scan_rollouts(tmp_path, "other")
 
 
 def test_a_plain_glob_sees_exactly_the_committed_shards(tmp_path: Path) -> None:

@@ -71,10 +71,7 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_run(tmp_path: Path) -> No
         return each_run(str(tmp_path), lambda name: run_status(str(tmp_path), name).run_id)
 
     with inject_faults(Barred(StorageError("cannot read it"))):
-        assert seen() == [
-            Unreadable(run_id="barred", error="StorageError: cannot read it"),
-            "run",
-        ]
+        assert seen() == [Unreadable(run_id="barred", error="StorageError: cannot read it"), "run"]
     with inject_faults(Barred(StoreUnavailable("later"))), pytest.raises(StoreUnavailable):
         seen()
 
@@ -106,8 +103,7 @@ def test_a_warm_start_counts_its_steps(tmp_path: Path) -> None:
     assert stage_now(run).text == "warm start, steps (0 of 450)"
     slot = "sft/step-00225"
     commit_manifest(
-        run.store,
-        new_manifest(slot, attempt=new_attempt(), fingerprint=FINGERPRINT, parts=()),
+        run.store, new_manifest(slot, attempt=new_attempt(), fingerprint=FINGERPRINT, parts=())
     )
     assert stage_now(run).text == "warm start, steps (225 of 450)"
 

@@ -49,20 +49,13 @@ from schemas.tables import (
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-ROLLOUTS_V1 = GOLDEN / "rollouts-v1.parquet"
-ROLLOUTS_V2 = GOLDEN / "rollouts-v2.parquet"
-ROLLOUTS_V3 = GOLDEN / "rollouts-v3.parquet"
-ROLLOUTS_V4 = GOLDEN / "rollouts-v4.parquet"
-ROLLOUTS_V5 = GOLDEN / "rollouts-v5.parquet"
-BATCHES_V2 = GOLDEN / "batches-v2.parquet"
-BATCHES_V1 = GOLDEN / "batches-v1.parquet"
-DISPOSITIONS_V1 = GOLDEN / "dispositions-v1.parquet"
-SCORES_V1 = GOLDEN / "scores-v1.parquet"
-SCORES_V2 = GOLDEN / "scores-v2.parquet"
-SCORES_V3 = GOLDEN / "scores-v3.parquet"
-PAIRS_V1 = GOLDEN / "pairs-v1.parquet"
-PAIRS_V2 = GOLDEN / "pairs-v2.parquet"
-REWARDS_V1 = GOLDEN / "rewards-v1.parquet"
+ROLLOUTS_V1, ROLLOUTS_V2, ROLLOUTS_V3, ROLLOUTS_V4, ROLLOUTS_V5 = (
+    GOLDEN / f"rollouts-v{version}.parquet" for version in range(1, 6)
+)
+BATCHES_V1, BATCHES_V2 = (GOLDEN / f"batches-v{version}.parquet" for version in (1, 2))
+SCORES_V1, SCORES_V2, SCORES_V3 = (GOLDEN / f"scores-v{n}.parquet" for n in (1, 2, 3))
+PAIRS_V1, PAIRS_V2 = (GOLDEN / f"pairs-v{version}.parquet" for version in (1, 2))
+DISPOSITIONS_V1, REWARDS_V1 = GOLDEN / "dispositions-v1.parquet", GOLDEN / "rewards-v1.parquet"
 
 # Of a turn, what versions 2 and 3 of rollouts added.
 ADDED = ("tool_calls", "cut", "queue_s", "prefill_s", "decode_s", "environment_s")
@@ -145,6 +138,13 @@ def encode(groups: list[RolloutGroup]) -> bytes:
     )
 
 
+def decoded(path: Path, version: str) -> pa.Table:
+    """The rows of a golden shard, which says that it is of a version."""
+    reader = TableReader(path.read_bytes(), path.name, ROLLOUTS_LADDER)
+    assert reader.stamp["schema_version"] == version
+    return reader.table()
+
+
 def test_our_reader_gives_back_what_was_written() -> None:
     data = ROLLOUTS_V1.read_bytes()
     assert identify_shard(data) == ("attempt-1", FINGERPRINT)
@@ -169,9 +169,7 @@ def test_our_reader_gives_back_what_was_written() -> None:
 
 
 def test_our_reader_gives_back_the_calls_and_times_of_version_2() -> None:
-    data = ROLLOUTS_V2.read_bytes()
-    assert TableReader(data, "rollouts-v2", ROLLOUTS_LADDER).stamp["schema_version"] == "2"
-    table = decode_shard(data)
+    table = decoded(ROLLOUTS_V2, "2")
     now = decode_shard(encode(rollouts_v2())).to_pylist()
     for then, row in zip(table.to_pylist(), now, strict=True):
         row["turns"] = [turn | dict.fromkeys(ADDED_3) for turn in row["turns"]]
@@ -183,9 +181,7 @@ def test_our_reader_gives_back_the_calls_and_times_of_version_2() -> None:
 
 
 def test_our_reader_gives_back_the_segments_and_named_rewards_of_version_3() -> None:
-    data = ROLLOUTS_V3.read_bytes()
-    assert TableReader(data, "rollouts-v3", ROLLOUTS_LADDER).stamp["schema_version"] == "3"
-    table = decode_shard(data)
+    table = decoded(ROLLOUTS_V3, "3")
     assert table.equals(decode_shard(encode(rollouts_v3())))
     (read,), (written,) = (groups[-1].rollouts for groups in (groups_of(table), rollouts_v3()))
     assert read.segment_lengths == (3, 4)
@@ -197,10 +193,7 @@ def test_our_reader_gives_back_the_segments_and_named_rewards_of_version_3() -> 
         select rollout_id, segment_lengths, turns[4].rewards[2].value
         from read_parquet(['{}', '{}', '{}'], union_by_name=true) where segment_lengths is not null
     """
-    for files in (
-        (ROLLOUTS_V1, ROLLOUTS_V2, ROLLOUTS_V3),
-        (ROLLOUTS_V3, ROLLOUTS_V2, ROLLOUTS_V1),
-    ):
+    for files in ((ROLLOUTS_V1, ROLLOUTS_V2, ROLLOUTS_V3), (ROLLOUTS_V3, ROLLOUTS_V2, ROLLOUTS_V1)):
         with duckdb.connect() as connection:
             rows = connection.sql(query.format(*files)).fetchall()
         assert rows == [("cut/0", [3, 4], -1.0)]
@@ -209,9 +202,7 @@ def test_our_reader_gives_back_the_segments_and_named_rewards_of_version_3() -> 
 
 
 def test_our_reader_gives_back_the_scores_of_a_teacher_of_version_4() -> None:
-    data = ROLLOUTS_V4.read_bytes()
-    assert TableReader(data, "rollouts-v4", ROLLOUTS_LADDER).stamp["schema_version"] == "4"
-    table = decode_shard(data)
+    table = decoded(ROLLOUTS_V4, "4")
     assert table.equals(decode_shard(encode(rollouts_v4())))
     *_, (read,) = (groups.rollouts for groups in groups_of(table))
     assert read.teacher_logprobs is not None
@@ -222,9 +213,7 @@ def test_our_reader_gives_back_the_scores_of_a_teacher_of_version_4() -> None:
 
 
 def test_our_reader_gives_back_the_min_p_of_version_5() -> None:
-    data = ROLLOUTS_V5.read_bytes()
-    assert TableReader(data, "rollouts-v5", ROLLOUTS_LADDER).stamp["schema_version"] == "5"
-    table = decode_shard(data)
+    table = decoded(ROLLOUTS_V5, "5")
     assert table.equals(decode_shard(encode(rollouts_v5())))
     *earlier, least = (each.rollouts[0].sampling.min_p for each in groups_of(table))
     assert (least, set(earlier)) == (0.125, {None})

@@ -66,16 +66,6 @@ def test_everything_is_everything_and_the_same_twice(run: Run, tmp_path: Path) -
     assert third.root_hash == first.root_hash
 
 
-def test_an_unpacked_archive_is_a_run(run: Run, tmp_path: Path) -> None:
-    made = write_archive(run, tmp_path / "run.tar", everything=True)
-    with tarfile.open(made.path) as tar:
-        tar.extractall(tmp_path / "unpacked", filter="data")
-    unpacked = Run.open(str(tmp_path / "unpacked"), "run")
-    assert write_archive(unpacked, tmp_path / "again.tar", everything=True).root_hash == (
-        made.root_hash
-    )
-
-
 def test_an_attempts_leftovers_are_not_exported(run: Run, tmp_path: Path) -> None:
     shutil.copytree(Path(run.config.root, "run"), tmp_path / "run")
     other = Run.open(str(tmp_path), "run")

@@ -83,16 +83,10 @@ def test_a_good_round_balances(tmp_path: Path) -> None:
             lambda t: t.slice(1),
             {"without a disposition": ("g/0",), "in the batches and in no disposition": ("g/0",)},
         ),
-        (
-            lambda t: pa.concat_tables([t, t.slice(3, 1)]),
-            {"disposed of more than once": ("h/0",)},
-        ),
+        (lambda t: pa.concat_tables([t, t.slice(3, 1)]), {"disposed of more than once": ("h/0",)}),
         (
             lambda t: _set(t, "h/1", "rollout_id", "ghost"),
-            {
-                "without a disposition": ("h/1",),
-                "disposed of but never generated": ("ghost",),
-            },
+            {"without a disposition": ("h/1",), "disposed of but never generated": ("ghost",)},
         ),
         (
             lambda t: _set(t, "g/1", "row", 3),
@@ -109,10 +103,7 @@ def test_a_good_round_balances(tmp_path: Path) -> None:
             lambda t: _set(t, "h/0", "reason", None),
             {"dropped without a reason, or the reverse": ("h/0",)},
         ),
-        (
-            lambda t: _set(t, "h/0", "disposition", "lost"),
-            {"of unknown disposition": ("h/0",)},
-        ),
+        (lambda t: _set(t, "h/0", "disposition", "lost"), {"of unknown disposition": ("h/0",)}),
     ],
 )
 def test_totals_that_do_not_add_up_are_named(
@@ -189,9 +180,7 @@ def test_long_lists_are_cut_for_people_alone(tmp_path: Path) -> None:
     build_round(run, 0, commit_round(run, 0, [[group("g", [0.0, 1.0] * 20, completion=[1])]]))
     assert audit_round(run, 0).balanced
     build_round(
-        run,
-        1,
-        commit_round(run, 1, [[group("g", [0.0, 1.0] * 20, completion=[1], version=1)]]),
+        run, 1, commit_round(run, 1, [[group("g", [0.0, 1.0] * 20, completion=[1], version=1)]])
     )
     _, second = audit_run(run)
     (names,) = second.offences.values()

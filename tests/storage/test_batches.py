@@ -13,12 +13,7 @@ from marin_rl.errors import CorruptObject, ObjectMissing
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import open_store
-from marin_rl.storage.tables.batches import (
-    BatchWriter,
-    StepRows,
-    read_batches,
-    read_dispositions,
-)
+from marin_rl.storage.tables.batches import BatchWriter, StepRows, read_batches, read_dispositions
 from marin_rl.types import SlotRef
 from schemas.tables import ARRAYS, DISPOSITIONS, INTEGER_ARRAYS
 

@@ -10,21 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 from support.cases import others_slow
-from support.fault_injection import (
-    DELAY_S,
-    Operations,
-    inject_faults,
-    parse,
-)
+from support.fault_injection import DELAY_S, Operations, inject_faults, parse
 
 from marin_rl.errors import StoreUnavailable
 from marin_rl.storage.stores import filesystem
-from marin_rl.storage.stores.filesystem import (
-    ObjectStore,
-    PutOutcome,
-    open_store,
-    probe,
-)
+from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome, open_store, probe
 
 CREATED, EXISTS, UNKNOWN = PutOutcome.CREATED, PutOutcome.EXISTS, PutOutcome.UNKNOWN
 

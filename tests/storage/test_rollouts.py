@@ -27,13 +27,7 @@ from support.run_factories import (
     rollout,
 )
 
-from marin_rl.errors import (
-    CommitConflict,
-    CorruptObject,
-    InputError,
-    NewerSchema,
-    ObjectMissing,
-)
+from marin_rl.errors import CommitConflict, CorruptObject, InputError, NewerSchema, ObjectMissing
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.tables.parquet import PARTS_MAX, fetches_at_once
@@ -42,7 +36,6 @@ from marin_rl.storage.tables.rollouts import (
     decode_shard,
     encode_shard,
     groups_of,
-    identify_shard,
     iter_row_groups,
     iter_shards,
     rollouts_manifest,
@@ -198,10 +191,6 @@ def test_a_text_that_is_not_unicode_is_named(change: dict[str, Any]) -> None:
     (column,) = change
     with pytest.raises(InputError, match=rf"column {column} is not Unicode.*at character \d"):
         _encoded([replace(group("g", [1.0]), example=example)])
-
-
-def test_identity_is_in_the_footer() -> None:
-    assert identify_shard(_encoded([group("g", [1.0])], attempt="mine")) == ("mine", FINGERPRINT)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -197,17 +198,9 @@ def test_a_reference_names_the_run_in_json(config: Config) -> None:
         'inference.endpoints=["http://h:1/v1"]',
         """trackers.tensorboard="logs: here # and 'there'\"""",
     }
-    as_json = json.dumps(
-        {
-            "root": ref.root,
-            "run_id": ref.run_id,
-            "storage_options": dict(ref.storage_options),
-            "free": list(ref.free),
-        }
-    )
+    as_json = json.dumps(asdict(ref))
     fields = json.loads(as_json)
-    back = RunRef(**(fields | {"free": tuple(fields["free"])}))
-    assert Run.of(back).config == run.config
+    assert Run.of(RunRef(**(fields | {"free": tuple(fields["free"])}))).config == run.config
     assert len(as_json) < 1000
 
 

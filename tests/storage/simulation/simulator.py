@@ -26,10 +26,7 @@ from marin_rl.errors import (
     StoreUnavailable,
 )
 from marin_rl.storage import commits
-from marin_rl.storage.commits import (
-    commit_manifest,
-    manifest_key,
-)
+from marin_rl.storage.commits import commit_manifest, manifest_key
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome
 from marin_rl.storage.upkeep.gc import Collection, collect
