@@ -28,11 +28,7 @@ from marin_rl.storage.tables.scores import StepScores, iter_scores
 from marin_rl.training.compiled_step import rows_compiled_for
 from marin_rl.training.logprobs import TokenScores
 from marin_rl.training.losses import log_ratios
-from marin_rl.training.optimizer import (
-    learning_rate_schedule,
-    policy_adamw,
-    with_adapter_rate,
-)
+from marin_rl.training.optimizer import learning_rate_schedule, policy_adamw, with_adapter_rate
 from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import kl_coefficient
 from marin_rl.training.step_metrics import step_metrics

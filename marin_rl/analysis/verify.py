@@ -28,13 +28,7 @@ from marin_rl.rollouts.curriculum import RECORD, Curriculum, curriculum_metrics,
 from marin_rl.rollouts.evaluate import evaluation_metrics, extractors_of
 from marin_rl.rounds import rates, rlhf_metrics, storage_metrics
 from marin_rl.storage.commits import committed_manifest, count_in
-from marin_rl.storage.runs import (
-    Run,
-    batches_slot,
-    checkpoint_slot,
-    evals_slot,
-    rollouts_slot,
-)
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, evals_slot, rollouts_slot
 from marin_rl.storage.tables.batches import dispositions_of
 from marin_rl.storage.tables.intakes import intake_metrics
 from marin_rl.storage.tables.metrics import read_metrics

@@ -73,10 +73,7 @@ def attempt_age_s(attempt: str, now: datetime) -> float:
 
 
 def fingerprint(
-    kind: str,
-    content: Mapping[str, Any],
-    parents: Sequence[Parent] = (),
-    schema_version: int = 1,
+    kind: str, content: Mapping[str, Any], parents: Sequence[Parent] = (), schema_version: int = 1
 ) -> str:
     """SHA-256 over all that decides a slot's content: equal fingerprints may replace each other."""
     record = {

@@ -23,12 +23,7 @@ from marin_rl.errors import CommitConflict
 from marin_rl.storage.layout import pack_key, partial_key, partial_name, piece_name, pieces_folder
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.parquet import iter_present
-from marin_rl.storage.tables.rollouts import (
-    commit_groups,
-    decode_shard,
-    groups_of,
-    identify_shard,
-)
+from marin_rl.storage.tables.rollouts import commit_groups, decode_shard, groups_of, identify_shard
 from marin_rl.types import RolloutGroup, ServedPolicy
 
 WORKER = "worker"  # in the footer of an object of a stream: who sampled its groups

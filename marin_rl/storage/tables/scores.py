@@ -23,12 +23,7 @@ from jaxtyping import Bool, Int32
 
 from marin_rl.storage.layout import SCORES_PREFIX
 from marin_rl.storage.runs import Run, checkpoint_slot
-from marin_rl.storage.tables.parquet import (
-    PART_BYTES_MAX,
-    PartWriter,
-    TableWriter,
-    open_part,
-)
+from marin_rl.storage.tables.parquet import PART_BYTES_MAX, PartWriter, TableWriter, open_part
 from schemas.manifests import Manifest, Part
 from schemas.migrations import SCORES as LADDER
 from schemas.tables import FLOATS, NULLABLE, SCORES, SCORES_V1, SCORES_V2, VALUED, WEIGHED

@@ -19,13 +19,7 @@ from marin_rl.storage import layout
 from marin_rl.storage.commits import commit_object, fingerprint, new_attempt
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.group_log import WORKER
-from marin_rl.storage.tables.parquet import (
-    PARTS_MAX,
-    TableReader,
-    digest_of,
-    iter_present,
-    select,
-)
+from marin_rl.storage.tables.parquet import PARTS_MAX, TableReader, digest_of, iter_present, select
 from marin_rl.storage.tables.rollouts import decode_shard, groups_of
 from marin_rl.types import RolloutGroup
 from schemas import Malformed, NewerVersion
@@ -154,11 +148,7 @@ class GroupStream:
         # One above the last seen: a worker that saw fewer finds it taken, and leaves the chunk.
         number = 0 if known is None else known.number + 1
         ours = Claim(
-            chunk=chunk,
-            number=number,
-            worker=worker,
-            policy_version=policy_version,
-            claimed_at=now,
+            chunk=chunk, number=number, worker=worker, policy_version=policy_version, claimed_at=now
         )
         key, attempt = layout.claim_key(chunk, number), new_attempt()
         head = {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, "attempt": attempt}
