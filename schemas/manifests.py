@@ -1,8 +1,7 @@
 """The manifest: the record whose creation commits a slot, and its canonical JSON.
 
-A manifest names everything that belongs to its slot, with digests, and carries a digest of itself.
-It is written once and never changed, so equal records have equal bytes. This module only shapes and
-checks; reading and writing objects belongs to storage.
+A manifest names everything that belongs to its slot, with digests, and carries a digest of itself:
+equal records have equal bytes. Reading and writing objects belongs to storage.
 """
 
 import hashlib

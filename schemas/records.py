@@ -1,8 +1,7 @@
 """JSON records other than manifests, and the types of fields in all of them.
 
-Each is sealed by its own digest (`manifests.sealed_json`). The models check shapes, strictly, as a
-configuration's are, because a record may come from a folder that somebody else has written; fields
-that they do not know are kept and ignored. What a field means belongs to storage.
+Each is sealed by its own digest. The models check shapes strictly, because a record may come from a
+folder that somebody else has written; fields that they do not know are ignored.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,8 @@
 """JSON from elsewhere, read in one way: bounded in size and depth, each name of an object once.
 
-A record, a settings file, a row or an answer may come from anybody. Some megabytes can spell
-millions of values, and each costs a parser 30 to 300 times the bytes that spell it; so
-`check_bounds` first counts values, names and containers in the bytes, at the speed of
-`bytes.count`, and what is beyond a bound is refused at that cost alone. Leaves out files
-(`marin_rl.plain_files`) and what the values mean.
+A document may come from anybody. Some megabytes can spell millions of values, each of which costs a
+parser 30 to 300 times the bytes that spell it; so `check_bounds` first counts values, names and
+containers in the bytes. Leaves out files (`marin_rl.plain_files`) and what the values mean.
 """
 
 import json

@@ -1,9 +1,7 @@
 """Rollouts as people read them: all turns in order, with rewards, stop reasons and times.
 
-One shape serves the list of a round, a single rollout and `--json`. In the terminal a rollout is
-its facts, then every turn as a dialogue; held-out examples of the first and of the last evaluation
-stand side by side. Texts are those of a model: control characters are replaced, and no markup is
-interpreted. Leaves out tokens (`pages`).
+One record serves lists, a single rollout and `--json`. Texts are those of a model: control
+characters are replaced, and no markup is interpreted. Leaves out tokens (`pages`).
 """
 
 import heapq

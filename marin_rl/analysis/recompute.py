@@ -1,9 +1,8 @@
 """Token metrics of a round, recomputed by the trainer's own functions from recorded numbers.
 
-The scores in a checkpoint record what forward passes gave: log-probabilities, entropies, values and
-norms. What follows from these and from the batches (advantages, returns, ratios, losses, metrics)
-is computed here by the functions that the trainer calls. So a difference means that files do not
-belong together, or that a metric was altered; that a formula is right is what tests hold.
+Scores in a checkpoint record what forward passes gave. What follows from these and from the batches
+(advantages, ratios, losses, metrics) is computed here by the functions that the trainer calls: a
+difference means that files do not belong together, or that a metric was altered.
 
 Axes: N trained tokens of a step, B rows of its batch, R rows that it is filled up to, T positions.
 Arrays of a step are one microbatch, [1, R, T], and 0 where nothing is trained on.

@@ -1,13 +1,10 @@
 """Runs as tables: Polars LazyFrames over the Parquet objects that their manifests name.
 
-Only committed slots are read, so a scan of a running run is consistent. A scan takes one run,
-several, or all below a root (run_id None). Every table has `run_id`, the run that wrote the row: of
-a fork's shared rounds its ancestor, so that no row occurs twice when both are scanned. Local files
-are scanned in place. Objects of a remote store are fetched when a query is run, those of rounds
-that it filters out are not. Arrays of batches are lists, for the padded length differs from round
-to round.
-
-Scans raise ObjectMissing for an unknown run, CorruptObject and NewerSchema.
+Only committed slots are read, so a scan of a running run is consistent. Every table has `run_id`,
+the run that wrote the row: of a fork's shared rounds its ancestor, so that no row occurs twice.
+Local files are scanned in place; of a remote store, rounds that a query filters out are not
+fetched. Arrays of batches are lists, for padded lengths differ. Raises ObjectMissing for an unknown
+run, CorruptObject, NewerSchema.
 """
 
 import io

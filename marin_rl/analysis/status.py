@@ -1,8 +1,7 @@
 """Status of a run, from committed slots only: its stage, its rows, warnings if it stands still.
 
-The orchestrator is not asked: the stage follows from the committed slots and the one that comes
-next, the process from the run's lock file. Returns plain rows; `marin_rl.display` draws them. Rules
-over metric rows are in warnings.py.
+The stage follows from the committed slots, the process from the run's lock file. Returns plain
+rows; `marin_rl.display` draws them. Rules over metric rows are in warnings.py.
 """
 
 import statistics

@@ -1,9 +1,8 @@
 """Verification of committed metrics: each is recomputed from the other files, and compared.
 
-Rewards, lengths and dispositions come from shards and dispositions; metrics of tokens from the
-scores in the checkpoint and the batches (recompute.py); storage from manifests, evaluations from
-their rows. Metrics that no file gives again (times, gradients) are reported as unchecked:
-`Definition.recomputable` says which.
+Rewards, lengths and dispositions come from shards and dispositions; metrics of tokens from scores
+and batches (recompute.py); storage from manifests, evaluations from their rows. Metrics that no
+file gives again are reported as unchecked, by `Definition.recomputable`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

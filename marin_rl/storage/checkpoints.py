@@ -1,12 +1,11 @@
 """Checkpoints: trees of arrays written by Orbax, and committed by a manifest like other slots.
 
-Orbax writes its files under a name unique to the attempt, straight into the run where that is a
-folder of this machine, else into a temporary folder whose files are then uploaded. Their digests go
-into the manifest, whose creation is the commit; reading verifies them first. Arrays are written
-whole and uncompressed, so a checkpoint does not depend on the devices it came from, and float32
-weights, which hardly shrink, cost no time to pack. Where a caller asks for it, a small tree is one
-file without Orbax, as safetensors: Orbax takes tens of milliseconds of CPU time for the smallest
-tree, one file of a few megabytes takes three. A reader tells by its name.
+Orbax writes its files under a name unique to the attempt, into the run's folder or into a temporary
+one, from which they are uploaded. Their digests go into the manifest; reading verifies them first.
+Arrays are written whole and uncompressed, so a checkpoint does not depend on devices, and float32
+weights, which hardly shrink, cost no time to pack. A small tree may be one safetensors file: Orbax
+takes tens of milliseconds of CPU time for the smallest tree, one file of a few megabytes takes
+three.
 """
 
 import json

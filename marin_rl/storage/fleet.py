@@ -1,12 +1,11 @@
 """Board of a fleet: heartbeats of servers, and what servers and workers are to serve and sample by.
 
-They are private objects below `.fleet/`, written again and again by one writer each. They commit
-nothing: without them a run is what it is, gc may delete them at any time, and a server that is
-alive writes its own again. Whether a server is alive is never read off a clock: who wants to know
-asks the server. Where a run has an API token, records are signed with it, so that who can write
-into a root, and knows no token, can neither collect prompts nor send servers elsewhere. A heartbeat
-ages by the trainer's rounds: it repeats the session and version of the target that its server read
-last, so that a copy of an old one, put back, leads no request to who has the address now.
+Private objects below `.fleet/`, written again and again by one writer each. They commit nothing,
+and gc may delete them. No clock says that a server is alive: who wants to know asks the server.
+With an API token records are signed, so that who can write into a root, and knows no token, can
+neither collect prompts nor send servers elsewhere. A heartbeat repeats the session and version of
+the target that its server read last, so that an old one, put back, leads no request to who has the
+address now.
 """
 
 import hmac
@@ -44,6 +43,7 @@ _SETTINGS = ("policy.compute_dtype", "policy.context_length")
 Shape = TypeVar("Shape")
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
 Share = Annotated[float, Field(ge=0, le=1)]
+SamplingState = Literal["open", "closed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,20 +197,12 @@ class _Canaries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingTarget:
-    """The checkpoint that workers of a pool sample by, while `open`; no new groups otherwise."""
-
-    checkpoint: SlotRef
-    open: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sampling:
-    """A `SamplingTarget` as it lies in its object."""
+    """The checkpoint that workers of a pool sample by, while `open`; no new groups otherwise."""
 
     __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
 
-    state: Literal["open", "closed"]
+    state: SamplingState
     checkpoint: Key
     checkpoint_sha256: Sha256
 
@@ -290,25 +282,21 @@ class FleetBoard:
             return {}
         return {proven.version: proven for proven in record.canaries}
 
-    def direct(self, target: SamplingTarget) -> None:
+    def direct(self, checkpoint: SlotRef, state: SamplingState) -> None:
         """Write the checkpoint by which workers of a pool sample a window, or their flow's pause.
 
         One that reads an old record samples by an older policy, which its groups say.
         """
-        record = _Sampling(
-            state="open" if target.open else "closed",
-            checkpoint=target.checkpoint.slot,
-            checkpoint_sha256=target.checkpoint.sha256,
-        )
-        self.folder.replace(SAMPLING_KEY, self.signed("sampling", asdict(record)))
+        record = {"state": state, "checkpoint": checkpoint.slot}
+        record["checkpoint_sha256"] = checkpoint.sha256
+        self.folder.replace(SAMPLING_KEY, self.signed("sampling", record))
 
-    def sampling_target(self) -> SamplingTarget | None:
+    def sampling_target(self) -> tuple[SlotRef, SamplingState] | None:
         """The checkpoint to sample by; None where no flow has written one."""
         record = self._opened("sampling", _Sampling, SAMPLING_KEY)
         if record is None:
             return None
-        checkpoint = SlotRef(slot=record.checkpoint, sha256=record.checkpoint_sha256)
-        return SamplingTarget(checkpoint=checkpoint, open=record.state == "open")
+        return SlotRef(slot=record.checkpoint, sha256=record.checkpoint_sha256), record.state
 
     def signed(self, kind: str, record: Mapping[str, Any]) -> bytes:
         full = {kind: dict(record), "format": f"marin-rl/{kind}", "version": VERSION}

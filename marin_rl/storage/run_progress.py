@@ -45,15 +45,19 @@ def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
     for kind in ("rollouts", "batches", "evals", "metrics"):
         for key in run.store.list(kind):
             _, name, *path = key.split("/")
-            round = round_of(name)
-            if round is not None:
-                _mark(slots.setdefault(round, {}), kind, "/".join(path))
+            if (round := round_of(name)) is None:
+                continue
+            marks = slots.setdefault(round, {})
+            # Metrics are commits of their own; a manifest in an attempt's folder is only a part.
+            if kind == "metrics" or path == ["manifest.json"]:
+                marks["evaluation" if kind == "evals" else kind] = True
+            elif kind == "rollouts" and path and path[0].startswith("shard-"):
+                marks["shards"] = marks.get("shards", 0) + 1
     # Children only: a listing of all keys would name every file of every checkpoint.
     for name in run.store.children("checkpoints"):
-        round = round_of(name)
-        if round is None:
-            continue
-        if round in known or "manifest.json" in run.store.children(f"checkpoints/{name}"):
+        if (round := round_of(name)) is not None and (
+            round in known or "manifest.json" in run.store.children(f"checkpoints/{name}")
+        ):
             slots.setdefault(round, {})["checkpoint"] = True
     return {round: RoundProgress(round=round, **slots[round]) for round in sorted(slots)}
 
@@ -131,14 +135,3 @@ def as_continued(run: Run) -> dict[str, Any]:
     """Free keys that a checkpoint's `extra` records, in force until the next checkpoint."""
     rule = run.config.retention.model_dump(mode="json")
     return {ROUNDS_PLANNED: run.config.rounds, RETENTION: rule}
-
-
-def _mark(round: dict[str, Any], kind: str, name: str) -> None:
-    if kind == "metrics":
-        # A single object, committed by its own creation, without a manifest.
-        round["metrics"] = True
-    elif name == "manifest.json":
-        # `name` is the path below the slot: such a file in an attempt's folder is only a part.
-        round["evaluation" if kind == "evals" else kind] = True
-    elif kind == "rollouts" and name.startswith("shard-"):
-        round["shards"] = round.get("shards", 0) + 1

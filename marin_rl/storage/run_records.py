@@ -1,8 +1,6 @@
 """run.json: the record that makes a folder a run, written once; its configuration and ancestors.
 
-Next to it lie copies of the files of code that the configuration names, by digest.
-
-Leaves out the slots of a run and their references (runs.py).
+Next to it lie copies of the user's code, by digest. Leaves out slots and references (runs.py).
 """
 
 import hashlib

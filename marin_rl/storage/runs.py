@@ -8,7 +8,7 @@ rounds before the fork from its parents' folders; its `store` resolves that for 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -206,17 +206,13 @@ class Run:
         defaults = Config.model_validate({}).model_dump(mode="json")
         # Those two are fields of the reference already.
         keys = [key for key in free_keys() if key not in ("root", "storage_options")]
-        free = {key: (_dig(tree, key), _dig(defaults, key)) for key in keys}
+        values = {key: _dig(tree, key) for key in keys}
         return RunRef(
             # Absolute, because the other task may run in another working directory.
             root=open_store(self.config.root, self.config.storage_options).url,
             run_id=self.run_id,
             storage_options=dict(self.config.storage_options),
-            free=tuple(
-                f"{key}={json.dumps(value)}"
-                for key, (value, default) in free.items()
-                if value != default
-            ),
+            free=tuple(f"{k}={json.dumps(v)}" for k, v in values.items() if v != _dig(defaults, k)),
             places=places_in(tree),
         )
 
@@ -224,8 +220,7 @@ class Run:
         """A seed in [0, 2**48) that depends on the run's seed and name and on `parts` alone."""
         return seed_from(self.config, *parts)
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Hold the run on this machine. Raises RunLocked, with who holds it.
 
         The kernel lets go when the process ends, however it ends. Nothing is locked on object
@@ -233,11 +228,7 @@ class Run:
         """
         # In the own folder: a fork and its parent may be played at the same time.
         path = self.folder.local_path(LOCK_KEY)
-        if path is None:
-            yield
-            return
-        with run_lock(path):
-            yield
+        return nullcontext() if path is None else run_lock(path)
 
 
 def rounds_in(store: ObjectStore, kind: str) -> list[int]:

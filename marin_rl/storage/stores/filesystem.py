@@ -1,11 +1,8 @@
 """Access to files and fsspec: `open_store` returns the store behind a URL, `probe` tests it.
 
-All stores of this library come from `open_store`; the memory backend, for tests, is here too. What
-a store is and does is in store.py.
-
 Buckets are Google Cloud Storage through gcsfs and S3 through s3fs. A create is one conditional
 request, sent once; "exists", 409, 5xx and silence are distinguished from refusals here, and judged
-in commits.py. Nothing is ever read from a listing cache.
+in commits.py. Nothing is ever read from a listing cache. The memory backend is for tests.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Decoded size of a Parquet file, before it is decoded: a small file may stand for gigabytes.
 
-A dictionary holds one long value once and names it a million times; runs of equal numbers take no
-space at all. What the footer tells bounds most files at once. Where that bound is too wide, columns
-of text are read as dictionaries, which stay small, and their lengths are added up.
+A dictionary names one long value a million times; runs of equal numbers take no space. The footer
+bounds most files at once; else columns of text are read as small dictionaries, and lengths added.
 """
 
 # pyarrow.compute makes its functions when it is imported, where pyright cannot see them.

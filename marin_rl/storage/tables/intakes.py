@@ -9,7 +9,7 @@ oldest policy and their number, never of arrival.
 # pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -108,15 +108,8 @@ class Intake:
         return tuple(entry for entry in self.groups if entry.reason)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The last intakes that this process read. Threads that need one wait for its one reader."""
-
-    lock: Lock = field(default_factory=Lock)
-    intakes: dict[int, Intake] = field(default_factory=dict[int, Intake])
-
-
-_kept: "WeakKeyDictionary[ObjectStore, _Kept]" = WeakKeyDictionary()  # by the store of the run
+_kept: "WeakKeyDictionary[ObjectStore, dict[int, Intake]]" = WeakKeyDictionary()  # by run
+_reading = Lock()  # threads that need an intake wait for its one reader
 
 
 def decide(
@@ -185,12 +178,12 @@ def settled_before(run: Run, round: int) -> Settled:
 
 def _intake_of(run: Run, round: int) -> Intake:
     """A committed intake, cached: shards ask for it, and a long one takes half a second to read."""
-    kept = _kept.setdefault(run.store, _Kept())
-    with kept.lock:
-        if (intake := kept.intakes.get(round)) is None:
-            intake = kept.intakes[round] = read_intake(run, round)
-            for old in sorted(kept.intakes)[:-KEPT_MAX]:
-                del kept.intakes[old]
+    with _reading:
+        kept = _kept.setdefault(run.store, {})
+        if (intake := kept.get(round)) is None:
+            intake = kept[round] = read_intake(run, round)
+            for old in sorted(kept)[:-KEPT_MAX]:
+                del kept[old]
     return intake
 
 
@@ -283,9 +276,8 @@ def intake_in(manifest: Manifest, url_of: Any = str) -> Intake:
     extra, source = manifest.extra, url_of(manifest.slot)
     try:
         groups = _recorded_groups(extra)
-        settled = Settled(
-            floor=int(extra["settled"]), above=frozenset(map(int, extra["settled_above"]))
-        )
+        above = frozenset(map(int, extra["settled_above"]))
+        settled = Settled(floor=int(extra["settled"]), above=above)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptObject(f"{source}: expected an intake of groups: {error!r}") from None
     # Else a later round would take them once more.

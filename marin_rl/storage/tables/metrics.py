@@ -1,8 +1,7 @@
 """A round's metrics: one Parquet row per round, and one line of metrics.jsonl for `tail`.
 
-The Parquet object is committed like every other slot: the first process that finishes a round
-decides. metrics.jsonl exists on local roots only and is a convenience that only `fsck` compares.
-The names are defined in `marin_rl.metrics`; undefined ones are refused here.
+The first process that finishes a round commits the row. metrics.jsonl is a convenience of local
+roots, which only `fsck` compares. Names without a definition in `marin_rl.metrics` are refused.
 """
 
 import json

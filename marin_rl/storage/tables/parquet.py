@@ -1,9 +1,8 @@
 """Tables as Parquet bytes and back: the encodings, the stamp in the footer, and the checks.
 
 The stamp (format, schema version, and what the caller adds) is Parquet key-value metadata, so a
-file says what it is without its manifest. Everything read is verified: SHA-256 against a manifest
-where there is one, page checksums, format, version, columns. Raises CorruptObject or NewerSchema
-naming the file.
+file says what it is. Everything read is verified: SHA-256 where a manifest has it, page checksums,
+format, version, columns. Raises CorruptObject or NewerSchema naming the file.
 """
 
 import hashlib

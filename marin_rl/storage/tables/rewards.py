@@ -1,8 +1,7 @@
 """Reward tables for a round's rollouts: versioned, committed by one create, never changed.
 
-`rewards/round-00003/NAME-v0001.parquet` has the rewards by the first version of the function NAME.
-The same function over the same rollouts finds its table; another one under the name gets the next
-version. The footer says which function, by the digest of its source, and which rollouts.
+`rewards/round-00003/NAME-v0001.parquet` is by the first version of the function NAME. Another one
+under the name gets the next version; the footer has digests of function and rollouts.
 """
 
 import re

@@ -1,12 +1,9 @@
 """Per-token scores of a trained round: written step by step during training, read by step.
 
-They are parts of the checkpoint that the round ended in, not a slot of their own: the one create of
-the checkpoint's manifest commits both, so that there is never a trained round without its scores,
-nor scores of an attempt whose parameters another attempt's replaced; and a round that is already
-committed is not scored again. A slot of its own would be lost whenever a process dies between the
-two commits. Encoding and writing happen in a thread, while the device takes the next step.
-
-Of a round with several epochs, the scores are those of the first pass over each token.
+They are parts of the checkpoint that the round ended in: the one create of its manifest commits
+both, so that there is never a trained round without its scores, nor scores of another attempt's
+parameters. Encoding and writing happen in a thread, while the device takes the next step. Of
+several epochs, the scores are those of the first pass over each token.
 
 Axes: B rows of a step, T positions, N trained tokens, S segments.
 """

@@ -1,8 +1,7 @@
 """A run as one file: a tar with the digests of its contents, which can be checked anywhere.
 
-The same committed objects always give the same bytes: entries are sorted, and carry no times,
-owners or modes of their own. `contents.json` comes first; its root hash is over the name, size and
-SHA-256 of every other entry.
+The same objects always give the same bytes: entries are sorted, without times, owners or modes. The
+root hash of `contents.json`, which comes first, is over all other entries.
 """
 
 import fcntl

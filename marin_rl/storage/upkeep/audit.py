@@ -2,10 +2,9 @@
 
 Generated = consumed + filtered + stale + failed, each rollout once; every consumed one stands in
 the batches where its disposition says, and nothing else does; no rollout is consumed twice in a
-run, or in more rounds than `asynchrony.replay` allows; tokens add up as rollouts do, by
-environment and policy version; every digest holds. Nothing is changed here. Totals say also what
-was dropped for which reason, and whether that was longer or shorter than what was trained on: a
-filter that drops the long ones teaches a policy to be short.
+run, or in more rounds than `asynchrony.replay` allows; tokens add up as rollouts do; every digest
+holds. Totals say also what was dropped and why, and whether it was longer than what was trained on:
+a filter that drops the long ones teaches a policy to be short.
 """
 
 from collections import Counter

@@ -1,5 +1,4 @@
-"""Forks: a new run that begins with the rounds of another, without a copy; and which runs read
-others.
+"""Forks: a new run that begins with the rounds of another, without a copy; and who reads whom.
 
 A fork is a run.json that names its ancestors. Everything before the fork is read from their
 folders, so a run must not delete what another run under the same root still reaches.

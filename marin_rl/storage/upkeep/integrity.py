@@ -1,8 +1,7 @@
 """Faults of a run: their kinds, and the faults that manifests and names show.
 
-Links of the lineage that lead nowhere or elsewhere, commits that later ones prove there have been,
-objects that nothing commits; and lines of metrics.jsonl that metrics contradict. Bytes of commits
-are fsck.py's.
+Links of the lineage that lead nowhere or elsewhere, commits that later ones prove, objects that
+nothing commits; and lines that contradict metrics. Bytes of commits are fsck.py's.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Entries of an untrusted tar file: regular files with plain names, and no others.
 
-`tarfile` reads headers here, and nothing more: what it does for links, sparse files and extended
-headers takes memory and time as an entry asks for them. An export has none of these, but extended
-headers for long names and large sizes. Everything else is refused; nothing is unpacked.
+`tarfile` reads headers here, and nothing more: links, sparse files and extended headers take memory
+and time as an entry asks for them. Everything but extended headers for long names and large sizes
+is refused; nothing is unpacked.
 """
 
 import os
