@@ -50,10 +50,7 @@ def _with_nulls(table: pa.Table, schema: pa.Schema, names: tuple[str, ...]) -> p
 
 
 def _with_new_fields(table: pa.Table) -> pa.Table:
-    """Cast columns to the newest types, where what a struct gained is null.
-
-    Rollouts of version 1 need no more, nor those of version 4, which have no `min_p`.
-    """
+    """Cast columns to the newest types, where what structs gained is null: versions 1 and 4."""
     for index, name in enumerate(table.column_names):
         field = tables.ROLLOUTS.field(name)
         if not table.schema.field(index).equals(field):

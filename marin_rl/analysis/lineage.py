@@ -84,10 +84,7 @@ class Lineage:
 
 
 def trace(run: Run, round: int, step: int | None = None, row: int | None = None) -> Lineage:
-    """Trace an update, or a row of its batch, back to its rollouts and what made them.
-
-    Without `step`, all updates of the round. Raises ObjectMissing where nothing was trained on.
-    """
+    """Trace an update, or a row of it, back to what made it. Raises ObjectMissing without any."""
     batches = committed_manifest(run.store, batches_slot(round))
     consumed = _consumed(run, batches, step, row)
     if not consumed:
@@ -159,10 +156,7 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
 
 
 def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts) -> str | None:
-    """Rows and updates of its round that a rollout influenced; the last update, if any.
-
-    With several passes the steps before the first one come again after the last one.
-    """
+    """Rows and updates that a rollout influenced in its round, in the order of all passes."""
     round, rollout_id = int(place["round"]), place["rollout_id"]
     player = run.at_round(round)
     batches = committed_manifest(run.store, batches_slot(round))

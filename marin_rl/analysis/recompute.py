@@ -137,10 +137,7 @@ def coefficient_of(run: Run, round: int) -> float | None:
 
 
 def _recorded_steps(run: Run, batches: Manifest, checkpoint: Manifest) -> Iterator[RecordedStep]:
-    """The steps of a round's first pass, in order.
-
-    Raises ObjectMissing where a batch has no scores, CorruptObject where they are of other tokens.
-    """
+    """Steps of a round's first pass. ObjectMissing, CorruptObject where scores do not fit."""
     recorded, url = iter_scores(run, checkpoint), run.store.url_of(checkpoint.slot)
     rollouts = run.config.rollouts.groups_per_round * run.config.rollouts.group_size
     rows_max = min(run.config.batching.sequences_per_step or rollouts, rollouts)
@@ -169,11 +166,7 @@ def _precomputed(
     coefficient: float | None,
     steps: Callable[[], Iterator[RecordedStep]],
 ) -> tuple[Sequence[RowExtras], dict[str, float]]:
-    """The trainer's additions to a round's rows before its first update, and their metrics.
-
-    Empty where the objective takes advantages from the batches as they are. Passes over the model
-    are replaced by what was recorded of them.
-    """
+    """The trainer's additions to rows before the first update, out of what was recorded."""
     objective, critic = run.config.objective, run.config.training.critic
     distillation = run.config.distillation
     in_reward = coefficient is not None and objective.kl_placement == "reward"

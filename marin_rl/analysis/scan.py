@@ -145,10 +145,7 @@ def _is_fixed(field: pa.Field) -> bool:
 
 
 def of_manifests(kind: str, prefix: str, behind: int, runs: Sequence[Run]) -> list[Part]:
-    """The parts that committed manifests of a kind name, each once.
-
-    Their rows are `behind` rounds before the slot: scores lie in the checkpoint after their round.
-    """
+    """Parts that manifests of a kind name, each once, of rounds `behind` those of the slots."""
     seen, parts = set[tuple[str, str]](), []
     for run in runs:
         for number, name in _rounds(run, kind):

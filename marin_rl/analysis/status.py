@@ -205,10 +205,7 @@ def _best(run: Run, trained: int) -> str | None:
 
 
 def fleet_rows(run: Run) -> list[dict[str, Any]]:
-    """Servers that announce themselves next to a run, by address, as their heartbeats say.
-
-    `beat_ago_s` is by the clocks of both machines. What cannot be read has its `error` alone.
-    """
+    """Servers that announce themselves next to a run, by address; `beat_ago_s` by both clocks."""
     rows: list[dict[str, Any]] = []
     board = board_of(run.config.inference, run.folder)
     for beat in board.heartbeats():

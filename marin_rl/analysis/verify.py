@@ -43,8 +43,7 @@ CODE = ("environment", "evaluation")  # sections that name what extracts answers
 class Finding:
     """Verdict on a metric of a round: `expected` by the files, and `found` in the metrics row.
 
-    Either is None where there is none. `problem` describes what is wrong, empty where nothing is;
-    `unchecked` why a metric of the row was not compared, empty where it was.
+    `problem` says what is wrong, `unchecked` why it was not compared; else they are empty.
     """
 
     round: int
@@ -65,9 +64,8 @@ class Finding:
 def verify_run(run: Run, round: int | None = None, *, trust: bool = False) -> Iterator[Finding]:
     """Check every metric of every closed round, or of `round` alone.
 
-    Files that are missing or damaged are findings too. Raises ObjectMissing where no round, or not
-    that one, is closed; ConfigError where another user's run names code that extracts answers,
-    unless `trust`.
+    Files that are missing or damaged are findings. Raises ObjectMissing where no such round is
+    closed; ConfigError where another user's run names code that extracts answers, unless `trust`.
     """
     rows = read_metrics(run, None if round is None else [round]).to_pylist()
     if not rows:
@@ -110,9 +108,8 @@ def not_checked(findings: Sequence[Finding]) -> list[str]:
 def expected_metrics(run: Run, round: int, recorded: Mapping[str, float]) -> dict[str, float]:
     """Metrics of a round, recomputed from its files, and the `scores/*` of `token_metrics`.
 
-    Two things are taken from `recorded`, its row: seconds, for the rates, and whether it has an
-    evaluation, for one that was made after the round was closed is in no row. Raises ObjectMissing,
-    CorruptObject, NewerSchema.
+    Its row tells seconds, and if it has an evaluation: one that came later is in no row. Raises
+    ObjectMissing, CorruptObject, NewerSchema.
     """
     rollouts = committed_manifest(run.store, rollouts_slot(round))
     batches = committed_manifest(run.store, batches_slot(round))

@@ -60,10 +60,7 @@ def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
 
 
 class NewWarnings:
-    """Warnings of a run in progress, by its events; a kind is announced once, when it appears.
-
-    Evaluations of few examples are one of them where the environment has `more_examples`.
-    """
+    """Warnings of a run in progress, each kind once; of small held-out sets by `more_examples`."""
 
     def __init__(
         self, run_id: str, announce: Callable[[str], None], *, more_examples: bool = False

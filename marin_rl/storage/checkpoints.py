@@ -120,10 +120,8 @@ def restore_checkpoint(
 ) -> dict[str, Any]:
     """Read a committed tree back as NumPy arrays, every file verified before it is used.
 
-    Branches named in `unasked` may be there; they are left out.
-
-    `like` is a tree of anything with `shape` and `dtype`; raises CorruptObject, naming the file or
-    the array, when bytes, names, shapes or dtypes are others; ObjectMissing when it is not there.
+    Branches named in `unasked` are left out. `like` is a tree of anything with `shape` and `dtype`.
+    Raises CorruptObject, naming the file or the array, where these differ; ObjectMissing.
     """
     manifest = manifest_of(run.store, ref)
     if [part.name for part in array_parts(manifest)] == [f"{manifest.attempt}/{PACKED}"]:

@@ -85,9 +85,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The checkpoint that a trainer has servers serve, and until when.
+    """The checkpoint that a trainer has servers serve, until one above `through` is committed.
 
-    Servers go on to later checkpoints by themselves once one above `through` is committed.
     `session` is random, of one start of the trainer: heartbeats repeat it, so that they age.
     """
 

@@ -36,10 +36,9 @@ class RoundProgress:
 
 
 def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
-    """Committed slots by round, ascending: one fresh listing per kind of slot.
+    """Committed slots by round, ascending: one fresh listing per kind, for people and starts.
 
-    A checkpoint takes one more listing, which is spared for those `known` to be committed. For
-    people and for starting up; the loop itself looks at the known keys of its round.
+    A checkpoint takes one more listing, which is spared for those `known` to be committed.
     """
     slots: dict[int, dict[str, Any]] = {}
     for kind in ("rollouts", "batches", "evals", "metrics"):
@@ -117,10 +116,7 @@ def ends_early(run: Run, config: Config, number: int) -> bool:
 
 
 def optimizer_round(checkpoint: Manifest) -> int | None:
-    """The earlier checkpoint with the optimizer's state, or None: this one. Raises CorruptObject.
-
-    The rounds since that one are trained again for what a checkpoint of parameters leaves out.
-    """
+    """The earlier checkpoint with the optimizer's state, or None. Raises CorruptObject."""
     whole = checkpoint.extra.get(OPTIMIZER_ROUND)
     number = checkpoint_slot.first(checkpoint.slot) or 0
     if not (whole is None or (isinstance(whole, int) and 0 <= whole < number)):

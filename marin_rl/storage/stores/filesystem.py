@@ -112,10 +112,7 @@ class BucketStore(FilesystemStore):
 
 @cache
 def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: bool = False) -> Any:
-    """Filesystem of this process (none survives a fork) for a protocol and a set of options.
-
-    With `once` it sends each request once: no retry inside may outlast a commit's deadline.
-    """
+    """Filesystem of this process; `once` sends no request twice, past a commit's deadline."""
     from fsspec import filesystem  # brings asyncio along, which a local root spares
 
     # fsspec's own cache would return one instance for both, and `once` alters it.

@@ -31,11 +31,7 @@ class PutOutcome(Enum):
 
 
 class ObjectStore(ABC):
-    """Objects below one folder or URL, by keys like `rollouts/round-00012/shard-0003.parquet`.
-
-    Every listing is fresh and every read is of the whole object. Stores are picklable and open
-    their connections lazily, per process.
-    """
+    """Objects below a folder or URL, by keys. Listings are fresh, reads whole; picklable."""
 
     url: str
 
@@ -176,10 +172,7 @@ KINDS = (*PLAYED, *BEFORE, "checkpoints")
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A run whose slots a fork reads, up to a checkpoint; `sha256` is that of its run.json.
-
-    In a chain, each has the rounds after the one before it.
-    """
+    """A run whose slots a fork reads, after those of the ancestors before it; see run.json."""
 
     run_id: str
     through_round: int

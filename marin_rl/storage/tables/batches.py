@@ -111,7 +111,7 @@ def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Ta
 def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
     """The round's optimizer steps, one in memory at a time; arrays are read-only views.
 
-    None where no rollout was kept. Raises ObjectMissing, CorruptObject, NewerSchema.
+    Raises ObjectMissing, CorruptObject, NewerSchema.
     """
     manifest = manifest_of(run.store, ref)
     # By the manifest's total: the length of rows is part of their type.

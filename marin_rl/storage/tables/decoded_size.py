@@ -40,10 +40,7 @@ def limit_of(size: int) -> int:
 def check_decoded(
     file: pq.ParquetFile, buffer: pa.Buffer, groups: Iterable[int], columns: Sequence[str]
 ) -> None:
-    """Raise Malformed for a row group whose columns would take more memory than `limit_of`.
-
-    Nothing that grows is decoded to find out. Raises what pyarrow raises for broken metadata.
-    """
+    """Raise Malformed for a row group that would take more memory than `limit_of`, undecoded."""
     limit, wanted = limit_of(buffer.size), set(columns)
     paths = [file.schema.column(index).path for index in range(len(file.schema))]
     leaves = [index for index, path in enumerate(paths) if path.partition(".")[0] in wanted]

@@ -121,10 +121,7 @@ def decide(
     under_way: Collection[int] = (),
     ended: bool = False,
 ) -> Intake | None:
-    """The intake of a round by the finished groups that were seen; None where it is to wait.
-
-    `under_way` are policies of groups being sampled, for which none waits once that has `ended`.
-    """
+    """The intake of a round by finished groups; None where it waits for those `under_way`."""
     oldest = round - config.staleness_rounds_max
     waits = config.ahead.sampler == "windowed_wait"
     # Before anything is taken: a group under way that would be too old next time is worth the wait.
@@ -152,10 +149,7 @@ def decide(
 
 
 def _first(fresh: Sequence[StreamedGroup], config: Config) -> Sequence[StreamedGroup] | None:
-    """The oldest groups until the round has its number of them; None where there are too few.
-
-    With dynamic sampling only those whose rewards differ count, up to `dynamic_sampling` batches.
-    """
+    """The oldest groups for a round, or None; by dynamic sampling those that differ count."""
     wanted, most = config.rollouts.groups_per_round, len(fresh)
     if not config.samples_on:
         return fresh[:wanted] if len(fresh) >= wanted else None
@@ -301,10 +295,7 @@ def intake_metrics(run: Run, round: int) -> dict[str, float]:
 
 
 def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
-    """Commit a shard of a round out of the groups that its intake names, taken or dropped.
-
-    Raises CorruptObject where a group is lost or is another one, and as `commit_tables`.
-    """
+    """Commit a shard of the groups that an intake names. CorruptObject where one is another."""
     content = {"round": round, "shard": shard}
     decided = fingerprint("collected", content, (parent_of(intake),), CONTENT_VERSION)
     existing = shard_ref(run, round, shard, decided)

@@ -37,10 +37,7 @@ FLOAT = pa.float64()
 
 
 def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> SlotRef:
-    """Commit a round's metrics, unless another attempt was first.
-
-    Raises ValueError naming metrics without a definition, CommitUnknown, StorageError.
-    """
+    """Commit a round's metrics, if first. Raises ValueError for undefined ones, StorageError."""
     undefined = sorted(name for name in metrics if not is_defined(name))
     if undefined:
         raise ValueError(

@@ -53,10 +53,7 @@ class PairFile:
     sha256: str
 
     def learned_as(self, *, labelled: bool) -> "PairFile":
-        """The rows as pairs, or as `labelled` answers, of which a pair is two.
-
-        Raises InputError for labelled answers in place of pairs, and for answers of one label.
-        """
+        """Rows as pairs, or as `labelled` answers, of which a pair is two. Raises InputError."""
         if not labelled and self.pairs[0].label is not None:
             raise InputError(
                 f"{self.places[0]}: expected a pair, chosen and rejected, found an answer with a "

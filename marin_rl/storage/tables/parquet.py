@@ -261,10 +261,7 @@ def commit_table(
 
 
 def open_part(store: ObjectStore, slot: str, part: Part, ladder: Ladder) -> TableReader:
-    """A reader over a part whose SHA-256 has been checked against its manifest.
-
-    Local files are mapped, not read into memory. Raises CorruptObject, NewerSchema, ObjectMissing.
-    """
+    """A mapped reader of a verified part. Raises CorruptObject, NewerSchema, ObjectMissing."""
     key = f"{slot}/{part.name}"
     source = store.url_of(key)
     data = load(store, key)

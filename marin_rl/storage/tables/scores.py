@@ -145,10 +145,7 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScores:
-    """The scores of one optimizer step, flat: N tokens, the S segments' counts and places.
-
-    `floats` has an array (N) per column, or None where it is null; `eos_token_id` is the trainer's.
-    """
+    """Scores of one optimizer step, flat: N tokens, counts and places of S segments; None: null."""
 
     step: int
     rollout_ids: tuple[str, ...]

@@ -76,10 +76,7 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundAudit:
-    """Audit of one round: counts of rollouts, and offending names by kind of offence.
-
-    `reused` counts rollouts of earlier rounds. `balances` are by environment and policy version.
-    """
+    """Audit of one round: counts, `reused` of earlier rounds, and offending names by offence."""
 
     round: int
     generated: int = 0
@@ -200,10 +197,7 @@ def _names(rows: pl.DataFrame) -> list[str]:
 
 
 def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: Seen) -> Offences:
-    """Rollouts that are trained on in more rounds than the run allows, or outside of their window.
-
-    One that is used again was sampled by an earlier round, and trained on by it.
-    """
+    """Rollouts trained on in more rounds than the run allows, or outside of their window."""
     replay = run.at_round(round).config.ahead.replay
     most, window = (1, 0) if replay is None else (replay.max_uses, replay.window_rounds)
     again, strange = list[str](), list[str]()

@@ -90,10 +90,7 @@ class Checked:
 
 
 def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
-    """Check a run and what it shares with its ancestors, also where run.json is broken.
-
-    Raises ObjectMissing without such a folder, ConfigError, StoreUnavailable, StorageError.
-    """
+    """Check a run and what it shares with ancestors. Raises ObjectMissing, ConfigError."""
     began = time.monotonic()
     check_run_id(run_id)
     top = open_store(root)

@@ -135,10 +135,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """Keys of a run, fresh when it was taken; `slots` by name, ascending.
-
-    `lost` are slots, and metrics by key, that others prove to have been committed, with the proof.
-    """
+    """Keys of a run, slots by name; `lost` is what others prove to be committed, with the proof."""
 
     keys: tuple[str, ...]
     slots: Sequence[Slot]
