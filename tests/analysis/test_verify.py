@@ -26,7 +26,7 @@ from marin_rl.rollouts.curriculum import Curriculum
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.layout import rollouts_slot
 from marin_rl.storage.runs import Run, checkpoint_slot, metrics_key
-from marin_rl.storage.tables.metrics import _encode, read_metrics
+from marin_rl.storage.tables.metrics import read_metrics, write_round_metrics
 from marin_rl.storage.tables.parquet import open_part
 from marin_rl.storage.tables.scores import scores_writer
 from marin_rl.storage.upkeep.audit import audit_run
@@ -344,9 +344,8 @@ def altered(run: Run, round: int, **changes: float | None) -> None:
     (row,) = read_metrics(run, [round]).to_pylist()
     kept = {name: value for name, value in row.items() if name not in ("run_id", "round")}
     told = {name: value for name, value in (kept | changes).items() if value is not None}
-    path = run.store.local_path(metrics_key(round))
-    assert path is not None
-    path.write_bytes(_encode(run.run_id, round, told, {"attempt": "a", "fingerprint": "f"}))
+    run.store.delete(metrics_key(round))
+    write_round_metrics(run, round, told)
 
 
 @pytest.mark.parametrize(
