@@ -129,23 +129,20 @@ class RunStatus:
     def facts(self) -> dict[str, str]:
         """The same as text, in reading order, without the rows."""
         of_pairs = {"reward model": self.reward_model, "learning from pairs": self.preference}
-        learned = {name: text for name, text in of_pairs.items() if text is not None}
-        if learned and not self.checkpoints:  # a run that learns from pairs alone
-            return {"root": self.root, "policy": self.policy, **learned}
-        warm = {} if self.warm_start is None else {"warm start": self.warm_start}
-        best = {} if self.best is None else {"best checkpoint": self.best}
-        return {
+        facts: dict[str, str | None] = {
             "root": self.root,
-            **warm,
+            "warm start": self.warm_start,
             "rounds trained": f"{self.trained} of {self.planned}",
             "checkpoints": str(self.checkpoints),
-            **best,
+            "best checkpoint": self.best,
             "shards": str(self.shards),
             "environment": self.environment,
             "policy": self.policy,
             "in progress": self.in_progress,
-            **learned,
         }
+        if any(of_pairs.values()) and not self.checkpoints:  # a run that learns from pairs alone
+            facts = {"root": self.root, "policy": self.policy}
+        return {name: text for name, text in (facts | of_pairs).items() if text is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +160,9 @@ def run_status(root: str, run_id: str, options: Options = None) -> RunStatus:
 def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
     """The status of a run with these committed slots. Raises CorruptObject, NewerSchema."""
     run, rows = followed.run, followed.rows(slots)
-    config = run.config.environment
+    environment = run.config.environment
+    mixture = environment.mixture or ()
+    played = ", ".join(f"{entry.shown_label} {entry.weight:g}" for entry in mixture)
     checkpoints = [number for number, item in slots.items() if item.checkpoint]
     trained = max(checkpoints, default=0)
     bounds = {
@@ -177,9 +176,7 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
         trained=trained,
         checkpoints=len(checkpoints),
         shards=sum(item.shards for item in slots.values()),
-        environment=config.name
-        if config.mixture is None
-        else ", ".join(f"{entry.shown_label} {entry.weight:g}" for entry in config.mixture),
+        environment=played or environment.name,
         policy=_policy(run, trained),
         in_progress=_open_round(run, slots),
         warm_start=None if trained else _warm_start(run),

@@ -163,10 +163,9 @@ def verify_archive(path: Path, expected: str | None = None) -> Verified:
     listed = {name for name, _, _ in contents["entries"]}
     faults += [Fault("missing", name, CONTENTS) for name in sorted(listed - set(read.objects))]
     root_hash = root_hash_of(list(read.objects.values()))
-    promised = [("contents.json", contents["root_hash"])]
-    promised += [("the promise", expected)] if expected is not None else []
-    for who, value in promised:
-        if value != root_hash:
+    promised = {"contents.json": contents["root_hash"], "the promise": expected}
+    for who, value in promised.items():
+        if value not in (None, root_hash):
             detail = f"{who} says root hash {value}, found {root_hash}"
             faults.append(Fault("altered", str(path), detail))
     if contents["lineage"] != _lineage(manifest for manifest, _ in read.manifests.values()):

@@ -169,12 +169,6 @@ class Borrowed:
 
     reaches: Mapping[str, Reach]
 
-    @property
-    def by(self) -> tuple[str, ...]:
-        return tuple(
-            n for n, reach in self.reaches.items() if reach.start or reach.through_round >= 0
-        )
-
     def has(self, slot: str) -> bool:
         kind, _, name = slot.partition("/")
         # A warm start comes before every round, so that each fork has it.

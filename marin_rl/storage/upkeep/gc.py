@@ -118,10 +118,8 @@ def collect(
         # If a neighbour cannot be read, every open slot counts as read by it, and stays.
         read_by_others, unread = _or_none(lambda: _proven(run, open_slots), open_slots)
         retired, unread_too = _or_none(lambda: _retired(run, inventory, rule), [])
-        garbage = [
-            *(i for i in found if i.reason != "uncommitted" or i.slot not in read_by_others),
-            *retired,
-        ]
+        garbage = [i for i in found if i.reason != "uncommitted" or i.slot not in read_by_others]
+        garbage += retired
         if not dry_run:
             garbage = _delete(run, inventory, rule, garbage)
     return Collection(
@@ -293,11 +291,8 @@ def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garb
         if slot.manifest is not None and (slot.pruned or not _kept(slot, inventory, rule, best)):
             # What the tombstone names, where there is one: no other part may go missing.
             arrays = (part.name for part in array_parts(slot.manifest))
-            names = set(slot.pruned or arrays).intersection(slot.names)
-            garbage += [
-                Garbage(slot.key(name), slot.parts[name].bytes, "retention")
-                for name in sorted(names)
-            ]
+            names = sorted(set(slot.pruned or arrays).intersection(slot.names))
+            garbage += [Garbage(slot.key(n), slot.parts[n].bytes, "retention") for n in names]
     return _unpinned(run, inventory, garbage, known=_known.get(run.folder.url, {}))
 
 
@@ -342,8 +337,7 @@ def _unpinned(
             pinned.add(checkpoint_slot(slot.whole))
             played.update(range(slot.whole, slot.number))
     for round in played:
-        references = reference_checkpoints(run.config, round)
-        pinned |= {checkpoint_slot(number) for number in references}
+        pinned.update(map(checkpoint_slot, reference_checkpoints(run.config, round)))
     return [i for i in garbage if i.reason != "retention" or i.slot not in pinned]
 
 

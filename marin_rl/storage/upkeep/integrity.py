@@ -7,6 +7,7 @@ nothing commits; and lines that contradict metrics. Bytes of commits are fsck.py
 import re
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -158,15 +159,11 @@ def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 def special_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
     """Links, pipes, devices and the like where marin-rl has files; in local runs alone."""
     for key in inventory.keys:
-        if key in TOP_FILES or key.partition("/")[0] in (*KINDS, "code", "data"):
-            path = store.local_path(key)
-            if path is None:
-                return
-            try:
+        ours = key in TOP_FILES or key.partition("/")[0] in (*KINDS, "code", "data")
+        if ours and (path := store.local_path(key)) is not None:
+            with suppress(FileNotFoundError):  # gone since the listing
                 if not stat.S_ISREG(path.lstat().st_mode):  # no listing has what lies behind links
                     yield Fault("malformed", str(path), str(not_regular(path)))
-            except FileNotFoundError:
-                continue  # gone since the listing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +181,9 @@ class MetricsLines:
 
     def compared(self, reader: TableReader, round: int) -> Fault | None:
         """Faults of the lines of a round, compared with its metrics."""
-        lines = self.by_round.get(round)
-        if not lines:
-            return None
-        expected = json_line(reader.table(reader.schema).to_pylist()[0])
-        for line in lines:
-            if not expected.startswith(line):  # a torn one is its beginning
+        if lines := self.by_round.get(round):
+            expected = json_line(reader.table(reader.schema).to_pylist()[0])
+            if not all(map(expected.startswith, lines)):  # a torn line is its beginning
                 detail = f"its line of round {round} is not what {layout.metrics_key(round)} says"
                 return Fault("altered", self.place, detail)
         return None
