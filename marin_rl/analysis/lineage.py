@@ -40,6 +40,12 @@ ROLLOUT_COLUMNS = (
     "n_completion_tokens", "turns", "attempt", "worker",
 )  # fmt: skip
 TOKEN_VERSIONS = ("policy_versions", "loss_mask")
+# Facts about a slot, each with its name in the manifest's `extra`.
+SLOT_FACTS = {
+    "parameters": "parameters_digest", "adapter": "adapter_digest", "base": "base_digest",
+    "quantize_base": "quantize_base", "folder": "folder", "tokenizer": "tokenizer_digest",
+    "chat_template": "chat_template_digest", "curriculum": "curriculum",
+}  # fmt: skip
 STEPS_MAX = 10**6  # of a round
 ROLLOUTS_MAX = 64
 # Rollouts dropped for these reasons count in baselines all the same (batching.plan).
@@ -318,14 +324,7 @@ def _add_slot(graph: Lineage, manifest: Manifest, sources: Sequence[str], **fact
         manifest=manifest.sha256,
         created_at=manifest.created_at,
         attempt=manifest.attempt,
-        parameters=manifest.extra.get("parameters_digest"),
-        adapter=manifest.extra.get("adapter_digest"),
-        base=manifest.extra.get("base_digest"),
-        quantize_base=manifest.extra.get("quantize_base"),
-        folder=manifest.extra.get("folder"),
-        tokenizer=manifest.extra.get("tokenizer_digest"),
-        chat_template=manifest.extra.get("chat_template_digest"),
-        curriculum=manifest.extra.get("curriculum"),
+        **{name: manifest.extra.get(key) for name, key in SLOT_FACTS.items()},
         code=" ".join(f"{name} {value}" for name, value in sorted(manifest.code.items())),
         **facts,
     )
@@ -372,10 +371,10 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
 
 def _tokens_by_version(row: Facts, round: int) -> dict[str, str]:
     """Sampled tokens of a rollout by the policy that drew them, with its age in rounds."""
-    versions, mask = (row.get(name) for name in TOKEN_VERSIONS)
-    if versions is None:
+    if (versions := row.get("policy_versions")) is None:
         return {}
-    counts = Counter(v for v, sampled in zip(versions, mask, strict=True) if sampled)
+    sampled = zip(versions, row["loss_mask"], strict=True)
+    counts = Counter(version for version, on in sampled if on)
     return {
         str(version): f"{count} tokens, {round - version} rounds old"
         for version, count in sorted(counts.items())
