@@ -147,10 +147,8 @@ class ChatTemplate:
         if self.is_built_in:
             return frozenset()
         (answer,) = self._pool.ask([_as_json({"template": self.source})])
-        own = (
-            set(_checked(answer, "names")["names"]) - _GIVEN - {DATE} - self._special_tokens.keys()
-        )
-        return frozenset(name for name in own if not name.endswith("_token"))
+        own = set(_checked(answer, "names")["names"]) - _GIVEN - self._special_tokens.keys()
+        return frozenset(name for name in own - {DATE} if not name.endswith("_token"))
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         return {
@@ -277,30 +275,25 @@ def _as_json(value: Any) -> bytes:
         raise _exception_of(failure_of(error)) from None
 
 
-def _text(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-_QUESTION = _text("user", "What is the weather in Oslo?")
+_QUESTION = {"role": "user", "content": "What is the weather in Oslo?"}
+_ANSWER = {"role": "assistant", "content": "Rain."}
+_BRIEF = {"role": "system", "content": "Be brief."}
+_LONG = {"role": "user", "content": "word " * 20_000}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 _TOOL = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tells the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
+    "function": {"name": "weather", "description": "Tells the weather.", "parameters": _CITY},
 }
 _CALL = {
     "id": "probe0001",  # Mistral's templates ask for nine characters
     "type": "function",
     "function": {"name": "weather", "arguments": {"city": "Oslo"}},
 }
-_TURNS = [message for _ in range(4) for message in (_QUESTION, _text("assistant", "Rain."))]
 _FIRST_PROBE = "one message of a user"
 PROBES = {
     _FIRST_PROBE: Conversation(messages=[_QUESTION], opening=True),
-    "a system message": Conversation(messages=[_text("system", "Be brief."), _QUESTION]),
-    "several turns": Conversation(messages=[*_TURNS, _QUESTION], opening=True),
+    "a system message": Conversation(messages=[_BRIEF, _QUESTION]),
+    "several turns": Conversation(messages=[*[_QUESTION, _ANSWER] * 4, _QUESTION], opening=True),
     "a call of a tool": Conversation(
         messages=[
             _QUESTION,
@@ -310,5 +303,5 @@ PROBES = {
         tools=[_TOOL],
         opening=True,
     ),
-    "a long message": Conversation(messages=[_text("user", "word " * 20_000)], opening=True),
+    "a long message": Conversation(messages=[_LONG], opening=True),
 }

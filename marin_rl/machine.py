@@ -194,9 +194,7 @@ def instruction_set() -> str:
     """The largest of XLA's instruction sets that the processor has and XLA_FLAGS allows."""
     largest, limit = processor_instruction_set(), xla_flags().get(_ISA_FLAG, "").upper()
     known = [name for name, _ in _INSTRUCTION_SETS]
-    if largest not in known or limit not in known:
-        return largest
-    return min(largest, limit, key=known.index)
+    return min(largest, limit, key=known.index) if {largest, limit} <= {*known} else largest
 
 
 def processor_instruction_set() -> str:
@@ -315,19 +313,12 @@ def room(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Room | None:
     Of a host: the least of what the machine, control groups and `ulimit -v` leave. `groups` is
     where control groups are mounted, and `own` lists those of this process.
     """
-    of_device = _of_accelerator()
-    return _of_host(groups, own) if of_device is None and computes_on_host() else of_device
-
-
-def _of_accelerator() -> Room | None:
-    if (device := started_device()) is None or device.platform == "cpu":
-        return None
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    total = int(stats["bytes_limit"])
-    free = total - int(stats.get("bytes_in_use", 0))
-    return Room(total, free, str(device.device_kind))
+    device = started_device()
+    stats = device.memory_stats() if device is not None and device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        total = int(stats["bytes_limit"])
+        return Room(total, total - int(stats.get("bytes_in_use", 0)), str(device.device_kind))
+    return _of_host(groups, own) if computes_on_host() else None
 
 
 def _of_host(groups: Path, own: Path) -> Room:

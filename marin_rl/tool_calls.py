@@ -86,51 +86,28 @@ def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
 
 
 _NAME, _QUESTION = "probe_of_format", "What does the probe say?"
+_PARAMETERS = {"type": "object", "properties": {"key": {"type": "string"}}}
 _PROBE_TOOL = {
     "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "Says what it says.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    },
+    "function": {"name": _NAME, "description": "Says what it says.", "parameters": _PARAMETERS},
+}
+_PROBE_CALL = {
+    "id": "probe0001",  # Mistral's templates ask for nine characters
+    "type": "function",
+    "function": {"name": _NAME, "arguments": {"key": "value"}},
 }
 _PROBE = [
     {"role": "user", "content": _QUESTION},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {
-                "id": "probe0001",  # Mistral's templates ask for nine characters
-                "type": "function",
-                "function": {"name": _NAME, "arguments": {"key": "value"}},
-            }
-        ],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [_PROBE_CALL]},
 ]
 _OBJECT = r'\{{\s*"name":\s*"probe_of_format",\s*"{0}":\s*\{{"key":\s*"value"\}}\s*\}}'
-_FORMATS = (
-    (
-        re.compile(
-            r"(?P<before><tool_call>\s*)"
-            + _OBJECT.format("arguments")
-            + r"(?P<after>\s*</tool_call>)"
-        ),
-        "arguments",
-        False,
-    ),
-    (
-        re.compile(r'(?P<before>\[TOOL_CALLS\]\s*\[\{)[^\[]*"probe_of_format"(?P<after>)'),
-        "arguments",
-        True,
-    ),
-    (
-        re.compile(
-            r"(?P<before>(<\|python_tag\|>)?)" + _OBJECT.format("parameters") + r"(?P<after>)"
-        ),
-        "parameters",
-        False,
-    ),
+_HERMES = rf"(?P<before><tool_call>\s*){_OBJECT.format('arguments')}(?P<after>\s*</tool_call>)"
+_MISTRAL = r'(?P<before>\[TOOL_CALLS\]\s*\[\{)[^\[]*"probe_of_format"(?P<after>)'
+_LLAMA = rf"(?P<before>(<\|python_tag\|>)?){_OBJECT.format('parameters')}(?P<after>)"
+_FORMATS = (  # with the key of the arguments, and whether calls are a list
+    (re.compile(_HERMES), "arguments", False),
+    (re.compile(_MISTRAL), "arguments", True),
+    (re.compile(_LLAMA), "parameters", False),
 )
 
 
@@ -239,15 +216,14 @@ class ToolCallStream:
             end = at + len(closing)
             try:
                 list(_decoded(self._buffer[len(opening) : at]))
-                in_string = False
             except json.JSONDecodeError as error:
-                in_string = error.msg.startswith("Unterminated string")
+                if error.msg.startswith("Unterminated string"):
+                    self._looked = end
+                    continue
             except (ValueError, RecursionError):
-                in_string = False
-            if not in_string:
-                self._cut(end, out)
-                return True
-            self._looked = end
+                pass
+            self._cut(end, out)
+            return True
         return False
 
     def _cut(self, end: int, out: list[str | ToolCall]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 from prefect import task
 
-from marin_rl import progress
 from marin_rl.batching.build import further_shards
 from marin_rl.errors import ConfigError, WorkerLost
+from marin_rl.progress import ProgressEvent, publish
 from marin_rl.rollouts.curriculum import sampling_record
 from marin_rl.rollouts.evaluate import evaluate_round
 from marin_rl.rollouts.generate import committed_shard, generate_shard
@@ -156,18 +156,17 @@ def _opened(run: RunRef, policy: ServedPolicy) -> Run:
     Raises ConfigError for other code or another tokenizer.
     """
     opened = open_run(run)
-    if run.code:
-        names = TokenizerIdentity.of(runtime_for(opened).tokenizer)
-        ours = names.tokenizer_digest, names.chat_template_digest
-        theirs = policy.tokenizer_digest, policy.chat_template_digest
-        for what, actual, expected in zip(
-            ("tokenizer", "chat template"), ours, theirs, strict=True
-        ):
-            if actual != expected:
-                raise ConfigError(
-                    f"this worker has another {what} than the trainer of {run.run_id!r}: expected "
-                    f"digest {expected[:12]}, found {actual[:12]}; copy policy.tokenizer there"
-                )
+    if not run.code:
+        return opened
+    ours = TokenizerIdentity.of(runtime_for(opened).tokenizer)
+    for what in ("tokenizer", "chat_template"):
+        actual, expected = getattr(ours, f"{what}_digest"), getattr(policy, f"{what}_digest")
+        if actual != expected:
+            raise ConfigError(
+                f"this worker has another {what.replace('_', ' ')} than the trainer of "
+                f"{run.run_id!r}: expected digest {expected[:12]}, found {actual[:12]}; copy "
+                "policy.tokenizer there"
+            )
     return opened
 
 
@@ -180,11 +179,8 @@ async def _judges(opened: Run) -> tuple[RewardScorer | None, Teacher | None]:
 
 
 def _publish(run: RunRef, round: int, evaluated: SlotRef) -> None:
-    progress.publish(
-        progress.ProgressEvent(
-            run_id=run.run_id, stage="evaluate", round=round, metrics=evaluated.summary
-        )
-    )
+    metrics = evaluated.summary
+    publish(ProgressEvent(run_id=run.run_id, stage="evaluate", round=round, metrics=metrics))
 
 
 def _of_shards(calls: Sequence[Sequence[Any]]) -> Sequence[Any]:

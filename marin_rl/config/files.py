@@ -9,9 +9,8 @@ folder.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from marin_rl.user_code import CodeSpec, parse_spec, pin
 
@@ -33,16 +32,15 @@ _WORDS = ("characters",)  # the tokenizer that is no folder
 FoldersOf = Callable[[str], Sequence[Path]]  # in which the files of a dotted key are sought
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Text:
-    """A text in a plain tree: `name` in its container, and its dotted key.
+class _Text(NamedTuple):
+    """A text in a plain tree: its dotted key, and `name` in its container.
 
     What is named begins after `prefix`. It is `sure` to be a path, or may be another word.
     """
 
+    key: str
     container: Any
     name: Any
-    key: str
     prefix: str = ""
     sure: bool = True
 
@@ -50,7 +48,7 @@ class _Text:
     def value(self) -> str:
         return self.container[self.name].removeprefix(self.prefix)
 
-    def replace(self, value: str) -> None:
+    def write(self, value: str) -> None:
         self.container[self.name] = self.prefix + value
 
 
@@ -64,7 +62,7 @@ def pin_code(tree: Mapping[str, Any], folders: Path | FoldersOf) -> dict[str, An
         spec = parse_spec(text.value)
         sought = [folders] if isinstance(folders, Path) else folders(text.key)
         there = (folder for folder in sought if spec and (folder / spec.module).is_file())
-        text.replace(pin(text.value, next(there, sought[-1]), text.key))
+        text.write(pin(text.value, next(there, sought[-1]), text.key))
     return result
 
 
@@ -113,12 +111,19 @@ def place_files(
         if MARK in text.value and (_exists(text.value) or not there):
             return text.value
         if there and len({Path(place).resolve() for place in (places[0], *there)}) > 1:
-            tell(text.key, _choice(there[0], places))
+            first, *_, last = (str(Path(place)) for place in places)
+            line = (
+                f"{Path(there[0])} is read, because there is no {first}: a relative path begins "
+                "next to the YAML file that names it, and in the current folder where there is none"
+            )
+            if there[0] == places[0]:
+                line = f"{first} is read, next to the YAML file, and not {last}"
+            tell(text.key, line)
         return there[0] if there else places[0] if text.sure else text.value
 
     result = _copied(tree)
     for text in _path_texts(result):
-        text.replace(placed(text))
+        text.write(placed(text))
     return result
 
 
@@ -172,14 +177,14 @@ def _at(tree: dict[str, Any], keys: Sequence[str]) -> Iterator[_Text]:
         section, _, name = key.rpartition(".")
         node = section_at(tree, section)
         if isinstance(node.get(name), str):
-            yield _Text(container=node, name=name, key=key)
+            yield _Text(key, node, name)
 
 
 def _texts_below(container: Any, name: Any, key: str) -> Iterator[_Text]:
     """Yield every text at a place of a container, at any depth."""
     value = container[name]
     if isinstance(value, str):
-        yield _Text(container=container, name=name, key=key)
+        yield _Text(key, container, name)
     elif isinstance(value, dict | list):
         for each in value if isinstance(value, dict) else range(len(value)):
             yield from _texts_below(value, each, f"{key}.{each}")
@@ -195,27 +200,16 @@ def _code_texts(tree: dict[str, Any]) -> Iterator[_Text]:
 
 def _path_texts(tree: dict[str, Any]) -> Iterator[_Text]:
     yield from (text for text in _at(tree, _PATH_KEYS) if text.value not in _WORDS)
-    endpoints, key = section_at(tree, "inference").get("endpoints"), "inference.endpoints"
+    endpoints = section_at(tree, "inference").get("endpoints")
     for place, entry in enumerate(endpoints if isinstance(endpoints, list) else ()):
         if isinstance(entry, str) and entry.startswith("file:"):
-            yield _Text(container=endpoints, name=place, key=key, prefix="file:")
+            yield _Text("inference.endpoints", endpoints, place, prefix="file:")
     for key, environment in environments_in(tree):
         options, sure = section_at(environment, "options"), environment.get("name") in _READERS
         for name in _PATH_OPTIONS:
             text = options.get(name)
             if isinstance(text, str) and (name not in _PROGRAMS or "/" in text):
-                option = f"{key}.options.{name}"
-                yield _Text(container=options, name=name, key=option, sure=sure)
-
-
-def _choice(chosen: str, places: Sequence[str]) -> str:
-    first, *others = (str(Path(place)) for place in places)
-    if chosen == places[0]:
-        return f"{first} is read, next to the YAML file, and not {others[-1]}"
-    return (
-        f"{Path(chosen)} is read, because there is no {first}: a relative path begins next to the "
-        "YAML file that names it, and in the current folder where there is none"
-    )
+                yield _Text(f"{key}.options.{name}", options, name, sure=sure)
 
 
 def _exists(place: str) -> bool:

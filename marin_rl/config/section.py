@@ -10,7 +10,6 @@ choice to all later commands, and a run from before the choice goes on without. 
 entries may be marked so.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -25,6 +24,7 @@ PLAN: dict[str, Any] = {**RUNTIME_ONLY, "plan": True}
 OMIT_IF_NONE: dict[str, Any] = {"absent": True}
 AS_BEGUN: dict[str, Any] = {**OMIT_IF_NONE, "as_begun": True}
 
+CONTENT = "content"  # what is written: the keys that decide what a run's slots contain
 Count = Annotated[int, Field(ge=1)]
 CodeName = Annotated[str, Field(pattern=SPEC_PATTERN)]  # FILE.py:name or module:name
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
@@ -47,13 +47,15 @@ class Section(BaseModel):
     )
 
     @model_serializer(mode="wrap")
-    def _without_absent(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        fields = type(self).model_fields
-        return {
-            name: value
-            for name, value in dump(self).items()
-            if value is not None or not omitted_if_none(fields[name])
-        }
+    def _written(self, dump: Callable[[Any], dict[str, Any]], info: Any) -> dict[str, Any]:
+        """Leave out absent keys, and of the content free keys and sections without any other."""
+        fields, written = type(self).model_fields, dict[str, Any]()
+        for name, value in dump(self).items():
+            empty = value == {} and isinstance(getattr(self, name), Section)
+            free = info.context == CONTENT and (empty or is_runtime_only(fields[name]))
+            if not free and (value is not None or not omitted_if_none(fields[name])):
+                written[name] = value
+        return written
 
 
 def fingerprint_fields(node: Section) -> dict[str, Any]:
@@ -66,24 +68,7 @@ def fingerprint_fields(node: Section) -> dict[str, Any]:
 
 def content_fields(node: Section) -> dict[str, Any]:
     """The same part as a tree to read a configuration from: paths are placed."""
-    result: dict[str, Any] = {}
-    for name, info in type(node).model_fields.items():
-        if is_runtime_only(info):
-            continue
-        value = getattr(node, name)
-        if value is None and omitted_if_none(info):
-            continue
-        if isinstance(value, Section):
-            inner = content_fields(value)
-            if inner:
-                result[name] = inner
-        elif isinstance(value, dict) and any(isinstance(each, Section) for each in value.values()):
-            result[name] = {key: content_fields(each) for key, each in value.items()}
-        elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
-            result[name] = [content_fields(each) for each in value]
-        else:
-            result[name] = json.loads(json.dumps(value))
-    return result
+    return node.model_dump(mode="json", context=CONTENT)
 
 
 def with_choices(node: Node, choice: Callable[[str], Any], prefix: str = "") -> Node:

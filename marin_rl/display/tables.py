@@ -259,11 +259,8 @@ def findings_table(findings: Sequence[Any]) -> Table:
     for finding in findings:
         by_metric.setdefault(finding.metric, []).append(finding)
     for name, own in by_metric.items():
-        apart = [
-            abs(finding.found - finding.expected)
-            for finding in own
-            if finding.found is not None and finding.expected is not None
-        ]
+        known = [each for each in own if None not in (each.found, each.expected)]
+        apart = [abs(each.found - each.expected) for each in known]
         largest = f"{max(apart):.1e}" if apart else ""
         wrong = sum(bool(finding.problem) for finding in own)
         table.add_row(plain(name), str(len(own)), largest, str(wrong) if wrong else "")
@@ -272,10 +269,9 @@ def findings_table(findings: Sequence[Any]) -> Table:
 
 def audit_table(reports: "Sequence[RoundAudit]") -> Table:
     """A row per round, environment and policy version; cells are rollouts / tokens."""
-    names = _environments(reports)
-    left = ("env", "whole")
+    names, of = _environments(reports)
     headings = ("round", *_env(names), "policy", *COUNTED, "length bias", "whole")
-    table = empty_table(f"Rollouts / tokens{_of_only(names)}", headings, left=left)
+    table = empty_table(f"Rollouts / tokens{of}", headings, left=("env", "whole"))
     for report in reports:
         verdict = "yes" if report.balanced else "NO"
         if not report.balances:
@@ -300,34 +296,23 @@ def balance_line(reports: "Sequence[RoundAudit]", waiting: int) -> str:
 
 def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
     """A row per reason to drop rollouts, with their mean length and that of consumed ones."""
-    names = _environments(reports)
+    names, of = _environments(reports)
     headings = ("policy", "why", "rollouts", "tokens", "mean length", "kept")
-    table = empty_table(
-        f"Dropped{_of_only(names)}", ("round", *_env(names), *headings), left=("env", "why")
-    )
+    table = empty_table(f"Dropped{of}", ("round", *_env(names), *headings), left=("env", "why"))
     for report in reports:
         for item in report.balances:
             kept = "" if item.mean_length is None else f"{item.mean_length:.1f}"
-            for dropped in item.dropped:
-                table.add_row(
-                    str(report.round),
-                    *_env(names, item.environment),
-                    str(item.policy_version),
-                    plain(f"{dropped.disposition}: {dropped.reason}"),
-                    str(dropped.rollouts),
-                    str(dropped.tokens),
-                    f"{dropped.mean_length:.1f}",
-                    kept,
-                )
+            head = (str(report.round), *_env(names, item.environment), str(item.policy_version))
+            for one in item.dropped:
+                why, length = plain(f"{one.disposition}: {one.reason}"), f"{one.mean_length:.1f}"
+                table.add_row(*head, why, str(one.rollouts), str(one.tokens), length, kept)
     return table
 
 
-def _environments(reports: "Sequence[RoundAudit]") -> list[str]:
-    return sorted({item.environment for report in reports for item in report.balances})
-
-
-def _of_only(names: Sequence[str]) -> str:
-    return f" of {names[0]}" if len(names) == 1 else ""
+def _environments(reports: "Sequence[RoundAudit]") -> tuple[list[str], str]:
+    """Names of the environments, and the end of a title where there is one alone."""
+    names = sorted({item.environment for report in reports for item in report.balances})
+    return names, f" of {names[0]}" if len(names) == 1 else ""
 
 
 def _env(names: Sequence[str], cell: str = "env") -> list[str]:

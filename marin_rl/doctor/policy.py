@@ -69,11 +69,7 @@ def source(config: Config) -> str:
     if policy.hf_path is None:
         return policy.init
     check_model_folder(Path(policy.hf_path))
-    if architecture_of(config) is None:
-        raise InputError(
-            f"no model at {policy.hf_path}: expected a local Hugging Face folder with config.json "
-            "and safetensors; download it first"
-        )
+    model(config)
     read_hf_config(Path(policy.hf_path))
     weight_files(Path(policy.hf_path))
     return policy.hf_path
@@ -83,7 +79,10 @@ def model(config: Config) -> str:
     """Check that the model folder can be loaded exactly, or that the sizes of a built one fit."""
     architecture = architecture_of(config)
     if architecture is None:
-        raise InputError(f"no model at {config.policy.hf_path}: expected a Hugging Face folder")
+        raise InputError(
+            f"no model at {config.policy.hf_path}: expected a local Hugging Face folder with "
+            "config.json and safetensors; download it first"
+        )
     return f"{architecture.parameters / 1e6:,.2f}M parameters"
 
 

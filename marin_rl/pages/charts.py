@@ -106,7 +106,7 @@ def learning_curve(rows: Rows, title: str) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
-    axes = figure.add_subplot()
+    axes: Any = figure.add_subplot()
     if points := _points(rows, "reward"):
         x, y = zip(*points, strict=True)
         axes.plot(x, y, color="#9aa5b1", linewidth=1.2, label="training reward")

@@ -100,7 +100,8 @@ class RoundPart:
     tokenizer_digest: str
 
 
-class Member(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Member:
     """A rollout to pick from; `reward` is None where it has no usable one."""
 
     rollout_id: str
@@ -256,7 +257,7 @@ def _card(row: Mapping[str, Any], fate: Fate, tokens: Tokens, characters: int) -
         shown = {
             "content": turn["content"][:characters],
             "left_out": max(0, len(turn["content"]) - characters),
-            "tool_calls": [c | {"arguments": c["arguments"][:characters]} for c in calls_of(turn)],
+            "tool_calls": [{**c, "arguments": c["arguments"][:characters]} for c in calls_of(turn)],
             "sampled": is_sampled(turn),
         }
         turns.append(turn | shown)

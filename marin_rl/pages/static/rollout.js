@@ -91,9 +91,7 @@ function tokenParts(card) {
   return [make("h3", {}, "Tokens, coloured by ", select), home, tableOf(card)];
 }
 
-function tableOf(card) {
-  return lazyDetails("Tokens as a table", () => tokenTable(card.tokens));
-}
+const tableOf = (card) => lazyDetails("Tokens as a table", () => tokenTable(card.tokens));
 
 // A fold whose content is made when it is opened first.
 function lazyDetails(title, content) {
@@ -102,13 +100,11 @@ function lazyDetails(title, content) {
   return fold;
 }
 
-function turnParts(turn) {
-  return [make("div", { class: "note" }, turnTitle(turn)), turnText(turn)];
-}
+const speaker = (turn) => (turn.tool_name ? `${turn.role} (${turn.tool_name})` : turn.role);
 
-function turnTitle(turn) {
-  const name = turn.tool_name ? `${turn.role} (${turn.tool_name})` : turn.role;
-  return name + (turn.reward === null ? "" : ` · ${turnReward(turn)}`);
+function turnParts(turn) {
+  const title = speaker(turn) + (turn.reward === null ? "" : ` · ${turnReward(turn)}`);
+  return [make("div", { class: "note" }, title), turnText(turn)];
 }
 
 function turnReward(turn) {
@@ -134,7 +130,7 @@ function dialogueParts(card) {
 function dialogueTurn(card, turn, place) {
   const seconds = [["model", turn.model_s], ["environment", turn.environment_s]].map(([who, value]) => (value === null ? "" : `${who} ${show(value, 2)} s`));
   const facts = [turn.start === null ? "" : `${show(turn.end - turn.start)} tokens`, turn.finish_reason, ...seconds].filter(Boolean).map((fact) => ` · ${fact}`);
-  const name = turn.tool_name ? `${turn.role} (${turn.tool_name})` : turn.role;
+  const name = speaker(turn);
   const reward = turn.reward === null ? null : make("strong", { class: "reward" }, turnReward(turn));
   const head = make("header", {}, make("span", { class: "note" }, `${place + 1} `), make("strong", {}, name), make("span", { class: "note" }, ...facts), reward);
   return make("section", { class: `turn ${turn.sampled ? "own" : turn.role}`, "aria-label": `Turn ${place + 1}, ${name}` }, head, ...dialogueTexts(card, turn));
