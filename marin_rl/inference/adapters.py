@@ -10,7 +10,7 @@ Axes: L layers, r rank of an adapter, n adapters; `in` and `out` are those of a 
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -219,87 +219,6 @@ class LoadedAdapter:
     parameters_digest: str
 
 
-class AdapterTable:
-    """Rows of a bank, and the adapters in them. Not locked: its owner is."""
-
-    def __init__(self, sizes: BankSizes) -> None:
-        self.sizes = sizes
-        self._rows: list[LoadedAdapter | None] = [None] * sizes.adapters
-        self._unloaded: set[int] = set()
-        self._successors: dict[int, LoadedAdapter] = {}
-        self._numbers = 0  # number of the last load; 0 is the base model
-
-    @property
-    def loaded(self) -> list[LoadedAdapter]:
-        """Adapters that requests may name, in the order of their rows."""
-        return [one for one in self._rows if one and one.number not in self._unloaded]
-
-    def get(self, number: int) -> LoadedAdapter:
-        """The adapter of a load, or what was loaded in its place. Raises AdapterGone."""
-        for one in self.loaded:
-            if one.number == number:
-                return one
-        if number in self._successors:
-            return self.get(self._successors[number].number)
-        numbers = ", ".join(str(one.number) for one in self.loaded) or "none"
-        raise AdapterGone(
-            f"expected 0, the base model, or the number of an adapter that is loaded ({numbers}), "
-            f"found {number}"
-        )
-
-    def check_rank(self, adapter: LoadedAdapter) -> None:
-        """Raise InputError for an adapter of a larger rank than there is room for."""
-        if adapter.rank > self.sizes.rank:
-            raise InputError(
-                f"expected an adapter of rank {self.sizes.rank} at most "
-                f"(inference.engine.adapter_rank_max), found rank {adapter.rank} in {adapter.name}"
-            )
-
-    def add(
-        self, adapter: LoadedAdapter, used: Collection[LoadedAdapter], in_place_of: int = 0
-    ) -> LoadedAdapter:
-        """Give an adapter a number and a row: its own, if that is free, else the first free one.
-
-        Raises InputError where every row is taken: nothing is ever evicted.
-        """
-        row = self._row_for(adapter, used, in_place_of)
-        self._numbers += 1
-        added = replace(adapter, number=self._numbers, row=row)
-        before = self._rows[row - 1]
-        if before is not None:
-            # its row is another's now: the set would grow with every load
-            self._unloaded.discard(before.number)
-        if in_place_of:
-            # one step back is enough: a request names the load that it saw last, a moment ago
-            self._successors = {in_place_of: added}
-            if before is None or before.number != in_place_of:
-                self._unloaded.add(in_place_of)
-        self._rows[row - 1] = added
-        return added
-
-    def _row_for(
-        self, adapter: LoadedAdapter, used: Collection[LoadedAdapter], in_place_of: int
-    ) -> int:
-        free = {row for row, one in enumerate(self._rows, start=1) if one is None}
-        busy = set(used)
-        for row, one in enumerate(self._rows, start=1):
-            replaced = one is not None and one.number in (*self._unloaded, in_place_of)
-            # requests that began before the unload still read its row
-            if replaced and one not in busy:
-                free.add(row)
-        if free:
-            return adapter.row if adapter.row in free else min(free)
-        waiting = len(self._rows) - len(self.loaded)
-        raise InputError(
-            f"expected at most {self.sizes.adapters} adapters (inference.engine.adapters_max), "
-            f"found {len(self.loaded)} loaded and {waiting} unloaded, on which requests still run: "
-            f"unload one before {adapter.name}, or wait for their end"
-        )
-
-    def remove(self, number: int) -> None:
-        self._unloaded.add(self.get(number).number)
-
-
 @dataclass(slots=True)
 class AdapterStats:
     """Counts since the start; `write_s` are the seconds that decoding waited for all loads."""
@@ -322,17 +241,16 @@ class AdapterLoads:
         changed: threading.Condition,
         in_use: Callable[[], set[LoadedAdapter]],
     ) -> None:
-        self.stats = AdapterStats()
+        self.stats, self.sizes = AdapterStats(), sizes
         self._bank = bank
-        self._table = AdapterTable(sizes)
         self._changed = changed
         self._in_use = in_use
+        self._rows: list[LoadedAdapter | None] = [None] * sizes.adapters
+        self._unloaded: set[int] = set()
+        self._successors: dict[int, LoadedAdapter] = {}
+        self._numbers = 0  # number of the last load; 0 is the base model
         self._writes: list[tuple[LoadedAdapter, Bank, Future[LoadedAdapter]]] = []
         self._closed = False
-
-    @property
-    def sizes(self) -> BankSizes:
-        return self._table.sizes
 
     @property
     def in_use(self) -> set[LoadedAdapter]:
@@ -340,12 +258,26 @@ class AdapterLoads:
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
+        """Adapters that requests may name, in the order of their rows."""
         with self._changed:
-            return self._table.loaded
+            return [one for one in self._rows if one and one.number not in self._unloaded]
 
     def get(self, number: int) -> LoadedAdapter | None:
         """The adapter of a load; None for 0, the base model. Under the lock. Raises AdapterGone."""
-        return None if number == 0 else self._table.get(number)
+        return None if number == 0 else self._loaded_as(number)
+
+    def _loaded_as(self, number: int) -> LoadedAdapter:
+        """The adapter of a load, or what was loaded in its place. Raises AdapterGone."""
+        for one in self.loaded:
+            if one.number == number:
+                return one
+        if number in self._successors:
+            return self._loaded_as(self._successors[number].number)
+        numbers = ", ".join(str(one.number) for one in self.loaded) or "none"
+        raise AdapterGone(
+            f"expected 0, the base model, or the number of an adapter that is loaded ({numbers}), "
+            f"found {number}"
+        )
 
     def load(
         self,
@@ -378,7 +310,11 @@ class AdapterLoads:
             parameters_digest=parameters_digest,
         )
         # before `rows`, which could not place a rank beyond the bank's
-        self._table.check_rank(new)
+        if new.rank > self.sizes.rank:
+            raise InputError(
+                f"expected an adapter of rank {self.sizes.rank} at most "
+                f"(inference.engine.adapter_rank_max), found rank {new.rank} in {name}"
+            )
         # outside of the lock: moving arrays to the device must not hold up decoding
         rows = self._bank.rows(adapter)
         leaves = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(rows)]
@@ -394,7 +330,7 @@ class AdapterLoads:
             if self._closed:
                 raise InferenceError("the engine is closed: it takes no adapters any more")
             # its row is taken at once: two loads at a time never get the same one
-            added = self._table.add(new, self.in_use, in_place_of)
+            added = self._add(new, in_place_of)
             # written by the engine's thread: the programs that it runs have the bank's arrays as
             # arguments
             self._writes.append((added, rows, done))
@@ -402,10 +338,43 @@ class AdapterLoads:
         # after the lock is released, which the write takes
         return done.result()
 
+    def _add(self, adapter: LoadedAdapter, in_place_of: int) -> LoadedAdapter:
+        """Give an adapter a number and a row: its own, if that is free, else the first free one.
+
+        Raises InputError where every row is taken: nothing is ever evicted.
+        """
+        busy, free = self.in_use, list[int]()
+        for row, one in enumerate(self._rows, start=1):
+            replaced = one is not None and one.number in (*self._unloaded, in_place_of)
+            # requests that began before the unload still read its row
+            if one is None or (replaced and one not in busy):
+                free.append(row)
+        if not free:
+            waiting = len(self._rows) - len(self.loaded)
+            raise InputError(
+                f"expected at most {self.sizes.adapters} adapters (inference.engine.adapters_max), "
+                f"found {len(self.loaded)} loaded and {waiting} unloaded, on which requests still "
+                f"run: unload one before {adapter.name}, or wait for their end"
+            )
+        row = adapter.row if adapter.row in free else free[0]
+        self._numbers += 1
+        added = replace(adapter, number=self._numbers, row=row)
+        before = self._rows[row - 1]
+        if before is not None:
+            # its row is another's now: the set would grow with every load
+            self._unloaded.discard(before.number)
+        if in_place_of:
+            # one step back is enough: a request names the load that it saw last, a moment ago
+            self._successors = {in_place_of: added}
+            if before is None or before.number != in_place_of:
+                self._unloaded.add(in_place_of)
+        self._rows[row - 1] = added
+        return added
+
     def unload(self, number: int) -> None:
         """Refuse further requests on an adapter; submitted ones end on it. Raises AdapterGone."""
         with self._changed:
-            self._table.remove(number)
+            self._unloaded.add(self._loaded_as(number).number)
             self.stats.unloads += 1
 
     def write(self) -> None:
@@ -419,7 +388,7 @@ class AdapterLoads:
             except Exception as error:  # noqa: BLE001 - the caller of `load` gets it
                 # its row still holds the adapter before it, so no request may name it
                 with suppress(AdapterGone):  # it may have been unloaded before it was written
-                    self._table.remove(adapter.number)
+                    self._unloaded.add(self._loaded_as(adapter.number).number)
                 done.set_exception(error)
                 continue
             self.stats.write_s += time.monotonic() - started

@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from marin_rl.inference.generation import (
     STOP_TOKENS_MAX,
     CachedPrefix,
     Delta,
     Job,
+    Policy,
     PrefixKey,
     RunningSequence,
     WeightsKey,
@@ -72,6 +73,7 @@ class KeptPrefixes:
         return had
 
     def drop_all(self, except_of: object = None) -> None:
+        """Forget what finished sequences left, but for what the weights `except_of` computed."""
         for seq_slot, weights in enumerate(self._weights):
             if weights is not None and weights is not except_of:
                 self.drop(seq_slot)
@@ -124,8 +126,6 @@ class Chunk:
     logprobs_SC: Float32[np.ndarray, "S C"]
     counts_S: Int32[np.ndarray, " S"]
     slot_steps: int
-    weight_version: int
-    parameters_digest: str
     reports: tuple[Report, ...]
 
     def report(self) -> Report:
@@ -149,7 +149,7 @@ class RunningBatch:
         self.extras = extras
         self._running: list[RunningSequence | None] = [None] * slots
         self._prefixes: list[CachedPrefix | None] = [None] * slots
-        self._kept = KeptPrefixes(slots)
+        self.kept = KeptPrefixes(slots)
         self._used = 0
         self.evictions = 0
         self.inputs = SlotInputs(
@@ -189,14 +189,7 @@ class RunningBatch:
     def free(self) -> list[int]:
         """Empty sequence slots: those without a kept prefix, then the least recently used."""
         empty = [seq_slot for seq_slot, running in enumerate(self._running) if running is None]
-        return sorted(empty, key=self._kept.used_S.__getitem__)
-
-    def kept_for(self, job: Job, weights: WeightsKey) -> tuple[int, int] | None:
-        return self._kept.longest(job.request.prompt_ids, weights, job.load)
-
-    def forget_prefixes(self, except_of: WeightsKey | None = None) -> None:
-        """Drop what finished sequences left in the cache, but for what these weights computed."""
-        self._kept.drop_all(except_of)
+        return sorted(empty, key=self.kept.used_S.__getitem__)
 
     def jobs(self) -> list[Job]:
         return list(dict.fromkeys(running.job for _, running in self._sequences()))
@@ -210,7 +203,7 @@ class RunningBatch:
         """
         seq_slot = prefix.seq_slot
         assert self._running[seq_slot] is None
-        if self._kept.drop(seq_slot) and not continues:
+        if self.kept.drop(seq_slot) and not continues:
             self.evictions += 1
         # once for each time that a request gets slots: its samples are equally recent
         self._used += index == job.handed_out
@@ -321,10 +314,10 @@ class RunningBatch:
         sampling.top_k_S[seq_slot] = sampling.min_p_S[seq_slot] = 0
         self.extras.empty(seq_slot)
 
-    def advance(self, chunk: Chunk, weights: WeightsKey | None = None) -> list[tuple[Job, Delta]]:
-        """Append a chunk to the running sequences; return each one's delta, by sequence slot.
+    def advance(self, chunk: Chunk, policy: Policy, *, keeps: bool) -> list[tuple[Job, Delta]]:
+        """Append a policy's chunk to the running sequences; return the deltas, by sequence slot.
 
-        The cache of an ended sequence is kept if `weights` computed all of it.
+        With `keeps` the cache of an ended sequence is kept if these weights computed all of it.
         """
         added: list[tuple[Job, Delta]] = []
         # copied from the device only for requests that read them
@@ -334,17 +327,18 @@ class RunningBatch:
             if count == 0:
                 continue
             kept = self._extend(seq_slot, running, chunk.tokens_SC[seq_slot, :count].tolist())
-            delta = _delta(chunk, report, seq_slot, kept, running)
+            own = policy.with_adapter(running.job.adapter)
+            delta = _delta(own, chunk, report, seq_slot, kept, running)
             running.deltas.append(delta)
             added.append((running.job, delta))
             if running.finish_reason:
                 prefix = running.prefix
                 # a swap on the way left a cache that no single policy would have computed
-                if weights is not None and prefix is not None and prefix.key.weights is weights:
-                    self._kept.put(
+                if keeps and prefix is not None and prefix.key.weights is policy.key:
+                    self.kept.put(
                         seq_slot,
                         self._computed(seq_slot, running),
-                        weights=weights,
+                        weights=policy.key,
                         adapter=prefix.key.adapter,
                         used=running.used,
                     )
@@ -374,24 +368,25 @@ class RunningBatch:
                 running.finish_reason = "stop"
         return len(running.tokens) - before
 
-    def finite(self, chunk: Chunk) -> Bool[np.ndarray, " S"]:
-        """True for each row of a chunk whose logprobs are all finite."""
-        sampled = np.arange(chunk.logprobs_SC.shape[1]) < chunk.counts_S[:, None]
+    def not_finite(self, chunk: Chunk) -> dict[int, Job]:
+        """Requests by sequence slot of which a chunk's logprobs are not all finite."""
         # columns past a row's count were not sampled
-        return (np.isfinite(chunk.logprobs_SC) | ~sampled).all(axis=1)
-
-    def job_in(self, seq_slot: int) -> Job | None:
-        running = self._running[seq_slot]
-        return None if running is None else running.job
+        sampled = np.arange(chunk.logprobs_SC.shape[1]) < chunk.counts_S[:, None]
+        bad_S = (sampled & ~np.isfinite(chunk.logprobs_SC)).any(axis=1)
+        return {slot: running.job for slot, running in self._sequences() if bad_S[slot]}
 
 
 def _delta(
-    chunk: Chunk, report: Report | None, seq_slot: int, kept: int, running: RunningSequence
+    policy: Policy,
+    chunk: Chunk,
+    report: Report | None,
+    seq_slot: int,
+    kept: int,
+    running: RunningSequence,
 ) -> Delta:
     """The first `kept` tokens of a row; copies, so that the chunk's large arrays can go."""
     # a lane reports on all its rows as soon as one request wants it: only that one gets them
-    request, adapter = running.job.request, running.job.adapter
-    policy = chunk if adapter is None else adapter
+    request = running.job.request
     raw = top_ids = top_logprobs = None
     if report is not None and request.raw_logprobs:
         raw = np.array(report.raw_S[:kept, seq_slot])
@@ -407,7 +402,7 @@ def _delta(
         top_logprobs=top_logprobs,
         weight_version=policy.weight_version,
         parameters_digest=policy.parameters_digest,
-        adapter_name="" if adapter is None else adapter.name,
+        adapter_name=policy.adapter_name,
         finish_reason=running.finish_reason,
         prompt_scores=None if running.deltas else running.job.prompt_scores,
     )

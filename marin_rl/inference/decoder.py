@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from marin_rl.inference.kv_cache import (
-    Block,
+    Blocks,
     Cache,
     Limits,
     attend,
@@ -113,11 +113,11 @@ def step_layer(
     spec: Spec,
     kind: LayerKind,
     layer: Layer,
-    blocks: tuple[Block, ...],
+    blocks: Blocks,
     x_SD: Array,
     turns: Turns,
     step: Step,
-) -> tuple[Array, tuple[Block, ...]]:
+) -> tuple[Array, Blocks]:
     """A layer of a decode step: its output, and its cache with the step's keys and values."""
     linears = FusedLinears(spec, layer, step.adapter_S)
     query, key, value = _queries_keys_values(spec, kind, linears, x_SD, turns)

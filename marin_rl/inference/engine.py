@@ -332,7 +332,7 @@ class Engine:
             return
         caches = self._sleep_requested and self._batch.active == 0
         if caches:
-            self._batch.forget_prefixes()
+            self._batch.kept.drop_all()
         memory.release(caches=caches)
         if caches:
             # freed in pieces between others' memory, it would not hold what a trainer needs at once
@@ -364,7 +364,7 @@ class Engine:
             # before planning: requests may wait for an adapter that is written here
             self.adapters.write()
             if self._reset_prefixes:
-                self._batch.forget_prefixes()
+                self._batch.kept.drop_all()
                 self._reset_prefixes = False
             plan = self._steps.plan(policy)
         self._steps.run(plan, policy)

@@ -193,7 +193,7 @@ class EngineStep:
             chunk = self._decode(policy)
             self._refuse_nonfinite(chunk)
             keeps = self._runner.plan.keeps_prefixes
-            added = self._batch.advance(chunk, policy.key if keeps else None)
+            added = self._batch.advance(chunk, policy, keeps=keeps)
             self._emit(added, policy)
         except jax.errors.JaxRuntimeError as error:
             failure: Exception = error
@@ -204,7 +204,7 @@ class EngineStep:
                 _log.exception("a chunk failed on the device; its requests fail")
             self._pending.fail(self._pending.started, "the device failed", failure)
             # the failed program was given the caches to overwrite, so they are lost
-            self._batch.forget_prefixes()
+            self._batch.kept.drop_all()
             self._runner.memory.release(caches=True)
 
     def _notify_scheduled(self, plan: Schedule, policy: Policy) -> None:
@@ -320,18 +320,16 @@ class EngineStep:
 
     def _refuse_nonfinite(self, chunk: Chunk) -> None:
         """Fail requests whose logits are not finite, and clean their part of the cache."""
-        bad = np.flatnonzero(~self._batch.finite(chunk))
-        if len(bad) == 0:
+        bad = self._batch.not_finite(chunk)
+        if not bad:
             return
         # masked positions are multiplied by zero, and NaN times zero is NaN: the next sequence in
         # the slot would fail too
         _log.error("non-finite logits in %d sequence slots: their requests fail", len(bad))
-        jobs = dict.fromkeys(map(self._batch.job_in, bad.tolist()))
-        self._pending.fail(
-            [job for job in jobs if job is not None], "the model's logits are not finite"
-        )
+        jobs = list(dict.fromkeys(bad.values()))
+        self._pending.fail(jobs, "the model's logits are not finite")
         # numbers that are replaced below may lie in a kept prefix
-        self._batch.forget_prefixes()
+        self._batch.kept.drop_all()
         self._runner.memory.forget_nonfinite()
 
     def _finish(self, job: Job, policy: Policy) -> None:

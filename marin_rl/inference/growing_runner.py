@@ -24,7 +24,7 @@ from marin_rl.inference.batch import Chunk, SlotInputs
 from marin_rl.inference.decoder import prefill_tile
 from marin_rl.inference.execution_plan import ExecutionPlan
 from marin_rl.inference.generation import Policy
-from marin_rl.inference.kv_cache import Block, empty_cache, in_blocks
+from marin_rl.inference.kv_cache import Blocks, empty_cache, in_blocks
 from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import Report
 from marin_rl.inference.programs import (
@@ -193,9 +193,9 @@ class GrowingRunner(Runner):
             sampled = self._layers.decode(self._decoder(policy), self.rotary, layers, chunk)
             jax.block_until_ready(sampled)
             self.memory.caches[0] = tuple(layers)
-        return self._chunk(policy, sampled, reported=extras.reported)
+        return self._chunk(sampled, reported=extras.reported)
 
-    def _chunk(self, policy: Policy, sampled: SampledChunk, *, reported: bool) -> Chunk:
+    def _chunk(self, sampled: SampledChunk, *, reported: bool) -> Chunk:
         used_R = self._slot_R != EMPTY
         slot_U = self._slot_R[used_R]
 
@@ -214,8 +214,6 @@ class GrowingRunner(Runner):
             logprobs_SC=by_slot(sampled.logprobs_CS, 1),
             counts_S=by_slot(sampled.counts_S, 0),
             slot_steps=int(sampled.steps) * self.rows,
-            weight_version=policy.weight_version,
-            parameters_digest=policy.parameters_digest,
             reports=reports,
         )
 
@@ -238,8 +236,8 @@ class GrowingRunner(Runner):
 
 @partial(jax.jit, static_argnames=("size", "length"))
 def _moved(
-    blocks: tuple[Block, ...], source_R: Int32[Array | np.ndarray, " R"], size: int, length: int
-) -> tuple[Block, ...]:
+    blocks: Blocks, source_R: Int32[Array | np.ndarray, " R"], size: int, length: int
+) -> Blocks:
     """These rows of a layer's cache, for `length` positions in blocks of `size`."""
     taken = jax.tree.map(lambda leaf: jnp.take(leaf, source_R, axis=0), blocks)
     return in_blocks(taken, size, length)
@@ -247,11 +245,11 @@ def _moved(
 
 @partial(jax.jit, donate_argnums=0)
 def _with_row(
-    blocks: tuple[Block, ...],
-    others: tuple[Block, ...],
+    blocks: Blocks,
+    others: Blocks,
     source: Int32[Array | np.ndarray | np.int32, ""],
     target: Int32[Array | np.ndarray | np.int32, ""],
-) -> tuple[Block, ...]:
+) -> Blocks:
     """A layer's cache with row `source` of another in row `target`."""
 
     def put(leaf: Array, other: Array) -> Array:

@@ -40,6 +40,10 @@ class Block(NamedTuple):
     values: Float[Array, "S K B H"]
 
 
+Blocks = tuple[Block, ...]  # of a layer
+Cache = tuple[Blocks, ...]
+
+
 class Limits(NamedTuple):
     """Limits of a layer's attention: how far back it looks, how large a score may be, and sinks.
 
@@ -57,11 +61,7 @@ class Limits(NamedTuple):
 
 
 def attend_pieces(
-    query_MKGH: Array,
-    blocks: tuple[Block, ...],
-    slot_N: Array,
-    positions_M: Array,
-    limits: Limits,
+    query_MKGH: Array, blocks: Blocks, slot_N: Array, positions_M: Array, limits: Limits
 ) -> Float[Array, "M KGH"]:
     """Softmax of M / N consecutive positions of slot `slot_N[n]` each, over that slot's cache.
 
@@ -93,7 +93,7 @@ def attend_pieces(
 
 def attend(
     query_SKGH: Array,
-    blocks: tuple[Block, ...],
+    blocks: Blocks,
     positions_S: Array,
     longest: Array,
     shared: Array | None,
@@ -194,9 +194,6 @@ def _times_common(rows_SKGX: Array, cached_NKXY: Array, share: int) -> Float[Arr
     return jnp.swapaxes(out_NKIGY, 1, 2).reshape(S, K, G, -1)
 
 
-Cache = tuple[tuple[Block, ...], ...]
-
-
 def block_size(context_length: int) -> int:
     """Positions of a cache block: a power of two, so that at most BLOCKS_MAX blocks are needed."""
     return max(BLOCK_MIN, 2 ** math.ceil(math.log2(context_length / BLOCKS_MAX)))
@@ -214,7 +211,7 @@ def empty_cache(spec: Spec, slots: int, context_length: int, dtype: jnp.dtype) -
     )
 
 
-def in_blocks(blocks: tuple[Block, ...], size: int, length: int) -> tuple[Block, ...]:
+def in_blocks(blocks: Blocks, size: int, length: int) -> Blocks:
     """A layer's cache in blocks of `size` positions, with zeros behind its own to `length`."""
     keys = jnp.concatenate([block.keys for block in blocks], -1)
     values = jnp.concatenate([block.values for block in blocks], -2)
@@ -230,9 +227,7 @@ def cache_length(cache: Cache) -> int:
     return len(cache[0]) * cache[0][0].keys.shape[-1]
 
 
-def write(
-    blocks: tuple[Block, ...], key_SKH: Array, value_SKH: Array, positions_S: Array
-) -> tuple[Block, ...]:
+def write(blocks: Blocks, key_SKH: Array, value_SKH: Array, positions_S: Array) -> Blocks:
     """Put each slot's key and value at its position; positions outside a block are dropped."""
     size = blocks[0].keys.shape[-1]
     written = []
@@ -257,8 +252,8 @@ def _spread(block: Block) -> Block:
 
 
 def write_at(
-    blocks: tuple[Block, ...], key_MKH: Array, value_MKH: Array, slot_M: Array, positions_M: Array
-) -> tuple[Block, ...]:
+    blocks: Blocks, key_MKH: Array, value_MKH: Array, slot_M: Array, positions_M: Array
+) -> Blocks:
     """Put keys and values at positions of slots; positions outside a block are dropped."""
     size = blocks[0].keys.shape[-1]
     written = []
@@ -294,9 +289,7 @@ def copy_in(
     return tuple(tuple(_spread(block) for block in blocks) for blocks in cache)
 
 
-def copy_prompt(
-    blocks: tuple[Block, ...], keys: Array, values: Array, source: Any, seq_slot: Any
-) -> tuple[Block, ...]:
+def copy_prompt(blocks: Blocks, keys: Array, values: Array, source: Any, seq_slot: Any) -> Blocks:
     """A layer's cache in which the slot has prompt `source` of `keys` [R, K, H, P] and `values`."""
     size, length = blocks[0].keys.shape[-1], keys.shape[-1]
     cut, update = jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32, Int32
 
 from marin_rl.inference import decoder
 from marin_rl.inference.batch import SlotInputs
-from marin_rl.inference.kv_cache import Block, Cache, copy_prompt
+from marin_rl.inference.kv_cache import Blocks, Cache, copy_prompt
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
@@ -27,9 +27,6 @@ from marin_rl.models.spec import LayerKind, Spec
 # rows that are free for them have idled for that long together: the break-even rule of ski rental,
 # which never wastes more than twice the least possible.
 RETURN_COST_STEPS = 0.5
-
-
-Blocks = tuple[Block, ...]  # of a layer
 
 
 class Limits(NamedTuple):

@@ -264,8 +264,6 @@ class Runner:
             logprobs_SC=np.concatenate([np.asarray(one.logprobs_CS).T for one in sampled]),
             counts_S=np.concatenate([np.asarray(one.counts_S) for one in sampled]),
             slot_steps=sum(int(one.steps) for one in sampled) * self.lanes.size,
-            weight_version=policy.weight_version,
-            parameters_digest=policy.parameters_digest,
             reports=tuple(one.reports for one in sampled),
         )
 

@@ -218,11 +218,14 @@ def _free_and_kept(
     queue: JobQueue, batch: RunningBatch, lanes: Lanes, weights: WeightsKey
 ) -> tuple[list[list[int]], dict[Job, tuple[int, int]]]:
     """Free slots by lane, and the kept prefix of each of the next requests: slot, positions."""
-    batch.forget_prefixes(except_of=weights)
+    batch.kept.drop_all(except_of=weights)
     empty = batch.free()
     # looked up for as many requests as there are slots: no more can begin in this step
-    matches = {job: batch.kept_for(job, weights) for job in islice(queue, len(empty))}
-    kept = {job: match for job, match in matches.items() if match is not None}
+    kept: dict[Job, tuple[int, int]] = {}
+    for job in islice(queue, len(empty)):
+        match = batch.kept.longest(job.request.prompt_ids, weights, job.load)
+        if match is not None:
+            kept[job] = match
     wanted = {seq_slot for seq_slot, _ in kept.values()}
     free: list[list[int]] = [[] for _ in range(lanes.count)]
     # slots with a kept prefix come last, so that no other request of this step takes them

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -60,18 +60,28 @@ def request_of(length: int = 10, *, prompt_seed: int = 0, **options: Any) -> Gen
     )
 
 
-def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
-    """Prompts and completions of many lengths, every way of sampling, up to 11 samples each."""
+def random_sampling(rng: random.Random) -> dict[str, Any]:
+    return {
+        "temperature": rng.choice((0.0, 0.7, 1.0)),
+        "top_p": rng.choice((1.0, 1.0, 0.8)),
+        "top_k": rng.choice((0, 0, 5)),
+    }
+
+
+def random_requests(
+    rng: random.Random,
+    count: int,
+    options_of: Callable[[random.Random], dict[str, Any]] = random_sampling,
+) -> list[GenerationRequest]:
+    """Prompts and completions of many lengths, up to 11 samples each; by default all samplings."""
     return [
         request_of(
             rng.randint(1, 60),
             prompt_seed=index,
             n=rng.choice((1, 1, 3, 11)),
             max_tokens=rng.randint(1, 30),
-            temperature=rng.choice((0.0, 0.7, 1.0)),
-            top_p=rng.choice((1.0, 1.0, 0.8)),
-            top_k=rng.choice((0, 0, 5)),
             seed=rng.getrandbits(48),
+            **options_of(rng),
         )
         for index in range(count)
     ]

@@ -13,13 +13,7 @@ from support.engine_adapters import NATS, adapter_for, check_logprobs, load, mer
 from support.models import full_logprobs, tiny_model
 
 from marin_rl.errors import InputError
-from marin_rl.inference.adapters import (
-    AdapterBank,
-    AdapterGone,
-    AdapterTable,
-    BankSizes,
-    LoadedAdapter,
-)
+from marin_rl.inference.adapters import AdapterBank, AdapterGone, BankSizes
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.linear_layers import LayerAdapters, LowRank
 
@@ -99,12 +93,20 @@ def test_requests_end_on_an_adapter_that_is_unloaded(engine, model):
         engine.adapters.unload(number)
 
 
-@pytest.mark.slow
 def test_a_row_is_free_once_its_last_request_ended(engine, model):
     numbers = [load(engine, adapter_for(model, seed)) for seed in range(3)]
     with pytest.raises(InputError, match=r"at most 3 adapters .* found 3 loaded and 0 unloaded"):
         load(engine, adapter_for(model, 4))
     with amid(engine, request_of(adapter=numbers[1], max_tokens=40)) as (future, _):
+        # in place of one that is in use another row is needed
+        with pytest.raises(InputError, match="found 3 loaded and 0 unloaded"):
+            engine.adapters.load(
+                adapter_for(model, 4),
+                name="fourth",
+                weight_version=5,
+                parameters_digest="fourth",
+                in_place_of=numbers[1],
+            )
         engine.adapters.unload(numbers[1])
         with pytest.raises(InputError, match="found 2 loaded and 1 unloaded"):
             load(engine, adapter_for(model, 4))
@@ -216,22 +218,3 @@ def test_a_lane_on_few_adapters_gets_half_of_the_bank():
     # a row that is written is read by the next chunk
     bank.write(5, jax.tree.map(lambda array: 7 + 0 * array[:1], bank.arrays))
     assert own_values([5, 0, 2, 5])[1] == [7, 0, 2, 7]
-
-
-def test_the_table_never_gives_a_row_that_is_in_use():
-    table = AdapterTable(BankSizes(adapters=2, rank=4))
-    names = [
-        LoadedAdapter(number=0, row=0, rank=2, name=name, weight_version=0, parameters_digest=name)
-        for name in "abc"
-    ]
-    first, second = table.add(names[0], ()), table.add(names[1], ())
-    assert (first.row, second.row) == (1, 2)
-    table.remove(first.number)
-    with pytest.raises(InputError, match="found 1 loaded and 1 unloaded"):
-        table.add(names[2], (first,))
-    third = table.add(names[2], ())
-    assert (third.row, third.number) == (1, 3)
-    # in place of one that is in use another row is needed
-    with pytest.raises(InputError, match="found 2 loaded and 0 unloaded"):
-        table.add(names[0], (second,), in_place_of=second.number)
-    assert table.add(names[0], (), in_place_of=second.number).row == 2

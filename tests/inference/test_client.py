@@ -191,7 +191,8 @@ def test_new_weights_are_asked_for_with_the_admin_key_where_there_is_one(
 
 
 def test_an_update_is_retried_and_the_admin_key_is_never_shown(server: FakePolicyServer) -> None:
-    server.faults.extend(["503", "drop"])
+    server.faults.extend(["503", "drop", "conflict"])
+    server.error_code = "busy"  # with another update
     ask([server.url], update, admin_key="manage")
     assert len(server.updates) == 1
     server.fault = lambda _: "unauthorized"
@@ -220,15 +221,6 @@ def test_a_request_that_does_not_fit_into_memory_is_not_retried(server: FakePoli
     assert len(server.requests) == 1
 
 
-def test_an_endpoint_that_is_busy_with_another_update_is_asked_again(
-    server: FakePolicyServer,
-) -> None:
-    server.faults.extend(["conflict"])
-    server.error_code = "busy"
-    ask([server.url], update)
-    assert (len(server.requests), len(server.updates)) == (2, 1)
-
-
 def test_attempts_are_bounded(server: FakePolicyServer) -> None:
     server.fault = lambda _: "503"
     with pytest.raises(EndpointUnavailable, match="scripted fault 503"):
@@ -255,6 +247,7 @@ def test_no_listener_is_no_error() -> None:
         ("unauthorized", RequestRejected, "api_key_variable"),
         ("wrong-model", StalePolicy, "someone-else"),
         ("missing-ids", BadResponse, "return_token_ids"),
+        ("missing-logprobs", BadResponse, "gave no logprobs"),
         ("missing-prompt", BadResponse, "prompt_token_ids"),
         ("short-logprobs", BadResponse, "one logprob per token"),
         ("positive", BadResponse, "at most 0"),
@@ -267,17 +260,11 @@ def test_no_listener_is_no_error() -> None:
 def test_faults_that_stay_are_not_tried_again(
     server: FakePolicyServer, fault: str, error: type[InferenceError], words: str
 ) -> None:
+    server.compact = fault != "missing-logprobs"
     server.faults.extend([fault])
     with pytest.raises(error, match=words):
         ask([server.url])
     assert len(server.requests) == 1
-
-
-def test_missing_logprobs(server: FakePolicyServer) -> None:
-    server.compact = False
-    server.faults.extend(["missing-logprobs"])
-    with pytest.raises(BadResponse, match="gave no logprobs"):
-        ask([server.url])
 
 
 def test_another_weight_version_is_stale(server: FakePolicyServer) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inference.engines import bits, engine_of, request_of, result_of, results_under_load
+from inference.engines import (
+    bits,
+    engine_of,
+    random_requests,
+    request_of,
+    result_of,
+    results_under_load,
+)
 from support.cases import others_slow, printed_seed
 from support.models import FAMILIES, VOCABULARY, full_logits, tiny_model
 
@@ -357,22 +364,8 @@ def random_wishes(rng: random.Random) -> dict[str, Any]:
         "constraint": [lambda: lambda: Residues(5, 60)],
     }
     share = rng.choice((0, 0.1, 0.4))
-    return {name: rng.choice(some)() for name, some in choices.items() if rng.random() < share}
-
-
-def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
-    return [
-        request_of(
-            rng.randint(1, 60),
-            prompt_seed=index,
-            n=rng.choice((1, 1, 3, 11)),
-            max_tokens=rng.randint(1, 30),
-            seed=rng.getrandbits(48),
-            stop_token_ids=(1,),
-            **random_wishes(rng),
-        )
-        for index in range(count)
-    ]
+    chosen = {name: rng.choice(some)() for name, some in choices.items() if rng.random() < share}
+    return {"stop_token_ids": (1,), **chosen}
 
 
 @pytest.mark.isa
@@ -380,7 +373,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
 @pytest.mark.bits
 def test_bitwise_the_same_alone_and_next_to_any_sampling_options(engine):
     rng = random.Random(printed_seed())
-    requests = random_requests(rng, 24)
+    requests = random_requests(rng, 24, random_wishes)
     alone = [bits(result_of(engine, request)) for request in requests]
     for _ in range(3):
         for index, result in results_under_load(engine, requests, rng):

@@ -5,18 +5,16 @@ is kept, and these tests are skipped.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing
 
 import numpy as np
 import pytest
 from inference.engines import bits, engine_of, prompt_of, result_of, together
-from support.engine_adapters import loaded_of
 from support.models import tiny_model
 
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.engine_step import EngineStats
-from marin_rl.inference.generation import GenerationRequest, GenerationResult, Job
+from marin_rl.inference.generation import GenerationRequest, GenerationResult
 from marin_rl.inference.pieces import CALL_STEPS, Extension, packed
 from marin_rl.models.module import LanguageModel
 from marin_rl.types import Sampling
@@ -193,16 +191,9 @@ def test_adapters_never_read_each_others_cache(keeping):
     prompt = prompt_of(20, 70)
     first = result_of(keeping, turn_of(prompt, seed=1))
     following = next_prompt(prompt, first, 5, 1)
-    batch, weights = keeping._batch, keeping.policy.key
-    job_on = lambda adapter: Job(
-        request=turn_of(following, seed=2),
-        future=Future(),
-        seed=2,
-        stop_tokens=(),
-        adapter=loaded_of(adapter),
-    )
-    assert batch.kept_for(job_on(0), weights) is not None
-    assert batch.kept_for(job_on(1), weights) is None
+    kept, weights = keeping._batch.kept, keeping.policy.key
+    assert kept.longest(following, weights, adapter=0) is not None
+    assert kept.longest(following, weights, adapter=1) is None
 
 
 @pytest.mark.bits

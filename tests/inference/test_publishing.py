@@ -31,6 +31,7 @@ from marin_rl.tokenizers import character_tokenizer
 from marin_rl.weight_sync import FromFolder, Published, Weights
 
 LABEL = "00003-01234567"
+SGLANG = {"data": [{"id": "policy", "owned_by": "sglang"}]}
 
 
 class Server:
@@ -61,8 +62,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def publish(kind: str, folder: Path, server: Server) -> None:
-    weights = Publisher(kind=kind, folder=str(folder), version=3, digest="0123456789" * 6)  # type: ignore[arg-type]
+def publish(kind: Any, folder: Path, server: Server, **options: bool) -> None:
+    digest = "0123456789" * 6
+    weights = Publisher(kind=kind, folder=str(folder), version=3, digest=digest, **options)
     asyncio.run(weights.publish(server.send))
 
 
@@ -234,7 +236,7 @@ def test_a_vllm_that_does_not_come_back_ends_in_one_error(
 
 
 def test_sglang_is_paused_while_it_loads(folder: Path) -> None:
-    server = Server(v1_models={"data": [{"id": "policy", "owned_by": "sglang"}]})
+    server = Server(v1_models=SGLANG)
     publish("update_weights_from_disk", folder, server)
     assert server.paths == [
         "/v1/models",
@@ -251,33 +253,22 @@ def test_sglang_is_paused_while_it_loads(folder: Path) -> None:
 
 
 def test_sglang_goes_on_with_the_old_weights_where_it_cannot_load(folder: Path) -> None:
-    sglang = {"data": [{"id": "policy", "owned_by": "sglang"}]}
     refused = {"success": False, "message": "shape mismatch"}
-    server = Server(v1_models=sglang, update_weights_from_disk=refused)
+    server = Server(v1_models=SGLANG, update_weights_from_disk=refused)
     with pytest.raises(StalePolicy, match="shape mismatch"):
         publish("update_weights_from_disk", folder, server)
     assert server.paths[-1] == "/continue_generation"
 
 
 @pytest.mark.parametrize("models", [{"data": [{"id": "p"}]}, RequestRejected("404"), []])
-def test_others_are_sent_the_digest_without_a_pause(folder: Path, models: Any) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_others_are_sent_the_digest_without_a_pause(
+    folder: Path, models: Any, *, again: bool
+) -> None:
+    """And are asked to compute caches again where weights change in flight."""
     server = Server(v1_models=models)
-    publish("update_weights_from_disk", folder, server)
+    publish("update_weights_from_disk", folder, server, recompute_kv_cache=again)
     assert server.paths == ["/v1/models", "/update_weights_from_disk"]
-    assert server.asked[1][2]["parameters_digest"] == "0123456789" * 6
-
-
-def test_our_own_servers_are_asked_to_compute_caches_again_where_weights_change_in_flight() -> None:
-    bodies: list[dict[str, Any]] = []
-    for again in (False, True):
-        server = Server()
-        weights = Publisher(
-            kind="update_weights_from_disk",
-            folder="folder",
-            version=3,
-            digest="ab" * 32,
-            recompute_kv_cache=again,
-        )
-        asyncio.run(weights.publish(server.send))
-        bodies.append(server.asked[-1][2])
-    assert [body.get("recompute_kv_cache") for body in bodies] == [None, True]
+    body = server.asked[1][2]
+    assert body["parameters_digest"] == "0123456789" * 6
+    assert body.get("recompute_kv_cache") == (True if again else None)

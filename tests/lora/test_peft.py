@@ -35,6 +35,13 @@ def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any])
     save_file(tensors, file)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An adapter of rank 4 for every linear layer."""
+    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
+    return tmp_path / "a"
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -67,14 +74,12 @@ def test_keys_shapes_and_settings_are_those_of_peft(tmp_path: Path) -> None:
     assert isinstance(config["lora_alpha"], int)
 
 
-def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
-
+def test_half_precision_is_read_as_float32(folder: Path) -> None:
     def half(tensors: dict[str, np.ndarray]) -> None:
         tensors.update({name: array.astype(np.float16) for name, array in tensors.items()})
 
-    change_tensors(tmp_path / "a", half)
-    adapter = read_peft(tmp_path / "a", SHAPES)
+    change_tensors(folder, half)
+    adapter = read_peft(folder, SHAPES)
     assert {array.dtype for array in adapter.arrays.values()} == {np.dtype(np.float32)}
 
 
@@ -149,12 +154,11 @@ def test_ranks_that_differ_by_layer_are_filled_with_zeros(tmp_path: Path) -> Non
     ],
 )
 def test_settings_that_are_not_computed_are_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
+    changes: dict[str, Any], message: str, folder: Path
 ) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
-    change_config(tmp_path / "a", changes)
+    change_config(folder, changes)
     with pytest.raises(InputError) as error:
-        read_peft(tmp_path / "a", SHAPES)
+        read_peft(folder, SHAPES)
     assert message.replace("\\", "") in str(error.value)
 
 
@@ -204,20 +208,18 @@ def _none(tensors: dict[str, np.ndarray]) -> None:
     ],
 )
 def test_tensors_of_another_base_are_refused(
-    change: Callable[[dict[str, np.ndarray]], None], message: str, tmp_path: Path
+    change: Callable[[dict[str, np.ndarray]], None], message: str, folder: Path
 ) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
-    change_tensors(tmp_path / "a", change)
+    change_tensors(folder, change)
     with pytest.raises(InputError) as error:
-        read_peft(tmp_path / "a", SHAPES)
+        read_peft(folder, SHAPES)
     assert message in str(error.value)
 
 
-def test_the_adapter_of_a_wider_base_is_refused(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
+def test_the_adapter_of_a_wider_base_is_refused(folder: Path) -> None:
     wider = {name: (*shape[:-1], 2 * shape[-1]) for name, shape in SHAPES.items()}
     with pytest.raises(InputError, match=r"expected \(4, 48\), found \(4, 24\)"):
-        read_peft(tmp_path / "a", wider)
+        read_peft(folder, wider)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +235,10 @@ def test_the_adapter_of_a_wider_base_is_refused(tmp_path: Path) -> None:
         + b'{"x":{"dtype":"F32","shape":[4000000000],"data_offsets":[0,99999999]}}',
     ],
 )
-def test_a_damaged_file_is_refused(data: bytes, tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
-    (tmp_path / "a/adapter_model.safetensors").write_bytes(data)
+def test_a_damaged_file_is_refused(data: bytes, folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(data)
     with pytest.raises(InputError, match=r"adapter_model\.safetensors"):
-        read_peft(tmp_path / "a", SHAPES)
+        read_peft(folder, SHAPES)
 
 
 def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
@@ -250,19 +251,17 @@ def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
             read_peft(tmp_path / "a", SHAPES)
 
 
-def test_a_sparse_file_of_a_terabyte_is_refused_by_its_size(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
-    os.truncate(tmp_path / "a/adapter_model.safetensors", 2**40)
+def test_a_sparse_file_of_a_terabyte_is_refused_by_its_size(folder: Path) -> None:
+    os.truncate(folder / "adapter_model.safetensors", 2**40)
     with pytest.raises(InputError, match=r"expected at most \d+ bytes, found 1099511627776"):
-        read_peft(tmp_path / "a", SHAPES)
+        read_peft(folder, SHAPES)
 
 
-def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", random_adapter(LoraConfig(rank=4)))
-    (tmp_path / "a/adapter_model.safetensors").unlink()
-    os.mkfifo(tmp_path / "a/adapter_model.safetensors")
+def test_a_fifo_is_refused_without_waiting(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+    os.mkfifo(folder / "adapter_model.safetensors")
     with pytest.raises(InputError, match="no adapter at"):
-        read_peft(tmp_path / "a", SHAPES)
+        read_peft(folder, SHAPES)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

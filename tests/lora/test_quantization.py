@@ -83,15 +83,8 @@ def test_sizes_that_blocks_do_not_divide_are_filled_up_with_zeros(scheme):
     whole = dequantized(quantized(padded, scheme), padded.shape)
     own = dequantized(quantized(weight, scheme), weight.shape)
     np.testing.assert_array_equal(own.reshape(2, 70), whole[:, :70])
-
-
-@pytest.mark.parametrize("scheme", ["int8", "nf4"])
-def test_zeros_stay_zeros(scheme):
-    weight = random_weight(1, 4, 128)
-    weight[0, 1:3] = 0
-    back = dequantized(quantized(weight, scheme), weight.shape)
-    assert not back[0, 1:3].any()
-    assert not dequantized(quantized(np.zeros_like(weight), scheme), weight.shape).any()
+    assert not whole[:, 70:].any()
+    assert not dequantized(quantized(np.zeros_like(padded), scheme), padded.shape).any()
 
 
 @pytest.mark.parametrize("scheme", ["int8", "nf4"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.cases import others_slow
 from support.family_folders import golden, tokens, write_folder
+from support.models import rows_of
 from support.run_factories import character_tokenizer
 
 from marin_rl.config import LoraConfig, MeshConfig
@@ -57,15 +58,11 @@ def model(
     return load_hf(folder)
 
 
-def rows() -> tuple[jax.Array, ...]:
-    ids = jnp.asarray(tokens())
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    return ids, jnp.ones_like(ids), positions, positions > 0
-
-
 def scores(*models: LanguageModel) -> list[np.ndarray]:
     """Scores by models that differ in their parameters alone."""
-    run = jax.jit(lambda p: token_logprobs(with_parameters(models[0], p), *rows()).logprobs)
+    run = jax.jit(
+        lambda p: token_logprobs(with_parameters(models[0], p), *rows_of(tokens())).logprobs
+    )
     return [np.asarray(run(named_parameters(model))) for model in models]
 
 
@@ -110,7 +107,9 @@ def test_adapters_and_quantised_bases_compute_what_merged_weights_do(
 
 def gradients(model: LanguageModel, layout: Layout = SINGLE_DEVICE) -> dict[str, np.ndarray]:
     def total(parameters: Any) -> jax.Array:
-        return jnp.sum(token_logprobs(with_parameters(model, parameters), *rows()).logprobs)
+        return jnp.sum(
+            token_logprobs(with_parameters(model, parameters), *rows_of(tokens())).logprobs
+        )
 
     with layout.active():
         placed = layout.place_parameters(named_parameters(model), model)

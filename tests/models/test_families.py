@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.cases import others_slow
 from support.family_folders import KEPT, golden, probe_of, tensors_of, tokens, write_folder
+from support.models import rows_of
 from support.run_factories import character_tokenizer
 from transformers import LlamaConfig
 
@@ -78,18 +79,14 @@ def assert_close(
     own[by] = max(own.get(by, 0.0), float(np.max(np.abs(np.asarray(found) - expected))))
 
 
-def rows() -> tuple[jax.Array, ...]:
-    ids = jnp.asarray(tokens())
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    return ids, jnp.ones_like(ids), positions, positions > 0
-
-
 def test_the_trainers_logprobs_and_gradients_are_those_of_transformers(
     case: Mapping[str, Any], model: LanguageModel, measured: dict[str, dict[str, float]]
 ) -> None:
     def mean(parameters: Any, packing: Packing) -> tuple[jax.Array, jax.Array]:
-        scores = token_logprobs(with_parameters(model, parameters), *rows(), packing=packing)
-        return jnp.sum(scores.logprobs) / jnp.sum(rows()[3]), scores.logprobs
+        scores = token_logprobs(
+            with_parameters(model, parameters), *rows_of(tokens()), packing=packing
+        )
+        return jnp.sum(scores.logprobs) / jnp.sum(rows_of(tokens())[3]), scores.logprobs
 
     graded = jax.jit(jax.grad(mean, has_aux=True), static_argnums=1)
     kept = np.asarray(KEPT[:-1])

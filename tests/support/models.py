@@ -200,3 +200,9 @@ def _reference_rotation(rope: Any, x_TNH: Any, positions_T: Any) -> Any:
     turn = jnp.exp(1j * positions_T[:, None, None] * rope.frequencies)
     turned = (x_TNH[..., :half] + 1j * x_TNH[..., half:]) * turn
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def rows_of(ids: np.ndarray) -> tuple[jax.Array, ...]:
+    """Ids, segments, positions and mask of whole rows, as the trainer scores them."""
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    return jnp.asarray(ids), jnp.ones(ids.shape, jnp.int32), positions, positions > 0
