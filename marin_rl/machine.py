@@ -313,11 +313,10 @@ def room(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> Room | None:
     Of a host: the least of what the machine, control groups and `ulimit -v` leave. `groups` is
     where control groups are mounted, and `own` lists those of this process.
     """
-    device = started_device()
-    stats = device.memory_stats() if device is not None and device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        total = int(stats["bytes_limit"])
-        return Room(total, total - int(stats.get("bytes_in_use", 0)), str(device.device_kind))
+    if (device := started_device()) is not None and device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        if total := int(stats.get("bytes_limit", 0)):
+            return Room(total, total - int(stats.get("bytes_in_use", 0)), str(device.device_kind))
     return _of_host(groups, own) if computes_on_host() else None
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.selection import check_filter
-from marin_rl.batching.sequences import check_lengths, rendered_lengths
+from marin_rl.batching.sequences import TrainOn, check_lengths, rendered_lengths
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, first_examples, policy_to_begin, rendered
 from marin_rl.doctor.stages import await_apart
@@ -163,7 +163,7 @@ def _compared(settings: str) -> int:
 def _lengths(
     tokenizer: PreTrainedTokenizerBase,
     learned: Iterator[Demonstration],
-    train_on: str | None = None,
+    train_on: TrainOn = None,
 ) -> list[tuple[str, int]]:
     """Tokens of demonstrations by their names. Raises InputError for one that is cut otherwise."""
     lengths: list[tuple[str, int]] = []
@@ -271,7 +271,7 @@ def reward(config: Config) -> str:
         verdict = f"{', '.join(right)} for right answers, {', '.join(wrong)} for wrong ones{same}"
     if notice := abstentions(tried):
         verdict += f"; {notice}"
-    rows = [("prompt", "right", "reward", "wrong", "reward")]
+    rows: list[tuple[str, ...]] = [("prompt", "right", "reward", "wrong", "reward")]
     for trial in tried:
         cells = ("", "")
         if trial.right is not None:
