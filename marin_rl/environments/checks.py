@@ -137,7 +137,7 @@ def check_entries_apart(
     ):
         if (one.name, one.options) != (other.name, other.options):
             continue
-        period = period_of(one) or SEED_END
+        period = construct(one).seed_period or SEED_END
         distance = other.train_seed - one.train_seed
         if distance % period < n_one or -distance % period < n_other:
             raise ConfigError(
@@ -176,7 +176,7 @@ def check_seeds_apart(
     """Refuse seeds whose examples would meet: example i of seed s is made from s + i.
 
     Where a library folds seeds, s and s + `seed_period` make one example, so the two ranges must
-    lie apart on a circle of that length. Raises ConfigError with both ranges.
+    lie apart on a circle of that length. Raises ConfigError with both ranges, and as `construct`.
     """
     first, start = train.train_seed, held_out.eval_seed
     last, end = first + train_examples - 1, start + eval_examples - 1
@@ -186,7 +186,8 @@ def check_seeds_apart(
     )
     if max(last, end) >= SEED_END:
         raise ConfigError(f"{ranges}: expected seeds below 2**63; choose smaller ones")
-    periods = {period_of(train), period_of(held_out)} - {None}
+    # None where all seeds of an environment differ
+    periods = {construct(train).seed_period, construct(held_out).seed_period} - {None}
     for period in periods or {SEED_END}:
         assert period is not None
         if (start - first) % period < train_examples or (first - start) % period < eval_examples:
@@ -195,11 +196,3 @@ def check_seeds_apart(
                 f"{ranges}: the two ranges share examples{folded}; move the seeds further apart "
                 "(by default 1000000000)"
             )
-
-
-def period_of(config: EnvironmentConfig) -> int | None:
-    """The period of an environment's seeds, None where all of them differ.
-
-    Raises ConfigError for an unknown name or wrong options.
-    """
-    return construct(config).seed_period

@@ -338,18 +338,14 @@ class GameEpisode:
     async def step(self, turn: Turn) -> StepResult:
         move = turn.content.strip()
         self._turns += 1
-        if move not in self._game.legal_moves(self._position):
-            return self._after(Reply(text=ILLEGAL, position=self._position))
-        reply = self._game.reply(self._position, move, self._draw)
-        self._position = reply.position
-        return self._after(reply)
-
-    def _after(self, reply: Reply) -> StepResult:
-        if reply.won:
-            return StepResult(reward=self._reward(), done=True, messages=user_message(reply.text))
-        if reply.won is False or self._turns == self._turns_max:
-            return StepResult(reward=0.0, done=True, messages=user_message(reply.text))
-        return StepResult(messages=user_message(reply.text))
+        reply = Reply(text=ILLEGAL, position=self._position)
+        if move in self._game.legal_moves(self._position):
+            reply = self._game.reply(self._position, move, self._draw)
+        self._position, messages = reply.position, user_message(reply.text)
+        if reply.won is None and self._turns < self._turns_max:
+            return StepResult(messages=messages)
+        reward = self._reward() if reply.won else 0.0
+        return StepResult(reward=reward, done=True, messages=messages)
 
     def _reward(self) -> float:
         """1 in the first turn, `LATE_REWARD` in the last one, on a line between them."""

@@ -96,16 +96,12 @@ def register(
 @cache
 def built_in() -> dict[str, str]:
     """Module of each environment that comes with this package, by name; none is imported."""
-    integrated = {
-        file.name.removesuffix(".py"): file.read_text(encoding="utf-8")
-        for file in files(INTEGRATIONS).iterdir()
-        if file.name.endswith(".py")
-    }
-    return _OWN | {
-        name: f"{INTEGRATIONS}.{name}"
-        for name, source in sorted(integrated.items())
-        if "\n@register(" in source
-    }
+    modules = dict(_OWN)
+    for file in sorted(files(INTEGRATIONS).iterdir(), key=lambda file: file.name):
+        name = file.name.removesuffix(".py")
+        if name != file.name and "\n@register(" in file.read_text(encoding="utf-8"):
+            modules[name] = f"{INTEGRATIONS}.{name}"
+    return modules
 
 
 def known_environments() -> list[str]:
@@ -333,35 +329,26 @@ class Mixture(Environment):
 
     def _take(self, parts: Sequence[EnvironmentPart]) -> None:
         self.parts = tuple(parts)
+        self.parts_by_label = {part.label: part for part in parts}
         self.version = "; ".join(f"{part.label} {part.environment.version}" for part in parts)
 
     def load_examples(self) -> None:
-        self._take(
-            [
-                replace(part, environment=loaded_environment(part.config, "train", "eval"))
-                for part in self.parts
-            ]
-        )
+        loaded = (loaded_environment(part.config, "train", "eval") for part in self.parts)
+        pairs = zip(self.parts, loaded, strict=True)
+        self._take([replace(part, environment=environment) for part, environment in pairs])
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         place, own = self._order.at(index)
-        return self._example_of(self.parts[place], seed, own, split)
+        return self.own_example(self.parts[place].label, seed, own, split)
 
     def own_example(self, label: str, seed: int, index: int, split: Split) -> Example:
-        part = next(part for part in self.parts if part.label == label)
-        return self._example_of(part, seed, index, split)
-
-    def _example_of(self, part: "EnvironmentPart", seed: int, own: int, split: Split) -> Example:
+        part = self.parts_by_label[label]
         first = part.config.train_seed if split == "train" else part.config.eval_seed
         outer = self._seed[0] if split == "train" else self._seed[1]
-        example = part.environment.example(first + seed - outer, own, split)
-        return labelled(example, part.label)
-
-    def part_of(self, example: Example) -> EnvironmentPart:
-        return next(part for part in self.parts if part.label == example.environment)
+        return labelled(part.environment.example(first + seed - outer, index, split), label)
 
     def demonstration(self, example: Example) -> str | None:
-        return self.part_of(example).environment.demonstration(example)
+        return self.parts_by_label[example.environment].environment.demonstration(example)
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         raise AssertionError(f"{example.environment} scores its examples itself: see parts_of")
@@ -381,7 +368,7 @@ def part_for(
     environment: Environment, config: EnvironmentConfig, example: Example
 ) -> EnvironmentPart:
     if isinstance(environment, Mixture):
-        return environment.part_of(example)
+        return environment.parts_by_label[example.environment]
     return EnvironmentPart(label="", config=config, environment=environment)
 
 

@@ -78,14 +78,14 @@ class ToolMethod:
             raise ValueError(f"{self.name} takes {known}, found {', '.join(unknown)}")
         if missing := [name for name in self._required if name not in arguments]:
             raise ValueError(f"{self.name} takes {known}: {', '.join(missing)} is missing")
-        return {name: self._validated(name, value) for name, value in arguments.items()}
-
-    def _validated(self, name: str, value: Any) -> Any:
-        try:
-            return self._types[name].validate_python(value)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            raise ValueError(f"{self.name}: {name}: {first['msg']}, found {value!r:.80}") from None
+        typed = dict[str, Any]()
+        for name, value in arguments.items():
+            try:
+                typed[name] = self._types[name].validate_python(value)
+            except ValidationError as error:
+                said = error.errors(include_url=False, include_context=False)[0]["msg"]
+                raise ValueError(f"{self.name}: {name}: {said}, found {value!r:.80}") from None
+        return typed
 
 
 def _parsed(text: str) -> tuple[str, dict[str, str]]:

@@ -48,7 +48,17 @@ class EndpointTeacher:
             "in_flight_max": inference.requests_in_flight_max,
         }
         self.identity = settings.model or ""
-        self.identity = _model_in(self._ask(PolicyClient.models), settings.model, self._endpoint)
+        served, wanted = self._ask(PolicyClient.models), settings.model
+        fit = [id for id in served if wanted is None or id == wanted or is_version_of(id, wanted)]
+        # A name of our own servers stands for whatever version they serve.
+        fit = [id for id in fit if parse_served_model_id(id) is not None] or fit
+        if len(fit) != 1:
+            raise InputError(
+                f"distillation: the teacher at {self._endpoint} serves "
+                f"{', '.join(served) or 'no model'}: set distillation.model to one of them, found "
+                f"{wanted or 'null'}"
+            )
+        (self.identity,) = fit  # with its version where ids have one
 
     def score(
         self, sequences: Sequence[Int32[np.ndarray, " _"]], first: Sequence[int]
@@ -93,16 +103,3 @@ class EndpointTeacher:
             return asyncio.run(apart())
         except InferenceError as error:
             raise type(error)(f"distillation: the teacher at {self._endpoint}: {error}") from error
-
-
-def _model_in(served: Sequence[str], wanted: str | None, endpoint: str) -> str:
-    """The id that requests name, with its version where ids have one. Raises InputError."""
-    fit = [id for id in served if wanted is None or id == wanted or is_version_of(id, wanted)]
-    # A name of our own servers stands for whatever version they serve.
-    fit = [id for id in fit if parse_served_model_id(id) is not None] or fit
-    if len(fit) != 1:
-        raise InputError(
-            f"distillation: the teacher at {endpoint} serves {', '.join(served) or 'no model'}: "
-            f"set distillation.model to one of them, found {wanted or 'null'}"
-        )
-    return fit[0]

@@ -114,17 +114,11 @@ def record_rows(run: Run) -> None:
     """Record the digests of rows that the run reads for the first time. Raises ConfigError."""
     for name, path, digest in _unrecorded_rows(run.config, run.folder):
         attempt = new_attempt()
-        record = {
-            "format": FORMAT,
-            "version": VERSION,
-            "attempt": attempt,
-            "path": path,
-            "rows_digest": digest,
-        }
+        own = {"attempt": attempt, "path": path, "rows_digest": digest}
         commit_object(
             run.folder,
             name,
-            sealed_json(record),
+            sealed_json({"format": FORMAT, "version": VERSION, **own}),
             attempt=attempt,
             fingerprint=digest,
             identify=partial(_identified, source=run.folder.url_of(name)),

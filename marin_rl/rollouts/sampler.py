@@ -71,19 +71,19 @@ class FirstDone:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [
-            self._unfinished(request, began) if task.cancelled() else task.result()
-            for task, request in zip(tasks, self.requests, strict=True)
-        ]
+        groups = list[RolloutGroup]()
+        for task, request in zip(tasks, self.requests, strict=True):
+            if not task.cancelled():
+                groups.append(task.result())
+                continue
+            maker = RolloutMaker(self.policy, request, began)
+            groups.append(request.group_of(tuple(map(maker.unfinished, range(request.size)))))
+        return groups
 
     def _finished(self, tasks: Sequence["asyncio.Task[RolloutGroup]"]) -> int:
         groups = [task.result() for task in tasks if task.done()]
         counts = [sum(r.status in ("complete", "truncated") for r in g.rollouts) for g in groups]
         return sum(count >= self.members_min for count in counts)
-
-    def _unfinished(self, request: GroupRequest, began: datetime) -> RolloutGroup:
-        maker = RolloutMaker(self.policy, request, began)
-        return request.group_of(tuple(map(maker.unfinished, range(request.size))))
 
 
 class EarlyGroups:

@@ -296,27 +296,18 @@ def take_groups(run: Run, round: int, *, ended: bool = False) -> SlotRef | None:
 
 
 def _decided(run: Run, round: int, *, ended: bool) -> Intake | None:
-    stream, settled = _stream_of(run), settled_before(run, round)
+    stream, settled = _streams.get(run.folder.url), settled_before(run, round)
+    if stream is None:
+        names = committed_manifest(run.store, checkpoint_slot(0)).extra
+        digests = str(names["tokenizer_digest"]), str(names["chat_template_digest"])
+        version = environment_of(run.config).version
+        stream = GroupStream(run, fingerprint=stream_fingerprint(run.config, version, *digests))
+        _streams[run.folder.url] = stream
     stream.look()
     versions = under_way(stream, settled, now_utc())
     return decide(
         round, stream.groups.values(), settled, run.config, under_way=versions, ended=ended
     )
-
-
-def _stream_of(run: Run) -> GroupStream:
-    if run.folder.url not in _streams:
-        names = committed_manifest(run.store, checkpoint_slot(0)).extra
-        _streams[run.folder.url] = GroupStream(
-            run,
-            fingerprint=stream_fingerprint(
-                run.config,
-                environment_of(run.config).version,
-                str(names["tokenizer_digest"]),
-                str(names["chat_template_digest"]),
-            ),
-        )
-    return _streams[run.folder.url]
 
 
 def now_utc() -> datetime:
