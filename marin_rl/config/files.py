@@ -24,9 +24,11 @@ _PATH_KEYS = (
     "preference.pairs", "distillation.folder",
 )  # fmt: skip
 _PROGRAMS = ("python", "interpreter")  # without a slash they are sought on PATH
-_PATH_OPTIONS = ("path", "repositories", *_PROGRAMS)
+_PATH_OPTIONS = ("path", "repositories", "folder", "check_folder", *_PROGRAMS)
 # Environments whose options of these names are paths; in those of others they may be anything.
-_READERS = ("chat", "code", "judge", "math", "nemo_gym", "openenv", "python", "repository")
+_READERS = (
+    "agent", "chat", "code", "judge", "math", "nemo_gym", "openenv", "python", "repository",
+)  # fmt: skip
 _WORDS = ("characters",)  # the tokenizer that is no folder
 
 FoldersOf = Callable[[str], Sequence[Path]]  # in which the files of a dotted key are sought

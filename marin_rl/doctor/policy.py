@@ -139,6 +139,8 @@ def _check_dialogues(policy: PolicyConfig, chosen: EnvironmentConfig, key: str) 
     if chosen.on_broken_prefix == "segments" or not has_dialogues(chosen):
         return
     environment = loaded_environment(chosen)
+    if environment.own_prompts:  # a new segment begins where it cannot
+        return
     try:
         TemplateBridge(policy, chosen.chat_template_options).check(environment.tools_offered())
     except BridgeFault as error:

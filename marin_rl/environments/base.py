@@ -40,10 +40,12 @@ class Environment(ABC):
     its files, known after `load_examples`.
 
     `workers` is the number of processes that score and play episodes; 0 does that in the main
-    process, without time limits. `replayable` is False where the steps of an episode have effects
-    outside of their process, or answers that differ. With `asks_policy` the policy plays others in
-    its episodes, too: the example that an episode is made of has `episode.POLICY` in its metadata,
-    the `endpoints` (base URLs that end in /v1), the id of the `model`, and the `sampling`.
+    process, without time limits. `replayable` is False where the steps of an episode have
+    effects outside of their process, or answers that differ. With `own_prompts` the members of
+    a group may start with different prompts, and begin other conversations later. With
+    `asks_policy` the policy plays others in its episodes, too: the example that an episode is
+    made of has `episode.POLICY` in its metadata, the `endpoints` (base URLs that end in /v1),
+    the id of the `model`, and the `sampling`.
     `extracts_here` says that `extract` is code of this package, which needs no worker.
     """
 
@@ -55,6 +57,7 @@ class Environment(ABC):
     rows_digest: str | None = None
     workers: int = 1
     replayable: bool = True
+    own_prompts: bool = False
     asks_policy: bool = False
     extracts_here: bool = False
     wants_completion_ids: bool = False

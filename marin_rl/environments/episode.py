@@ -22,6 +22,14 @@ Opening = tuple[Sequence[Message], Sequence[Tool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start of an episode: the messages of the first prompt, and the tools."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Answer of an environment to one turn of the model.
 
@@ -29,13 +37,15 @@ class StepResult:
     tools. `reward` is received at the turn's last token: a number, or numbers by name that add up,
     of which None is left out. An episode without any is scored once it is finished, together with
     its group, by `Environment.score`. With `scored` it is scored so in any case, and the score is
-    added to the rewards of its steps.
+    added to the rewards of its steps. In place of messages, `opening` begins another conversation
+    in a segment of its own, where the environment says `own_prompts`.
     """
 
     messages: tuple[Message, ...] = ()
     reward: float | Mapping[str, float | None] | None = None
     done: bool = False
     scored: bool = False
+    opening: Start | None = None
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
@@ -45,6 +55,11 @@ class StepResult:
             _checked(self.received, "the sum of its parts: ")
         else:
             object.__setattr__(self, "reward", _checked(self.reward))
+
+    @property
+    def new_messages(self) -> tuple[Message, ...]:
+        """What the model reads before its next turn and has not read in this segment."""
+        return self.messages if self.opening is None else self.opening.messages
 
     @property
     def rewards(self) -> tuple[NamedReward, ...]:
@@ -119,14 +134,6 @@ class OneShot:
 
     async def close(self) -> None:
         """Release nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Start of an episode: the messages of the first prompt, and the tools."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -251,7 +251,7 @@ class RolloutMaker:
                 ),
                 timing=turn.timing,
             )
-            messages = turn.result.messages
+            messages = turn.result.new_messages
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:
@@ -307,7 +307,7 @@ def _texts_of(trajectory: Trajectory) -> Iterator[Turn]:
             malformed=turn.completion.malformed,
             timing=turn.timing,
         )
-        yield from _turns_of(turn.result.messages)
+        yield from _turns_of(turn.result.new_messages)
     if (last := trajectory.unanswered) is not None:
         calls = last.completion.tool_calls
         yield Turn(

@@ -113,22 +113,29 @@ class EpisodeDriver:
         ]
         try:
             await all_of(member.begin() for member in members)
-            prompt = _first_prompt([member.start for member in members], request.example)
+            able = [member for member in members if isinstance(member.start, Start)]
+            if not self.environment.own_prompts:
+                _first_prompt([member.start for member in members], request.example)
             if any(message.tool_calls for message in request.example.messages):
                 raise InputError(
                     f"example {request.example.example_id} has messages that call tools: expected "
                     "them in the messages that its episode starts with"
                 )
-            # Tools that the chat template cannot carry are refused before anything is sampled.
-            if prompt.tools and self.client.gives_ids:
-                self.reader.check(prompt.tools)
-            able = [member for member in members if isinstance(member.start, Start)]
-            firsts = await self.first_turns(request, prompt, [member.index for member in able])
-            for member, first in zip(able, firsts, strict=True):
-                member.first = first
+            await all_of(self._begin_alike(request, alike) for alike in _by_start(able))
             return await results_unless_interrupted(member.played(ended) for member in members)
         finally:
             await asyncio.gather(*(_close(member.episode) for member in members))
+
+    async def _begin_alike(self, request: GroupRequest, members: "Sequence[_Member]") -> None:
+        """Sample the first turns of members with one prompt."""
+        prompt = members[0].start
+        assert isinstance(prompt, Start), "they have begun"
+        # Tools that the chat template cannot carry are refused before anything is sampled.
+        if prompt.tools and self.client.gives_ids:
+            self.reader.check(prompt.tools)
+        firsts = await self.first_turns(request, prompt, [member.index for member in members])
+        for member, first in zip(members, firsts, strict=True):
+            member.first = first
 
     def episodes(self, request: GroupRequest, count: int) -> Sequence[PlayedEpisode]:
         """New episodes of a group's example, with the policy's address where they ask it."""
@@ -265,10 +272,10 @@ class _Member:
     async def _play(self, start: Start) -> Trajectory:
         driver, request, turns = self.driver, self.request, self.turns
         answer, completion = self.first
-        dialogue = list(start.messages)
+        dialogue, tools = list(start.messages), start.tools
         sampling, fault, unanswered = request.sampling_of(self.index), None, None
         while True:
-            turn, fault = await self._stepped(answer, completion, sampling, start.tools)
+            turn, fault = await self._stepped(answer, completion, sampling, tools)
             completion, reason = turn.completion, turn.completion.finish_reason
             if fault is not None:
                 unanswered, reason = turn, end_of(fault)
@@ -282,8 +289,8 @@ class _Member:
                 break
             dialogue.append(as_message(completion))
             try:
-                ids = self._next_prompt(dialogue, start.tools)
-                dialogue += turn.result.messages
+                ids = self._next_prompt(dialogue, tools)
+                dialogue, tools = _after(turn.result, dialogue, tools)
                 # Without `tokens_max`, only the number of turns is limited.
                 left = (driver.settings.tokens_max or sys.maxsize) - self.before
                 room = min(driver.context_length, left) - len(ids)
@@ -292,7 +299,7 @@ class _Member:
                     break
                 sampling = request.sampling_of(self.index, len(turns))
                 sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-                answer = await self._next_turn(dialogue, start.tools, sampling, ids)
+                answer = await self._next_turn(dialogue, tools, sampling, ids)
             except BridgeFault as error:
                 _log.warning("an episode of %r ended early: %s", driver.environment.name, error)
                 reason = BRIDGE
@@ -356,19 +363,36 @@ class _Member:
         `dialogue` ends with the last turn. Raises BridgeFault where there is no bridge, and no
         segment may begin.
         """
-        last, render = self.turns[-1], self.driver.render
+        last = self.turns[-1]
         prompt, sampled = last.answer.prompt_token_ids, last.completion.token_ids
         if not len(prompt):  # an endpoint of texts, never trained on
             return prompt
-        messages = last.result.messages
+        messages, opening = last.result.messages, last.result.opening
+        if opening is not None:
+            return self._new_segment(opening.messages, opening.tools)
         try:
             bridge = self.driver.bridge(dialogue, int(sampled[-1]), messages, tools)
         except BridgeFault:
-            if render is None:
+            if self.driver.render is None:
                 raise
-            self.segment, self.before = self.segment + 1, self.before + len(prompt) + len(sampled)
-            return render([*dialogue, *messages], tools)
+            return self._new_segment([*dialogue, *messages], tools)
         return np.concatenate([prompt, sampled, bridge])
+
+    def _new_segment(
+        self, dialogue: Sequence[Message], tools: Sequence[Tool]
+    ) -> Int32[np.ndarray, " P"]:
+        """Begin a segment whose prompt is a whole conversation; return its ids.
+
+        Raises BridgeFault where none may begin, InputError for tools that no template carries.
+        """
+        last, render = self.turns[-1], self.driver.render
+        if render is None:
+            raise BridgeFault("the environment began another conversation")
+        if tools:
+            self.driver.reader.check(tools)
+        self.segment += 1
+        self.before += len(last.answer.prompt_token_ids) + len(last.completion.token_ids)
+        return render(dialogue, tools)
 
     async def _next_turn(
         self,
@@ -386,6 +410,27 @@ class _Member:
         check_identity(answer, self.driver.policy)
         check_prompt(answer, ids)
         return answer
+
+
+def _after(
+    result: StepResult, dialogue: Sequence[Message], tools: Sequence[Tool]
+) -> tuple[list[Message], Sequence[Tool]]:
+    """The conversation after an answer of the environment, and the tools that it offers."""
+    if result.opening is not None:
+        return list(result.opening.messages), result.opening.tools
+    return [*dialogue, *result.messages], tools
+
+
+def _by_start(members: Sequence[_Member]) -> list[list[_Member]]:
+    """Members that start alike, together."""
+    groups: list[list[_Member]] = []
+    for member in members:
+        alike = next((group for group in groups if group[0].start == member.start), None)
+        if alike is None:
+            groups.append([member])
+        else:
+            alike.append(member)
+    return groups
 
 
 async def _close(episode: PlayedEpisode) -> None:

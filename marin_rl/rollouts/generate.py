@@ -300,7 +300,8 @@ def _driver_of(
 ) -> EpisodeDriver | RolloutProducer:
     config = job.config
     if not part.environment.returns_rollouts:
-        segments = part.config.on_broken_prefix == "segments"
+        own = part.environment.own_prompts
+        segments = own or part.config.on_broken_prefix == "segments"
         return episode_driver(config, part, client, job.policy, job.bridge, segments=segments)
     return RolloutProducer(
         policy=job.policy,

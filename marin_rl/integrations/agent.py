@@ -1,0 +1,352 @@
+"""Any program that calls a model, played as it is: `environment.name: agent`.
+
+Each rollout runs the command in a sandbox of its own, in a copy of a folder, with the address of a
+session in its variables. Each call of the model is a turn of the policy. A call whose messages go
+on from the turn before extends its tokens; any other (a rewritten history, a second agent) begins
+a segment. The program's standard output is the answer that the reward function scores, and a
+command may check the folder that it leaves. Leaves out the session (`agent_gateway`) and the model
+APIs (`agent_protocols`).
+"""
+
+import asyncio
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from marin_rl.config import EnvironmentConfig
+from marin_rl.environments.chat import Chat, ChatOptions
+from marin_rl.environments.episode import Opening, Start, StepResult
+from marin_rl.environments.registry import parse_options, register
+from marin_rl.environments.repository_checkouts import open_to_all
+from marin_rl.errors import ConfigError, RewardFault
+from marin_rl.integrations import agent_relay
+from marin_rl.integrations.agent_gateway import Session, WaitingCall
+from marin_rl.integrations.agent_protocols import ModelAnswer, ModelCall, comparable
+from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
+from marin_rl.isolated.scratch import ScratchFolder, delete_tree
+from marin_rl.types import Example, Message, RewardComponent, Turn
+
+MODEL = "policy"
+TASK_FILE = "task.json"
+VARIABLES = {
+    "OPENAI_BASE_URL": "{base_url}",
+    "OPENAI_API_BASE": "{base_url}",
+    "OPENAI_API_KEY": "{key}",
+    "ANTHROPIC_BASE_URL": "{root_url}",
+    "ANTHROPIC_API_KEY": "{key}",
+}
+_AGENTS_MAX = 512  # at once in a process
+_SHOWN = 600  # characters of standard error in a fault
+_CALLS_DEFAULT = 64
+
+
+class AgentOptions(ChatOptions):
+    """Options of `agent`: a program, its folder and its limits (docs/agents.md)."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="the program and its arguments; {prompt} is the row's prompt, {base_url}, "
+        "{root_url} (without /v1), {key} and {model} are those of the session, {python} is the "
+        "interpreter",
+    )
+    folder: str | None = Field(
+        default=None,
+        description="folder that each rollout works in a copy of; null: an empty one. task.json in "
+        "it has the row without its answer",
+    )
+    variables: dict[str, str] = Field(
+        default={},
+        description="variables of the program beside OPENAI_BASE_URL, OPENAI_API_KEY, "
+        "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; with the names in braces of command",
+    )
+    interpreter: str | None = Field(
+        default=None,
+        description="absolute path of a Python, such as that of a virtual environment with the "
+        "agent's packages; null: this one without packages",
+    )
+    agent_timeout_s: float = Field(
+        default=300.0, gt=0, le=86_400, description="seconds of a program in all"
+    )
+    check: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="command that runs in the folder afterwards: the reward is 1 if it succeeds, "
+        "else 0, in place of the reward function; null: the function scores the standard output",
+    )
+    check_folder: str | None = Field(
+        default=None,
+        description="folder that is copied over the rollout's own before the check, such as tests "
+        "that the agent must not see or change",
+    )
+    memory_bytes_max: int = Field(
+        default=1 << 30, ge=32 << 20, description="memory of a program, in bytes"
+    )
+    workspace_bytes_max: int = Field(
+        default=1 << 30, ge=1 << 20, description="files of a program, in bytes"
+    )
+    output_bytes_max: int = Field(
+        default=1 << 20, ge=1 << 10, description="output that ends a program, in bytes"
+    )
+    processes_max: int = Field(
+        default=64, ge=4, le=4096, description="processes and threads of a program"
+    )
+
+
+@register("agent", AgentOptions, tools=True)
+class Agent(Chat):
+    """Rewards the standard output of a program, or a check of the folder that it leaves."""
+
+    name = "agent"
+    replayable = False
+    own_prompts = True
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.options = options = parse_options(AgentOptions, config)
+        super().__init__(config, options)
+        step_s = config.step_timeout_s or config.reward_timeout_s
+        self.calls_max = config.turns_max or _CALLS_DEFAULT
+        for name in ("folder", "check_folder"):
+            folder = getattr(options, name)
+            if folder is not None and not Path(folder).is_dir():
+                raise ConfigError(f"environment.options.{name}: expected a folder, found {folder}")
+        limits = SandboxLimits(
+            wall_s=options.agent_timeout_s,
+            cpu_s=int(options.agent_timeout_s) + 1,
+            memory_bytes=options.memory_bytes_max,
+            workspace_bytes=options.workspace_bytes_max,
+            output_bytes=options.output_bytes_max,
+            processes=options.processes_max,
+        )
+        self.box = Sandbox(limits, interpreter=options.interpreter)
+        self.check_box = Sandbox(
+            replace(limits, wall_s=step_s, cpu_s=int(step_s) + 1), interpreter=options.interpreter
+        )
+        self._scratch: ScratchFolder | None = None
+
+    def load_examples(self) -> None:
+        check_sandbox("bubblewrap", self.options.interpreter)
+        super().load_examples()
+        # A changed program is another environment.
+        folders = filter(None, (self.options.folder, self.options.check_folder))
+        self.version = "+".join((self.version, *map(_digest_of, folders)))
+
+    def episode(self, example: Example) -> "AgentEpisode":
+        if self._scratch is None:
+            self._scratch = ScratchFolder()
+        return AgentEpisode(self, example, self._scratch)
+
+    def workspace(self, example: Example, scratch: ScratchFolder) -> Path:
+        """A new folder for one rollout, which the program's user may write to."""
+        outer = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch.path))
+        outer.chmod(0o711)
+        workspace = outer / "work"
+        if self.options.folder is None:
+            workspace.mkdir()
+        else:
+            shutil.copytree(self.options.folder, workspace, symlinks=True)
+        task = {
+            "id": example.example_id,
+            "prompt": example.messages[-1].content,
+            "messages": [{"role": m.role, "content": m.content} for m in example.messages],
+        }
+        (workspace / TASK_FILE).write_text(json.dumps(task), encoding="utf-8")
+        open_to_all(workspace)
+        return workspace
+
+    def reward_of(self, example: Example, result: SandboxResult, workspace: Path) -> Any:
+        """Reward of a program that ended, by component. Raises what a reward function raises."""
+        if self.options.check is None:
+            output = result.stdout.decode(errors="replace").strip()
+            components = super().score(example, output)
+            return {each.name: each.value * each.weight for each in components}
+        if self.options.check_folder is not None:
+            shutil.copytree(self.options.check_folder, workspace, symlinks=True, dirs_exist_ok=True)
+            open_to_all(workspace)
+        command = [self._filled(part) for part in self.options.check]
+        return {"check": float(self.check_box.run(command, workspace=workspace).succeeded)}
+
+    def _filled(self, part: str) -> str:
+        return part.replace("{python}", self.box.python)
+
+    def run(self, example: Example, session: Session, workspace: Path) -> SandboxResult:
+        """Run the program to its end, or to that of its session."""
+        values = {"key": session.key, "model": MODEL, "python": self.box.python}
+        setup = {
+            "control": f"/work/{CONTROL}",
+            "socket": f"/work/{SOCKET}",
+            "values": values | {"prompt": example.messages[-1].content},
+            "variables": VARIABLES | self.options.variables,
+            "command": self.options.command,
+        }
+        return self.box.run(
+            [self.box.python, "-I", "-S", "-c", relay_source()],
+            stdin=json.dumps(setup).encode(),
+            workspace=workspace,
+        )
+
+    @property
+    def scores_groups(self) -> bool:
+        return False  # each rollout is scored as it ends
+
+    def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
+        """0: of a rollout whose program had not ended when a limit did."""
+        return (RewardComponent(name="unfinished", value=0.0),)
+
+
+SOCKET, CONTROL = ".model.sock", ".session.sock"
+
+
+def _digest_of(folder: str) -> str:
+    """Digest of the names and contents of all files in a folder, 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts:
+            name, content = str(path.relative_to(folder)).encode(), path.read_bytes()
+            digest.update(b"%d %d " % (len(name), len(content)) + name + content)
+    return digest.hexdigest()[:16]
+
+
+@cache
+def relay_source() -> str:
+    assert agent_relay.__file__ is not None, "it is a file of this package"
+    return Path(agent_relay.__file__).read_text(encoding="utf-8")
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads that wait for programs: asyncio's own are a few more than there are cores."""
+    return ThreadPoolExecutor(max_workers=_AGENTS_MAX, thread_name_prefix="agent")
+
+
+class AgentEpisode:
+    """One run of the program: its calls are the policy's turns."""
+
+    def __init__(self, environment: Agent, example: Example, scratch: ScratchFolder) -> None:
+        self._environment, self._example, self._scratch = environment, example, scratch
+        self._session = Session(MODEL)
+        self._workspace: Path | None = None
+        self._program: asyncio.Future[SandboxResult] | None = None
+        self._pending: WaitingCall | None = None
+        self._dialogue: list[Message] = []  # of the segment, as the agent has it
+        self._tools: tuple[Any, ...] = ()
+        self._calls = 0
+
+    async def start(self) -> Opening:
+        """The messages and tools of the program's first call.
+
+        Raises RewardFault where it ends without one.
+        """
+        loop, environment = asyncio.get_running_loop(), self._environment
+        self._workspace = await loop.run_in_executor(
+            _threads(), environment.workspace, self._example, self._scratch
+        )
+        await self._session.open(self._workspace / SOCKET, self._workspace / CONTROL)
+        self._program = loop.run_in_executor(
+            _threads(), environment.run, self._example, self._session, self._workspace
+        )
+        call = await self._next_call()
+        if call is None:
+            result = self._result()
+            raise RewardFault(
+                f"the agent ended ({result.how}) without calling the model; its standard error "
+                f"ends in {result.stderr.decode(errors='replace')[-_SHOWN:]!r}"
+            )
+        self._begin(call)
+        return call.messages, call.tools
+
+    async def step(self, turn: Turn) -> StepResult:
+        """Hand the turn to the program, and wait for its next call, or its end."""
+        assert self._pending is not None, "a turn answers a call"
+        self._answer(self._pending, turn)
+        self._calls += 1
+        if self._calls >= self._environment.calls_max:
+            self._session.refusal = (
+                f"the limit of {self._environment.calls_max} calls is reached: end now"
+            )
+        call = await self._next_call()
+        if call is None:
+            return await self._ended()
+        dialogue, tools = self._dialogue, self._tools
+        known = call.messages[: len(dialogue)]
+        added = call.messages[len(dialogue) :]
+        extends = (
+            [*map(comparable, known)] == [*map(comparable, dialogue)]
+            and call.tools == tools
+            and added
+            and all(message.role != "assistant" for message in added)
+        )
+        self._begin(call)
+        if extends:
+            return StepResult(messages=added)
+        return StepResult(opening=Start(messages=call.messages, tools=call.tools))
+
+    async def close(self) -> None:
+        """End the program and delete its folder."""
+        await self._session.close()
+        if self._program is not None:
+            await asyncio.wait({self._program})
+            if not self._program.cancelled():
+                self._program.exception()  # retrieved: `_result` raises it where it counts
+        if self._workspace is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(_threads(), delete_tree, self._workspace.parent)
+
+    def _begin(self, call: ModelCall) -> None:
+        self._dialogue, self._tools = list(call.messages), call.tools
+
+    def _answer(self, pending: WaitingCall, turn: Turn) -> None:
+        text = turn.content
+        cuts = [place for stop in pending.call.stop if (place := text.find(stop)) >= 0]
+        if cuts:
+            text = text[: min(cuts)]
+        self._dialogue.append(Message(role="assistant", content=text, tool_calls=turn.tool_calls))
+        start, end = turn.start or 0, turn.end or 0
+        if not pending.answered.done():
+            pending.answered.set_result(
+                ModelAnswer(
+                    text=text,
+                    tool_calls=turn.tool_calls,
+                    prompt_tokens=start,
+                    completion_tokens=end - start,
+                )
+            )
+
+    async def _next_call(self) -> ModelCall | None:
+        """The next call of the model; None once the program has ended."""
+        assert self._program is not None, "the program was started"
+        arriving = asyncio.ensure_future(self._session.calls.get())
+        try:
+            await asyncio.wait({arriving, self._program}, return_when=asyncio.FIRST_COMPLETED)
+            self._pending = arriving.result() if arriving.done() else None
+        finally:
+            arriving.cancel()
+        return None if self._pending is None else self._pending.call
+
+    def _result(self) -> SandboxResult:
+        """The program's end. Raises RewardFault for a limit."""
+        assert self._program is not None, "the program was started"
+        result = self._program.result()
+        if result.limit == "time":
+            seconds = self._environment.options.agent_timeout_s
+            raise RewardFault(f"the agent took longer than {seconds:g} s")
+        if result.limit is not None:
+            raise RewardFault(f"the agent {result.how}")
+        return result
+
+    async def _ended(self) -> StepResult:
+        result, workspace = self._result(), self._workspace
+        assert workspace is not None, "the program was started in it"
+        loop = asyncio.get_running_loop()
+        reward: Mapping[str, float] = await loop.run_in_executor(
+            _threads(), self._environment.reward_of, self._example, result, workspace
+        )
+        return StepResult(reward=reward, done=True, info={"exit_status": result.exit_status})

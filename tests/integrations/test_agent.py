@@ -1,0 +1,303 @@
+"""Programs that call a model, played as they are: calls are turns, the end is the reward."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.run_factories import audit_round
+from support.sandboxes import reason_to_skip
+from support.scripted_policies import play, record, tool_run
+
+from marin_rl.batching.build import build_round
+from marin_rl.config import Config
+from marin_rl.environments.checks import environment_of
+from marin_rl.errors import ConfigError
+from marin_rl.storage.runs import committed, rollouts_slot
+from marin_rl.storage.tables.batches import read_batches
+from marin_rl.types import Message, Rollout
+
+pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
+
+# The client that the agents of these tests have in common: the standard library alone.
+CLIENT = """
+import json, os, sys, urllib.error, urllib.request
+
+def post(path, body, key=os.environ["OPENAI_API_KEY"]):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + path,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": "Bearer " + key},
+    )
+    try:
+        with urllib.request.urlopen(request) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+def ask(messages, **fields):
+    status, text = post("/chat/completions", {"model": "any", "messages": messages, **fields})
+    assert status == 200, text
+    return json.loads(text)["choices"][0]["message"]
+
+task = json.load(open("task.json"))
+first = [{"role": "user", "content": task["prompt"]}]
+"""
+REWARD = """
+def score(example, completion):
+    return float(len(completion))
+"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+def configured(place: Path, program: str, rows: int = 4, **options: Any) -> Config:
+    """A run of one group of two whose agent is `program` after the client."""
+    work = place / "work"
+    work.mkdir(exist_ok=True)
+    (work / "agent.py").write_text(CLIENT + program)
+    (place / "rewards.py").write_text(REWARD)
+    lines = [json.dumps({"prompt": f"say {row}", "answer": "secret"}) for row in range(rows)]
+    (place / "rows.jsonl").write_text("\n".join(lines))
+    settings = options.pop("settings", {})
+    environment = {
+        "name": "agent",
+        "step_timeout_s": 120.0,
+        "options": {
+            "path": str(place / "rows.jsonl"),
+            "reward": "rewards.py:score",
+            "folder": str(work),
+            "command": ["{python}", "agent.py"],
+            "eval_fraction": 0.5,
+            **options,
+        },
+        **settings,
+    }
+    return tool_run(place, environment, groups=1, size=2)
+
+
+def rollouts_of(config: Config, script: Any) -> tuple[Rollout, ...]:
+    (group,) = play(config, script)
+    return group.rollouts
+
+
+def count(messages: Sequence[Message], member: int) -> str:
+    """Answer with the number of messages that the policy reads."""
+    return f"turn {len(messages)} of {member}"
+
+
+def segments(rollout: Rollout, array: np.ndarray) -> list[list[int]]:
+    lengths = rollout.segment_lengths or (len(array),)
+    return [part.tolist() for part in np.split(array, np.cumsum(lengths)[:-1])]
+
+
+def test_a_conversation_that_goes_on_is_one_sequence_and_stdout_is_scored(tmp_path: Path) -> None:
+    program = """
+messages = first
+for turn in range(3):
+    messages = [*messages, ask(messages), {"role": "user", "content": f"again {turn}"}]
+print("x" * (len(messages) + int(messages[1]["content"][-1])))
+"""
+    run, (group,) = record(configured(tmp_path, program), count)
+    for index, rollout in enumerate(group.rollouts):
+        assert (rollout.status, rollout.finish_reason) == ("complete", "stop")
+        assert rollout.segment_lengths is None
+        roles = [turn.role for turn in rollout.turns]
+        assert roles == ["user", "assistant"] * 3
+        said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
+        assert said == [f"turn {n} of {index if n == 1 else 0}" for n in (1, 3, 5)]
+        assert rollout.reward == 7.0 + index
+        # what was sampled, and it alone, is trained on
+        spans = [range(t.start or 0, t.end or 0) for t in rollout.turns if t.role == "assistant"]
+        trained = np.flatnonzero(rollout.loss_mask).tolist()
+        assert trained == [place for span in spans for place in span]
+    ref = committed(run, rollouts_slot(0))
+    assert ref is not None
+    (batch,) = read_batches(run, build_round(run, 0, ref))
+    assert batch.loss_mask.sum() == sum(rollout.loss_mask.sum() for rollout in group.rollouts)
+    assert audit_round(run, 0).offences == {}
+
+
+def test_what_rewrites_history_begins_a_segment_and_each_token_is_trained_once(
+    tmp_path: Path,
+) -> None:
+    program = """
+answer = ask(first)
+ask([{"role": "system", "content": "name the task"}, *first])  # a second agent
+other = {"role": "assistant", "content": "not what it said"}
+ask([*first, other, {"role": "user", "content": "so"}])
+print("done")
+"""
+    rollout, _ = rollouts_of(configured(tmp_path, program), count)
+    assert rollout.segment_lengths is not None
+    assert len(rollout.segment_lengths) == 3
+    assert [turn.role for turn in rollout.turns] == [
+        "user", "assistant", "system", "user", "assistant", "user", "assistant", "user",
+        "assistant",
+    ]  # fmt: skip
+    masks = segments(rollout, rollout.loss_mask)
+    # one run of sampled tokens ends each segment
+    assert all(mask == sorted(mask) and sum(mask) for mask in masks)
+    assert rollout.n_completion_tokens == sum(map(sum, masks))
+
+
+def test_agents_call_their_own_tools_by_three_model_apis(tmp_path: Path) -> None:
+    program = (
+        f"TOOLS = {TOOLS!r}"
+        """
+said = []
+answer = ask(first, tools=TOOLS)
+(call,) = answer["tool_calls"]
+result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+said.append(ask([*first, answer, result], tools=TOOLS)["content"])
+
+function = TOOLS[0]["function"]
+_, text = post("/responses", {"input": task["prompt"], "tools": [{"type": "function", **function}]})
+items = json.loads(text)["output"]
+(call,) = [item for item in items if item["type"] == "function_call"]
+result = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
+whole = [{"role": "user", "content": task["prompt"]}, *items, result]
+_, text = post("/responses", {"input": whole, "tools": [{"type": "function", **function}]})
+said.append(json.loads(text)["output"][0]["content"][0]["text"])
+
+tool = {"name": "add", "input_schema": function["parameters"]}
+body = {"max_tokens": 99, "messages": first, "tools": [tool]}
+_, text = post("/messages", body)
+content = json.loads(text)["content"]
+(call,) = [block for block in content if block["type"] == "tool_use"]
+result = {"type": "tool_result", "tool_use_id": call["id"], "content": "5"}
+body["messages"] = [
+    *first, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}
+]
+_, text = post("/messages", body)
+said.append(json.loads(text)["content"][0]["text"])
+print(json.dumps(said))
+"""
+    )
+
+    def script(messages: Sequence[Message], member: int) -> str:
+        if messages[-1].role == "tool":
+            return f"it is {messages[-1].content}"
+        return '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+    rollout, _ = rollouts_of(configured(tmp_path, program), script)
+    assert rollout.error is None
+    assert rollout.reward == len(json.dumps(["it is 5"] * 3))
+    # each conversation is a segment, and its second call goes on from the first
+    assert [turn.role for turn in rollout.turns] == ["user", "assistant", "tool", "assistant"] * 3
+    assert rollout.segment_lengths is not None
+    assert len(rollout.segment_lengths) == 3
+    assert [t.tool_name for t in rollout.turns if t.role == "tool"] == ["add"] * 3
+
+
+def test_members_may_start_with_prompts_of_their_own(tmp_path: Path) -> None:
+    program = """
+import time
+ask([{"role": "user", "content": f"it is {time.time_ns()}"}])
+print("x")
+"""
+    first, second = rollouts_of(configured(tmp_path, program), count)
+    assert first.turns[0].content != second.turns[0].content
+    assert (first.reward, second.reward) == (1.0, 1.0)
+
+
+def test_a_check_decides_and_sees_files_that_the_agent_did_not(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "check.py").write_text("assert open('answer').read() == 'turn 1 of 0'")
+    program = """
+assert not os.path.exists("check.py")
+open("check.py", "w").write("")  # a check of its own
+open("answer", "w").write(ask(first)["content"])
+"""
+    config = configured(tmp_path, program, check=["{python}", "check.py"], check_folder=str(hidden))
+    first, second = rollouts_of(config, count)
+    assert (first.reward, second.reward) == (1.0, 0.0)
+    assert [c.name for c in first.reward_components] == ["steps"]
+
+
+def test_a_session_is_closed_to_all_but_its_agent(tmp_path: Path) -> None:
+    program = """
+import socket
+status, text = post("/chat/completions", {"messages": first}, key="another")
+assert status == 401, text
+assert "secret" not in json.dumps(task)
+try:
+    socket.create_connection(("1.1.1.1", 80), timeout=1)
+    raise SystemExit("it has a network")
+except OSError:
+    pass
+status, text = post("/chat/completions", {"messages": "none"})
+assert status == 400 and "messages" in text, text
+status, text = post("/chat/completions", {"messages": [{"role": "user", "content": "x" * 3000000}]})
+assert status == 413, (status, text)
+picture = [{"type": "image_url", "image_url": {"url": "data:"}}]
+status, text = post("/chat/completions", {"messages": [{"role": "user", "content": picture}]})
+assert status == 400 and "text alone" in text, text
+ask(first)
+print("ok")
+"""
+    rollout, _ = rollouts_of(configured(tmp_path, program), count)
+    assert rollout.error is None
+    assert rollout.reward == 2.0
+
+
+def test_after_the_last_turn_further_calls_are_refused_and_the_agent_ends(tmp_path: Path) -> None:
+    program = """
+messages, turns = first, 0
+while True:
+    status, text = post("/chat/completions", {"messages": messages})
+    if status == 400:
+        break
+    turns += 1
+    messages = [*messages, json.loads(text)["choices"][0]["message"], *first]
+print("x" * turns)
+"""
+    rollout, _ = rollouts_of(configured(tmp_path, program, settings={"turns_max": 3}), count)
+    assert (rollout.reward, rollout.status) == (3.0, "complete")
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "error"),
+    [
+        (
+            "sys.exit('no model here')",
+            {},
+            r"RewardFault: the agent ended \(exit status 1\) without",
+        ),
+        (
+            "ask(first)\nwhile True: pass",
+            {"agent_timeout_s": 5.0},
+            "RewardFault: the agent took longer than 5 s",
+        ),
+        ("ask(first)\nprint('x' * 3000)", {"output_bytes_max": 2048}, "limit of output"),
+    ],
+)
+def test_an_agent_that_breaks_a_limit_costs_its_rollout_alone(
+    tmp_path: Path, program: str, options: dict[str, Any], error: str
+) -> None:
+    rollouts = rollouts_of(configured(tmp_path, program, **options), count)
+    for rollout in rollouts:
+        assert rollout.status == "error"
+        assert rollout.error is not None
+        assert re.search(error, rollout.error)
+
+
+def test_a_changed_program_is_another_environment(tmp_path: Path) -> None:
+    versions = set[str]()
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        versions.add(environment_of(configured(tmp_path / name, f"print({name!r})")).version)
+    assert len(versions) == 2
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.options\.folder: expected a folder"):
+        play(configured(tmp_path, "", folder=str(tmp_path / "none")), count)
