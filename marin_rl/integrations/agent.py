@@ -13,7 +13,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -33,6 +33,7 @@ from marin_rl.integrations.agent_gateway import Session, WaitingCall
 from marin_rl.integrations.agent_protocols import ModelAnswer, ModelCall, comparable
 from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree
+from marin_rl.isolated.worker import uncharged
 from marin_rl.types import Example, Message, RewardComponent, Turn
 
 MODEL = "policy"
@@ -44,7 +45,6 @@ VARIABLES = {
     "ANTHROPIC_BASE_URL": "{root_url}",
     "ANTHROPIC_API_KEY": "{key}",
 }
-_AGENTS_MAX = 512  # at once in a process
 _SHOWN = 600  # characters of standard error in a fault
 _CALLS_DEFAULT = 64
 
@@ -72,6 +72,12 @@ class AgentOptions(ChatOptions):
         default=None,
         description="absolute path of a Python, such as that of a virtual environment with the "
         "agent's packages; null: this one without packages",
+    )
+    programs_max: int = Field(
+        default=32,
+        ge=1,
+        le=1024,
+        description="programs that run at once in each of reward_workers processes",
     )
     agent_timeout_s: float = Field(
         default=300.0, gt=0, le=86_400, description="seconds of a program in all"
@@ -130,6 +136,9 @@ class Agent(Chat):
         self.check_box = Sandbox(
             replace(limits, wall_s=step_s, cpu_s=int(step_s) + 1), interpreter=options.interpreter
         )
+        # Threads that wait for programs: asyncio's own are a few more than there are cores.
+        self.threads = ThreadPoolExecutor(2 * options.programs_max, thread_name_prefix="agent")
+        self.room = asyncio.Semaphore(options.programs_max)
         self._scratch: ScratchFolder | None = None
 
     def load_examples(self) -> None:
@@ -221,12 +230,6 @@ def relay_source() -> str:
     return Path(agent_relay.__file__).read_text(encoding="utf-8")
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """Threads that wait for programs: asyncio's own are a few more than there are cores."""
-    return ThreadPoolExecutor(max_workers=_AGENTS_MAX, thread_name_prefix="agent")
-
-
 class AgentEpisode:
     """One run of the program: its calls are the policy's turns."""
 
@@ -239,19 +242,21 @@ class AgentEpisode:
         self._dialogue: list[Message] = []  # of the segment, as the agent has it
         self._tools: tuple[Any, ...] = ()
         self._calls = 0
+        self._has_room = False
 
     async def start(self) -> Opening:
         """The messages and tools of the program's first call.
 
         Raises RewardFault where it ends without one.
         """
-        loop, environment = asyncio.get_running_loop(), self._environment
-        self._workspace = await loop.run_in_executor(
-            _threads(), environment.workspace, self._example, self._scratch
-        )
+        environment = self._environment
+        with uncharged():  # others end first
+            await environment.room.acquire()
+        self._has_room = True
+        self._workspace = await self._in_thread(environment.workspace, self._example, self._scratch)
         await self._session.open(self._workspace / SOCKET, self._workspace / CONTROL)
-        self._program = loop.run_in_executor(
-            _threads(), environment.run, self._example, self._session, self._workspace
+        self._program = self._in_thread(
+            environment.run, self._example, self._session, self._workspace
         )
         call = await self._next_call()
         if call is None:
@@ -297,8 +302,13 @@ class AgentEpisode:
             if not self._program.cancelled():
                 self._program.exception()  # retrieved: `_result` raises it where it counts
         if self._workspace is not None:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(_threads(), delete_tree, self._workspace.parent)
+            await self._in_thread(delete_tree, self._workspace.parent)
+        if self._has_room:
+            self._environment.room.release()
+
+    def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> "asyncio.Future[Any]":
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._environment.threads, function, *arguments)
 
     def _begin(self, call: ModelCall) -> None:
         self._dialogue, self._tools = list(call.messages), call.tools
@@ -345,8 +355,7 @@ class AgentEpisode:
     async def _ended(self) -> StepResult:
         result, workspace = self._result(), self._workspace
         assert workspace is not None, "the program was started in it"
-        loop = asyncio.get_running_loop()
-        reward: Mapping[str, float] = await loop.run_in_executor(
-            _threads(), self._environment.reward_of, self._example, result, workspace
+        reward: Mapping[str, float] = await self._in_thread(
+            self._environment.reward_of, self._example, result, workspace
         )
         return StepResult(reward=reward, done=True, info={"exit_status": result.exit_status})

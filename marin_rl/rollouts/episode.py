@@ -112,30 +112,25 @@ class EpisodeDriver:
             )
         ]
         try:
+            if self.environment.own_prompts:
+                return await results_unless_interrupted(m.played_alone(ended) for m in members)
             await all_of(member.begin() for member in members)
-            able = [member for member in members if isinstance(member.start, Start)]
-            if not self.environment.own_prompts:
-                _first_prompt([member.start for member in members], request.example)
+            prompt = _first_prompt([member.start for member in members], request.example)
             if any(message.tool_calls for message in request.example.messages):
                 raise InputError(
                     f"example {request.example.example_id} has messages that call tools: expected "
                     "them in the messages that its episode starts with"
                 )
-            await all_of(self._begin_alike(request, alike) for alike in _by_start(able))
+            # Tools that the chat template cannot carry are refused before anything is sampled.
+            if prompt.tools and self.client.gives_ids:
+                self.reader.check(prompt.tools)
+            able = [member for member in members if isinstance(member.start, Start)]
+            firsts = await self.first_turns(request, prompt, [member.index for member in able])
+            for member, first in zip(able, firsts, strict=True):
+                member.first = first
             return await results_unless_interrupted(member.played(ended) for member in members)
         finally:
             await asyncio.gather(*(_close(member.episode) for member in members))
-
-    async def _begin_alike(self, request: GroupRequest, members: "Sequence[_Member]") -> None:
-        """Sample the first turns of members with one prompt."""
-        prompt = members[0].start
-        assert isinstance(prompt, Start), "they have begun"
-        # Tools that the chat template cannot carry are refused before anything is sampled.
-        if prompt.tools and self.client.gives_ids:
-            self.reader.check(prompt.tools)
-        firsts = await self.first_turns(request, prompt, [member.index for member in members])
-        for member, first in zip(members, firsts, strict=True):
-            member.first = first
 
     def episodes(self, request: GroupRequest, count: int) -> Sequence[PlayedEpisode]:
         """New episodes of a group's example, with the policy's address where they ask it."""
@@ -220,6 +215,16 @@ class _Member:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
             self.start = fault_of(error)
         self.start_s = time.monotonic() - began
+
+    async def played_alone(self, ended: Ended | None) -> Trajectory:
+        """Play the member from its own prompt on."""
+        await self.begin()
+        if isinstance(self.start, Start):
+            driver, start = self.driver, self.start
+            if start.tools and driver.client.gives_ids:
+                driver.reader.check(start.tools)
+            (self.first,) = await driver.first_turns(self.request, start, [self.index])
+        return await self.played(ended)
 
     async def played(self, ended: Ended | None) -> Trajectory:
         """Play the member from its first turn on, and report its end."""
@@ -419,18 +424,6 @@ def _after(
     if result.opening is not None:
         return list(result.opening.messages), result.opening.tools
     return [*dialogue, *result.messages], tools
-
-
-def _by_start(members: Sequence[_Member]) -> list[list[_Member]]:
-    """Members that start alike, together."""
-    groups: list[list[_Member]] = []
-    for member in members:
-        alike = next((group for group in groups if group[0].start == member.start), None)
-        if alike is None:
-            groups.append([member])
-        else:
-            alike.append(member)
-    return groups
 
 
 async def _close(episode: PlayedEpisode) -> None:

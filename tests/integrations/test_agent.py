@@ -1,5 +1,6 @@
 """Programs that call a model, played as they are: calls are turns, the end is the reward."""
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -105,15 +106,21 @@ for turn in range(3):
     messages = [*messages, ask(messages), {"role": "user", "content": f"again {turn}"}]
 print("x" * (len(messages) + int(messages[1]["content"][-1])))
 """
-    run, (group,) = record(configured(tmp_path, program), count)
-    for index, rollout in enumerate(group.rollouts):
+    firsts = itertools.count()
+
+    def script(messages: Sequence[Message], _: int) -> str:
+        return f"turn {len(messages)} of {next(firsts) if len(messages) == 1 else 0}"
+
+    run, (group,) = record(configured(tmp_path, program), script)
+    assert sorted(rollout.reward or 0 for rollout in group.rollouts) == [7.0, 8.0]
+    for rollout in group.rollouts:
         assert (rollout.status, rollout.finish_reason) == ("complete", "stop")
         assert rollout.segment_lengths is None
         roles = [turn.role for turn in rollout.turns]
         assert roles == ["user", "assistant"] * 3
         said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
-        assert said == [f"turn {n} of {index if n == 1 else 0}" for n in (1, 3, 5)]
-        assert rollout.reward == 7.0 + index
+        assert rollout.reward == 7 + int(said[0][-1])
+        assert said[1:] == ["turn 3 of 0", "turn 5 of 0"]
         # what was sampled, and it alone, is trained on
         spans = [range(t.start or 0, t.end or 0) for t in rollout.turns if t.role == "assistant"]
         trained = np.flatnonzero(rollout.loss_mask).tolist()
@@ -218,9 +225,9 @@ open("check.py", "w").write("")  # a check of its own
 open("answer", "w").write(ask(first)["content"])
 """
     config = configured(tmp_path, program, check=["{python}", "check.py"], check_folder=str(hidden))
-    first, second = rollouts_of(config, count)
-    assert (first.reward, second.reward) == (1.0, 0.0)
-    assert [c.name for c in first.reward_components] == ["steps"]
+    answers = itertools.count()
+    rollouts = rollouts_of(config, lambda *_: f"turn 1 of {next(answers)}")
+    assert sorted(rollout.reward or 0 for rollout in rollouts) == [0.0, 1.0]
 
 
 def test_a_session_is_closed_to_all_but_its_agent(tmp_path: Path) -> None:
