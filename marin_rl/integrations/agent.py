@@ -253,11 +253,10 @@ class AgentEpisode:
         with uncharged():  # others end first
             await environment.room.acquire()
         self._has_room = True
-        self._workspace = await self._in_thread(environment.workspace, self._example, self._scratch)
-        await self._session.open(self._workspace / SOCKET, self._workspace / CONTROL)
-        self._program = self._in_thread(
-            environment.run, self._example, self._session, self._workspace
-        )
+        folder: Path = await self._in_thread(environment.workspace, self._example, self._scratch)
+        self._workspace = folder
+        await self._session.open(folder / SOCKET, folder / CONTROL)
+        self._program = self._in_thread(environment.run, self._example, self._session, folder)
         call = await self._next_call()
         if call is None:
             result = self._result()

@@ -202,10 +202,11 @@ class Responses(ModelProtocol):
     def events(self, call: ModelCall, answer: ModelAnswer) -> Iterator[Event]:
         items = [*self._items(answer)]
         begun = self._response("in_progress", None, [])
-        told = [("response.created", {"response": begun})]
-        told += [("response.in_progress", {"response": begun})]
+        told: list[tuple[str, dict[str, Any]]] = [
+            (f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")
+        ]
         for place, item in enumerate(items):
-            at = {"output_index": place}
+            at: dict[str, Any] = {"output_index": place}
             told.append(("response.output_item.added", at | {"item": _unfilled(item)}))
             at |= {"item_id": item["id"]}
             if item["type"] == "message":
