@@ -58,7 +58,7 @@ class StepResult:
 
     @property
     def new_messages(self) -> tuple[Message, ...]:
-        """What the model reads before its next turn and has not read in this segment."""
+        """Messages that the next prompt has for the first time in its segment."""
         return self.messages if self.opening is None else self.opening.messages
 
     @property

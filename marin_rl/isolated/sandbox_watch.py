@@ -23,7 +23,8 @@ Limit = Literal["time", "CPU time", "memory", "output", "disk", "files", "proces
 Watched = tuple[Limit | None, bytes, bytes]  # the limit that ended it, its output and errors
 
 END_TIMEOUT_S = 10.0  # for the kernel to end what was killed; it takes milliseconds
-_POLL_S = 0.05  # between two looks at memory
+_POLL_S = 0.05  # between two looks at memory, which cost milliseconds of a core each
+_LOOKS_MAX = 600  # of a program, about: those that run for minutes are looked at less often
 _DISK_POLL_S = 1.0  # and at a workspace, whose files are counted
 _READ_BYTES = 1 << 16
 _PAGE_BYTES = 4096  # in which a file system in memory is measured
@@ -78,6 +79,7 @@ def _until_end(  # noqa: C901 - one loop with four ways out
     for descriptor in (*output, ended):
         poll.register(descriptor, select.POLLIN)
     now = time.monotonic()
+    pause_s = max(_POLL_S, wall_s / _LOOKS_MAX)
     deadline, next_look = now + wall_s, now + _POLL_S
     while True:
         wait_s = min(deadline, next_look) - time.monotonic()
@@ -96,7 +98,7 @@ def _until_end(  # noqa: C901 - one loop with four ways out
         if now >= next_look:
             if (limit := looks.exceeded(process_id)) is not None:
                 return limit
-            next_look = time.monotonic() + _POLL_S
+            next_look = time.monotonic() + pause_s
 
 
 class _Looks:
