@@ -132,7 +132,7 @@ print("x" * (len(messages) + int(messages[1]["content"][-1])))
     assert audit_round(run, 0).offences == {}
 
 
-def test_what_rewrites_history_begins_a_segment_and_each_token_is_trained_once(
+def test_a_rewritten_history_begins_a_segment_and_each_token_is_trained_once(
     tmp_path: Path,
 ) -> None:
     program = """
