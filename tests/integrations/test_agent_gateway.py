@@ -140,7 +140,7 @@ def test_a_stream_of_messages_adds_up_to_the_whole(tmp_path: Path, kind: str) ->
         ("messages", []),
     ],
 )
-def test_what_cannot_be_read_is_an_error_in_the_shape_of_its_api(
+def test_an_unreadable_request_is_an_error_in_the_shape_of_its_api(
     tmp_path: Path, path: str, request_body: Any
 ) -> None:
     async def body(opened: Session, client: httpx.AsyncClient) -> None:
