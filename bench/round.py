@@ -279,7 +279,8 @@ def our_config(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
             }
         },
         "filters": {"zero_signal": False},
-        "batching": {"packing": "shared_prompt", "row_tokens": group},
+        # A real model's completions differ in length: rows as new runs have them by default.
+        "batching": {} if work.model else {"packing": "shared_prompt", "row_tokens": group},
         "objective": {
             "advantage": "rloo",
             "surrogate": "ppo_clip",
