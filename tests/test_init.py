@@ -129,7 +129,7 @@ def test_the_test_of_each_template_passes(folder: Path, template: str) -> None:
 def test_templates_are_listed(folder: Path) -> None:
     listed = invoke("init", "--list")
     names = [line.split()[0] for line in listed.output.splitlines()]
-    assert names[0] == "arithmetic"
+    assert {"agent", "arithmetic"} <= set(names)
     assert "demo" in names
     lines = invoke("init", "--list", "--json").stdout.splitlines()
     assert [json.loads(line)["template"] for line in lines] == names
@@ -150,7 +150,7 @@ def test_init_overwrites_nothing(folder: Path) -> None:
 
 def test_an_unknown_template_is_answered_with_the_known_ones(folder: Path) -> None:
     refused = invoke("init", "arithmetics")
-    assert re.search("expected one of arithmetic, .*demo", str(refused.exception))
+    assert re.search("expected one of agent, arithmetic, .*demo", str(refused.exception))
     assert invoke("init", "demo").exit_code == 0
     assert load_config("demo.yaml").run_id == "demo"
 

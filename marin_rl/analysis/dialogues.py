@@ -86,7 +86,10 @@ def sample_rollouts(
     worst_first: bool = False,
     where: RolloutFilter | None = None,
 ) -> list[dict[str, Any]]:
-    """Rollouts of a round (default: the newest) by reward. Raises ObjectMissing without any."""
+    """Rollouts of one round (default: the newest) by reward, of those that `where` lets pass.
+
+    Raises ObjectMissing when the round has no committed rollouts, CorruptObject, NewerSchema.
+    """
     rows = pa.concat_tables(iter_shards(run, _round(run, round_number), COLUMNS))
     rewards = rows["reward"].to_pylist()  # `to_numpy` imports pandas
     sign = 1.0 if worst_first else -1.0
@@ -226,7 +229,10 @@ class BeforeAfter:
 
 
 def before_and_after(run: Run) -> BeforeAfter | None:
-    """Up to SHOWN held-out examples, of dialogues DIALOGUES_SHOWN; None before two evaluations."""
+    """Up to SHOWN held-out examples, evenly spread; None before two evaluations.
+
+    Of episodes of several turns, DIALOGUES_SHOWN. Raises ObjectMissing, CorruptObject, NewerSchema.
+    """
     measured = evaluations(run)
     if len(measured) < 2:
         return None

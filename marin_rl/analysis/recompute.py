@@ -54,7 +54,10 @@ Step32 = Float32[np.ndarray, "1 R T"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """Optimizer step of a round: batch, scores, the batch as arrays; `url` is the checkpoint's."""
+    """Optimizer step of a round: its batch, its scores, and the batch as the step's arrays.
+
+    `url` names the checkpoint's slot in errors.
+    """
 
     batch: TrainingBatch
     scores: StepScores
@@ -137,7 +140,10 @@ def coefficient_of(run: Run, round: int) -> float | None:
 
 
 def _recorded_steps(run: Run, batches: Manifest, checkpoint: Manifest) -> Iterator[RecordedStep]:
-    """Steps of a round's first pass. ObjectMissing, CorruptObject where scores do not fit."""
+    """The steps of a round's first pass, in order.
+
+    Raises ObjectMissing where a batch has no scores, CorruptObject where they are of other tokens.
+    """
     recorded, url = iter_scores(run, checkpoint), run.store.url_of(checkpoint.slot)
     rollouts = run.config.rollouts.groups_per_round * run.config.rollouts.group_size
     rows_max = min(run.config.batching.sequences_per_step or rollouts, rollouts)
@@ -166,7 +172,11 @@ def _precomputed(
     coefficient: float | None,
     steps: Callable[[], Iterator[RecordedStep]],
 ) -> tuple[Sequence[RowExtras], dict[str, float]]:
-    """The trainer's additions to rows before the first update, out of what was recorded."""
+    """The trainer's additions to a round's rows before its first update, and their metrics.
+
+    Empty where the objective takes advantages from the batches as they are. Passes over the model
+    are replaced by what was recorded of them.
+    """
     objective, critic = run.config.objective, run.config.training.critic
     distillation = run.config.distillation
     in_reward = coefficient is not None and objective.kl_placement == "reward"
@@ -231,7 +241,10 @@ def _reported(
 
 
 def _contradictions(step: RecordedStep, extra: RowExtras | None, config: Config) -> dict[str, int]:
-    """Number of a step's tokens whose scores contradict its batch or follow from nothing."""
+    """Number of a step's tokens whose scores contradict its batch or follow from nothing, by kind.
+
+    `extra` is what the trainer adds to the rows, None where nothing.
+    """
     scores, mask, objective = step.scores, step.mask, config.objective
     names = tuple(name for row in step.batch.rollout_ids for name in row)
     if names != scores.rollout_ids or not np.array_equal(_counts(step), scores.counts):

@@ -202,7 +202,11 @@ def _best(run: Run, trained: int) -> str | None:
 
 
 def fleet_rows(run: Run) -> list[dict[str, Any]]:
-    """Servers that announce themselves next to a run, by address; `beat_ago_s` by both clocks."""
+    """Servers that announce themselves next to a run, by address; none of them is asked anything.
+
+    `beat_ago_s` is by the clocks of this machine and of the server, which may differ. What cannot
+    be read has its `error` alone.
+    """
     rows: list[dict[str, Any]] = []
     board = board_of(run.config.inference, run.folder)
     for beat in board.heartbeats():
@@ -260,7 +264,10 @@ def each_run(
 
 
 def metric_rows(run: Run) -> list[dict[str, Any]]:
-    """The committed metrics of a run, as `Followed.rows`."""
+    """The committed metrics of a run, one row per round, ascending.
+
+    Row r has the evaluation of checkpoint r; the last row may hold an evaluation alone.
+    """
     rows = {row["round"]: row for row in read_metrics(run).to_pylist()}
     return _merged(rows, evaluations(run))
 

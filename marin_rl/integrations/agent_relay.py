@@ -38,7 +38,7 @@ async def main() -> None:
         stdin=asyncio.subprocess.DEVNULL,
         env={**os.environ, **variables},
     )
-    ended, closed = (asyncio.ensure_future(each) for each in (process.wait(), control.read(1)))
+    ended, closed = asyncio.ensure_future(process.wait()), asyncio.ensure_future(control.read(1))
     await asyncio.wait({ended, closed}, return_when=asyncio.FIRST_COMPLETED)
     status = ended.result() if ended.done() else ENDED_WITH_SESSION
     os._exit(status if status >= 0 else 128 - status)

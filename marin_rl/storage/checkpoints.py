@@ -60,7 +60,10 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraParts:
-    """Parts that an attempt writes itself, committed with the arrays, not read back with them."""
+    """Parts that an attempt writes itself, to be committed with the arrays of a checkpoint.
+
+    Their names begin with no folder; they are not read back when the arrays are.
+    """
 
     attempt: str
     parts: Callable[[], Sequence[Part]]

@@ -99,7 +99,10 @@ class Target:
     session: Text | None = None
 
     def aged(self, heartbeat: Heartbeat, version: int) -> str:
-        """Why a heartbeat is older than the target of `version` in this session, or empty."""
+        """Why a heartbeat is too old for those who sample by `version`; empty where it is not.
+
+        Its server must have read a target of this session, of that version or a later one.
+        """
         # The target may be an old one that was put back, too.
         if self.version < version:
             return f"the target of the run is version {self.version}, expected {version} or later"
@@ -275,7 +278,11 @@ class FleetBoard:
         self.folder.replace(CANARIES_KEY, self.signed("canaries", record))
 
     def canaries(self, run_sha256: str) -> dict[int, ProvenVersion]:
-        """The proven versions of a run, by which clients prove what an endpoint names."""
+        """The proven versions; none where no trainer of this run has proven one.
+
+        Clients of endpoints whose weights change while they answer prove by them whatever version
+        an endpoint names.
+        """
         record = self._opened("canaries", _Canaries, CANARIES_KEY)
         if record is None or record.run_sha256 != run_sha256:
             return {}

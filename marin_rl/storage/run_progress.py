@@ -62,7 +62,10 @@ def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
 
 
 def rounds_planned(run: Run, trained: int) -> int:
-    """Rounds planned for a run that trained `trained`: by its latest checkpoint, or run.json."""
+    """Number of rounds planned for a run that trained `trained`, by its own latest checkpoint.
+
+    run.json has what was planned when the run began; `rounds` may be another at each continuation.
+    """
     slot = checkpoint_slot(trained)
     # A new fork starts from its parent's checkpoint, which records the parent's plan.
     latest = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
@@ -78,7 +81,10 @@ def rounds_planned(run: Run, trained: int) -> int:
 
 
 def evaluated(run: Run, metric: str) -> dict[int, float]:
-    """A metric of evaluations by checkpoint, ascending. Raises ConfigError where none has it."""
+    """A metric of the committed evaluations by checkpoint, ascending.
+
+    Raises ConfigError where there are evaluations, and none has it.
+    """
     manifests = {n: read_manifest(run.store, evals_slot(n)) for n in rounds_in(run.store, "evals")}
     totals = {number: item[0].totals for number, item in sorted(manifests.items()) if item}
     values = {number: own[metric] for number, own in totals.items() if metric in own}
@@ -116,7 +122,11 @@ def ends_early(run: Run, config: Config, number: int) -> bool:
 
 
 def optimizer_round(checkpoint: Manifest) -> int | None:
-    """The earlier checkpoint with the optimizer's state, or None. Raises CorruptObject."""
+    """The earlier checkpoint that holds the optimizer's state, by number; None: this one does.
+
+    The rounds since that one are trained again for what a checkpoint of parameters leaves out.
+    Raises CorruptObject.
+    """
     whole = checkpoint.extra.get(OPTIMIZER_ROUND)
     number = checkpoint_slot.first(checkpoint.slot) or 0
     if not (whole is None or (isinstance(whole, int) and 0 <= whole < number)):

@@ -46,7 +46,10 @@ DIFFERENCE_CHARACTERS_MAX = 200
 
 
 def read_record(store: ObjectStore) -> dict[str, Any] | None:
-    """Parsed run.json of a run's folder, or None. Raises CorruptObject, NewerSchema."""
+    """Parsed run.json of a run's folder, or None.
+
+    Raises CorruptObject, NewerSchema.
+    """
     try:
         data = store.read(RUN_KEY)
     except ObjectMissing:
@@ -55,6 +58,7 @@ def read_record(store: ObjectStore) -> dict[str, Any] | None:
 
 
 def parse_record(data: bytes, source: str) -> dict[str, Any]:
+    """The record in the bytes of a run.json. Raises CorruptObject, NewerSchema naming `source`."""
     with record_errors(source):
         return open_record(data, RunRecord, format=FORMAT, version=VERSION)
 
@@ -166,7 +170,10 @@ def _refuse_withdrawn(record: Mapping[str, Any], source: str) -> None:
 
 
 def as_recorded(record: Mapping[str, Any], config: Config, source: str) -> Config:
-    """`config` with the run's choices of `AS_BEGUN` keys that it leaves null. ConfigError."""
+    """`config` with the run's own choices of the `AS_BEGUN` keys that it leaves null.
+
+    Raises ConfigError.
+    """
     return with_choices(config, partial(value_at, stored_config(record, source)))
 
 

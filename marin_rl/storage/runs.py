@@ -194,7 +194,10 @@ class Run:
         return next(shared, self.run_id)
 
     def at_round(self, round: int) -> "Run":
-        """The run that played a round, by its own configuration: this one or an ancestor."""
+        """The run that played a round: this one, or the ancestor it was forked from after it.
+
+        The round was played as that run's configuration says. Raises ObjectMissing.
+        """
         owner = self.player_of(round)
         if owner == self.run_id:
             return self
@@ -265,7 +268,10 @@ def checkpoint_at(run: Run, round: int | None) -> SlotRef:
 
 
 def policy_at(run: Run, round: int | None) -> SlotRef:
-    """As `checkpoint_at`; without rounds, what pairs or examples taught. Raises ObjectMissing."""
+    """As `checkpoint_at`, but the latest of a run without rounds is what pairs or examples taught.
+
+    Raises ObjectMissing.
+    """
     if round is None and latest_checkpoint(run) is None:
         learned = latest_preference(run) or latest_sft(run)
         if learned is not None:
@@ -327,14 +333,21 @@ def refuse_other_content(config: Config) -> None:
 
 
 def recorded_config(config: Config) -> Config | None:
-    """The configuration with what its run recorded, or None. Raises ConfigError, CorruptObject."""
+    """The configuration with the choices that its run recorded; None if the run is new.
+
+    Raises ConfigError, CorruptObject.
+    """
     store = _store_of(config)
     record = read_record(store)
     return None if record is None else as_recorded(record, config, store.url_of(RUN_KEY))
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise ConfigError unless `run_id` can name a folder, as of runs that were renamed."""
+    """Raise ConfigError unless `run_id` can be the name of a folder right under a root.
+
+    New runs have stricter names; a folder that was renamed can be read all the same, unless its
+    name has control characters.
+    """
     if not is_name(run_id):
         raise ConfigError(
             f"expected the id of a run, a folder right under the root, found {run_id[:300]!r}; "

@@ -136,6 +136,10 @@ def test_a_fingerprint_covers_everything_that_decides_the_content() -> None:
     assert len(base) == 64
 
 
+def test_attempts_are_unique() -> None:
+    assert len({new_attempt() for _ in range(1000)}) == 1000
+
+
 # --- faults of a real store --------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from marin_rl.storage.tables.intakes import (
     read_intake,
 )
 from marin_rl.storage.tables.rollouts import iter_shards
-from marin_rl.storage.tables.stream import GroupStream, StreamedGroup
+from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, numbers_of
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect, retire
 from marin_rl.storage.upkeep.streams import waiting_rollouts
@@ -265,3 +265,7 @@ def test_a_worker_of_another_run_is_refused_by_its_name(
     streaming.run.store.put_part(stream_key(0), foreign.store.read(stream_key(0)))
     with pytest.raises(CommitConflict, match="node-8 sampled it for run 'b', expected 'run'"):
         streaming.waiting(0)
+
+
+def test_chunks_are_the_size_of_a_shard() -> None:
+    assert list(numbers_of(settings(groups=5), 1)) == [5, 6, 7, 8, 9]

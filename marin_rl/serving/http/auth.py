@@ -93,6 +93,7 @@ def _token_digest(variable: str) -> bytes | None:
 
 
 def check_address(config: InferenceConfig, host: str, port: int) -> None:
+    """Raise ConfigError, in one line, for an address that a server would not start on."""
     check_reach(Keys.from_environment(config), host)
     listen(host, port).close()
 

@@ -112,7 +112,11 @@ class BucketStore(FilesystemStore):
 
 @cache
 def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: bool = False) -> Any:
-    """Filesystem of this process; `once` sends no request twice, past a commit's deadline."""
+    """Filesystem of this process (none survives a fork) for a protocol and a set of options.
+
+    With `once`, the filesystem sends each request a single time, so that no retry inside it can
+    run past the deadline of a commit.
+    """
     from fsspec import filesystem  # brings asyncio along, which a local root spares
 
     # fsspec's own cache would return one instance for both, and `once` alters it.
@@ -192,7 +196,10 @@ _memory_lock = threading.RLock()
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
-    """The store at a path or URL; `options` go to fsspec. Touches nothing. ConfigError."""
+    """The store at a local path or a file://, memory://, gs:// or s3:// URL. Touches nothing yet.
+
+    `options` go to fsspec. Raises ConfigError for other schemes.
+    """
     scheme, separator, path = url.partition("://")
     if not separator:
         scheme, path = "file", url

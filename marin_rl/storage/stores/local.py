@@ -135,7 +135,10 @@ class LocalStore(ObjectStore):
 
 
 def check_way(path: Path, key: str) -> None:
-    """Raise CorruptObject where a folder on the way to an object is a link, below its store."""
+    """Raise CorruptObject where a folder on the way to an object is a link.
+
+    `path` is the file of `key` in some store: folders above its first part are the user's own.
+    """
     with suppress(FileNotFoundError, NotADirectoryError), _way(path, key):
         pass
 
@@ -177,7 +180,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = N
 
 
 def checked_file(path: Path, key: str) -> Path:
-    """The file of `key`, for a library that opens it. CorruptObject for links, ObjectMissing."""
+    """Return the file of `key`, for a library that opens it by its name.
+
+    Raises CorruptObject unless it is a regular file that no link leads to; ObjectMissing.
+    """
     with explained(path):
         check_way(path, key)
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -236,7 +242,11 @@ def _not_folders(top: str) -> Iterator[str]:
 
 
 def sync_folders(folder: Path) -> None:
-    """Make all entries below `folder` durable, of files that a library has written and synced."""
+    """Make the entries of `folder`, and of every folder below it, durable.
+
+    For parts that a library writes by itself, whose contents are synced already, before the
+    manifest that names them is committed.
+    """
 
     def unless_gone(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # a folder that vanishes meanwhile is empty
@@ -314,7 +324,10 @@ _ADVICE = {
 
 
 def need_room(folder: Path, n_bytes: int) -> None:
-    """Raise the OSError of a full disk if `n_bytes` cannot fit, where its file system tells."""
+    """Raise the OSError of a full disk if `n_bytes` cannot fit below `folder`, before any of them.
+
+    A file system that does not tell its size passes.
+    """
     disk = os.statvfs(folder)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < n_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

@@ -23,7 +23,10 @@ Keys = list[str]  # an alias, because `list` names a method below
 
 
 class PutOutcome(Enum):
-    """Outcome of a create. EXISTS may be our own write, whose reply was lost: read and compare."""
+    """Outcome of a create: created, already there, or unknown.
+
+    EXISTS may still be our own write whose reply was lost: read back and compare.
+    """
 
     CREATED = "created"
     EXISTS = "exists"
@@ -31,7 +34,11 @@ class PutOutcome(Enum):
 
 
 class ObjectStore(ABC):
-    """Objects below a folder or URL, by keys. Listings are fresh, reads whole; picklable."""
+    """Objects below one folder or URL, by keys like `rollouts/round-00012/shard-0003.parquet`.
+
+    Every listing is fresh and every read is of the whole object. Stores are picklable and open
+    their connections lazily, per process. Backends inherit the docstrings of the methods.
+    """
 
     url: str
 
@@ -48,7 +55,10 @@ class ObjectStore(ABC):
         """Write `key`, whose name no other attempt uses, durably. Raises as `read` does."""
 
     def replace(self, key: str, data: bytes) -> None:
-        """Write over a private object that commits nothing; readers see the old or new bytes."""
+        """Write a private object that commits nothing, in the place of the last one.
+
+        A reader sees the old bytes or the new ones. Raises as `read` does.
+        """
         # One request, which is atomic in buckets and in memory.
         assert is_private(key), f"{key} is visible, and what is visible never changes"
         self.put_part(key, data)
@@ -172,7 +182,11 @@ KINDS = (*PLAYED, *BEFORE, "checkpoints")
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A run whose slots a fork reads, after those of the ancestors before it; see run.json."""
+    """A run whose slots a fork reads as its own, up to the checkpoint of `through_round`.
+
+    `sha256` is that of its run.json. In a chain of forks, each ancestor has
+    the rounds after the one before it.
+    """
 
     run_id: str
     through_round: int

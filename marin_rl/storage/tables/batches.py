@@ -155,7 +155,10 @@ def _steps(run: Run, manifest: Manifest, schema: pa.Schema) -> Iterator[pa.Table
 
 
 def read_dispositions(run: Run, round: int) -> pa.Table:
-    """Dispositions of all rollouts of the round, in their order. ObjectMissing without them."""
+    """Dispositions of every rollout of the round, in the order of the rollouts.
+
+    Raises ObjectMissing while the batches are not committed, CorruptObject, NewerSchema.
+    """
     return dispositions_of(run, committed_manifest(run.store, batches_slot(round)))
 
 

@@ -26,7 +26,10 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBL
 
 
 def open_parquet(buffer: pa.Buffer, **options: Any) -> pq.ParquetFile:
-    """Open a file that anyone may have written. Raises what pyarrow raises for other bytes."""
+    """Open a file that anyone may have written, with checksums of pages and limits of the footer.
+
+    Raises what pyarrow raises for bytes that are no Parquet.
+    """
     return pq.ParquetFile(
         pa.BufferReader(buffer), page_checksum_verification=True, **FOOTER_LIMITS, **options
     )
@@ -40,7 +43,11 @@ def limit_of(size: int) -> int:
 def check_decoded(
     file: pq.ParquetFile, buffer: pa.Buffer, groups: Iterable[int], columns: Sequence[str]
 ) -> None:
-    """Raise Malformed for a row group that would take more memory than `limit_of`, undecoded."""
+    """Raise Malformed for a row group whose columns would take more memory than `limit_of`.
+
+    `file` reads `buffer`. Nothing that grows is decoded to find out. Raises what pyarrow raises for
+    metadata that contradict themselves.
+    """
     limit, wanted = limit_of(buffer.size), set(columns)
     paths = [file.schema.column(index).path for index in range(len(file.schema))]
     leaves = [index for index, path in enumerate(paths) if path.partition(".")[0] in wanted]

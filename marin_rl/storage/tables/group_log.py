@@ -31,7 +31,10 @@ WORKER = "worker"  # in the footer of an object of a stream: who sampled its gro
 
 @dataclass(slots=True, kw_only=True)
 class GroupLog:
-    """Chains of groups under one fingerprint, as read and written; `key` names their objects."""
+    """Chains of groups under one fingerprint, as far as this process has read and written them.
+
+    `key` names an object by its chain and number. `round`, `shard` and `stamp` go into the objects.
+    """
 
     run: Run
     policy: ServedPolicy

@@ -121,7 +121,11 @@ def decide(
     under_way: Collection[int] = (),
     ended: bool = False,
 ) -> Intake | None:
-    """The intake of a round by finished groups; None where it waits for those `under_way`."""
+    """The intake of a round by the finished groups that were seen; None where it is to wait.
+
+    `under_way` are the policies of groups that are being sampled. With `ended`, sampling has
+    ended: nothing under way is waited for.
+    """
     oldest = round - config.staleness_rounds_max
     waits = config.ahead.sampler == "windowed_wait"
     # Before anything is taken: a group under way that would be too old next time is worth the wait.
@@ -149,7 +153,10 @@ def decide(
 
 
 def _first(fresh: Sequence[StreamedGroup], config: Config) -> Sequence[StreamedGroup] | None:
-    """The oldest groups for a round, or None; by dynamic sampling those that differ count."""
+    """The oldest groups until the round has its number of them; None where there are too few.
+
+    With dynamic sampling only those whose rewards differ count, up to `dynamic_sampling` batches.
+    """
     wanted, most = config.rollouts.groups_per_round, len(fresh)
     if not config.samples_on:
         return fresh[:wanted] if len(fresh) >= wanted else None
@@ -171,7 +178,11 @@ def settled_before(run: Run, round: int) -> Settled:
 
 
 def _intake_of(run: Run, round: int) -> Intake:
-    """A committed intake, cached: shards ask for it, and a long one takes half a second to read."""
+    """A committed intake, which this process may have read before. Raises as `read_intake`.
+
+    It is asked for at every look at the stream and for every shard, never changes, and a record of
+    100,000 groups takes half a second to read.
+    """
     with _reading:
         kept = _kept.setdefault(run.store, {})
         if (intake := kept.get(round)) is None:
@@ -219,7 +230,11 @@ def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Man
 
 
 def _recorded(groups: Sequence[Entry]) -> dict[str, Any]:
-    """Groups as ranges `[object, first number, count, policy, reason]`; `object` is a place."""
+    """The groups as a record has them, by ranges of numbers.
+
+    A range is `[object, first number, count, policy, reason]`; `object` counts in `objects`, each
+    with its name and digest.
+    """
     objects = dict.fromkeys((entry.key.rpartition("/")[2], entry.sha256) for entry in groups)
     places = {name: place for place, (name, _) in enumerate(objects)}
     ranges = list[list[Any]]()
@@ -295,7 +310,10 @@ def intake_metrics(run: Run, round: int) -> dict[str, float]:
 
 
 def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
-    """Commit a shard of the groups that an intake names. CorruptObject where one is another."""
+    """Commit a shard of a round out of the groups that its intake names, taken or dropped.
+
+    Raises CorruptObject where a group is lost or is another than was seen, and as `commit_tables`.
+    """
     content = {"round": round, "shard": shard}
     decided = fingerprint("collected", content, (parent_of(intake),), CONTENT_VERSION)
     existing = shard_ref(run, round, shard, decided)

@@ -43,7 +43,10 @@ class RewardTable:
 def commit_rewards(
     run: Run, round: int, name: str, source: RewardSource, table: pa.Table
 ) -> RewardTable:
-    """Commit a table under the first version of `name` that is free, or the same. ConfigError."""
+    """Commit a table under the first version of `name` that is free, or is the same already.
+
+    Raises ConfigError for a name that is none, CommitUnknown, StorageError.
+    """
     _check_name(name)
     decided, attempt = _fingerprint(source), new_attempt()
     stamp = {
@@ -73,7 +76,10 @@ def commit_rewards(
 def committed_rewards(
     run: Run, round: int, name: str, source: RewardSource
 ) -> tuple[RewardTable, pa.Table] | None:
-    """The table that `source` gave under `name` before, and its rows. Raises ConfigError."""
+    """The table that `source` gave under `name` before, and its rows, or None.
+
+    Raises ConfigError for a name that is none, CorruptObject, NewerSchema.
+    """
     _check_name(name)
     decided = _fingerprint(source)
     for item in _versions(run, round, name):
@@ -88,7 +94,10 @@ def committed_rewards(
 
 
 def read_rewards(run: Run, round: int, name: str) -> Mapping[str, float | None]:
-    """Rewards by rollout id, of the newest version or `NAME-v0002`. Raises ObjectMissing."""
+    """The rewards of the newest version of a table, or of `NAME-v0002`, by rollout id.
+
+    Raises ObjectMissing naming the tables there are, CorruptObject, NewerSchema.
+    """
     there = _there(run, round)
     versions = [name] if name in there else _versions(run, round, name)
     if not versions:

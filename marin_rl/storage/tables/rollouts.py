@@ -108,7 +108,10 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
 def decode_shard(
     data: bytes | pa.Buffer, columns: Sequence[str] | None = None, *, source: str = "rollout shard"
 ) -> pa.Table:
-    """The rows of a shard, by the newest schema. Raises CorruptObject, NewerSchema."""
+    """The rows of a shard, upgraded to the newest schema; only `columns` where they are given.
+
+    Raises CorruptObject or NewerSchema naming `source`.
+    """
     return TableReader(data, source, LADDER).table(columns)
 
 
@@ -157,7 +160,10 @@ def commit_shard(
     policy: ServedPolicy,
     stamp: Mapping[str, str] | None = None,
 ) -> SlotRef:
-    """Commit a shard, or adopt that of an earlier attempt. Raises as `commit_groups` does."""
+    """Commit a shard by one create; where another attempt was first, its shard is adopted.
+
+    Raises as `commit_groups` does.
+    """
     key = shard_key(round, shard)
     data, ours = commit_groups(
         run,
@@ -176,7 +182,10 @@ def commit_shard(
 def commit_tables(
     run: Run, round: int, shard: int, tables: Sequence[pa.Table], fingerprint: str
 ) -> SlotRef:
-    """Commit a shard out of tables, the rows of a group each. Raises as `commit_shard` does."""
+    """Commit a shard out of the rows of its groups, a table each, as those of this shard.
+
+    Raises as `commit_shard` does.
+    """
     attempt = new_attempt()
     constants = {"attempt": attempt, "replica": _replica(), "round": round, "shard": shard}
     writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
@@ -261,14 +270,20 @@ def seal_round(
 
 
 def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
-    """The uncommitted manifest of these shards. Raises CorruptObject where one is another."""
+    """The manifest of a round that has these shards so far; it is not committed.
+
+    Raises CorruptObject when a shard is not its reference.
+    """
     entries = _entries(run.store, sorted(shards, key=lambda ref: ref.slot))
     parts = [part for part, _ in entries]
     return new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
 
 
 def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manifest:
-    """The manifest that seals a round. ObjectMissing, CorruptObject where it is not `ref`."""
+    """The manifest that seals a round, being `ref` where that is given.
+
+    Raises ObjectMissing while the round is not sealed, CorruptObject when it is not `ref`.
+    """
     hint = "the rollouts of this round are not sealed"
     manifest = committed_manifest(run.store, rollouts_slot(round), hint)
     if ref is not None and (ref.slot, ref.sha256) != (manifest.slot, manifest.sha256):
@@ -288,7 +303,10 @@ def iter_row_groups(
 
 
 def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The shards of a sealed round, verified. Raises ObjectMissing, CorruptObject, NewerSchema."""
+    """The shards of a sealed round in order, verified against its manifest.
+
+    Raises ObjectMissing, CorruptObject or NewerSchema naming the file.
+    """
     for reader in _readers(run, rollouts_manifest(run, round)):
         yield reader.table(columns)
 

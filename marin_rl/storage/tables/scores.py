@@ -102,7 +102,10 @@ def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
 
 
 def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
-    """Scores of a step, a row per segment in order; of the lowest version that has the columns."""
+    """Scores of a step, a row per segment, in the order of rows and segments.
+
+    Of version 1 where the step has no critic and no optimal token baseline.
+    """
     schema = SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
     if scored.floats.get("squared_score_norms") is not None:
         schema = SCORES
@@ -145,7 +148,10 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScores:
-    """Scores of one optimizer step, flat: N tokens, counts and places of S segments; None: null."""
+    """The scores of one optimizer step, flat: N tokens, the S segments' counts and places.
+
+    `floats` has an array (N) per column, or None where it is null; `eos_token_id` is the trainer's.
+    """
 
     step: int
     rollout_ids: tuple[str, ...]
@@ -157,7 +163,10 @@ class StepScores:
 
 
 def iter_scores(run: Run, manifest: Manifest) -> Iterator[StepScores]:
-    """Scores that a checkpoint names, a step at a time. Raises ObjectMissing, CorruptObject."""
+    """The scores that a checkpoint's manifest names, verified, a step at a time.
+
+    Raises ObjectMissing, CorruptObject, NewerSchema.
+    """
     for part in manifest.parts:
         if part.name.startswith(SCORES_PREFIX):
             reader = open_part(run.store, manifest.slot, part, LADDER)

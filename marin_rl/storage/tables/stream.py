@@ -84,7 +84,10 @@ def numbers_of(config: Config, chunk: int) -> range:
 def stream_fingerprint(
     config: Config, environment_version: str, tokenizer: str, chat_template: str
 ) -> str:
-    """Digest of what decides the groups of a stream, by digests of tokenizer and template."""
+    """Digest of what decides the groups of a stream, whatever the policy that samples them.
+
+    `tokenizer` and `chat_template` are digests. A worker with other settings has another one.
+    """
     # Nothing that decides only when a group is sampled: workers may differ in that.
     content = {
         "seed": config.seed,

@@ -30,7 +30,10 @@ def array_parts(manifest: Manifest) -> list[Part]:
 def commit_tombstone(
     store: ObjectStore, manifest: Manifest, rule: Mapping[str, Any]
 ) -> frozenset[str]:
-    """Say that arrays of a checkpoint may be gone; those said to be. As `commit_object`."""
+    """Say that the arrays of a committed checkpoint may be gone; the names that are said to be.
+
+    Raises what `commit_object` raises.
+    """
     attempt = new_attempt()
     record = {
         "format": FORMAT,
@@ -62,7 +65,11 @@ def commit_tombstone(
 
 
 def pruned_parts(store: ObjectStore, slot: str, sha256: str | None = None) -> frozenset[str]:
-    """Parts that a tombstone says are gone. Raises CorruptObject where it is not of `sha256`."""
+    """Names of the parts that a tombstone says are gone; none without a tombstone.
+
+    `sha256` is that of the slot's manifest. Raises CorruptObject, also for a tombstone of another
+    manifest; NewerSchema.
+    """
     key = f"{slot}/{PRUNED}"
     try:
         data = store.read(key)

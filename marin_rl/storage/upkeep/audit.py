@@ -76,7 +76,11 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundAudit:
-    """Audit of one round: counts, `reused` of earlier rounds, and offending names by offence."""
+    """Audit of one round: counts of rollouts, and offending names by kind of offence.
+
+    `reused` counts rollouts of earlier rounds that the round trained on again. `balances` have the
+    same by environment and policy version.
+    """
 
     round: int
     generated: int = 0
@@ -197,7 +201,11 @@ def _names(rows: pl.DataFrame) -> list[str]:
 
 
 def uses_offences(run: Run, consumed: pl.DataFrame, round: int, seen: Seen) -> Offences:
-    """Rollouts trained on in more rounds than the run allows, or outside of their window."""
+    """Rollouts that are trained on in more rounds than the run allows, or outside of their window.
+
+    Without replay that is any round but the first. A rollout that is used again was sampled by an
+    earlier round, and trained on by it.
+    """
     replay = run.at_round(round).config.ahead.replay
     most, window = (1, 0) if replay is None else (replay.max_uses, replay.window_rounds)
     again, strange = list[str](), list[str]()
@@ -234,7 +242,10 @@ def _foreign(run: Run, manifest: Manifest, generated: pl.DataFrame) -> Offences:
 
 
 def _mislabelled(run: Run, generated: pl.DataFrame) -> Offences:
-    """Rollouts with the digest of other parameters than the checkpoint of their one version has."""
+    """Rollouts with the digest of other parameters than the checkpoint of their version has.
+
+    Those that several versions sampled are left out, as are versions without a checkpoint here.
+    """
     least, most = pl.col("policy_version_min"), pl.col("policy_version_max")
     wrong, sampled = list[str](), generated.filter(least == most)
     for version in sampled["policy_version_min"].unique(maintain_order=True):
@@ -325,7 +336,11 @@ def _contradictions(known: pl.DataFrame, dispositions: pl.DataFrame) -> Offences
 
 
 def _balances(generated: pl.DataFrame, dispositions: pl.DataFrame) -> tuple[Balance, ...]:
-    """Balances by environment and policy version, sorted; by what dispositions say."""
+    """Balances by environment and policy version, sorted.
+
+    What became of a rollout is counted as its disposition says: where shards say otherwise,
+    `_contradictions` names the rollouts.
+    """
     key = ["environment", "policy_version_min"]
     # The first, where a name is generated twice: an offence of its own (`_identities`).
     lengths = generated.unique("rollout_id", keep="first").select(

@@ -135,7 +135,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """Keys of a run, slots by name; `lost` is what others prove to be committed, with the proof."""
+    """Keys of a run, fresh when it was taken; `slots` by name, ascending.
+
+    `lost` are slots, and metrics by their keys, that are not committed though others prove that
+    they were; each with the proof.
+    """
 
     keys: tuple[str, ...]
     slots: Sequence[Slot]
@@ -225,7 +229,10 @@ def _look_again(store: ObjectStore, place: str, keys: set[str], slots: dict[str,
 
 
 def _proofs(slots: Mapping[str, Slot], keys: Iterable[str]) -> dict[str, str]:
-    """Slots, and metrics by key, that must be committed, each with what proves it."""
+    """Slots, and metrics by key, that must be committed, each with what proves it.
+
+    For evaluations, see `_evaluations`.
+    """
     proofs = dict[str, str]()
     for key in keys:
         if (slot := scored_slot(key)) is not None:
