@@ -40,10 +40,7 @@ from marin_rl.training.compiled_step import (
 from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.phases import Phase
-from marin_rl.training.policy_source import (
-    parameters_before_training,
-    recorded_modules,
-)
+from marin_rl.training.policy_source import recorded_modules
 from marin_rl.training.precompute import RowExtras, RowPrecompute
 from marin_rl.training.reference_policy import groups_of, kl_coefficient, reference_round
 from marin_rl.training.round_stats import RoundAccount, scored_step
@@ -90,28 +87,24 @@ class Trainer(Phase):
         self.identity: Identity | None = None
 
     @property
-    def checkpoint(self) -> SlotRef | None:
-        return self._committed.checkpoint
-
-    @property
     def model(self) -> LanguageModel:
         """The model of the loaded checkpoint: the trainer's own arrays, never written to."""
-        parameters = combine(self._loaded.parameters, self._base.parameters)
+        parameters = combine(self._loaded.parameters, self._source.frozen)
         return with_parameters(self._program.template, parameters)
 
     @property
     def served_model(self) -> LanguageModel:
         """The same for an engine: an adapter is merged into its base."""
-        return self._program.served_model(self._base.parameters, self._loaded.parameters)
+        return self._program.served_model(self._source.frozen, self._loaded.parameters)
 
     @property
     def served_apart(self) -> tuple[LanguageModel, Adapter]:
-        return self._program.base_and_adapter(self._base.parameters, self._loaded.parameters)
+        return self._program.base_and_adapter(self._source.frozen, self._loaded.parameters)
 
     @property
     def _loaded(self) -> TrainState:
-        assert self._committed.state is not None, "no checkpoint is loaded"
-        return self._committed.state
+        assert self.state is not None, "no checkpoint is loaded"
+        return self.state
 
     def load(self, checkpoint: SlotRef) -> None:
         """Make `checkpoint` the current one; from memory when it is that already.
@@ -124,11 +117,11 @@ class Trainer(Phase):
             return
         manifest = manifest_of(self._run.store, checkpoint)
         if optimizer_round(manifest) is None:
-            state = self._committed.load(checkpoint)
+            state = self._restored(checkpoint)
         else:
             state = self._trained_again(manifest)
-            self._committed.keep(state, checkpoint)
-        self.identity = Identity.of(state, self._names, self._base.adapter)
+            self.state, self.checkpoint = state, checkpoint
+        self.identity = self.identity_of(state)
 
     def _trained_again(self, checkpoint: Manifest) -> TrainState:
         """The whole state of a checkpoint that has the parameters only."""
@@ -143,22 +136,21 @@ class Trainer(Phase):
         trainer.load(before)
         with phase(f"training round {round} again, for the optimizer's state after it"):
             state, _ = trainer.replay_round(round, batches, before)
-        again = Identity.of(state, self._names, self._base.adapter).as_dict()
+        again = self.identity_of(state).as_dict()
         digests = [name for name in again if name.endswith("_digest")]
         if any(again[name] != checkpoint.extra.get(name) for name in digests):
             raise InputError(_not_the_same(self._run, round, checkpoint, again))
         return state
 
-    def digest_of(self, state: TrainState) -> str:
-        """The identity of a state's policy, as a checkpoint's manifest has it."""
-        return Identity.of(state, self._names, self._base.adapter).parameters_digest
+    def identity_of(self, state: TrainState) -> Identity:
+        return Identity.of(state, self._names, self._source.adapter)
 
     def init_policy(self) -> SlotRef:
         """Commit the configured checkpoint 0, or return the existing one."""
         run, program = self._run, self._program
         warm = (sft_result(run),) if run.config.policy.init == "sft" else ()
         # The base of an adapter first: it is a parent, and names the warm start that made it.
-        base = self._base.commit()
+        base = self._source.commit_base()
         critic = run.config.training.critic
         content = {
             "program": PROGRAM_VERSION,
@@ -169,12 +161,9 @@ class Trainer(Phase):
         slot = self._slot(checkpoint_slot(0), content, (*base, *warm))
         if (existing := slot.find()) is not None:
             return existing
-        state = program.first_state(
-            parameters_before_training(
-                run, self._names, self._tokenizer, program.modules, program.base_template
-            ),
-            run.config.seed,
-        )
+        parameters = self._source.parameters_before_training()
+        state = program.first_state(parameters, run.config.seed)
+        del parameters  # their memory is the state's
         ref = self._commit(DeviceBackend(program, state), slot, {})
         give_back_freed_memory()  # reading a model's folder frees several times its size
         return ref
@@ -248,7 +237,7 @@ class Trainer(Phase):
             rows = extras[step](rows) if extras else rows
             with program.layout.active():
                 placed = program.layout.place_rows(rows.arrays)
-                trainable = trainable_of(state, self._base.parameters)
+                trainable = trainable_of(state, self._source.frozen)
                 parts, _, _ = passes(*trainable, reference, placed, rows.used)
             for gradients in parts:
                 assert gradients.policy is not None, "the policy is trained"
@@ -278,7 +267,7 @@ class Trainer(Phase):
         loss = Loss(settings=self._settings, reference=reference, warming=program.warms_up(round))
         # Taken: the first update donates the optimizer's arrays, so after a failure the checkpoint
         # has to be read again.
-        backend = DeviceBackend(program, self._committed.take(checkpoint), self._base.parameters)
+        backend = DeviceBackend(program, self._taken_state(checkpoint), self._source.frozen)
         history: list[Mapping[str, float]] = []
         rows = self._epochs(batches, extras)
         for (batch, extra, arrays), before, measured in self._steps(backend, loss, rows):
@@ -323,7 +312,7 @@ class Trainer(Phase):
         read = list(batches())
         # The whole round at once: whitening and penalties are over all of its tokens.
         precompute = RowPrecompute(objective, read, [self._rows(batch) for batch in read])
-        trainable, frozen = trainable_of(state, self._base.parameters)
+        trainable, frozen = trainable_of(state, self._source.frozen)
         if correcting:
             precompute.correct(partial(program.rows, program.score, trainable, frozen))
         if reference is not None and penalising:
@@ -387,7 +376,7 @@ class Trainer(Phase):
         else:
             # First: where this fails, no state is kept under the identity of another.
             identity = identity_of(self._run, ref)
-            self._committed.keep(backend.close(), ref)
+            self.state, self.checkpoint = backend.close(), ref
             self.identity = identity
         return ref
 

@@ -389,11 +389,8 @@ def _surrogate(
             lowest = objective.cispo_clip_low
             return cispo(logprobs_BT, log_ratios_BT, advantages_BT, high, lowest)
         case "sapo":
-            positive, negative = (
-                objective.sapo_temperature_positive,
-                objective.sapo_temperature_negative,
-            )
-            return sapo(log_ratios_BT, advantages_BT, positive, negative)
+            taus = objective.sapo_temperature_positive, objective.sapo_temperature_negative
+            return sapo(log_ratios_BT, advantages_BT, *taus)
         case "dppo":
             return dppo(logprobs_BT, log_ratios_BT, advantages_BT, low, high)
         case "dppo_kl":

@@ -9,7 +9,7 @@ the step that a pair is first taken in, so the first update begins at a differen
 losses are in bradley_terry.py and pair_losses.py.
 """
 
-import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -31,7 +31,7 @@ from marin_rl.batching.pairs import (
     preference_batch,
     with_reference,
 )
-from marin_rl.config import Config, PreferenceConfig, RewardModelConfig, fingerprint_fields
+from marin_rl.config import Config, PreferenceConfig, RewardModelConfig
 from marin_rl.metrics import over_steps
 from marin_rl.rollouts.rewards import given_pairs
 from marin_rl.storage.commits import find_commit, fingerprint, parent_of
@@ -56,6 +56,7 @@ from marin_rl.training.bradley_terry import (
 )
 from marin_rl.training.compiled_step import (
     CompiledStep,
+    Program,
     compiled_step_of,
     supervised_settings,
     to_fixed_shape,
@@ -63,10 +64,10 @@ from marin_rl.training.compiled_step import (
 from marin_rl.training.critic import TRUNK, ScalarHead, ScalarModel
 from marin_rl.training.logprobs import packing_of
 from marin_rl.training.model import named_parameters, with_parameters
-from marin_rl.training.optimizer import sft_adamw
+from marin_rl.training.optimizer import AdamW, sft_adamw
 from marin_rl.training.pair_losses import Pairs, preference_metrics
-from marin_rl.training.phases import SegmentedPhase, optimizer_content
-from marin_rl.training.policy_source import parameters_before_training, recorded_modules
+from marin_rl.training.phases import SegmentedPhase
+from marin_rl.training.policy_source import recorded_modules
 from marin_rl.training.state import sft_result
 from marin_rl.training.step_types import Parameters, StepRows, StepSettings, TrainableParams
 from marin_rl.types import PairSection, PreferencePair, SlotRef
@@ -77,12 +78,32 @@ MEASURED_PAIRS_MAX = 1024  # held-out pairs that are measured at a segment's end
 
 
 class PairPhase(SegmentedPhase):
-    """A phase of steps over the committed pairs of a run; `section` is that of its settings."""
+    """A phase of steps over the committed pairs of a run."""
 
-    section: ClassVar[PairSection]
-    program_version: ClassVar[int]
-    measured: ClassVar[Sequence[str]]  # metrics of pairs, which are reported as section/NAME
+    stage: ClassVar[PairSection]
     _settings: Any  # of the section
+
+    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError where the run does not configure this phase."""
+        config, settings = run.config, run.config.pair_training(self.stage)
+        modules = None
+        if config.policy.lora is not None:
+            # By the last checkpoint: an adapter's folder may be gone, or changed, since the run
+            # began.
+            modules = recorded_modules(run, LATEST_OF_PAIRS[self.stage](run))
+        adamw = sft_adamw(settings, config.training)
+        program, loss = self._program_of(config, tokenizer, adamw, modules)
+        super().__init__(run, tokenizer, program, loss, settings)
+
+    @staticmethod
+    @abstractmethod
+    def _program_of(
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        adamw: AdamW,
+        modules: Modules | None,
+    ) -> tuple[Program, Loss]:
+        """The programs of the phase, and its loss."""
 
     def prepare(self) -> SlotRef:
         """Commit the run's pairs, tokens and split included, or return them if they are there.
@@ -95,7 +116,7 @@ class PairPhase(SegmentedPhase):
         # A file that is there must be the one that was committed; a run's folder may have grown.
         if existing is not None and not Path(settings.pairs).is_file():
             return existing
-        file = given_pairs(settings, self.section)
+        file = given_pairs(settings, self.stage)
         further, parents = self._pairs_content()
         decides = {
             "file": file.sha256,
@@ -110,7 +131,7 @@ class PairPhase(SegmentedPhase):
             return existing
         tokenizer = PairTokenizer(
             tokenizer=self._tokenizer,
-            section=self.section,
+            section=self.stage,
             vocab_size=self._program.base_template.spec.vocabulary,
             context_length=run.config.policy.context_length,
             ends=trained_ends(run.config.policy, self._tokenizer),
@@ -119,12 +140,6 @@ class PairPhase(SegmentedPhase):
         pairs = self._prepared(tokenizer.tokenized(file.pairs, settings.held_out_fraction))
         extra = {"file": settings.pairs, "file_sha256": file.sha256, **asdict(self._names)}
         return commit_pairs(run, pairs, decided=decided, extra=extra, parents=above)
-
-    def _first_parameters(self) -> Parameters:
-        run, program = self._run, self._program
-        return parameters_before_training(
-            run, self._names, self._tokenizer, program.modules, program.base_template
-        )
 
     def _pairs_content(self) -> tuple[Mapping[str, Any], Sequence[SlotRef]]:
         """Further content of the committed pairs: settings, and slots they are made from."""
@@ -156,47 +171,15 @@ class PairPhase(SegmentedPhase):
     def _training_pairs(self) -> Sequence[PreferencePair]:
         return [pair for pair in self._pairs if pair.split != "eval"]
 
-    def _taken(self, count: int, step: int) -> list[int]:
-        """Places, among so many training pairs, of those that a step takes."""
+    def _taken(self, pairs: Sequence[PreferencePair], step: int) -> list[PreferencePair]:
+        """Those of the training pairs that a step takes."""
         per_step, seed = self._settings.pairs_per_step, self._run.config.seed
-        return pairs_of_step(count, per_step, seed, step).tolist()
-
-    def _step_pairs(self, step: int) -> list[PreferencePair]:
-        pairs = self._training_pairs
-        return [pairs[place] for place in self._taken(len(pairs), step)]
-
-    def _content(self) -> Mapping[str, Any]:
-        config = self._run.config
-        return {
-            "program": self.program_version,
-            "policy": fingerprint_fields(config.policy),
-            self.section: fingerprint_fields(self._settings),
-            "moments": optimizer_content(config),
-            "seed": config.seed,
-        }
+        places = pairs_of_step(len(pairs), per_step, seed, step).tolist()
+        return [pairs[place] for place in places]
 
     def _first_parents(self) -> tuple[SlotRef, ...]:
         warm = (sft_result(self._run),) if self._run.config.policy.init == "sft" else ()
-        return (*self._base.commit(), *warm)
-
-    def _named(self, metrics: Mapping[str, float], prefix: str = "") -> dict[str, float]:
-        own = {name: f"{self.section}/{prefix}{name}" for name in self.measured}
-        names = own | {name: name for name in ("grad_norm", "lr")}
-        return {
-            names[name]: value
-            for name, value in metrics.items()
-            if name in names and math.isfinite(value)
-        }
-
-
-def modules_as_begun(run: Run, section: PairSection) -> Modules | None:
-    """Modules of a run's adapter by the last checkpoint; None before there is one.
-
-    An adapter's folder may be gone, or changed, since the run began.
-    """
-    if run.config.policy.lora is None:
-        return None
-    return recorded_modules(run, LATEST_OF_PAIRS[section](run))
+        return (*super()._first_parents(), *warm)
 
 
 def held_out(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
@@ -210,34 +193,36 @@ STD_MIN = 1e-6
 class RewardModelTraining(PairPhase):
     """Trains the reward model of one run, segment by segment."""
 
-    stage = section = "reward_model"
-    program_version = 1  # counts up when the same pairs would train other parameters
+    stage = "reward_model"
+    slot_of = reward_model_slot
+    program_version = 1
     measured = ("loss", "accuracy", "margin")
     _settings: RewardModelConfig
 
-    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ConfigError where the run configures no reward model."""
-        config, settings = run.config, run.config.pair_training(self.section)
-        recorded = modules_as_begun(run, self.section)
-        adamw = sft_adamw(settings, config.training)
-        program = RewardProgram(config, tokenizer, adamw, recorded)
+    @staticmethod
+    def _program_of(
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        adamw: AdamW,
+        modules: Modules | None,
+    ) -> tuple[Program, Loss]:
         # Pairs have one loss: what `StepSettings` says besides the dtype is a policy's.
         loss = Loss(settings=supervised_settings(config))
-        super().__init__(run, tokenizer, program, loss, settings)
-        self._scorer = SequenceScorer(program.template, config.policy)
+        return RewardProgram(config, tokenizer, adamw, modules), loss
+
+    @cached_property
+    def _scorer(self) -> SequenceScorer:
+        return SequenceScorer(self._program.template, self._run.config.policy)
 
     def _rows(self, step: int) -> StepRows:
-        settings, chosen = self._settings, self._step_pairs(step)
+        settings, chosen = self._settings, self._taken(self._training_pairs, step)
         length = padded_length(longest(chosen), self._run.config.policy.context_length)
         batch = pair_batch(chosen, settings.margin, length)
         shape = settings.microbatch_pairs, settings.pairs_per_step
         return pair_arrays(batch, *shape, self._program.layout)
 
-    def _slot_of(self, step: int) -> str:
-        return reward_model_slot(step)
-
     def _first_parameters(self) -> Parameters:
-        """The trunk of a policy, or an adapter of it, and a head that returns 0 for everything."""
+        # The head returns 0 for everything.
         trained, trunk = super()._first_parameters(), self._program.base_template
         if not self._program.modules:
             return named_parameters(ScalarModel.of(with_parameters(trunk, trained)))
@@ -268,17 +253,13 @@ class RewardModelTraining(PairPhase):
         return totals, {"reward_mean": float(rewards.mean()), "reward_std": std}
 
 
-PACKING = packing_of("shared_prompt")
-
-
 def preference_step(config: Config) -> StepSettings:
-    """The settings of a step on pairs."""
     settings = config.pair_training("preference")
     assert isinstance(settings, PreferenceConfig), "it is the class of that section"
     return StepSettings(
         objective=None,
         preference=settings.loss,
-        packing=PACKING,
+        packing=packing_of("shared_prompt"),
         compute_dtype=config.policy.compute_dtype,
         load_balance_coefficient=config.training.load_balance_coefficient or 0.0,
     )
@@ -287,8 +268,9 @@ def preference_step(config: Config) -> StepSettings:
 class PreferenceTraining(PairPhase):
     """Trains the policy of one run on preference pairs, segment by segment."""
 
-    stage = section = "preference"
-    program_version = 1  # counts up when the same pairs would train other parameters
+    stage = "preference"
+    slot_of = preference_slot
+    program_version = 1
     measured = (
         "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob",
         "rejected_logprob", "chosen_nll", "kl",
@@ -296,27 +278,24 @@ class PreferenceTraining(PairPhase):
     _settings: PreferenceConfig
     _program: CompiledStep
 
-    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ConfigError where the run configures no learning from pairs."""
-        config, settings = run.config, run.config.pair_training(self.section)
-        recorded = modules_as_begun(run, self.section)
+    @staticmethod
+    def _program_of(
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        adamw: AdamW,
+        modules: Modules | None,
+    ) -> tuple[Program, Loss]:
         loss = Loss(settings=preference_step(config))
-        adamw = sft_adamw(settings, config.training)
-        program = compiled_step_of(config, tokenizer, adamw, loss.settings, recorded)
-        super().__init__(run, tokenizer, program, loss, settings)
+        return compiled_step_of(config, tokenizer, adamw, loss.settings, modules), loss
 
     def _pairs_content(self) -> tuple[Mapping[str, Any], Sequence[SlotRef]]:
         if not self._settings.loss.has_reference:
             return {}, ()
-        config, settings = self._run.config, self._settings
+        settings, content = self._settings, self._content()
+        del content[self.stage]
         # The rows that a pair is scored in follow from the steps, and its last bits from the rows.
-        return {
-            "program": self.program_version,
-            "policy": fingerprint_fields(config.policy),
-            "steps": [settings.steps, settings.pairs_per_step, settings.microbatch_pairs],
-            "moments": optimizer_content(config),
-            "seed": config.seed,
-        }, self._first_parents()
+        content["steps"] = [settings.steps, settings.pairs_per_step, settings.microbatch_pairs]
+        return content, self._first_parents()
 
     def _prepared(self, pairs: Sequence[PreferencePair]) -> Sequence[PreferencePair]:
         """Pairs with log-probabilities by the reference, of those that are used."""
@@ -340,7 +319,7 @@ class PreferenceTraining(PairPhase):
         training = [pair for pair in pairs if pair.split != "eval"]
         per_step = self._settings.pairs_per_step
         for step in range(min(self._settings.steps, -(-len(training) // per_step))):
-            yield [training[place] for place in self._taken(len(training), step)]
+            yield self._taken(training, step)
         yield from _parts(held_out(pairs), per_step)
 
     def _rows_of(self, pairs: Sequence[PreferencePair]) -> StepRows:
@@ -351,16 +330,12 @@ class PreferenceTraining(PairPhase):
 
     def _scores(self, parameters: Parameters, rows: StepRows) -> Float32[np.ndarray, "R T"]:
         """Log-probabilities of the answers' tokens, a row for each pair."""
-        program, frozen = self._program, self._base.parameters
+        program, frozen = self._program, self._source.frozen
         logprobs = program.rows(program.score, TrainableParams(parameters), frozen, rows)
-        used = rows.arrays.mask.any(axis=-1)
-        return logprobs[used]
+        return logprobs[rows.arrays.mask.any(axis=-1)]
 
     def _rows(self, step: int) -> StepRows:
-        return self._rows_of(self._step_pairs(step))
-
-    def _slot_of(self, step: int) -> str:
-        return preference_slot(step)
+        return self._rows_of(self._taken(self._training_pairs, step))
 
     def _summary(
         self, backend: DeviceBackend, history: Sequence[Mapping[str, float]]

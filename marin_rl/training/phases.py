@@ -8,6 +8,7 @@ ends in the same bits as any other.
 """
 
 import gc
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,16 +17,17 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.config import Config, PairTrainingConfig, SFTConfig
+from marin_rl.config import Config, PairTrainingConfig, SFTConfig, fingerprint_fields
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.progress import ProgressEvent, Stage, publish
+from marin_rl.storage.layout import KeyForm
 from marin_rl.storage.runs import Run, committed
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.backend import DeviceBackend, Forward, Loss
 from marin_rl.training.compiled_step import Program, check_finite
-from marin_rl.training.policy_source import FrozenBase
-from marin_rl.training.state import CheckpointSlot, CommittedState
-from marin_rl.training.step_types import Parameters, StepRows
+from marin_rl.training.policy_source import PolicySource
+from marin_rl.training.state import CheckpointSlot, restore_state
+from marin_rl.training.step_types import Parameters, StepRows, TrainState
 from marin_rl.types import SlotRef
 
 PREPARED_MAX = 4  # steps whose batches are made ahead
@@ -36,15 +38,40 @@ Batch = TypeVar("Batch")
 
 
 class Phase:
-    """A phase of one run. It keeps the program, and the state of its last checkpoint in memory."""
+    """A phase of one run. It keeps the program, and the state of its last checkpoint in memory.
+
+    `state` is that of `checkpoint`; both are None before any, and while the state is trained on.
+    """
 
     stage: ClassVar[Stage]
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, program: Program) -> None:
         self._run, self._tokenizer, self._program = run, tokenizer, program
         self._names = TokenizerIdentity.of(tokenizer)
-        self._base = FrozenBase(run, tokenizer, program)
-        self._committed = CommittedState(run, self._names, program.like, program.place)
+        self._source = PolicySource(run, tokenizer, program)
+        self.state: TrainState | None = None
+        self.checkpoint: SlotRef | None = None
+
+    def _restored(self, checkpoint: SlotRef) -> TrainState:
+        """Return the state of a checkpoint, from memory when it is that already.
+
+        Raises CorruptObject, ObjectMissing, or InputError for another tokenizer's checkpoint.
+        """
+        if self.state is None or self.checkpoint != checkpoint:
+            self.state = self.checkpoint = None  # two states may not fit into memory
+            state = restore_state(self._run, checkpoint, self._program.like, self._names)
+            self.state, self.checkpoint = self._program.place(state), checkpoint
+            del state
+            give_back_freed_memory()
+        assert self.state is not None
+        return self.state
+
+    def _taken_state(self, checkpoint: SlotRef) -> TrainState:
+        """Return the state of a checkpoint to train from: its optimizer's part will be donated."""
+        # Forgotten as it is handed out: after the first update its arrays are deleted.
+        state = self._restored(checkpoint)
+        self.state = self.checkpoint = None
+        return state
 
     def _steps(
         self, backend: DeviceBackend, loss: Loss, batches: Iterable[tuple[Batch, StepRows]]
@@ -78,7 +105,7 @@ class Phase:
             tokenizer=self._names,
             content=content,
             parents=parents,
-            adapter=self._base.adapter,
+            adapter=self._source.adapter,
         )
 
     def _publish(
@@ -97,7 +124,15 @@ class Phase:
 
 
 class SegmentedPhase(Phase, ABC):
-    """A phase of a fixed number of steps, every `steps_per_checkpoint` of which are committed."""
+    """A phase of a fixed number of steps, every `steps_per_checkpoint` of which are committed.
+
+    Its settings are the section of the configuration that `stage` names. `slot_of` names the slot
+    of the checkpoint after so many steps.
+    """
+
+    slot_of: ClassVar[KeyForm]
+    program_version: ClassVar[int]  # counts up when the same data would train other parameters
+    measured: ClassVar[Sequence[str]]  # metrics that are reported as stage/NAME
 
     def __init__(
         self,
@@ -115,30 +150,39 @@ class SegmentedPhase(Phase, ABC):
         """The rows of a step; a function of the run's seed and the step."""
 
     @abstractmethod
-    def _slot_of(self, step: int) -> str:
-        """Name of the slot of the checkpoint after so many steps."""
-
-    @abstractmethod
-    def _content(self) -> Mapping[str, Any]:
-        """Settings that decide the checkpoints, besides their parents."""
-
-    @abstractmethod
-    def _first_parents(self) -> tuple[SlotRef, ...]:
-        """The slots that the first segment begins from."""
-
-    @abstractmethod
-    def _first_parameters(self) -> Parameters:
-        """The trained parameters before the first step."""
-
-    @abstractmethod
-    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step by their public names; without numbers that are not finite."""
-
-    @abstractmethod
     def _summary(
         self, backend: DeviceBackend, history: Sequence[Mapping[str, float]]
     ) -> tuple[Mapping[str, float], Mapping[str, Any]]:
         """Totals of a segment for its manifest, and other fields of it."""
+
+    def _content(self) -> dict[str, Any]:
+        """Settings that decide the checkpoints, besides their parents."""
+        config = self._run.config
+        return {
+            "program": self.program_version,
+            "policy": fingerprint_fields(config.policy),
+            self.stage: fingerprint_fields(self._settings),
+            "moments": optimizer_content(config),
+            "seed": config.seed,
+        }
+
+    def _first_parents(self) -> tuple[SlotRef, ...]:
+        """The slots that the first segment begins from."""
+        return self._source.commit_base()
+
+    def _first_parameters(self) -> Parameters:
+        """The trained parameters before the first step."""
+        return self._source.parameters_before_training()
+
+    def _named(self, metrics: Mapping[str, float], prefix: str = "") -> dict[str, float]:
+        """Metrics of a step by their public names; without numbers that are not finite."""
+        names = {name: f"{self.stage}/{prefix}{name}" for name in self.measured}
+        names |= {name: name for name in ("grad_norm", "lr")}
+        return {
+            names[name]: value
+            for name, value in metrics.items()
+            if name in names and math.isfinite(value)
+        }
 
     def _segment(self, step_from: int, *parents: SlotRef) -> tuple[SlotRef, Mapping[str, float]]:
         """Train from `step_from` to the segment's end, and commit; the commit and its totals.
@@ -151,17 +195,17 @@ class SegmentedPhase(Phase, ABC):
         assert step_from % every == 0, (step_from, every)
         step_to = min(step_from + every, steps)
         if step_from:
-            ref = committed(self._run, self._slot_of(step_from))
+            ref = committed(self._run, self.slot_of(step_from))
             assert ref is not None, f"step {step_from} is committed before what follows it"
             before = (ref,)
         else:
             before = self._first_parents()
-        slot = self._slot(self._slot_of(step_to), self._content(), (*before, *parents))
+        slot = self._slot(self.slot_of(step_to), self._content(), (*before, *parents))
         if existing := slot.find():
             return existing, {}
-        frozen = self._base.parameters
+        frozen = self._source.frozen
         if step_from:
-            state = self._committed.take(before[0])
+            state = self._taken_state(before[0])
         else:
             state = self._program.first_state(self._first_parameters(), self._run.config.seed)
         backend = DeviceBackend(self._program, state, frozen)
@@ -176,7 +220,7 @@ class SegmentedPhase(Phase, ABC):
         ref = backend.save(slot, totals, extra).result()
         # Another attempt that was first may have other moments to the bit: its state is read then.
         if not ref.reused:
-            self._committed.keep(backend.close(), ref)
+            self.state, self.checkpoint = backend.close(), ref
         return ref, totals
 
 

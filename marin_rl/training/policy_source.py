@@ -150,71 +150,6 @@ def read_trained(run: Run, ref: SlotRef, template: LanguageModel) -> Mapping[str
         raise CorruptObject(f"cannot read {run.store.url_of(ref.slot)}: {error}") from error
 
 
-def policy_parameters(
-    run: Run,
-    names: TokenizerIdentity,
-    tokenizer: PreTrainedTokenizerBase,
-    template: LanguageModel,
-    *,
-    warm_start: bool = True,
-) -> Parameters:
-    """Return all parameters that `policy.init` names: another checkpoint's, or the first weights.
-
-    `template` is the model's, without an adapter; a checkpoint's adapter is merged. Without
-    `warm_start`, the ones that a warm start begins at. Raises ConfigError until the warm start
-    is committed, InputError for another tokenizer's checkpoint, and as `read_policy` does.
-    """
-    config = run.config
-    if config.policy.init == "sft" and warm_start:
-        source = run, sft_result(run)
-    elif config.policy.init == "checkpoint":
-        source = other_run(config)
-    else:
-        return first_parameters(config, tokenizer)
-    # By the manifest, before gigabytes of arrays are read.
-    check_restored(*source, names)
-    return read_policy(*source, template).parameters()
-
-
-# ---------------------------------------------------------------- the base of an adapter
-
-
-def commit_base(
-    run: Run, names: TokenizerIdentity, tokenizer: PreTrainedTokenizerBase, template: LanguageModel
-) -> SlotRef:
-    """Commit the base of a run's adapter, or return the existing one.
-
-    Its arrays are written unless a Hugging Face folder has them. Raises as `policy_parameters` does
-    and CommitConflict.
-    """
-    config, lora = run.config, run.config.policy.lora
-    assert lora is not None, "only adapters have a base"
-    from_warm_start = config.policy.init == "sft" and lora.begins == "training"
-    parents = [sft_result(run)] if from_warm_start else []
-    content = {
-        "program": PROGRAM_VERSION,
-        "policy": fingerprint_fields(without_lora(config).policy),
-        "seed": config.seed,
-    }
-    decided = checkpoint_fingerprint(content, parents)
-    if (existing := find_commit(run.store, base_slot(), decided)) is not None:
-        return existing
-    parameters = policy_parameters(run, names, tokenizer, template, warm_start=from_warm_start)
-    # A folder of the user's has these weights already: they are named by their digest, and not
-    # copied.
-    trained_here = from_warm_start or config.policy.init == "checkpoint"
-    folder = None if trained_here else config.policy.hf_path
-    return commit_checkpoint(
-        run,
-        base_slot(),
-        {"parameters": parameters} if folder is None else {},
-        content=content,
-        parents=parents,
-        totals={"parameters": float(sum(array.size for array in parameters.values()))},
-        extra={"parameters_digest": digest_of(parameters)} | ({"folder": folder} if folder else {}),
-    )
-
-
 def base_of(run: Run) -> tuple[SlotRef, str]:
     """The committed base of a run's adapter, and its digest. Raises ObjectMissing."""
     ref = committed(run, base_slot())
@@ -252,41 +187,6 @@ def read_base(run: Run, digest: str, template: LanguageModel) -> dict[str, Any]:
     return parameters
 
 
-def adapter_before_training(
-    run: Run, names: TokenizerIdentity, modules: Modules, template: LanguageModel
-) -> Parameters:
-    """A and B that the phase after the warm start begins with: the warm start's, or the first.
-
-    `template` is the model's, without an adapter. Raises InputError for another tokenizer's
-    checkpoint, and as `first_adapter` and `read_trained` do.
-    """
-    policy = run.config.policy
-    assert policy.lora is not None, "the run has an adapter"
-    if policy.init == "sft" and policy.lora.begins == "sft":
-        warm = sft_result(run)
-        check_restored(run, warm, names)
-        arrays = read_trained(run, warm, template)
-        return {name: device_array(array) for name, array in arrays.items()}
-    return first_adapter(run.config, modules, template)
-
-
-def parameters_before_training(
-    run: Run,
-    names: TokenizerIdentity,
-    tokenizer: PreTrainedTokenizerBase,
-    modules: Modules,
-    template: LanguageModel,
-) -> Parameters:
-    """The trained parameters that the phase after the warm start begins with.
-
-    They are an adapter's where it has `modules`, else all. Raises as `policy_parameters` and
-    `adapter_before_training` do.
-    """
-    if modules:
-        return adapter_before_training(run, names, modules, template)
-    return policy_parameters(run, names, tokenizer, template)
-
-
 def recorded_modules(run: Run, ref: SlotRef | None = None) -> Modules | None:
     """Modules of a run's adapter by a checkpoint, or the first one; None until there is one.
 
@@ -297,21 +197,83 @@ def recorded_modules(run: Run, ref: SlotRef | None = None) -> Modules | None:
     return adapter and adapter.modules
 
 
-class FrozenBase:
-    """The base of a run's adapter, by its committed slot; nothing for a run that has no adapter."""
+class PolicySource:
+    """The parameters that a run's policy begins with, and the base of its adapter."""
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, program: Program) -> None:
         self._run, self._tokenizer, self._program = run, tokenizer, program
 
-    def commit(self) -> tuple[SlotRef, ...]:
-        """Commit the base, or find it committed; the parents that the first checkpoint has by it.
+    def policy_parameters(self, *, warm_start: bool = True) -> Parameters:
+        """All parameters that `policy.init` names: another checkpoint's, or the first weights.
 
-        Raises as `commit_base` does.
+        A checkpoint's adapter is merged. Without `warm_start`, the ones that a warm start begins
+        at. Raises ConfigError until the warm start is committed, InputError for another tokenizer's
+        checkpoint, and as `read_policy` does.
         """
+        config = self._run.config
+        if config.policy.init == "sft" and warm_start:
+            source = self._run, sft_result(self._run)
+        elif config.policy.init == "checkpoint":
+            source = other_run(config)
+        else:
+            return first_parameters(config, self._tokenizer)
+        # By the manifest, before gigabytes of arrays are read.
+        check_restored(*source, TokenizerIdentity.of(self._tokenizer))
+        return read_policy(*source, self._program.base_template).parameters()
+
+    def parameters_before_training(self) -> Parameters:
+        """The trained parameters that the phase after the warm start begins with.
+
+        An adapter's are the warm start's, or the first. Raises as `policy_parameters`,
+        `first_adapter` and `read_trained` do.
+        """
+        run, program, policy = self._run, self._program, self._run.config.policy
+        if not program.modules:
+            return self.policy_parameters()
+        assert policy.lora is not None, "the run has an adapter"
+        if policy.init != "sft" or policy.lora.begins != "sft":
+            return first_adapter(run.config, program.modules, program.base_template)
+        warm = sft_result(run)
+        check_restored(run, warm, TokenizerIdentity.of(self._tokenizer))
+        arrays = read_trained(run, warm, program.base_template)
+        return {name: device_array(array) for name, array in arrays.items()}
+
+    def commit_base(self) -> tuple[SlotRef, ...]:
+        """Commit the adapter's base, or find it committed; nothing for a run without an adapter.
+
+        Returns the parents that the first checkpoint has by it. Its arrays are written unless a
+        Hugging Face folder has them. Raises as `policy_parameters` does and CommitConflict.
+        """
+        run, config, lora = self._run, self._run.config, self._run.config.policy.lora
         if not self._program.modules:
             return ()
-        names, template = TokenizerIdentity.of(self._tokenizer), self._program.base_template
-        return (commit_base(self._run, names, self._tokenizer, template),)
+        assert lora is not None, "only adapters have a base"
+        from_warm_start = config.policy.init == "sft" and lora.begins == "training"
+        parents = [sft_result(run)] if from_warm_start else []
+        content = {
+            "program": PROGRAM_VERSION,
+            "policy": fingerprint_fields(without_lora(config).policy),
+            "seed": config.seed,
+        }
+        decided = checkpoint_fingerprint(content, parents)
+        if (existing := find_commit(run.store, base_slot(), decided)) is not None:
+            return (existing,)
+        parameters = self.policy_parameters(warm_start=from_warm_start)
+        # A folder of the user's has these weights already: they are named by their digest, and not
+        # copied.
+        trained_here = from_warm_start or config.policy.init == "checkpoint"
+        folder = None if trained_here else config.policy.hf_path
+        extra = {"parameters_digest": digest_of(parameters)}
+        ref = commit_checkpoint(
+            run,
+            base_slot(),
+            {"parameters": parameters} if folder is None else {},
+            content=content,
+            parents=parents,
+            totals={"parameters": float(sum(array.size for array in parameters.values()))},
+            extra=extra | ({"folder": folder} if folder else {}),
+        )
+        return (ref,)
 
     @cached_property
     def adapter(self) -> AdapterOf | None:
@@ -323,7 +285,7 @@ class FrozenBase:
 
     # Read on first use and kept: no update changes the base, and every round needs it.
     @cached_property
-    def parameters(self) -> Parameters:
+    def frozen(self) -> Parameters:
         """The base's parameters on the devices, none without an adapter. Raises as `read_base`."""
         if self.adapter is None:
             return {}

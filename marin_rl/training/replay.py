@@ -96,7 +96,7 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
     return Replay(
         round=round,
         recorded_digest=str(recorded.extra["parameters_digest"]),
-        digest=trainer.digest_of(state),
+        digest=trainer.identity_of(state).parameters_digest,
         compared=compared,
         differing=differing,
         metrics=_apart(recorded.totals, finite),

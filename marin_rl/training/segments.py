@@ -20,12 +20,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int64, Shaped
 from marin_rl.types import TrainingBatch
 
 FloatBT = Float[Array, "B T"]
-
 # Arguments may be arrays of JAX or NumPy.
 FloatArrayBT = Float[Array | np.ndarray, "B T"]
-
 IntBT = Int[Array | np.ndarray, "B T"]
-
 MaskBT = Shaped[Array | np.ndarray, "B T"]
 
 
@@ -83,7 +80,6 @@ def numbered(names: Sequence[str]) -> tuple[Int64[np.ndarray, " _"], list[str]]:
 
 
 def is_cut(batch: TrainingBatch) -> bool:
-    """Return True where a rollout of the batch has several segments."""
     names = [name for row in batch.rollout_ids for name in row]
     return len(set(names)) < len(names)
 

@@ -30,8 +30,7 @@ from marin_rl.training.compiled_step import (
 )
 from marin_rl.training.loop import PROGRAM_VERSION
 from marin_rl.training.optimizer import sft_adamw
-from marin_rl.training.phases import SegmentedPhase, optimizer_content
-from marin_rl.training.policy_source import policy_parameters
+from marin_rl.training.phases import SegmentedPhase
 from marin_rl.training.step_types import Parameters, StepRows
 from marin_rl.types import Demonstration, SlotRef, TrainingBatch
 
@@ -40,14 +39,14 @@ LENGTH_STEP = 8  # sequences are padded to a multiple of this, so few lengths ar
 # no more, because a step's last pass may be filled in part.
 PASS_TOKENS = 1024
 
-# Metrics of a step that a segment's manifest has, by their public names.
-METRICS = {"loss": "sft/loss", "grad_norm": "grad_norm", "lr": "lr"}
-
 
 class WarmStart(SegmentedPhase):
     """Trains the warm start of one run, segment by segment."""
 
     stage = "sft"
+    slot_of = sft_slot
+    program_version = PROGRAM_VERSION
+    measured = ("loss",)
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
         config = warm_start_config(run.config)
@@ -62,11 +61,10 @@ class WarmStart(SegmentedPhase):
         super().__init__(run, tokenizer, program, loss, config.sft)
 
     def run_segment(self, step_from: int) -> SlotRef:
-        """Train from `step_from` to the segment's end and commit the checkpoint there.
+        """Train from `step_from` to the segment's end, and commit; return an existing commit.
 
-        Returns what is committed already. The summary holds the segment's last `sft/loss`,
-        `grad_norm` and `lr`. Raises InputError for examples without an answer or longer than the
-        context, NonFiniteUpdate, CommitConflict.
+        The summary holds the segment's last `sft/loss`, `grad_norm` and `lr`. Raises InputError for
+        examples without an answer or longer than the context, NonFiniteUpdate, CommitConflict.
         """
         return self._segment(step_from)[0]
 
@@ -79,32 +77,16 @@ class WarmStart(SegmentedPhase):
             rows_max = rows_compiled_for(len(batch.token_ids), rows_max)
         return to_fixed_shape(batch, rows, rows_max, self._program.layout)
 
-    def _slot_of(self, step: int) -> str:
-        return sft_slot(step)
-
-    def _content(self) -> Mapping[str, Any]:
+    def _content(self) -> dict[str, Any]:
         config = self._run.config
-        return {
-            "program": PROGRAM_VERSION,
-            "policy": fingerprint_fields(config.policy),
-            "sft": fingerprint_fields(config.sft),
-            "environment": fingerprint_fields(config.sft.environment or config.environment),
-            "moments": optimizer_content(config),
-            "seed": config.seed,
-        }
-
-    def _first_parents(self) -> tuple[SlotRef, ...]:
-        return self._base.commit()
+        environment = config.sft.environment or config.environment
+        return super()._content() | {"environment": fingerprint_fields(environment)}
 
     def _first_parameters(self) -> Parameters:
-        run, program = self._run, self._program
+        program = self._program
         if program.modules:
-            return first_adapter(run.config, program.modules, program.base_template)
-        template = program.base_template
-        return policy_parameters(run, self._names, self._tokenizer, template, warm_start=False)
-
-    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        return {to: metrics[name] for name, to in METRICS.items() if np.isfinite(metrics[name])}
+            return first_adapter(self._run.config, program.modules, program.base_template)
+        return self._source.policy_parameters(warm_start=False)
 
     def _summary(
         self, backend: DeviceBackend, history: Sequence[Mapping[str, float]]

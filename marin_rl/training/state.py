@@ -7,7 +7,7 @@ architecture, and where its first parameters come from.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.lora.adapter import LoraModule, policy_digest
 from marin_rl.lora.quantization import quantized_digest
-from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.module import LanguageModel
 from marin_rl.storage.checkpoints import (
     ExtraParts,
@@ -249,7 +248,6 @@ class Identity:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a manifest's `extra` keeps them."""
         fields = dataclasses.asdict(self)
         # Left out rather than null: manifests of runs without a critic have no such field.
         return {name: value for name, value in fields.items() if value is not None}
@@ -371,49 +369,3 @@ class CheckpointSlot:
             # A few small arrays: Orbax takes ten times as long for them as one file does.
             pack=self.adapter is not None,
         )
-
-
-class CommittedState:
-    """A training state of a run in memory, and the `checkpoint` that it equals; None before any.
-
-    A trainer takes the state from here, so that no second reference keeps its memory, and gives it
-    back once it is committed.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        tokenizer: TokenizerIdentity,
-        like: TrainState,
-        place: Callable[[TrainState], TrainState],
-    ) -> None:
-        self._run, self._names, self._like, self._place = run, tokenizer, like, place
-        self.state: TrainState | None = None
-        self.checkpoint: SlotRef | None = None
-
-    def load(self, checkpoint: SlotRef) -> TrainState:
-        """Return the state of a checkpoint, from memory when it is that already.
-
-        Raises CorruptObject, ObjectMissing, or InputError for another tokenizer's checkpoint.
-        """
-        if self.state is None or self.checkpoint != checkpoint:
-            self.forget()  # two states may not fit into memory
-            state = restore_state(self._run, checkpoint, self._like, self._names)
-            self.keep(self._place(state), checkpoint)
-            del state
-            give_back_freed_memory()
-        assert self.state is not None
-        return self.state
-
-    def take(self, checkpoint: SlotRef) -> TrainState:
-        """Return the state of a checkpoint to train from: its optimizer's part will be donated."""
-        # Forgotten as it is handed out: after the first update its arrays are deleted.
-        state = self.load(checkpoint)
-        self.forget()
-        return state
-
-    def keep(self, state: TrainState, checkpoint: SlotRef) -> None:
-        self.state, self.checkpoint = state, checkpoint
-
-    def forget(self) -> None:
-        self.state = self.checkpoint = None

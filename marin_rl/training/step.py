@@ -32,7 +32,7 @@ from marin_rl.training.logprobs import TokenScores, token_logprobs
 from marin_rl.training.losses import weighted_sum
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.optimizer import Schedule, guarded_update
-from marin_rl.training.pair_losses import PairCounts, Pairs, counts_of, preference_loss
+from marin_rl.training.pair_losses import Pairs, counts_of, preference_loss
 from marin_rl.training.step_loss import critic_losses, row_weights, step_losses
 from marin_rl.training.step_metrics import Metrics, TokenMeasures, step_metrics, token_measures
 from marin_rl.training.step_types import (
@@ -64,13 +64,6 @@ class MicrobatchRange(NamedTuple):
     first: Int[Any, ""]
     apart: Int[Any, ""]
     used: Int[Any, ""]
-
-    @property
-    def size(self) -> Array:
-        return jnp.maximum(self.used - self.first + self.apart - 1, 0) // self.apart
-
-    def microbatch(self, number: Array) -> Array:
-        return self.first + number * self.apart
 
     @classmethod
     def of(cls, lane: int, lanes: int, used: int) -> "MicrobatchRange":
@@ -147,22 +140,26 @@ def accumulate(
         # With an adapter, the reference is another adapter on the same base.
         ref_params = combine(computing(reference.parameters, settings.compute_dtype), frozen)
     balance = settings.load_balance_coefficient
-    pairs = counts_of(arrays)
+    pairs, (first, apart, used) = counts_of(arrays), microbatches
     # The critic's loss is a mean over the step's tokens, whatever the policy's aggregation is.
-    tokens = jnp.sum(arrays.mask) if trained.critic is not None or balance else None
+    tokens = jnp.sum(arrays.mask)
 
     def loss(
         trained: TrainableParams, rows: StepArrays, weights: Array
     ) -> tuple[Array, ForwardOutputs]:
         scores, values = score(combine(trained.policy, frozen), trained.critic, rows)
-        ref_logprobs = None
-        if ref_params is not None:
-            ref_logprobs = jax.lax.stop_gradient(score(ref_params, None, rows)[0]).logprobs
+        of_reference = None if ref_params is None else score(ref_params, None, rows)[0]
+        ref_logprobs = of_reference and jax.lax.stop_gradient(of_reference).logprobs
         outputs = ForwardOutputs(scores, ref_logprobs, values)
-        total = _policy_loss(settings, outputs, coefficient, rows, weights, pairs)
-        if values is not None and tokens is not None:
+        if settings.preference is not None:
+            of_pairs = Pairs.of(scores.logprobs, rows)
+            total = preference_loss(settings.preference, of_pairs, pairs)
+        else:
+            losses, regularisers = step_losses(settings, outputs, coefficient, rows)
+            total = weighted_sum(weights, losses + regularisers)
+        if values is not None:
             total += jnp.sum(critic_losses(settings, values, rows)) / jnp.maximum(tokens, 1)
-        if scores.loads is not None and balance and tokens is not None:
+        if scores.loads is not None and balance:
             share = jnp.sum(rows.mask) / jnp.maximum(tokens, 1)
             total += balance * share * balance_loss(scores.loads)
         elif scores.loads is not None:
@@ -172,7 +169,7 @@ def accumulate(
     def body(number: Array, carry: Any) -> Any:
         total, kept = carry
         # One at a time, so that activations need the memory of one microbatch.
-        index = microbatches.microbatch(number)
+        index = first + number * apart
         rows = jax.tree.map(lambda array: array[index], arrays)
         gradients, outputs = jax.grad(loss, has_aux=True)(trained, rows, weights_MRT[index])
         # Summed in float32: bfloat16 would lose what many microbatches each add a little of.
@@ -189,22 +186,8 @@ def accumulate(
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
     # The number of iterations is an array: microbatches without rows cost nothing, and no number
     # recompiles.
-    return jax.lax.fori_loop(0, microbatches.size, body, (total, kept))
-
-
-def _policy_loss(
-    settings: StepSettings,
-    outputs: ForwardOutputs,
-    coefficient: Array | None,
-    rows: StepArrays,
-    weights: Array,
-    pairs: PairCounts,
-) -> Array:
-    """The policy's loss of a microbatch, the sum of its tokens or of its pairs."""
-    if settings.preference is not None:
-        return preference_loss(settings.preference, Pairs.of(outputs.scores.logprobs, rows), pairs)
-    losses, regularisers = step_losses(settings, outputs, coefficient, rows)
-    return weighted_sum(weights, losses + regularisers)
+    count = jnp.maximum(used - first + apart - 1, 0) // apart
+    return jax.lax.fori_loop(0, count, body, (total, kept))
 
 
 def sum_ranges(parts: Sequence[Tree]) -> Tree:
@@ -301,10 +284,10 @@ def make_update(
     *,
     average_decay: float | None = None,
 ) -> Update:
-    """Return the jitted update of a state: its `optimizer` and `critic` are donated.
+    """Return the jitted update of a state by gradients and the loss that they are of.
 
-    Arguments of the result: state, gradients, and the loss that they are of. An update is refused
-    where loss or gradients are not finite. Gradients of only the critic leave the policy as it is.
+    The state's `optimizer` and `critic` are donated. An update is refused where loss or gradients
+    are not finite. Gradients of only the critic leave the policy as it is.
     """
 
     def update(
@@ -398,11 +381,9 @@ def rows_pass(
     settings: StepSettings,
     of_rows: Callable[[Parameters, Parameters | None, StepArrays], Float[Array, "R T"]],
 ) -> RowsPass:
-    """Return a jitted pass that trains nothing: `of_rows` of each microbatch, over all rows.
+    """Return a jitted pass that trains nothing: `of_rows` of each microbatch that holds anything.
 
-    `of_rows` takes all of the policy's parameters, the critic's or None, and rows [R, T]. Arguments
-    of the result: trainable parameters, frozen ones, arrays, and the number of microbatches that
-    hold anything.
+    `of_rows` takes all of the policy's parameters, the critic's or None, and rows [R, T].
     """
 
     def run(
@@ -429,17 +410,14 @@ def make_score(template: LanguageModel, settings: StepSettings) -> RowsPass:
 
 def make_score_norms(template: LanguageModel, settings: StepSettings) -> RowsPass:
     """Return the pass of the optimal token baseline: `squared_score_norms` of all rows."""
-    return rows_pass(
-        settings,
-        lambda policy, _, rows: squared_score_norms(
-            policy_module(template, policy), rows, settings
-        ),
-    )
+
+    def norms(policy: Parameters, _: Parameters | None, rows: StepArrays) -> Array:
+        return squared_score_norms(policy_module(template, policy), rows, settings)
+
+    return rows_pass(settings, norms)
 
 
 def make_values(template: LanguageModel, settings: StepSettings, critic: Critic) -> RowsPass:
-    """Return the pass of a critic's values."""
-
     def values(policy: Parameters, critic_params: Parameters | None, rows: StepArrays) -> Array:
         assert critic_params is not None, "values are a critic's"
         return critic.values(critic_params, policy_module(template, policy), rows, settings)

@@ -57,12 +57,11 @@ def step_loss(
 
 
 def in_rows(array_MRT: Array) -> Array:
-    """Flatten microbatches: [M, R, T] to [B, T]."""
     return array_MRT.reshape(-1, array_MRT.shape[-1])
 
 
 def row_weights(arrays: StepArrays, settings: StepSettings) -> Float[Array, "B T"]:
-    """Return the weight of each token's loss, over all rows of the step."""
+    """The weight of each token's loss, over all rows of the step."""
     # Supervised, all tokens of a step count alike, as in pretraining.
     aggregation = settings.objective.aggregation if settings.objective else "token_mean"
     mask_BT, segment_ids_BT = in_rows(arrays.mask.astype(jnp.float32)), in_rows(arrays.segment_ids)
@@ -75,7 +74,7 @@ def step_losses(
 ) -> tuple[Array, Array]:
     """Per token the surrogate, and its weighted KL less its weighted entropy; 0 off the mask."""
     scores, ref_logprobs, _ = outputs
-    objective, mask = settings.objective, rows.mask.astype(jnp.float32)
+    objective = settings.objective
     if objective is None:
         return -on_mask(scores.logprobs, rows.mask), jnp.zeros_like(scores.logprobs)
     old = old_logprobs(objective, scores.logprobs, rows)
@@ -86,10 +85,8 @@ def step_losses(
     regularisers = -objective.entropy_coefficient * on_mask(scores.entropies, rows.mask)
     if ref_logprobs is not None:
         # Masked before the estimate: exp of padding's difference may be infinite, and 0 * inf NaN.
-        logprobs, references = (
-            on_mask(array, rows.mask) for array in (scores.logprobs, ref_logprobs)
-        )
-        kl = kl_estimate(logprobs, references, objective.kl_estimator) * mask
+        both = (on_mask(array, rows.mask) for array in (scores.logprobs, ref_logprobs))
+        kl = kl_estimate(*both, objective.kl_estimator) * rows.mask.astype(jnp.float32)
         regularisers += coefficient * kl
     return losses, regularisers
 
@@ -97,7 +94,7 @@ def step_losses(
 def surrogate_losses(
     objective: ObjectiveConfig, logprobs: Array, old: Array, rows: StepArrays
 ) -> Array:
-    """Return the surrogate of each token of rows [B, T]: the user's, or `objective.surrogate`."""
+    """The surrogate of each token of rows [B, T], by `objective.surrogate` or the user's loss."""
     if objective.loss is not None:
         return own_losses(objective, logprobs, old, rows)[0]
     mask = rows.mask.astype(jnp.float32)
@@ -107,22 +104,15 @@ def surrogate_losses(
 def own_losses(
     objective: ObjectiveConfig, logprobs: Array, old: Array, rows: StepArrays
 ) -> tuple[Array, dict[str, Array]]:
-    """Return the user's own loss of each token of rows [B, T], and its metrics."""
+    """The user's own loss of each token of rows [B, T], and its metrics."""
+    sampled = rows.policy_logprobs, rows.advantages
     return custom_losses(
-        objective,
-        LossArrays(
-            logprobs=logprobs,
-            old_logprobs=old,
-            policy_logprobs=rows.policy_logprobs,
-            advantages=rows.advantages,
-            mask=rows.mask,
-            segment_ids=rows.segment_ids,
-        ),
+        objective, LossArrays(logprobs, old, *sampled, rows.mask, rows.segment_ids)
     )
 
 
 def old_logprobs(objective: ObjectiveConfig, logprobs: Array, rows: StepArrays) -> Array:
-    """Return old logprobs: the denominator of importance ratios.
+    """The denominator of importance ratios.
 
     Without importance correction, the sampler's own; with it, the trainer's before the first
     update, which in that update are the current ones.
@@ -147,7 +137,7 @@ def critic_losses(settings: StepSettings, values: Array, rows: StepArrays) -> Ar
 
 
 def critic_targets(settings: StepSettings, rows: StepArrays) -> tuple[CriticConfig, Array, Array]:
-    """Return the critic's settings, its values before the first update, and its returns."""
+    """The critic's settings, its values before the first update, and its returns."""
     assert settings.critic is not None, "values need a critic"
     assert rows.old_values is not None, "the rows of a critic have its old values"
     assert rows.returns is not None, "the rows of a critic have its returns"

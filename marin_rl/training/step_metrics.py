@@ -57,15 +57,14 @@ class TokenMeasures(NamedTuple):
 def step_metrics(
     settings: StepSettings, outputs: ForwardOutputs, coefficient: Array | None, arrays: StepArrays
 ) -> Metrics:
-    """Return the loss and the metrics of a step, over all its rows at once."""
+    """The loss and the metrics of a step, over all its rows at once."""
     if settings.preference is not None:
         pairs = Pairs.of(outputs.scores.logprobs, arrays)  # by microbatch, as the loss takes them
         return preference_metrics(settings.preference, pairs) | _loads(outputs)
     loss, surrogate = step_loss(settings, outputs, coefficient, arrays)
-    rows = jax.tree.map(in_rows, arrays)
-    scores, references, values = outputs
+    scores, *others = outputs
+    rows, (references, values) = jax.tree.map(in_rows, (arrays, tuple(others)))
     logprobs, entropies = in_rows(scores.logprobs), in_rows(scores.entropies)
-    references, values = jax.tree.map(in_rows, (references, values))
     metrics = {"loss": loss, "entropy": _mean(entropies, rows.mask)}
     objective = settings.objective
     if objective is not None:
@@ -100,17 +99,15 @@ def _loads(outputs: ForwardOutputs) -> Metrics:
 def token_measures(
     settings: StepSettings, outputs: ForwardOutputs, arrays: StepArrays
 ) -> TokenMeasures | None:
-    """Return the measures that are kept of every token, `[M, R, T]`; None when supervised."""
+    """The measures that are kept of every token, `[M, R, T]`; None when supervised."""
     if settings.objective is None:
         return None
     objective, rows = settings.objective, jax.tree.map(in_rows, arrays)
     scores, ref_logprobs, values = outputs
     logprobs, mask = in_rows(scores.logprobs), rows.mask.astype(jnp.float32)
     old = old_logprobs(objective, logprobs, rows)
-    sequences = mask, rows.segment_ids
-    ratios = importance_ratios(objective, logprobs, old, *sequences)
-    weights = corrections(objective, old, rows)
-    clipped = clipped_tokens(objective, logprobs, old, weights, rows)
+    ratios = importance_ratios(objective, logprobs, old, mask, rows.segment_ids)
+    clipped = clipped_tokens(objective, logprobs, old, corrections(objective, old, rows), rows)
     corrected = objective.importance_correction != "none"
     return TokenMeasures(
         trainer_logprobs=scores.logprobs,
@@ -223,10 +220,9 @@ def clipped_tokens(
 ) -> Bool[Array, "B T"]:
     """Trained tokens that have an advantage, and whose log-probability gets no gradient.
 
-    Asked of the surrogate's own derivative, so that it holds for every surrogate there is: a PPO
-    ratio beyond its bound, dual or not; a token whose probability dppo lets go no further; a whole
-    completion where the ratio is a completion's; a correction weight of 0. reinforce, sapo and
-    cispo take no gradient away: cispo cuts the ratio, but the term that it weighs stays.
+    Asked of the surrogate's own derivative, so that it holds for every surrogate there is.
+    reinforce, sapo and cispo take no gradient away: cispo cuts the ratio, but the term that it
+    weighs stays.
     """
 
     def surrogate(logprobs: FloatBT) -> Array:
@@ -235,9 +231,8 @@ def clipped_tokens(
 
     # By the logprobs, not the model's parameters: a few elementwise operations.
     gradient_BT = jax.grad(surrogate)(logprobs_BT)
-    mask_BT = rows.mask.astype(jnp.float32)
     # An advantage of 0 has no gradient either, and is no clip.
-    return (mask_BT > 0) & (rows.advantages != 0) & (gradient_BT == 0)
+    return rows.mask & (rows.advantages != 0) & (gradient_BT == 0)
 
 
 class Beyond(NamedTuple):
@@ -264,10 +259,8 @@ def beyond_bounds(
     """
     low, high = objective.clip_low, objective.clip_high
     none_BT = jnp.zeros(ratios_BT.shape, bool)
-    if objective.loss is not None:
-        return Beyond(none_BT, none_BT)
-    match objective.surrogate:
-        case "reinforce" | "sapo" | "dro":
+    match objective.surrogate if objective.loss is None else None:
+        case None | "reinforce" | "sapo" | "dro":
             return Beyond(none_BT, none_BT)
         case "cispo":
             lowest = objective.cispo_clip_low

@@ -37,7 +37,7 @@ def test_a_round_on_two_devices_is_that_of_one_with_the_base_spread_over_both(
     one, two = (trained[name]._loaded.parameters for name in ("one", "two"))
     for name, array in one.items():
         np.testing.assert_allclose(two[name], array, atol=1e-5)
-    base = trained["two"]._base.parameters
+    base = trained["two"]._source.frozen
     assert all(array.sharding.num_devices == 2 for array in base.values())
     # By the rules of a run that trains all parameters.
     full, _, _ = begin_full(debug, tokenizer, axis, tmp_path)
@@ -88,7 +88,7 @@ def test_a_round_from_sampling_to_the_next_checkpoint(tmp_path, tokenizer, setti
         runtime.close()
     trainer = Trainer(run, tokenizer)
     trainer.load(checkpoint)
-    dtypes = {name: array.dtype for name, array in trainer._base.parameters.items()}
+    dtypes = {name: array.dtype for name, array in trainer._source.frozen.items()}
     assert all(array.dtype == jnp.float32 for array in trainer._loaded.parameters.values())
     narrow = "policy.compute_dtype=bfloat16" in settings
     expected = jnp.bfloat16 if narrow else jnp.float32

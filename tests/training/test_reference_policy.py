@@ -176,7 +176,7 @@ def test_an_averaged_reference_lives_in_the_checkpoint_and_resumes_to_the_bit(de
     start = restore_parameters(run, first, program.like, names)
     one = play(run, trainer, first, [0])
     moved = restore_parameters(run, one, program.like, names)
-    state = trainer._committed.state
+    state = trainer.state
     assert state is not None
     assert state.average is not None
     for name, average in state.average.items():
@@ -184,7 +184,7 @@ def test_an_averaged_reference_lives_in_the_checkpoint_and_resumes_to_the_bit(de
     two = play(run, trainer, one, [1])
     again = Trainer(run, tokenizer)
     again.load(one)
-    kept = again._committed.state
+    kept = again.state
     assert kept is not None
     assert kept.average is not None
     for name, average in state.average.items():

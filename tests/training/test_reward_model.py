@@ -129,8 +129,8 @@ def test_one_with_an_adapter_trains_and_keeps_that_alone(begun, debug, tokenizer
     slot = reward_model_slot_of(config, names.tokenizer_digest, names.chat_template_digest)
     texts = [f"<|user|>say 7<|assistant|>{word}<|end|>" for word in ("ok", "no")]
     rows = [np.array(tokenizer.encode(text), np.int32) for text in texts]
-    state = training._committed.load(refs[1])
-    frozen = training._base.parameters
+    state = training._restored(refs[1])
+    frozen = training._source.frozen
     expected = training._scorer.score({**frozen, **state.parameters}, rows)
     assert expected[0] > expected[1]
     np.testing.assert_array_equal(LearnedReward(slot, tokenizer).score(rows), expected)
