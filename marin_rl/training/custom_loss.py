@@ -51,10 +51,16 @@ def custom_losses(
 
     One number counts for each trained token. Raises ConfigError as `check_loss`.
     """
-    *numbers, mask, segment_ids = arrays
-    # Masked before the call: exp of padding's numbers may be infinite, and its gradient NaN.
-    masked = [on_mask(array, mask) for array in numbers]
-    given = LossArrays(*masked, mask.astype(jnp.float32), segment_ids)._asdict()
+    mask = arrays.mask
+    given = {
+        # Masked before the call: exp of padding's numbers may be infinite, and its gradient NaN.
+        "logprobs": on_mask(arrays.logprobs, mask),
+        "old_logprobs": on_mask(arrays.old_logprobs, mask),
+        "policy_logprobs": on_mask(arrays.policy_logprobs, mask),
+        "advantages": on_mask(arrays.advantages, mask),
+        "mask": mask.astype(jnp.float32),
+        "segment_ids": arrays.segment_ids,
+    }
     function, names = _function(objective)
     returned = function(**{name: given[name] for name in names}, **(objective.loss_options or {}))
     pair = isinstance(returned, tuple) and len(returned) == 2

@@ -80,7 +80,7 @@ MEASURED_PAIRS_MAX = 1024  # held-out pairs that are measured at a segment's end
 class PairPhase(SegmentedPhase):
     """A phase of steps over the committed pairs of a run."""
 
-    stage: ClassVar[PairSection]
+    stage: ClassVar[PairSection]  # pyright: ignore[reportIncompatibleVariableOverride]
     _settings: Any  # of the section
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:

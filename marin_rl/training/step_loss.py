@@ -85,8 +85,8 @@ def step_losses(
     regularisers = -objective.entropy_coefficient * on_mask(scores.entropies, rows.mask)
     if ref_logprobs is not None:
         # Masked before the estimate: exp of padding's difference may be infinite, and 0 * inf NaN.
-        both = (on_mask(array, rows.mask) for array in (scores.logprobs, ref_logprobs))
-        kl = kl_estimate(*both, objective.kl_estimator) * rows.mask.astype(jnp.float32)
+        ours, reference = on_mask(scores.logprobs, rows.mask), on_mask(ref_logprobs, rows.mask)
+        kl = kl_estimate(ours, reference, objective.kl_estimator) * rows.mask.astype(jnp.float32)
         regularisers += coefficient * kl
     return losses, regularisers
 
