@@ -90,8 +90,8 @@ class AgentOptions(ChatOptions):
     )
     check_folder: str | None = Field(
         default=None,
-        description="folder that is copied over the rollout's own before the check, such as tests "
-        "that the agent must not see or change",
+        description="folder whose entries replace those of the rollout's before the check, such as "
+        "tests that the agent must not see or change",
     )
     memory_bytes_max: int = Field(
         default=1 << 30, ge=32 << 20, description="memory of a program, in bytes"
@@ -178,7 +178,7 @@ class Agent(Chat):
             components = super().score(example, output)
             return {each.name: each.value * each.weight for each in components}
         if self.options.check_folder is not None:
-            shutil.copytree(self.options.check_folder, workspace, symlinks=True, dirs_exist_ok=True)
+            _replace_entries(Path(self.options.check_folder), workspace)
             open_to_all(workspace)
         command = [self._filled(part) for part in self.options.check]
         return {"check": float(self.check_box.run(command, workspace=workspace).succeeded)}
@@ -212,6 +212,20 @@ class Agent(Chat):
 
 
 SOCKET, CONTROL = ".model.sock", ".session.sock"
+
+
+def _replace_entries(source: Path, workspace: Path) -> None:
+    """Put the entries of a folder in the place of those of the same names.
+
+    The program's own go first, and with them links that it may have made to files of this machine.
+    """
+    for entry in source.iterdir():
+        place = workspace / entry.name
+        delete_tree(place)
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, place, symlinks=True)
+        else:
+            shutil.copy2(entry, place, follow_symlinks=False)
 
 
 def _digest_of(folder: str) -> str:

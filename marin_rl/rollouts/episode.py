@@ -29,7 +29,15 @@ from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import POLICY, Start, StepResult, Tool
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.scoring import fault_of
-from marin_rl.errors import BridgeFault, EndpointUnavailable, InputError, RewardFault
+from marin_rl.errors import (
+    BadResponse,
+    BridgeFault,
+    EndpointUnavailable,
+    InputError,
+    MarinRLError,
+    RequestRejected,
+    RewardFault,
+)
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatClient
 from marin_rl.rollouts.tool_turns import ToolTurns
@@ -194,7 +202,7 @@ class _Member:
     request: GroupRequest
     index: int
     episode: PlayedEpisode
-    start: Start | RewardFault = field(init=False)
+    start: Start | MarinRLError = field(init=False)
     start_s: float = field(init=False)
     first: tuple[ChatAnswer, Completion] = field(init=False)
     turns: list[SampledTurn] = field(default_factory=list[SampledTurn])
@@ -223,7 +231,10 @@ class _Member:
             driver, start = self.driver, self.start
             if start.tools and driver.client.gives_ids:
                 driver.reader.check(start.tools)
-            (self.first,) = await driver.first_turns(self.request, start, [self.index])
+            try:
+                (self.first,) = await driver.first_turns(self.request, start, [self.index])
+            except (RequestRejected, BadResponse) as error:  # the prompt is this member's alone
+                self.start = error
         return await self.played(ended)
 
     async def played(self, ended: Ended | None) -> Trajectory:
@@ -237,7 +248,7 @@ class _Member:
             await ended(self.index, trajectory)
         return trajectory
 
-    def _not_begun(self, fault: RewardFault) -> Trajectory:
+    def _not_begun(self, fault: MarinRLError) -> Trajectory:
         return Trajectory(
             messages=self.request.example.messages,
             turns=(),
@@ -388,16 +399,20 @@ class _Member:
     ) -> Int32[np.ndarray, " P"]:
         """Begin a segment whose prompt is a whole conversation; return its ids.
 
-        Raises BridgeFault where none may begin, InputError for tools that no template carries.
+        Raises BridgeFault where none may begin, or the template cannot carry it.
         """
         last, render = self.turns[-1], self.driver.render
         if render is None:
             raise BridgeFault("the environment began another conversation")
-        if tools:
-            self.driver.reader.check(tools)
+        try:
+            if tools:
+                self.driver.reader.check(tools)
+            ids = render(dialogue, tools)
+        except InputError as error:
+            raise BridgeFault(str(error)) from None
         self.segment += 1
         self.before += len(last.answer.prompt_token_ids) + len(last.completion.token_ids)
-        return render(dialogue, tools)
+        return ids
 
     async def _next_turn(
         self,
@@ -433,7 +448,7 @@ async def _close(episode: PlayedEpisode) -> None:
         _log.exception("an episode could not be closed")
 
 
-def _first_prompt(starts: Sequence[Start | RewardFault], example: Example) -> Start:
+def _first_prompt(starts: Sequence[Start | MarinRLError], example: Example) -> Start:
     """The messages and tools that all members of a group start with; the example's if none began.
 
     Raises InputError.

@@ -26,7 +26,6 @@ from marin_rl.errors import (
     EnvironmentTimeout,
     MarinRLError,
     RequestRejected,
-    RewardFault,
     StalePolicy,
     ToolFault,
 )
@@ -164,10 +163,10 @@ class Trajectory:
         return self.reward is None or any(turn.result.scored for turn in self.turns)
 
 
-def end_of(fault: RewardFault | EndpointUnavailable) -> str:
+def end_of(fault: MarinRLError) -> str:
     """Return the finish reason of an episode that a fault of its environment ended."""
     match fault:
-        case EndpointUnavailable():
+        case EndpointUnavailable() | RequestRejected() | BadResponse():
             return ABORTED
         case EnvironmentTimeout():
             return TIMEOUT

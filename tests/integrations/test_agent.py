@@ -204,6 +204,20 @@ print(json.dumps(said))
     assert [t.tool_name for t in rollout.turns if t.role == "tool"] == ["add"] * 3
 
 
+def test_a_conversation_beyond_the_context_ends_its_rollout_without_a_reward(
+    tmp_path: Path,
+) -> None:
+    program = """
+ask(first)
+ask([{"role": "user", "content": "x " * 20_000}])
+print("never printed")
+"""
+    for rollout in rollouts_of(configured(tmp_path, program), count):
+        assert (rollout.status, rollout.finish_reason) == ("truncated", "context")
+        assert rollout.reward == 0.0
+        assert [component.name for component in rollout.reward_components] == ["unfinished"]
+
+
 def test_members_may_start_with_prompts_of_their_own(tmp_path: Path) -> None:
     program = """
 import time
@@ -219,15 +233,28 @@ def test_a_check_decides_and_sees_files_that_the_agent_did_not(tmp_path: Path) -
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "check.py").write_text("assert open('answer').read() == 'turn 1 of 0'")
-    program = """
+    (hidden / "data").mkdir()
+    (hidden / "data/file").write_text("from the check")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("of this machine")
+    elsewhere.chmod(0o777)
+    program = (
+        f"""
+ELSEWHERE = {str(elsewhere)!r}
+"""
+        """
 assert not os.path.exists("check.py")
-open("check.py", "w").write("")  # a check of its own
+os.symlink(ELSEWHERE + "/file", "check.py")  # what is written there would be written outside
+os.symlink(ELSEWHERE, "data")
 open("answer", "w").write(ask(first)["content"])
 """
+    )
     config = configured(tmp_path, program, check=["{python}", "check.py"], check_folder=str(hidden))
     answers = itertools.count()
     rollouts = rollouts_of(config, lambda *_: f"turn 1 of {next(answers)}")
     assert sorted(rollout.reward or 0 for rollout in rollouts) == [0.0, 1.0]
+    assert [path.read_text() for path in elsewhere.iterdir()] == ["of this machine"]
 
 
 def test_a_session_is_closed_to_all_but_its_agent(tmp_path: Path) -> None:
