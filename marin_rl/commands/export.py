@@ -97,11 +97,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
         _export_weights(run, *asked[0], chosen, gguf_type=gguf_type, as_json=as_json)
         return
     if rollouts is not None:
-        target = output or Path(f"{run.run_id}-{rollouts}.jsonl")
-        written = integration("exchange").export_rollouts(run, rollouts, target, chosen)
-        failed = f"{written.left_out} rollouts failed and are left out"
-        line = f"{target}: {written.lines} lines; {failed}"
-        print_result(asdict(written) | {"path": target}, line, as_json=as_json)
+        _export_rollouts(run, rollouts, output, chosen, as_json=as_json)
         return
     if rounds is not None:
         raise ConfigError(
@@ -228,6 +224,15 @@ def _export_verl(
         f"PYTHONPATH={folder.absolute()} python -m verl.trainer.main_ppo "
         f"--config-path {folder.absolute()} --config-name verl"
     )
+
+
+def _export_rollouts(
+    run: "Run", name: str, output: Path | None, rounds: list[int] | None, *, as_json: bool
+) -> None:
+    target = output or Path(f"{run.run_id}-{name}.jsonl")
+    written = integration("exchange").export_rollouts(run, name, target, rounds)
+    line = f"{target}: {written.lines} lines; {written.left_out} rollouts failed and are left out"
+    print_result(asdict(written) | {"path": target}, line, as_json=as_json)
 
 
 def pairs(

@@ -57,8 +57,11 @@ class Dialect(ABC):
         """The bytes that are sent when every prompt has its samples."""
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
-        """The bytes of a stream for what a chunk added to a sample; empty if nothing shows yet."""
-        raise NotImplementedError(self.path)
+        """The bytes of a stream for what a chunk added to a sample.
+
+        Empty if nothing shows yet, and where responses are always whole.
+        """
+        return b""
 
 
 class TextDialect(Dialect, Generic[B]):

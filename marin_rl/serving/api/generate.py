@@ -118,8 +118,10 @@ class SGLang(Dialect):
         model = body.lora_path or service.name
         given = body.sampling_params or SGLangParameters()
         parameters, (self.model, adapter) = service.checked(given, model, param="lora_path")
-        param = "prompt" if body.input_ids is None else "input_ids"
-        prompt = service.prompt(body.input_ids or body.text or "", param)
+        if body.input_ids is None:
+            prompt = service.prompt(body.text or "", "prompt")
+        else:
+            prompt = service.prompt(body.input_ids, "input_ids")
         limit = service.new_tokens(
             prompt, parameters.max_new_tokens, param="input_ids", default=SGLANG_NEW_TOKENS
         )
