@@ -30,6 +30,7 @@ from marin_rl.rollouts.streaming import (
     open_groups_max,
 )
 from marin_rl.rollouts.trajectories import Interruption
+from marin_rl.storage.fleet import SamplingTarget
 from marin_rl.storage.runs import RunRef, committed, evals_slot, rollouts_slot
 from marin_rl.storage.tables.intakes import intake_ref, settled_before
 from marin_rl.storage.tables.stream import GroupStream
@@ -100,8 +101,8 @@ class Window(Rounds):
         if self._config.flow.runner == "local":
             return
         checkpoint = self._latest if policy is None else policy.checkpoint
-        board = board_of(self._config.inference, self._opened.folder)
-        await in_thread(board.direct, checkpoint, "closed" if policy is None else "open")
+        target = SamplingTarget(checkpoint=checkpoint, open=policy is not None)
+        await in_thread(board_of(self._config.inference, self._opened.folder).direct, target)
 
     async def _drain(self, *, pausing: bool = False) -> None:
         """Wait for the chunks under way: no group is of two policies.

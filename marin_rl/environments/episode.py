@@ -56,6 +56,14 @@ class StepResult:
         else:
             object.__setattr__(self, "reward", _checked(self.reward))
 
+    def after(
+        self, dialogue: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[Message], Sequence[Tool]]:
+        """The conversation that the model reads next, and the tools that it may call."""
+        if self.opening is not None:
+            return list(self.opening.messages), self.opening.tools
+        return [*dialogue, *self.messages], tools
+
     @property
     def new_messages(self) -> tuple[Message, ...]:
         """Messages that the next prompt has for the first time in its segment."""

@@ -306,7 +306,7 @@ class _Member:
             dialogue.append(as_message(completion))
             try:
                 ids = self._next_prompt(dialogue, tools)
-                dialogue, tools = _after(turn.result, dialogue, tools)
+                dialogue, tools = turn.result.after(dialogue, tools)
                 # Without `tokens_max`, only the number of turns is limited.
                 left = (driver.settings.tokens_max or sys.maxsize) - self.before
                 room = min(driver.context_length, left) - len(ids)
@@ -430,15 +430,6 @@ class _Member:
         check_identity(answer, self.driver.policy)
         check_prompt(answer, ids)
         return answer
-
-
-def _after(
-    result: StepResult, dialogue: Sequence[Message], tools: Sequence[Tool]
-) -> tuple[list[Message], Sequence[Tool]]:
-    """The conversation after an answer of the environment, and the tools that it offers."""
-    if result.opening is not None:
-        return list(result.opening.messages), result.opening.tools
-    return [*dialogue, *result.messages], tools
 
 
 async def _close(episode: PlayedEpisode) -> None:

@@ -327,8 +327,8 @@ async def watch_target(run: Run, policy: ServedPolicy, interruption: Interruptio
         except StorageError as error:
             _log.warning("cannot read the sampling target of %s: %s", run.run_id, error)
         else:
-            paused = target is None or target[1] == "closed"
-            moved = target is not None and target[0] != policy.checkpoint
+            paused = target is None or not target.open
+            moved = target is not None and target.checkpoint != policy.checkpoint
             if paused or (moved and not run.config.in_flight_updates):
                 interruption.request(between_groups=True)
                 return

@@ -50,7 +50,7 @@ class TriedEpisode:
         rows = [_plain(message) for message in self.start]
         for turn, result in self.steps:
             rows.append(_plain(turn) | {"reward": result.received})
-            rows += map(_plain, result.messages)
+            rows += map(_plain, result.new_messages)
         return rows
 
 
@@ -119,22 +119,24 @@ async def try_episode(
     try:
         start = await episode.start()
         clock.append(time.monotonic())
-        seconds, dialogue = [clock[1] - clock[0]], list(start.messages)
+        seconds, dialogue, tools = [clock[1] - clock[0]], list(start.messages), start.tools
+        played = list[Message]()  # from the model's first turn on
         while len(steps) < turns and not (steps and steps[-1][1].done):
-            turn = await policy(dialogue, start.tools)
+            turn = await policy(dialogue, tools)
             began = time.monotonic()
             result = await episode.step(turn)
             seconds.append(time.monotonic() - began)
             steps.append((turn, result))
             said = Message(role="assistant", content=turn.content, tool_calls=turn.tool_calls)
-            dialogue += [said, *result.messages]
+            dialogue, tools = result.after([*dialogue, said], tools)
+            played += [said, *result.messages]
     finally:
         await episode.close()
     received = [result.received for _, result in steps if result.received is not None]
     reward = sum(received)
     if not received or any(result.scored for _, result in steps):
         # Messages from the model's first turn to its last.
-        after = dialogue[len(start.messages) : len(dialogue) - len(steps[-1][1].messages)]
+        after = played[: len(played) - len(steps[-1][1].messages)]
         scorer = scorer_for(part.environment, part.config)
         (score,) = await scorer.score(example, [steps[-1][0].content], (), [after])
         if isinstance(score, MarinRLError) and not isinstance(score, Abstained):

@@ -43,7 +43,6 @@ _SETTINGS = ("policy.compute_dtype", "policy.context_length")
 Shape = TypeVar("Shape")
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")]
 Share = Annotated[float, Field(ge=0, le=1)]
-SamplingState = Literal["open", "closed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,12 +198,20 @@ class _Canaries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sampling:
+class SamplingTarget:
     """The checkpoint that workers of a pool sample by, while `open`; no new groups otherwise."""
+
+    checkpoint: SlotRef
+    open: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampling:
+    """A `SamplingTarget` as it lies in its object."""
 
     __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
 
-    state: SamplingState
+    state: Literal["open", "closed"]
     checkpoint: Key
     checkpoint_sha256: Sha256
 
@@ -288,21 +295,25 @@ class FleetBoard:
             return {}
         return {proven.version: proven for proven in record.canaries}
 
-    def direct(self, checkpoint: SlotRef, state: SamplingState) -> None:
+    def direct(self, target: SamplingTarget) -> None:
         """Write the checkpoint by which workers of a pool sample a window, or their flow's pause.
 
         One that reads an old record samples by an older policy, which its groups say.
         """
-        record = {"state": state, "checkpoint": checkpoint.slot}
-        record["checkpoint_sha256"] = checkpoint.sha256
-        self.folder.replace(SAMPLING_KEY, self.signed("sampling", record))
+        record = _Sampling(
+            state="open" if target.open else "closed",
+            checkpoint=target.checkpoint.slot,
+            checkpoint_sha256=target.checkpoint.sha256,
+        )
+        self.folder.replace(SAMPLING_KEY, self.signed("sampling", asdict(record)))
 
-    def sampling_target(self) -> tuple[SlotRef, SamplingState] | None:
+    def sampling_target(self) -> SamplingTarget | None:
         """The checkpoint to sample by; None where no flow has written one."""
         record = self._opened("sampling", _Sampling, SAMPLING_KEY)
         if record is None:
             return None
-        return SlotRef(slot=record.checkpoint, sha256=record.checkpoint_sha256), record.state
+        checkpoint = SlotRef(slot=record.checkpoint, sha256=record.checkpoint_sha256)
+        return SamplingTarget(checkpoint=checkpoint, open=record.state == "open")
 
     def signed(self, kind: str, record: Mapping[str, Any]) -> bytes:
         full = {kind: dict(record), "format": f"marin-rl/{kind}", "version": VERSION}

@@ -213,7 +213,7 @@ def suspended_and_resumed(client: SyncPrefectClient, machines: Machines) -> None
 def may_sample(machines: Machines) -> bool:
     """True while nodes are to sample by a policy."""
     target = board_of(machines.run.config.inference, machines.run.folder).sampling_target()
-    return target is not None and target[1] == "open"
+    return target is not None and target.open
 
 
 @pytest.mark.parametrize("runner", ["work_pool", pytest.param("ray", marks=needs_ray)])
