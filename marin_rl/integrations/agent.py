@@ -123,7 +123,9 @@ class Agent(Chat):
         for name in ("folder", "check_folder"):
             folder = getattr(options, name)
             if folder is not None and not Path(folder).is_dir():
-                raise ConfigError(f"environment.options.{name}: expected a folder, found {folder}")
+                raise ConfigError(
+                    f"environment.options.{name}: expected a folder, found {Path(folder)}"
+                )
         limits = SandboxLimits(
             wall_s=options.agent_timeout_s,
             cpu_s=int(options.agent_timeout_s) + 1,
