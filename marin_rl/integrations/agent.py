@@ -5,7 +5,7 @@ session in its variables. Each call of the model is a turn of the policy. A call
 on from the turn before extends its tokens; any other (a rewritten history, a second agent) begins
 a segment. The program's standard output is the answer that the reward function scores, and a
 command may check the folder that it leaves. Leaves out the session (`agent_gateway`) and the model
-APIs (`agent_protocols`).
+APIs (`model_apis`).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -24,16 +24,16 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.chat import Chat, ChatOptions
-from marin_rl.environments.episode import Opening, Start, StepResult
+from marin_rl.environments.episode import Opening, Start, StepResult, Tool
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.repository_checkouts import open_to_all
 from marin_rl.errors import ConfigError, RewardFault
 from marin_rl.integrations import agent_relay
 from marin_rl.integrations.agent_gateway import Session, WaitingCall
-from marin_rl.integrations.agent_protocols import ModelAnswer, ModelCall, comparable
 from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree
 from marin_rl.isolated.worker import uncharged
+from marin_rl.model_apis.call import ModelAnswer, ModelCall, comparable
 from marin_rl.types import Example, Message, RewardComponent, Turn
 
 MODEL = "policy"
@@ -246,6 +246,19 @@ def relay_source() -> str:
     return Path(agent_relay.__file__).read_text(encoding="utf-8")
 
 
+def messages_added(
+    dialogue: Sequence[Message], tools: Sequence[Tool], call: ModelCall
+) -> tuple[Message, ...]:
+    """What a call adds to a dialogue that ends with an answer; nothing where it begins another."""
+    added = call.messages[len(dialogue) :]
+    extends = (
+        [*map(comparable, call.messages[: len(dialogue)])] == [*map(comparable, dialogue)]
+        and call.tools == tuple(tools)
+        and all(message.role != "assistant" for message in added)
+    )
+    return added if extends else ()
+
+
 class AgentEpisode:
     """One run of the program: its calls are the policy's turns."""
 
@@ -256,7 +269,7 @@ class AgentEpisode:
         self._program: asyncio.Future[SandboxResult] | None = None
         self._pending: WaitingCall | None = None
         self._dialogue: list[Message] = []  # of the segment, as the agent has it
-        self._tools: tuple[Any, ...] = ()
+        self._tools: tuple[Tool, ...] = ()
         self._calls = 0
         self._has_room = False
 
@@ -295,17 +308,9 @@ class AgentEpisode:
         call = await self._next_call()
         if call is None:
             return await self._ended()
-        dialogue, tools = self._dialogue, self._tools
-        known = call.messages[: len(dialogue)]
-        added = call.messages[len(dialogue) :]
-        extends = (
-            [*map(comparable, known)] == [*map(comparable, dialogue)]
-            and call.tools == tools
-            and added
-            and all(message.role != "assistant" for message in added)
-        )
+        added = messages_added(self._dialogue, self._tools, call)
         self._begin(call)
-        if extends:
+        if added:
             return StepResult(messages=added)
         return StepResult(opening=Start(messages=call.messages, tools=call.tools))
 
@@ -330,9 +335,9 @@ class AgentEpisode:
 
     def _answer(self, pending: WaitingCall, turn: Turn) -> None:
         text = turn.content
-        cuts = [place for stop in pending.call.stop if (place := text.find(stop)) >= 0]
-        if cuts:
-            text = text[: min(cuts)]
+        cuts = [(place, stop) for stop in pending.call.stop if (place := text.find(stop)) >= 0]
+        place, stop = min(cuts, default=(len(text), None))
+        text = text[:place]
         self._dialogue.append(Message(role="assistant", content=text, tool_calls=turn.tool_calls))
         start, end = turn.start or 0, turn.end or 0
         if not pending.answered.done():
@@ -342,6 +347,7 @@ class AgentEpisode:
                     tool_calls=turn.tool_calls,
                     prompt_tokens=start,
                     completion_tokens=end - start,
+                    stop=stop,
                 )
             )
 

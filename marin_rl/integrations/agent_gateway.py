@@ -1,8 +1,8 @@
-"""Session of one agent: the model's API on a Unix socket, and the calls that wait for answers.
+"""Session of one agent: the model's APIs on a Unix socket, and the calls that wait for answers.
 
 A call waits until the episode takes it and the policy has answered. Calls at the same time are
 answered one after the other; a client that gave up and asks the same again joins its first call.
-Leaves out the protocols (`agent_protocols`), and the meaning of a call (`agent`).
+Leaves out the APIs (`model_apis`), and the meaning of a call (`agent`).
 """
 
 import asyncio
@@ -11,25 +11,27 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route, Router
+from uvicorn.server import ServerState
 
-from marin_rl.integrations.agent_protocols import (
-    AnthropicMessages,
-    ChatCompletions,
-    ModelAnswer,
-    ModelCall,
-    ModelProtocol,
-    Responses,
-)
+from marin_rl.model_apis.call import ModelAnswer, ModelApi, ModelCall, server_sent
+from marin_rl.model_apis.chat import ChatCompletions
+from marin_rl.model_apis.messages import AnthropicMessages
+from marin_rl.model_apis.responses import Responses
 
 BODY_BYTES_MAX = 2 << 20
 KEEP_ALIVE_S = 10.0
+CLOSE_S = 1.0  # that answers get to be sent after the end
 CHARACTERS_PER_TOKEN = 4  # an estimate, for `count_tokens`
 ENDED = "the session has ended"
 # Fields of requests that differ between attempts of the same call.
@@ -64,8 +66,8 @@ class Session:
         self._model = model
         self._ended = False
         self._waiting: dict[str, WaitingCall] = {}
-        self._runner: web.AppRunner | None = None
-        self._control: asyncio.Server | None = None
+        self._state = ServerState()
+        self._servers: list[asyncio.Server] = []
         self._held: list[asyncio.StreamWriter] = []
 
     async def open(self, socket: Path, control: Path) -> None:
@@ -79,70 +81,105 @@ class Session:
             path.chmod(0o666)  # the agent is another user
 
     async def _open(self, socket: Path, control: Path) -> None:
-        app = web.Application(client_max_size=BODY_BYTES_MAX)
-        protocols: Mapping[str, ModelProtocol] = {
-            "chat/completions": ChatCompletions(self._model),
-            "responses": Responses(self._model),
-            "messages": AnthropicMessages(self._model),
+        paths: dict[str, type[ModelApi]] = {
+            "chat/completions": ChatCompletions,
+            "responses": Responses,
+            "messages": AnthropicMessages,
         }
-        for path, protocol in protocols.items():
-            for prefix in ("/v1/", "/"):
-                app.router.add_post(prefix + path, self._handler(protocol))
-        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_route("HEAD", "/", self._head)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
-        await self._runner.setup()
-        await web.UnixSite(self._runner, str(socket)).start()
+        routes = [
+            Route(prefix + path, self._endpoint(api), methods=["POST"])
+            for path, api in paths.items()
+            for prefix in ("/v1/", "/")
+        ]
+        routes += [
+            Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/", _head, methods=["HEAD"]),
+        ]
+        # Its protocol alone: a server of uvicorn's would take signals, and wake ten times a second.
+        config = uvicorn.Config(
+            Router(routes), http="httptools", ws="none", lifespan="off", log_config=None,
+            access_log=False, date_header=False, server_header=False,
+        )  # fmt: skip
+        config.load()
+        loop = asyncio.get_running_loop()
+        protocol = partial(
+            config.http_protocol_class, config=config, server_state=self._state, app_state={}
+        )
 
         async def hold(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._held.append(writer)
 
-        self._control = await asyncio.start_unix_server(hold, str(control))
+        self._servers = [
+            await loop.create_unix_server(protocol, str(socket)),
+            await asyncio.start_unix_server(hold, str(control)),
+        ]
 
     async def close(self) -> None:
         """End the session, and with it the agent's program."""
         self._ended = True
         for waiting in self._waiting.values():
             waiting.answered.cancel()
-        if self._control is not None:
-            self._control.close()
+        for server in self._servers:
+            server.close()
         for writer in self._held:
             writer.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        for connection in [*self._state.connections]:
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=CLOSE_S)
 
-    def _handler(self, protocol: ModelProtocol) -> Any:
-        async def handle(request: web.Request) -> web.StreamResponse:
+    def _endpoint(self, api: type[ModelApi]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
             try:
-                waiting = await self._asked(request, protocol)
+                waiting = await self._asked(request, api)
                 if waiting.call.stream:
-                    return await _streamed(request, protocol, waiting)
+                    return StreamingResponse(
+                        self._events(api, waiting), media_type="text/event-stream"
+                    )
                 answer = await asyncio.shield(waiting.answered)
             except _Refused as refused:
-                error = protocol.error(refused.status, str(refused), refused.code)
-                return web.json_response(error, status=refused.status)
+                error = api.error(refused.status, str(refused), code=refused.code)
+                return JSONResponse(error, refused.status)
             except asyncio.CancelledError:
                 if self._ended:
-                    return web.json_response(protocol.error(409, ENDED), status=409)
-                raise  # the client is gone; it may ask again
-            return web.json_response(protocol.whole(answer))
+                    return JSONResponse(api.error(409, ENDED), 409)
+                raise
+            return JSONResponse(self._writer(api, waiting.call, answer).whole(answer))
 
-        return handle
+        return endpoint
 
-    async def _asked(self, request: web.Request, protocol: ModelProtocol) -> WaitingCall:
+    def _writer(self, api: type[ModelApi], call: ModelCall, answer: ModelAnswer) -> ModelApi:
+        # Not the time of day: answers are equal from time to time.
+        return api(call, model=self._model, prompt_tokens=answer.prompt_tokens)
+
+    async def _events(self, api: type[ModelApi], waiting: WaitingCall) -> AsyncIterator[bytes]:
+        """The events of an answer, once it is there; comments keep the connection alive before."""
+        while not waiting.answered.done():
+            await asyncio.wait({waiting.answered}, timeout=KEEP_ALIVE_S)
+            if not waiting.answered.done():
+                # No empty line after it: some clients would parse an event without data.
+                yield b": waiting\n"
+        with suppress(asyncio.CancelledError):  # the session has ended
+            answer = waiting.answered.result()
+            yield server_sent(self._writer(api, waiting.call, answer).events(answer))
+
+    async def _asked(self, request: Request, api: type[ModelApi]) -> WaitingCall:
         """The call of a request. Raises _Refused."""
         if not self._authorised(request):
             raise _Refused(401, "expected the key of this session")
         if self._ended:
             raise _Refused(409, ENDED)
+        data = bytearray()
+        async for piece in request.stream():
+            data += piece
+            if len(data) > BODY_BYTES_MAX:
+                raise _Refused(413, f"expected a body of at most {BODY_BYTES_MAX} bytes")
         try:
-            body = json.loads(await request.read())
+            body = json.loads(data)
             if not isinstance(body, dict):
                 raise ValueError("expected a JSON object")
-            call = protocol.parse(body)
-        except web.HTTPRequestEntityTooLarge:
-            raise _Refused(413, f"expected a body of at most {BODY_BYTES_MAX} bytes") from None
+            call = api.parse(body)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise _Refused(400, f"the request cannot be read: {error}") from None
         if self.refusal is not None:
@@ -159,38 +196,19 @@ class Session:
             self.calls.put_nowait(waiting)
         return waiting
 
-    def _authorised(self, request: web.Request) -> bool:
+    def _authorised(self, request: Request) -> bool:
         _, _, bearer = request.headers.get("Authorization", "").rpartition(" ")
         given = request.headers.get("x-api-key") or bearer
         return hmac.compare_digest(given.encode(), self.key.encode())
 
-    async def _count_tokens(self, request: web.Request) -> web.Response:
-        characters = len(await request.read())
-        return web.json_response({"input_tokens": characters // CHARACTERS_PER_TOKEN})
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response(
-            {"object": "list", "data": [{"id": self._model, "object": "model"}]}
-        )
-
-    async def _head(self, _: web.Request) -> web.Response:
-        return web.Response()
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model"}]})
 
 
-async def _streamed(
-    request: web.Request, protocol: ModelProtocol, waiting: WaitingCall
-) -> web.StreamResponse:
-    """The events of an answer, once it is there; comments keep the connection alive before."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    while not waiting.answered.done():
-        await asyncio.wait({waiting.answered}, timeout=KEEP_ALIVE_S)
-        if not waiting.answered.done():
-            # No empty line after it: some clients would parse an event without data.
-            await response.write(b": waiting\n")
-    with suppress(asyncio.CancelledError):  # the session has ended
-        for name, data in protocol.events(waiting.call, waiting.answered.result()):
-            head = f"event: {name}\n" if name is not None else ""
-            text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-            await response.write(f"{head}data: {text}\n\n".encode())
-    return response
+async def _count_tokens(request: Request) -> Response:
+    characters = len(await request.body())
+    return JSONResponse({"input_tokens": characters // CHARACTERS_PER_TOKEN})
+
+
+async def _head(_: Request) -> Response:
+    return Response()

@@ -13,13 +13,10 @@ from openai import AsyncOpenAI
 
 from marin_rl.integrations import agent_gateway
 from marin_rl.integrations.agent_gateway import Session
-from marin_rl.integrations.agent_protocols import (
-    AnthropicMessages,
-    ChatCompletions,
-    ModelAnswer,
-    Responses,
-    comparable,
-)
+from marin_rl.model_apis.call import ModelAnswer, comparable
+from marin_rl.model_apis.chat import ChatCompletions
+from marin_rl.model_apis.messages import AnthropicMessages
+from marin_rl.model_apis.responses import Responses
 from marin_rl.types import Message, ToolCall
 
 CALL = ToolCall(id="c1", name="add", arguments='{"a": 2}')
@@ -200,7 +197,7 @@ def test_a_stream_is_kept_alive_and_ends_with_its_session(
 
 
 def test_a_conversation_is_the_same_however_its_client_writes_it() -> None:
-    chat = ChatCompletions("p").parse(
+    chat = ChatCompletions.parse(
         {
             "messages": [
                 {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
@@ -216,7 +213,7 @@ def test_a_conversation_is_the_same_however_its_client_writes_it() -> None:
             ]
         }
     )
-    responses = Responses("p").parse(
+    responses = Responses.parse(
         {
             "instructions": "be brief",
             "input": [
@@ -232,7 +229,7 @@ def test_a_conversation_is_the_same_however_its_client_writes_it() -> None:
             ],
         }
     )
-    messages = AnthropicMessages("p").parse(
+    messages = AnthropicMessages.parse(
         {
             "system": [
                 {"type": "text", "text": "x-anthropic-billing-header: cc_version=1"},
