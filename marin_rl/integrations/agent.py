@@ -249,7 +249,7 @@ def relay_source() -> str:
 def messages_added(
     dialogue: Sequence[Message], tools: Sequence[Tool], call: ModelCall
 ) -> tuple[Message, ...]:
-    """What a call adds to a dialogue that ends with an answer; nothing where it begins another."""
+    """Messages that a call adds to a dialogue; none where it begins another."""
     added = call.messages[len(dialogue) :]
     extends = (
         [*map(comparable, call.messages[: len(dialogue)])] == [*map(comparable, dialogue)]

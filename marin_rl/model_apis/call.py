@@ -73,10 +73,10 @@ class ModelAnswer:
     `cut` says that it ended at the limit of tokens; `stop` is the stop string that ended it.
     """
 
-    text: str
-    tool_calls: tuple[ToolCall, ...]
     prompt_tokens: int
     completion_tokens: int
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     cached_tokens: int = 0
     cut: bool = False

@@ -43,14 +43,15 @@ from marin_rl.serving.api.dialect import Dialect, dumps
 from marin_rl.serving.api.generate import IdsToIds, SGLang
 from marin_rl.serving.api.request_handler import SamplingEndpoint
 from marin_rl.serving.api.routes import (
-    ERROR,
     STREAM,
     ApiRoute,
     describe,
+    errors_at,
     server_routes,
     tokenizer_routes,
 )
 from marin_rl.serving.api.service import Service
+from marin_rl.serving.api.translated import Messages, Responses
 from marin_rl.serving.http.access_log import AccessLog, RequestRecord
 from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, listen
 from marin_rl.serving.http.guard import Guard
@@ -63,7 +64,15 @@ from marin_rl.training.model import parameter_shapes
 
 START_S = 30.0
 ALIVE_S = 1.0
-DIALECTS: tuple[type[Dialect], ...] = (Chat, ChatTokens, Completions, IdsToIds, SGLang)
+DIALECTS: tuple[type[Dialect], ...] = (
+    Chat,
+    ChatTokens,
+    Completions,
+    Responses,
+    Messages,
+    IdsToIds,
+    SGLang,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -362,7 +371,7 @@ def all_routes(service: Service, telemetry: Telemetry) -> tuple[ApiRoute, ...]:
             request=dialect.request_model,
             response=dialect.response_model,
             summary=dialect.summary,
-            responses=ERROR | STREAM if dialect.may_stream else ERROR,
+            responses=errors_at(dialect.path) | (STREAM if dialect.may_stream else {}),
         )
         for dialect in DIALECTS
     )

@@ -103,6 +103,27 @@ def test_the_caller_of_a_request(
     assert refused.value.status == 401
 
 
+@pytest.mark.parametrize(
+    ("authorization", "api_keys", "caller"),
+    [
+        ([], [b"a"], "api"),
+        ([], [b"b"], "admin"),
+        ([], [b"c"], None),
+        ([], [b"a", b"a"], None),
+        ([b"Bearer a"], [b"c"], "api"),
+        ([b"Bearer c"], [b"a"], None),
+    ],
+)
+def test_anthropics_header_is_as_good_where_there_is_no_other(
+    authorization: list[bytes], api_keys: list[bytes], caller: str | None
+) -> None:
+    if caller is not None:
+        assert keys("a", "b").caller(authorization, api_keys) == caller
+        return
+    with pytest.raises(ApiError):
+        keys("a", "b").caller(authorization, api_keys)
+
+
 def test_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = InferenceConfig()
     monkeypatch.setenv("MARIN_RL_API_KEY", "  ")
@@ -209,7 +230,9 @@ def test_every_route_but_health_is_closed_without_a_token(closed: PolicyServer) 
                 continue
             assert status == 401, (method, path)
             assert headers["www-authenticate"] == "Bearer"
-            if method != "HEAD":
+            if path.startswith("/v1/messages") and method != "HEAD":
+                assert answer["error"]["type"] == "authentication_error"
+            elif method != "HEAD":
                 assert answer["error"]["code"] == "invalid_api_key"
 
 
@@ -229,6 +252,11 @@ def admin_routes(server: PolicyServer) -> list[tuple[str, str]]:
         if path.startswith("/admin") or "weights" in path or "lora" in path
         for method in sorted(methods - {"HEAD"})  # whose answers have no body
     ]
+
+
+def test_either_header_opens_the_api(closed: PolicyServer) -> None:
+    for headers in (bearer(API), {"x-api-key": wire(API)}):
+        assert talk(closed, "GET", "/v1/models", headers=headers)[0] == 200
 
 
 def test_admin_routes_are_closed_to_the_api_token(closed: PolicyServer) -> None:

@@ -21,7 +21,8 @@ from marin_rl.types import Message, Sampling
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 CHAT_TOKENS, GENERATE = "/v1/chat/completions/tokens", "/inference/v1/generate"
 SGLANG = "/generate"
-POSTS = (CHAT, CHAT_TOKENS, PLAIN, GENERATE, "/tokenize", "/detokenize")
+RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
+POSTS = (CHAT, CHAT_TOKENS, PLAIN, RESPONSES, ANTHROPIC, GENERATE, "/tokenize", "/detokenize")
 TOKENIZER = character_tokenizer()
 PROMPT = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True)
 Ask = Callable[..., tuple[int, dict[str, str], Any]]

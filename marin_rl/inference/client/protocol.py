@@ -24,6 +24,8 @@ MODELS_ROUTE = "/v1/models"
 CHAT_ROUTE = "/v1/chat/completions"
 CHAT_TOKENS_ROUTE = "/v1/chat/completions/tokens"
 COMPLETIONS_ROUTE = "/v1/completions"
+RESPONSES_ROUTE = "/v1/responses"
+MESSAGES_ROUTE = "/v1/messages"
 # Below the base URL of an endpoint.
 CHAT_PATH = CHAT_ROUTE.removeprefix("/v1")
 CHAT_TOKENS_PATH = CHAT_TOKENS_ROUTE.removeprefix("/v1")

@@ -68,7 +68,7 @@ class Chat(TextDialect[ChatBody]):
         (prompt,) = self._prompts
         request = body.request(
             prompt,
-            service.new_tokens(prompt, body.new_tokens_max, param=self.param),
+            self._new_tokens(prompt),
             top_logprobs=body.top_logprobs or 0,
             raw_logprobs=body.raw,
             constraint=self._constraint(),
@@ -76,6 +76,9 @@ class Chat(TextDialect[ChatBody]):
             probe=bool(body.probe),
         )
         self.requests = [request]
+
+    def _new_tokens(self, prompt: Prompt) -> int:
+        return self._service.new_tokens(prompt, self._body.new_tokens_max, param=self.param)
 
     @cached_property
     def _tools(self) -> list[dict[str, Any]]:

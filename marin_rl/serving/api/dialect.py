@@ -22,7 +22,7 @@ from marin_rl.inference.client.answers import ServerTimings
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult, Sample
 from marin_rl.serving.api.requests import SamplingBody
 from marin_rl.serving.api.service import Prompt, Service
-from marin_rl.serving.http.errors import Body, new_id, parse
+from marin_rl.serving.http.errors import ApiError, Body, new_id, parse
 from marin_rl.serving.text.detokenizer import Detokenizer
 
 B = TypeVar("B", bound=SamplingBody)
@@ -63,6 +63,10 @@ class Dialect(ABC):
         """
         return b""
 
+    def failure(self, error: ApiError) -> bytes:
+        """The last bytes of a stream that cannot be completed."""
+        return event(error.body) + DONE
+
 
 class TextDialect(Dialect, Generic[B]):
     """OpenAI's chat and plain completions, whole or as a stream of chunks."""
@@ -73,12 +77,15 @@ class TextDialect(Dialect, Generic[B]):
     may_stream = True
 
     def __init__(self, service: Service, data: bytes) -> None:
-        body: B = parse(self.request_model, data)  # type: ignore[assignment] - each has its own
+        body = self._read(data)
         self._body, (self.model, self._adapter) = service.checked(body, body.model)
         self.stream, self._service = bool(body.stream), service
         self._id, self._created = f"{self.id_prefix}-{new_id()}", int(time.time())
         self._prompts = self._encoded()
         self._decoding = service.decoding(self._body)
+
+    def _read(self, data: bytes) -> B:
+        return parse(self.request_model, data)  # type: ignore[return-value] - each has its own
 
     @abstractmethod
     def _encoded(self) -> list[Prompt]: ...

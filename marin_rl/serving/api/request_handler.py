@@ -39,7 +39,7 @@ from marin_rl.inference.adapters import AdapterGone
 from marin_rl.inference.engine import Policy
 from marin_rl.inference.generation import Delta, GenerationResult
 from marin_rl.machine import OUT_OF_MEMORY
-from marin_rl.serving.api.dialect import DONE, Dialect, event, tokens_of
+from marin_rl.serving.api.dialect import Dialect, tokens_of
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.worker_threads import ResponseQueue
 from marin_rl.serving.http.access_log import RequestRecord, record_of
@@ -102,7 +102,8 @@ async def _send_stream(handler: "RequestHandler", first: bytes, send: Send) -> N
             error = internal_error(record.request_id)
         record.reason = error.code
         if error.status != CLIENT_LEFT:
-            data = event(error.body) + DONE
+            assert handler.request is not None, "its response began"
+            data = handler.request.failure(error)
             await send({"type": "http.response.body", "body": data, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -116,6 +117,7 @@ class RequestHandler:
     def __init__(self, service: Service, scope: Scope, receive: Receive, arrived_at: float) -> None:
         self.queue = ResponseQueue()
         self.record: RequestRecord = record_of(scope)
+        self.request: Dialect | None = None  # once it was prepared
         self._service = service
         self._body_share: BodyShare = scope["state"]["body_share"]
         self._futures: list[Future[GenerationResult]] = []
@@ -150,7 +152,7 @@ class RequestHandler:
             self._cancel()
 
     def _submit(self, request: Dialect) -> None:
-        self.record.stream = request.stream
+        self.request, self.record.stream = request, request.stream
         # Before submitting: a request that is refused by the engine is logged with its size.
         self.record.prompt_tokens = sum(len(prompt.prompt_ids) for prompt in request.requests)
         # Before the first is submitted: its result may come before the last is.

@@ -26,6 +26,7 @@ from marin_rl.inference.generation import (
 from marin_rl.serving.api.messages import (
     TOOLS_MAX,
     ChatMessage,
+    JsonObject,
     Label,
     NamedTool,
     ResponseFormat,
@@ -252,6 +253,63 @@ class ChatBody(SamplingBody, WithTools):
         if self.response_format is None:
             return None
         return self.response_format.model_dump(by_alias=True, exclude_none=True)
+
+
+class TranslatedBody(Body):
+    """Fields that the APIs which are translated into chat have in common.
+
+    Messages and tools are read by the translation; `seed` is ours.
+    """
+
+    model: Annotated[str, Field(max_length=1024)]
+    tools: Annotated[list[JsonObject], Field(max_length=TOOLS_MAX)] | None = None
+    tool_choice: JsonValue = None
+    stream: bool | None = None
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: Seed | None = None
+    metadata: JsonValue = None
+    service_tier: Literal["auto", "default", "standard_only"] | None = None
+
+
+class ResponsesBody(TranslatedBody):
+    """POST /v1/responses; nothing is stored, so `input` has all items."""
+
+    input: PromptText | Annotated[list[JsonObject], Field(min_length=1, max_length=MESSAGES_MAX)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    parallel_tool_calls: bool | None = None
+    text: JsonObject | None = None
+    previous_response_id: str | None = None
+    store: Literal[False] | None = None
+    stream_options: StreamOptions | None = None
+    # labels
+    include: list[str] | None = None
+    reasoning: JsonValue = None
+    truncation: Literal["disabled", "auto"] | None = None
+    client_metadata: JsonValue = None
+    prompt_cache_key: Label | None = None
+    safety_identifier: Label | None = None
+    user: Label | None = None
+
+
+class CountTokensBody(TranslatedBody):
+    """POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[JsonObject], Field(min_length=1, max_length=MESSAGES_MAX)]
+    system: str | list[JsonObject] | None = None
+    # labels
+    thinking: JsonValue = None
+    output_config: JsonObject | None = None
+    context_management: JsonValue = None
+
+
+class MessagesBody(CountTokensBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: StopStrings | None = None
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
 
 
 class ChatTokensBody(ChatBody):

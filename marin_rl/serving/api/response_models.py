@@ -6,7 +6,7 @@ its model.
 
 from typing import Literal
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, JsonValue, RootModel
 
 from marin_rl.inference.client.answers import ServerTimings
 from marin_rl.serving.api.messages import ToolCallBody
@@ -115,6 +115,43 @@ class ChatCompletion(SampledResponse):
     choices: list[ChatChoice]
     timings: ServerTimings
     prompt_token_ids: list[int] | None = None
+
+
+class ResponseObject(BaseModel):
+    """Response of OpenAI's Responses; items are messages, reasoning and calls of functions."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, JsonValue]]
+    incomplete_details: dict[str, str] | None
+    usage: dict[str, JsonValue]
+
+
+class MessageObject(BaseModel):
+    """Response of Anthropic's Messages; blocks are text, thinking and uses of tools."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, JsonValue]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class CountedTokens(BaseModel):
+    input_tokens: int
+
+
+class MessagesErrorResponse(BaseModel):
+    """Every response of Anthropic's routes that is no 2xx: an error's type and message."""
+
+    type: Literal["error"]
+    error: dict[str, str]
 
 
 class PlainLogprobs(BaseModel):

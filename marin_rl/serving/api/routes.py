@@ -15,30 +15,45 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import marin_rl
-from marin_rl.inference.client.protocol import DETOKENIZE_ROUTE, MODELS_ROUTE, TOKENIZE_ROUTE
+from marin_rl.inference.client.protocol import (
+    DETOKENIZE_ROUTE,
+    MESSAGES_ROUTE,
+    MODELS_ROUTE,
+    TOKENIZE_ROUTE,
+)
 from marin_rl.serving.api.dialect import json_response
-from marin_rl.serving.api.requests import DetokenizeBody, TokenizeBody
+from marin_rl.serving.api.requests import CountTokensBody, DetokenizeBody, TokenizeBody
 from marin_rl.serving.api.response_models import (
+    CountedTokens,
     Detokenized,
     ErrorResponse,
+    MessagesErrorResponse,
     Model,
     Models,
     Status,
     Tokenized,
 )
 from marin_rl.serving.api.service import Service
+from marin_rl.serving.api.translated import count_tokens
 from marin_rl.serving.http.auth import OPEN_PATHS
 from marin_rl.serving.http.errors import parse
 from marin_rl.serving.http.guard import read_body
 
+COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"
 # Before OpenAPI 3.2 the schema of a stream describes each of its events.
 EVENT = {
     "type": "object",
     "properties": {"data": {"type": "string", "description": "a chunk as JSON, or [DONE]"}},
     "required": ["data"],
 }
-ERROR: dict[int | str, Any] = {"default": {"model": ErrorResponse, "description": "an error"}}
-STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
+Responses = dict[int | str, Any]
+ERROR: Responses = {"default": {"model": ErrorResponse, "description": "an error"}}
+MESSAGES_ERROR: Responses = {"default": {"model": MessagesErrorResponse, "description": "an error"}}
+STREAM: Responses = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
+
+
+def errors_at(path: str) -> Responses:
+    return MESSAGES_ERROR if path.startswith(MESSAGES_ROUTE) else ERROR
 
 
 class ApiRoute(Route):
@@ -71,7 +86,7 @@ class ApiRoute(Route):
             "response_model": response,
             "response_class": JSONResponse,
             "response_description": "the answer",
-            "responses": ERROR,
+            "responses": errors_at(path),
             **details,
         }
 
@@ -146,6 +161,7 @@ def server_routes(service: Service) -> list[ApiRoute]:
     return [
         ApiRoute("/healthz", healthz, response=Status),
         ApiRoute("/health", healthz, response=Status),  # vLLM's and SGLang's name
+        ApiRoute("/", healthz, methods=["HEAD"], response=Status),  # what Claude Code begins with
         ApiRoute("/readyz", readyz, response=Status, responses=not_ready),
         ApiRoute(MODELS_ROUTE, models, response=Models),
         ApiRoute(MODELS_ROUTE + "/{model:path}", model, response=Model),
@@ -166,6 +182,7 @@ def tokenizer_routes(service: Service) -> list[ApiRoute]:
     return [
         post(TOKENIZE_ROUTE, _tokenize, request=TokenizeBody, response=Tokenized),
         post(DETOKENIZE_ROUTE, _detokenize, request=DetokenizeBody, response=Detokenized),
+        post(COUNT_ROUTE, count_tokens, request=CountTokensBody, response=CountedTokens),
     ]
 
 

@@ -30,6 +30,7 @@ from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.guard import check_limits, overloaded
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer, TextDecoding
+from marin_rl.serving.text.reasoning import ReasoningFormat, reasoning_format
 from marin_rl.serving.text.templates import ChatPrompts
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import WeightUpdater
@@ -91,6 +92,10 @@ class Service:
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         return tool_format(self.tokenizer)
+
+    @cached_property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        return reasoning_format(self.tokenizer)
 
     def close(self) -> None:
         for executor in (self.worker, self.forms, self.chats):
@@ -252,13 +257,14 @@ class Service:
         """ApiError 400 for a text that no tokenizer could fit into the context: it is not tried."""
         most = self.engine.context_length * TOKEN_CHARACTERS_MAX
         if count > most:
-            raise self._too_long(f": expected at most {most} characters, found {count}", param)
+            words = f": expected at most {most} characters, found {count}"
+            raise self._too_long(words, param, count // TOKEN_CHARACTERS_MAX)
 
     def check_length(self, count: int, param: str) -> None:
         """ApiError 400 for ids that more than fill CONTEXTS_MAX contexts."""
         most = CONTEXTS_MAX * self.engine.context_length
         if count > most:
-            raise self._too_long(f", but the text has more than {most}: shorten it", param)
+            raise self._too_long(f", but the text has more than {most}: shorten it", param, count)
 
     def new_tokens(
         self, prompt: Prompt, max_tokens: int | None, *, param: str, default: int | None = None
@@ -277,14 +283,21 @@ class Service:
         least = 1 if max_tokens is None else max_tokens
         if room < least:
             words = f", but the prompt has {length} and {least} new ones were asked for: "
-            raise self._too_long(f"{words}shorten the prompt or lower max_tokens", param)
+            raise self._too_long(f"{words}shorten the prompt or lower max_tokens", param, length)
         if max_tokens is not None:
             return max_tokens
         return min(room, self.limits.new_tokens_max or room, default or room)
 
-    def _too_long(self, words: str, param: str) -> ApiError:
-        context = f"this model's maximum context length is {self.engine.context_length} tokens"
-        return ApiError(400, context + words, code="context_length_exceeded", param=param)
+    def _too_long(self, words: str, param: str, count: int) -> ApiError:
+        most = self.engine.context_length
+        context = f"this model's maximum context length is {most} tokens"
+        return ApiError(
+            400,
+            context + words,
+            code="context_length_exceeded",
+            param=param,
+            too_long=(count, most),
+        )
 
 
 def _unknown(model: str, known: list[str], param: str = "model") -> ApiError:

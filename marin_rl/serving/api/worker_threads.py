@@ -27,8 +27,8 @@ SHORT_S = 0.001
 SHORT_QUOTES = 200
 SHORT_LISTS = 32
 # What may take long however short it is; a backslash and u could spell any of them.
-LONG_WORDS = (b"tools", b"response_format", b"\\u")
-CHAT_WORDS = (b"messages",)
+LONG_WORDS = (b"tools", b"response_format", b'"format"', b"\\u")
+CHAT_WORDS = (b"messages", b'"input"')
 
 
 class ResponseQueue:

@@ -58,16 +58,19 @@ class Keys:
             )
         return Keys(api=api, admin=admin, api_variable=variables[0], admin_variable=variables[1])
 
-    def caller(self, authorization: Sequence[bytes]) -> str:
-        """Role of the sender of these Authorization headers: "admin", "api" or "local".
+    def caller(self, authorization: Sequence[bytes], api_keys: Sequence[bytes] = ()) -> str:
+        """Role of the sender of these headers: "admin", "api" or "local".
 
-        "local" is every caller while no API token is set: then only this machine is answered.
-        Raises ApiError 401 for an unknown token.
+        `authorization` are the headers of this name; without any `api_keys` count, those of
+        Anthropic's name `x-api-key`. "local" is every caller while no API token is set: then only
+        this machine is answered. Raises ApiError 401 for an unknown token.
         """
         scheme, _, token = b"".join(authorization[:1]).partition(b" ")
+        if not authorization:
+            scheme, token = b"bearer", b"".join(api_keys[:1])
         # nothing for no header, several, or another scheme
-        is_bearer = len(authorization) == 1 and scheme.lower() == b"bearer"
-        digest = hashlib.sha256(token.strip() if is_bearer else b"").digest()
+        is_one = len(authorization or api_keys) == 1 and scheme.lower() == b"bearer"
+        digest = hashlib.sha256(token.strip() if is_one else b"").digest()
         is_admin = hmac.compare_digest(digest, self.admin or _NO_TOKEN)
         is_api = hmac.compare_digest(digest, self.api or _NO_TOKEN)
         if is_admin:
@@ -78,7 +81,8 @@ class Keys:
             return "api"
         raise ApiError(
             401,
-            "expected the header 'Authorization: Bearer <token>' with the server's token",
+            "expected the header 'Authorization: Bearer <token>', or 'x-api-key: <token>', with "
+            "the server's token",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -107,7 +111,7 @@ def check_reach(keys: Keys, host: str) -> None:
         )
 
 
-OPEN_PATHS = ("/healthz", "/health", "/readyz")
+OPEN_PATHS = ("/healthz", "/health", "/readyz", "/")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from marin_rl.config import closest
-from marin_rl.inference.client.protocol import error_body
+from marin_rl.model_apis.call import ModelApi
+from marin_rl.model_apis.chat import ChatCompletions
+from marin_rl.model_apis.messages import AnthropicMessages
 from schemas.strict_json import JsonLimits, TooMuchJson, check_bounds
 
 Version = Annotated[int, Field(ge=0, lt=2**31)]
@@ -41,7 +43,10 @@ LIMITS = JsonLimits(
 
 
 class ApiError(Exception):
-    """A refusal or fault, as the client will see it; `retry_s` goes into a Retry-After header."""
+    """A refusal or fault, as the client will see it; `retry_s` goes into a Retry-After header.
+
+    `too_long` are the tokens of a prompt, at least, and the most that the model reads.
+    """
 
     def __init__(
         self,
@@ -52,23 +57,26 @@ class ApiError(Exception):
         param: str | None = None,
         retry_s: int | None = None,
         headers: dict[str, str] | None = None,
+        too_long: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.too_long = status, too_long
         self.headers = (headers or {}) | ({"Retry-After": str(retry_s)} if retry_s else {})
-        type = _TYPES.get(status, "invalid_request_error")
-        self.body = error_body(message, type=type, code=code, param=param)
         self.code = code or f"http_{status}"  # of the access log and the metrics
+        self._told = {"code": code, "param": param}
 
+    @property
+    def body(self) -> dict[str, Any]:
+        return self.body_of(ChatCompletions)
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-    504: "server_error",
-}
+    def body_of(self, api: type[ModelApi]) -> dict[str, Any]:
+        """The error as a model API words it."""
+        message = str(self)
+        if api is AnthropicMessages and self.too_long is not None:
+            # the words by which its clients know that they have to shorten a conversation
+            count, most = self.too_long
+            message = f"prompt is too long: {count} tokens > {most} maximum"
+        return api.error(self.status, message, **self._told)
 
 
 class Body(BaseModel):

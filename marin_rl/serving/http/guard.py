@@ -24,7 +24,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marin_rl.config import ServerConfig
+from marin_rl.inference.client.protocol import MESSAGES_ROUTE
 from marin_rl.machine import give_back_freed_memory
+from marin_rl.model_apis.messages import AnthropicMessages
 from marin_rl.serving.http.access_log import RequestRecord, record_of
 from marin_rl.serving.http.auth import OPEN_PATHS, Keys, Origins
 from marin_rl.serving.http.errors import ApiError, new_id
@@ -147,7 +149,9 @@ class Guard:
             elif isinstance(error, ApiError):
                 refusal = error
             record.reason = refusal.code
-            answer = JSONResponse(refusal.body, refusal.status, headers=refusal.headers)
+            is_messages = scope["path"].startswith(MESSAGES_ROUTE)
+            body = refusal.body_of(AnthropicMessages) if is_messages else refusal.body
+            answer = JSONResponse(body, refusal.status, headers=refusal.headers)
             await answer(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
@@ -158,7 +162,9 @@ class Guard:
         if scope["path"] in OPEN_PATHS:
             record.caller = "open"
             return
-        record.caller = self._keys.caller(headers.get(b"authorization", []))
+        record.caller = self._keys.caller(
+            headers.get(b"authorization", []), headers.get(b"x-api-key", [])
+        )
         state["admin_variable"] = None if self._keys.admin else self._keys.admin_variable
         if (bucket := self._buckets.get(record.caller)) is not None:
             bucket.check()
