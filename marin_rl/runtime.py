@@ -123,11 +123,11 @@ class RunRuntime:
             return self._reward_scorer
 
     def teacher(self) -> "Teacher | None":
-        """The teacher of the run's distillation, read and proven once; None without one.
+        """The teacher that scores rollouts, read and proven once; None without one.
 
         Raises as `local_teacher`, `EndpointTeacher` and `prove_teacher` do.
         """
-        if self._run.config.distillation is None:
+        if self._run.config.rollout_teacher is None:
             return None
         with self._serving:
             return self._teacher

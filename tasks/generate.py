@@ -172,7 +172,7 @@ def _opened(run: RunRef, policy: ServedPolicy) -> Run:
 
 async def _judges(opened: Run) -> tuple[RewardScorer | None, Teacher | None]:
     """The reward model and the teacher of a run, as far as it has them."""
-    if opened.config.environment.reward_model is None and opened.config.distillation is None:
+    if opened.config.environment.reward_model is None and opened.config.rollout_teacher is None:
         return None, None
     runtime = runtime_for(opened)
     return await in_thread(runtime.reward_scorer), await in_thread(runtime.teacher)

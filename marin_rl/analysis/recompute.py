@@ -178,7 +178,7 @@ def _precomputed(
     are replaced by what was recorded of them.
     """
     objective, critic = run.config.objective, run.config.training.critic
-    distillation = run.config.distillation
+    distillation = run.config.rollout_teacher
     in_reward = coefficient is not None and objective.kl_placement == "reward"
     if not objective.estimator.by_token and not in_reward and distillation is None:
         return [], {}

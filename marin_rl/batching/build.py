@@ -93,7 +93,7 @@ def build_round(run: Run, round: int, rollouts: SlotRef) -> SlotRef:
     _warn_of_rewards(scalars, round)
     # Parts lie under the attempt's own name: a crash before the commit leaves no visible batch.
     attempt, slot = new_attempt(), batches_slot(round)
-    distilled = run.config.distillation is not None
+    distilled = run.config.rollout_teacher is not None
 
     def written(plan: RoundPlan) -> BatchWriter:
         writer = BatchWriter(run.store, slot, attempt, plan.length, distilled=distilled)
@@ -213,7 +213,7 @@ def _with_rewards(scalars: pa.Table, round: int, rewards: Mapping[str, float | N
 def _step_rows(
     plan: RoundPlan, scalars: pa.Table, run: Run, manifest: Manifest, reused: Groups
 ) -> Iterator[StepRows]:
-    distilled = run.config.distillation is not None
+    distilled = run.config.rollout_teacher is not None
     columns = (*TOKENS, *((TEACHER,) if distilled else ()), *(("turns",) if plan.by_token else ()))
     row_groups = iter_sources(run, manifest, reused, columns)
     if distilled:

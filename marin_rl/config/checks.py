@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from marin_rl.config.estimators import GROUPS_OF_ONE
 from marin_rl.config.sections import RunSections
+from marin_rl.config.training import DistillationConfig
 from marin_rl.metrics import is_defined
 
 
@@ -363,6 +364,16 @@ def check_distillation(config: RunSections) -> None:
             f"{sampling.temperature:g}, {sampling.top_p:g} and {sampling.top_k}"
             + (f", and min_p {sampling.min_p:g}" if sampling.min_p else "")
         )
+    if settings.loss is None:
+        check_scored_rollouts(config, settings)
+    elif config.training.critic is not None:
+        raise ValueError(
+            "distillation.loss is of a step without a value function: expected training.critic "
+            "null, or loss null"
+        )
+
+
+def check_scored_rollouts(config: RunSections, settings: DistillationConfig) -> None:
     if config.objective.ratio_level != "token":
         raise ValueError(
             "distillation makes advantages that differ from token to token and needs "

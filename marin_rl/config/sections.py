@@ -81,7 +81,7 @@ class RunSections(Section):
     )
     objective: ObjectiveConfig = ObjectiveConfig()
     distillation: DistillationConfig | None = optional_field(
-        description="a teacher whose log-probabilities are a part of advantages; null: none"
+        description="a teacher that the policy learns from, beside rewards or alone; null: none"
     )
     training: TrainingConfig = TrainingConfig()
     sft: SFTConfig = SFTConfig()
@@ -102,6 +102,12 @@ class RunSections(Section):
     def ahead(self) -> AsynchronyConfig:
         """Settings of sampling ahead, also where the section is null."""
         return self.asynchrony or AsynchronyConfig()
+
+    @property
+    def rollout_teacher(self) -> DistillationConfig | None:
+        """Distillation whose teacher scores rollouts, before they are committed."""
+        settings = self.distillation
+        return settings if settings is not None and settings.loss is None else None
 
     def pair_training(self, section: str) -> PairTrainingConfig:
         """The section "reward_model" or "preference". Raises ConfigError without it."""

@@ -189,6 +189,27 @@ class ContextMessage(Section):
     content: str = Field(description="text of the message")
 
 
+class DivergenceConfig(Section):
+    """A divergence of the teacher and the policy over tokens, as a loss of its own.
+
+    Generalised Jensen-Shannon: beta KL(teacher || m) + (1 - beta) KL(policy || m), with m the
+    mixture beta teacher + (1 - beta) policy (GKD, arXiv:2306.13649, eq. 1).
+    """
+
+    beta: float = field(
+        0.5,
+        "0: KL(teacher || policy), forward; 1: KL(policy || teacher), reverse; between: Jensen-"
+        "Shannon's, generalised",
+        ge=0,
+        le=1,
+    )
+    top_k: int | None = optional_field(
+        "compare the teacher's so many likeliest tokens, and the rest as one; null: all tokens",
+        ge=1,
+        le=1024,
+    )
+
+
 class DistillationConfig(Section):
     """A teacher that scores what the policy samples (docs/distillation.md).
 
@@ -225,7 +246,7 @@ class DistillationConfig(Section):
     )
     coefficient: float = field(
         1.0,
-        "weight of log(teacher / policy) in the advantage of a token; 0: only measured",
+        "weight of log(teacher / policy) in the advantage of a token, or of `loss`; 0: measured",
         ge=0,
         le=1000,
     )
@@ -235,6 +256,10 @@ class DistillationConfig(Section):
         max_length=64,
     )
 
+    loss: DivergenceConfig | None = optional_field(
+        "learn by the divergence to a teacher whose weights are here; null: by advantages"
+    )
+
     @model_validator(mode="after")
     def _one_teacher(self) -> "DistillationConfig":
         named = [name for name in ("folder", "checkpoint", "endpoint") if getattr(self, name)]
@@ -242,6 +267,12 @@ class DistillationConfig(Section):
             raise ValueError(f"{' and '.join(named)} are two teachers: expected one of them")
         if "endpoint" not in named and (self.route or self.model):
             raise ValueError("route and model are those of an endpoint: expected one, found null")
+        given = [name for name in ("endpoint", "context", "environments") if getattr(self, name)]
+        if self.loss is not None and given:
+            raise ValueError(
+                "loss compares all tokens that the policy and a teacher beside it give for the "
+                f"same rows: expected {given[0]} null, or loss null"
+            )
         return self
 
     @property

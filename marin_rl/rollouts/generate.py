@@ -140,7 +140,7 @@ def shard_fingerprint(
 ) -> str:
     """Digest of the settings, the policy and the scorers that decide a shard's content."""
     config = run.config
-    assert (teacher is None) == (config.distillation is None), "see `generate_shard`"
+    assert (teacher is None) == (config.rollout_teacher is None), "see `generate_shard`"
     assert (scorer is None) == (config.environment.reward_model is None), "see `generate_shard`"
     fields = sampling_fields(config, round, policy) | {
         "shard": shard,

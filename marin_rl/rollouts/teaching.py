@@ -234,14 +234,17 @@ def check_recorded(run: Run, teacher: Teacher) -> None:
     manifest = read_manifest(run.store, rollouts_slot(sealed[-1])) if sealed else None
     recorded = manifest[0].extra.get(STAMP, []) if manifest else []
     if recorded and recorded != [teacher.identity]:
-        raise InputError(
-            f"distillation: the teacher is {teacher.identity}, but round {sealed[-1]} was scored "
-            f"by {', '.join(map(str, recorded))}: restore the one that the run began with, or fork "
-            "the run"
-        )
+        raise another_teacher(teacher, sealed[-1], recorded)
     settings = run.config.distillation
     if recorded and settings is not None and settings.endpoint is not None:
         _check_scores(run, sealed[-1], teacher)
+
+
+def another_teacher(teacher: Teacher, round: int, recorded: Sequence[str]) -> InputError:
+    return InputError(
+        f"distillation: the teacher is {teacher.identity}, but that of round {round} was "
+        f"{', '.join(recorded)}: restore the one that the run began with, or fork the run"
+    )
 
 
 def _check_scores(run: Run, round: int, teacher: Teacher) -> None:

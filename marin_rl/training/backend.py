@@ -27,7 +27,7 @@ from marin_rl.training.compiled_step import Program, compiled_step_of, policy_se
 from marin_rl.training.logprobs import ALONE
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.state import CheckpointSlot, first_parameters
-from marin_rl.training.step import Gradients, combine, trainable_of
+from marin_rl.training.step import Gradients, beside_teacher, combine, trainable_of
 from marin_rl.training.step_metrics import TokenMeasures
 from marin_rl.training.step_types import (
     Parameters,
@@ -62,11 +62,13 @@ class Future(Generic[T]):
 class Loss:
     """The loss of a batch: see `StepSettings`. `reference` is what its KL is to, where it has one.
 
-    While a critic is `warming` up, the policy is scored and has no gradient.
+    `teacher` are the parameters that its divergence is to. While a critic is `warming` up, the
+    policy is scored and has no gradient.
     """
 
     settings: StepSettings
     reference: Reference | None = None
+    teacher: Parameters | None = None
     warming: bool = False
 
 
@@ -193,6 +195,7 @@ class DeviceBackend:
             )
         passes = program.forward_backward(loss.settings)
         trainable, frozen = trainable_of(self._state, self._frozen, warming=loss.warming)
+        frozen = beside_teacher(frozen, loss.teacher)
         with program.layout.active():
             placed = program.layout.place_rows(batch.arrays)
             gradients, metrics, measures = passes(

@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from marin_rl.config import DivergenceConfig
 from marin_rl.config.training import SHARING
 from marin_rl.models.block import Norm, after_mlp, logits_of, normed
 from marin_rl.models.experts import ExpertLoads
@@ -31,7 +32,7 @@ from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
 from marin_rl.models.spec import Spec
 from marin_rl.training.attention import on_tpu
 from marin_rl.training.hidden_states import last_layer, states_before_last_mlp
-from marin_rl.training.losses import scores_of_logits
+from marin_rl.training.losses import divergence, scores_of_logits
 from marin_rl.training.model import with_layers
 
 # A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
@@ -45,12 +46,20 @@ Head = Callable[[Float[Array, "*N E"]], Float[Array, "*N"]]
 class TokenScores(NamedTuple):
     """Logprobs and entropies of each token given those before it; 0 where not requested.
 
-    `loads` are those of experts by the requested tokens.
+    `loads` are those of experts by the requested tokens, `divergences` those to a teacher, in nats.
     """
 
     logprobs: Float[Array, "B T"]
     entropies: Float[Array, "B T"]
     loads: ExpertLoads | None = None
+    divergences: Float[Array, "B T"] | None = None
+
+
+class Taught(NamedTuple):
+    """A teacher of the policy that is scored, and how far apart they are counted to be."""
+
+    model: LanguageModel
+    divergence: DivergenceConfig
 
 
 class Packing(NamedTuple):
@@ -82,6 +91,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     packing: Packing = ALONE,
+    taught: Taught | None = None,
 ) -> TokenScores:
     """Log-probability (nats) of each masked token given its predecessors, and the entropy there.
 
@@ -89,13 +99,14 @@ def token_logprobs(
     mask. A token sees itself and what precedes it in its own segment; with `shared_prompts`, a
     segment that begins at a position above 0 also sees the one that it continues, and its first
     token is predicted from that one's last. The mask must be False where a segment begins
-    otherwise, for nothing predicts a first token.
+    otherwise, for nothing predicts a first token. `taught` adds the divergence of the teacher's
+    distribution, which has no gradient, and the policy's at every masked token.
     """
     rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
-    (logprobs_BT, entropies_BT), loads = _scored(
-        model, rows, temperature=temperature, packing=packing
+    (logprobs_BT, entropies_BT, *divergences), loads = _scored(
+        model, rows, temperature=temperature, packing=packing, taught=taught
     )
-    return TokenScores(logprobs_BT, entropies_BT, loads)
+    return TokenScores(logprobs_BT, entropies_BT, loads, *divergences)
 
 
 def token_values(
@@ -131,11 +142,12 @@ def _scored(
     words: bool = True,
     temperature: float = 1.0,
     packing: Packing = ALONE,
+    taught: Taught | None = None,
 ) -> tuple[tuple[Array, ...], ExpertLoads | None]:
     """Score the masked tokens of rows (ids, segments, positions, mask).
 
-    Returns log-probability and entropy if `words`, then the scalar head's output if there is one;
-    and loads of experts by these tokens.
+    Returns log-probability and entropy if `words`, then the divergence if `taught`, then the scalar
+    head's output if there is one; and loads of experts by these tokens.
     """
     token_ids_BT, segment_ids_BT, positions_BT, mask_BT = rows
     sources_BT, prompts_BT = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
@@ -143,15 +155,27 @@ def _scored(
         # Plain attention computes all T x T pairs of a packed row; attention by blocks computes
         # only those in sight.
         prompts_BT = segment_ids_BT
-    states_BTE, loads = states_before_last_mlp(
-        model,
-        token_ids_BT,
-        segment_ids_BT,
-        positions_BT,
-        prompts_BT,
-        mask_BT,
-        alone=packing == ALONE,
-    )
+
+    def states_of(model: LanguageModel) -> tuple[Array, ExpertLoads | None]:
+        return states_before_last_mlp(
+            model,
+            token_ids_BT,
+            segment_ids_BT,
+            positions_BT,
+            prompts_BT,
+            mask_BT,
+            alone=packing == ALONE,
+        )
+
+    states_BTE, loads = states_of(model)
+    tail = _Tail.of(model, head, words=words)
+    if taught is not None:
+        # Side by side, as all that predicts a token.
+        theirs_BTE, _ = jax.lax.stop_gradient(states_of(taught.model))
+        states_BTE = jnp.concatenate([states_BTE, theirs_BTE], axis=-1)
+        tail = dataclasses.replace(
+            tail, teacher=_Tail.of(taught.model), divergence=taught.divergence
+        )
     # The axes of the mesh that rows are spread over. One of size 1 spreads nothing: left out, the
     # program is the same as on a single device.
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -159,7 +183,7 @@ def _scored(
     # Flat, so that chunks run on over the ends of rows and only the last one has to be filled up.
     flat: Any = _scores_where(
         states_BTE.reshape(-1, states_BTE.shape[-1]),
-        _Tail.of(model, head, words=words),
+        tail,
         token_ids_BT.reshape(-1),
         sources_BT.reshape(-1),
         mask_BT.reshape(-1),
@@ -216,6 +240,7 @@ class _Tail(eqx.Module):
     """Computation of each token by itself: the last MLP, the final norm, and the heads.
 
     `words` are the output head's weights, `scalar` a head that gives a number; either may be None.
+    With a `teacher` the states are both models', side by side.
     """
 
     spec: Spec = eqx.field(static=True)
@@ -223,10 +248,13 @@ class _Tail(eqx.Module):
     final_norm: Norm
     words: Float[Array, "V E"] | None
     scalar: Head | None = None
+    teacher: "_Tail | None" = None
+    divergence: DivergenceConfig | None = eqx.field(static=True, default=None)
 
     @property
     def outputs(self) -> int:
-        return 2 * (self.words is not None) + (self.scalar is not None)
+        heads = self.scalar, self.teacher
+        return 2 * (self.words is not None) + sum(head is not None for head in heads)
 
     @classmethod
     def of(cls, model: LanguageModel, scalar: Head | None = None, *, words: bool = True) -> "_Tail":
@@ -246,14 +274,26 @@ def _tail_scores(
 ) -> tuple[Float[Array, " C"], ...]:
     """Score every state of a chunk against its target.
 
-    Returns log-probability and entropy if there are `words`, then the scalar head's output if there
-    is one.
+    Returns log-probability and entropy if there are `words`, then the divergence to a teacher and
+    the scalar head's output if there are these.
     """
+    both_CE = states_CE
+    if tail.teacher is not None:
+        states_CE = both_CE[:, : tail.spec.width]
     states_CE = tail.final_states(states_CE, ("token",))
     numbers = () if tail.scalar is None else (tail.scalar(states_CE),)
     if tail.words is None:
         return numbers
     logits_CV = logits_of(tail.spec, tail.words, states_CE)
+    if (teacher := tail.teacher) is not None:
+        assert teacher.words is not None, "a teacher gives distributions"
+        assert tail.divergence is not None, "it comes with a teacher"
+        theirs_CV = logits_of(
+            teacher.spec,
+            teacher.words,
+            teacher.final_states(both_CE[:, tail.spec.width :], ("token",)),
+        )
+        numbers = divergence(tail.divergence, theirs_CV, logits_CV), *numbers
     return *scores_of_logits(logits_CV, targets_C, temperature), *numbers
 
 

@@ -7,7 +7,8 @@ update is computed first (precompute.py). A Trainer also makes checkpoint 0 of a
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from marin_rl.machine import changed_facts, computes_on_host, give_back_freed_me
 from marin_rl.metrics import over_steps
 from marin_rl.models.module import LanguageModel
 from marin_rl.progress import phase
+from marin_rl.rollouts.teaching import STAMP, another_teacher
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.storage.commits import manifest_of, new_attempt
 from marin_rl.storage.run_progress import as_continued, optimizer_round
@@ -37,7 +39,7 @@ from marin_rl.training.compiled_step import (
     rows_compiled_for,
     to_fixed_shape,
 )
-from marin_rl.training.model import with_parameters
+from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.phases import Phase
 from marin_rl.training.policy_source import recorded_modules
@@ -52,7 +54,7 @@ from marin_rl.training.state import (
     sft_result,
     tree_of,
 )
-from marin_rl.training.step import combine, trainable_of
+from marin_rl.training.step import beside_teacher, combine, trainable_of
 from marin_rl.training.step_types import (
     Parameters,
     Reference,
@@ -61,6 +63,7 @@ from marin_rl.training.step_types import (
     TrainableParams,
     TrainState,
 )
+from marin_rl.training.teacher import LocalTeacher, local_teacher, teacher_spec
 from marin_rl.trust import Consent, check_named
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest
@@ -79,6 +82,10 @@ class Trainer(Phase):
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
         config = run.config
         self._settings = policy_settings(config)
+        if config.distillation is not None and config.distillation.loss is not None:
+            theirs = teacher_spec(run, tokenizer)
+            distilled = {"distillation": config.distillation, "teacher": theirs}
+            self._settings = replace(self._settings, **distilled)
         modules = recorded_modules(run) if config.policy.lora else None
         adamw = policy_adamw(config.training)
         program = compiled_step_of(config, tokenizer, adamw, self._settings, modules)
@@ -105,6 +112,20 @@ class Trainer(Phase):
     def _loaded(self) -> TrainState:
         assert self.state is not None, "no checkpoint is loaded"
         return self.state
+
+    @cached_property
+    def _teacher(self) -> LocalTeacher | None:
+        """The teacher that a step runs beside the policy; None where it runs none."""
+        if self._settings.divergence is None:
+            return None
+        return local_teacher(self._run, self._tokenizer)
+
+    @cached_property
+    def _teacher_parameters(self) -> Parameters | None:
+        if (teacher := self._teacher) is None:
+            return None
+        parameters = named_parameters(teacher.model)
+        return self._program.layout.place_parameters(parameters, teacher.model)
 
     def load(self, checkpoint: SlotRef) -> None:
         """Make `checkpoint` the current one; from memory when it is that already.
@@ -178,6 +199,11 @@ class Trainer(Phase):
         """
         # Before anything is loaded: a round that is trained already costs one read of its slot.
         content = decisive_content(self._run.config)
+        recorded: dict[str, Any] = {}
+        if self._teacher is not None:
+            self._check_teacher(round, checkpoint)
+            recorded = {STAMP: self._teacher.identity}
+            content["teacher_digest"] = self._teacher.identity
         slot = self._slot(checkpoint_slot(round + 1), content, (checkpoint, batches))
         if (existing := slot.find()) is not None:
             return existing
@@ -188,7 +214,15 @@ class Trainer(Phase):
         with ScoresWriter(self._run, round, attempt, account.eos_token_id) as scores:
             backend, totals = self._updated(round, batches, checkpoint, account, scores.write)
             extra_parts = ExtraParts(attempt=attempt, parts=scores.parts)
-            return self._commit(backend, slot, totals, extra_parts)
+            return self._commit(backend, slot, totals, extra_parts, recorded)
+
+    def _check_teacher(self, round: int, checkpoint: SlotRef) -> None:
+        """Raise InputError for another teacher than that of the round before."""
+        if round == 0 or self._run.at_round(round - 1) is not self._run:
+            return  # a fork may have another
+        before = manifest_of(self._run.store, checkpoint).extra.get(STAMP)
+        if self._teacher is not None and before != self._teacher.identity:
+            raise another_teacher(self._teacher, round - 1, [str(before)])
 
     def _optimizer_round(self, number: int, before: SlotRef) -> int | None:
         """The last checkpoint with the optimizer's state; None where `number` is to have it."""
@@ -237,8 +271,9 @@ class Trainer(Phase):
             rows = extras[step](rows) if extras else rows
             with program.layout.active():
                 placed = program.layout.place_rows(rows.arrays)
-                trainable = trainable_of(state, self._source.frozen)
-                parts, _, _ = passes(*trainable, reference, placed, rows.used)
+                trainable, frozen = trainable_of(state, self._source.frozen)
+                frozen = beside_teacher(frozen, self._teacher_parameters)
+                parts, _, _ = passes(trainable, frozen, reference, placed, rows.used)
             for gradients in parts:
                 assert gradients.policy is not None, "the policy is trained"
                 for name, array in gradients.policy.items():
@@ -264,7 +299,12 @@ class Trainer(Phase):
         extras, known = self._before_updates(round, read, self._loaded, reference, steps * epochs)
         if config.objective.kl_placement == "reward":
             reference = None  # it is applied in the advantages
-        loss = Loss(settings=self._settings, reference=reference, warming=program.warms_up(round))
+        loss = Loss(
+            settings=self._settings,
+            reference=reference,
+            teacher=self._teacher_parameters,
+            warming=program.warms_up(round),
+        )
         # Taken: the first update donates the optimizer's arrays, so after a failure the checkpoint
         # has to be read again.
         backend = DeviceBackend(program, self._taken_state(checkpoint), self._source.frozen)
@@ -301,7 +341,7 @@ class Trainer(Phase):
     ) -> tuple[list[RowExtras], Mapping[str, float]]:
         """Extra arrays of a round's rows before the first of `total` updates, and their metrics."""
         objective, program = self._run.config.objective, self._program
-        distillation = self._run.config.distillation
+        distillation = self._run.config.rollout_teacher
         by_token = objective.estimator.by_token
         weighing = by_token and program.critic is None
         # In a single update the old logprobs are the current ones, which the step computes anyway.
@@ -369,8 +409,10 @@ class Trainer(Phase):
         slot: CheckpointSlot,
         totals: Mapping[str, float],
         extra_parts: ExtraParts | None = None,
+        recorded: Mapping[str, Any] = MappingProxyType({}),
     ) -> SlotRef:
-        ref = backend.save(slot, totals, as_continued(self._run), extra_parts).result()
+        extra = {**as_continued(self._run), **recorded}
+        ref = backend.save(slot, totals, extra, extra_parts).result()
         if ref.reused:  # another attempt was first: what it committed is the truth
             self.load(ref)
         else:
@@ -416,6 +458,8 @@ def trained_from(run: Run, recorded: Manifest, round: int) -> tuple[SlotRef, Slo
 
 def decisive_content(config: Config) -> dict[str, Any]:
     """The configuration that decides what a round's batches train, besides those batches."""
+    teacher = config.distillation
+    divergence = None if teacher is None else teacher.loss
     return {
         "program": PROGRAM_VERSION,
         "policy": fingerprint_fields(config.policy),
@@ -425,5 +469,6 @@ def decisive_content(config: Config) -> dict[str, Any]:
         "temperature": config.sampling.temperature,
         "max_tokens": config.sampling.max_tokens,
         # Only where it applies: fingerprints of earlier runs stay what they were.
-        **({} if (teacher := config.distillation) is None else {"teacher": teacher.coefficient}),
+        **({} if teacher is None else {"teacher": teacher.coefficient}),
+        **({} if divergence is None else {"divergence": fingerprint_fields(divergence)}),
     }

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from marin_rl.config import ObjectiveConfig
+from marin_rl.config import DivergenceConfig, ObjectiveConfig
 from marin_rl.training.segments import (
     FloatArrayBT,
     FloatBT,
@@ -36,6 +36,8 @@ FloatArray = Float[Array | np.ndarray, "*shape"]
 # Log-ratios are clamped to this, in nats, before exp is taken of them: float32 ends at 88, and
 # an infinite ratio makes the gradient of a clipped token 0 * inf. verl, tunix and OpenRLHF do so.
 LOG_RATIO_MAX = 20.0
+# The log-probability of a part is at most this where that of the rest, log(1 - exp(p)), follows.
+CERTAIN = -1e-6
 # Probabilities of all other tokens are at least this where dppo_kl divides by them; verl's.
 OTHERS_MIN = 1e-8
 
@@ -63,6 +65,37 @@ def scores_of_logits(
     logp_NV = jax.nn.log_softmax(jnp.asarray(logits_NV) / temperature, axis=-1)
     logprobs_N = jnp.take_along_axis(logp_NV, jnp.asarray(targets_N)[..., None], axis=-1)[..., 0]
     return logprobs_N, -jnp.sum(jnp.exp(logp_NV) * logp_NV, axis=-1)
+
+
+def divergence(
+    settings: DivergenceConfig, teacher_NV: Float[Array, "*N W"], policy_NV: Float[Array, "*N V"]
+) -> Float[Array, "*N"]:
+    """Divergence of a teacher's and a policy's distribution by their logits, in nats.
+
+    Generalised Jensen-Shannon (GKD, arXiv:2306.13649, eq. 1), with `top_k` over the teacher's
+    likeliest tokens and the rest as one. Ids that only one of them has, which pad its vocabulary,
+    are left out.
+    """
+    size = min(teacher_NV.shape[-1], policy_NV.shape[-1])
+    theirs, ours = (jax.nn.log_softmax(each[..., :size]) for each in (teacher_NV, policy_NV))
+    if settings.top_k is not None:
+        theirs, ids = jax.lax.top_k(theirs, min(settings.top_k, size))
+        theirs, ours = map(_with_rest, (theirs, jnp.take_along_axis(ours, ids, axis=-1)))
+
+    def kl(logp: Array, logq: Array) -> Array:
+        return jnp.sum(jnp.exp(logp) * (logp - logq), axis=-1)
+
+    beta = settings.beta
+    if beta in (0.0, 1.0):
+        return kl(ours, theirs) if beta else kl(theirs, ours)
+    mixture = jnp.logaddexp(theirs + math.log(beta), ours + math.log1p(-beta))
+    return beta * kl(theirs, mixture) + (1 - beta) * kl(ours, mixture)
+
+
+def _with_rest(logprobs_NK: Array) -> Array:
+    """Log-probabilities of K tokens, and that of all others together."""
+    some = jnp.minimum(jax.nn.logsumexp(logprobs_NK, axis=-1, keepdims=True), CERTAIN)
+    return jnp.concatenate([logprobs_NK, jnp.log(-jnp.expm1(some))], axis=-1)
 
 
 def token_weights(

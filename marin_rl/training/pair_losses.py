@@ -31,12 +31,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from marin_rl.config import PreferenceLossConfig
+from marin_rl.training.losses import CERTAIN
 from marin_rl.training.step_types import StepArrays
 
 Metrics = dict[str, jax.Array]
-
-# Log-odds end at this mean log-probability: log(1 - exp(p)) of a certain answer is infinite.
-CERTAIN = -1e-6
 
 
 class Answers(NamedTuple):

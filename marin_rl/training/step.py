@@ -10,7 +10,7 @@ engine may be serving these very arrays; states of optimizer and critic are.
 Axes: M microbatches, R rows of one, B rows (M times R), T positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,12 +25,13 @@ from marin_rl.compilation import compiled_apart
 from marin_rl.cpu_streams import side_by_side
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.models.experts import ExpertLoads, balance_loss
-from marin_rl.models.module import LanguageModel
+from marin_rl.models.module import LanguageModel, model_of
 from marin_rl.training.adapters import policy_module
 from marin_rl.training.critic import Critic
-from marin_rl.training.logprobs import TokenScores, token_logprobs
+from marin_rl.training.logprobs import Taught, TokenScores, token_logprobs
 from marin_rl.training.losses import weighted_sum
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
+from marin_rl.training.model import with_parameters
 from marin_rl.training.optimizer import Schedule, guarded_update
 from marin_rl.training.pair_losses import Pairs, counts_of, preference_loss
 from marin_rl.training.step_loss import critic_losses, row_weights, step_losses
@@ -50,6 +51,8 @@ Tree = TypeVar("Tree")
 
 # Gradients of a batch, in the parts that its loops summed: `Update` adds them up.
 Gradients = Sequence[TrainableParams]
+
+TEACHER = "teacher/"  # before the names of its parameters
 
 Update = Callable[[TrainState, Gradients, Float[Any, ""]], tuple[TrainState, Metrics]]
 
@@ -75,6 +78,19 @@ def combine(trainable: Parameters | None, frozen: Parameters) -> Parameters:
     return {**frozen, **(trainable or {})}
 
 
+def beside_teacher(frozen: Parameters, teacher: Parameters | None) -> Parameters:
+    """Parameters that a step does not train: of the policy, and a teacher's."""
+    return combine({f"{TEACHER}{name}": array for name, array in (teacher or {}).items()}, frozen)
+
+
+def _without_teacher(frozen: Parameters) -> tuple[Parameters, Parameters]:
+    """Undo `beside_teacher`."""
+    parts: tuple[Parameters, Parameters] = {}, {}
+    for name, array in frozen.items():
+        parts[name.startswith(TEACHER)][name.removeprefix(TEACHER)] = array
+    return parts
+
+
 def computing(parameters: Tree, dtype: str) -> Tree:
     """Cast parameters to what is computed with; the masters stay float32.
 
@@ -96,13 +112,25 @@ class Scorer:
     critic: Critic | None = None
 
     def __call__(
-        self, parameters: Parameters, critic_params: Parameters | None, rows: StepArrays
+        self,
+        parameters: Parameters,
+        critic_params: Parameters | None,
+        rows: StepArrays,
+        teacher: Parameters | None = None,
     ) -> tuple[TokenScores, Array | None]:
         settings, policy = self.settings, policy_module(self.template, parameters)
         if self.critic is not None and critic_params is not None:
             return self.critic.scores(critic_params, policy, rows, settings)
+        taught = None
+        if teacher and settings.divergence is not None and settings.teacher is not None:
+            theirs = with_parameters(model_of(settings.teacher), teacher)
+            taught = Taught(theirs, settings.divergence)
         scores = token_logprobs(
-            policy, *rows.inputs, temperature=settings.temperature, packing=settings.packing
+            policy,
+            *rows.inputs,
+            temperature=settings.temperature,
+            packing=settings.packing,
+            taught=taught,
         )
         return scores, None
 
@@ -113,7 +141,8 @@ class Scorer:
             each = jnp.zeros((len(mask), spec.layers, spec.experts), jnp.float32)
             balanced = self.settings.load_balance_coefficient > 0
             loads = ExpertLoads(each[..., 0], each, each if balanced else None)
-        return TokenScores(zeros, zeros, loads)
+        apart = None if self.settings.divergence is None else zeros
+        return TokenScores(zeros, zeros, loads, apart)
 
 
 def accumulate(
@@ -128,18 +157,19 @@ def accumulate(
     """Gradients summed over a range of the microbatches, and the forward outputs of their rows.
 
     `frozen` are the policy's parameters that have no gradient: all of them where
-    `trainable.policy` is None. Outputs are 0 in rows of other microbatches.
+    `trainable.policy` is None; and a teacher's (`beside_teacher`). Outputs are 0 in rows of other
+    microbatches.
     """
     # Over the whole step: a mean over one microbatch would weigh its tokens by its own number.
     weights_MRT = row_weights(arrays, settings).reshape(arrays.mask.shape)
     # Cast once, outside of the loop: every microbatch reads the same copy.
     trained, frozen = computing((trainable, frozen), settings.compute_dtype)
+    frozen, teacher = _without_teacher(frozen)
     coefficient = None if reference is None else reference.coefficient
     ref_params = None
     if reference is not None:
         # With an adapter, the reference is another adapter on the same base.
         ref_params = combine(computing(reference.parameters, settings.compute_dtype), frozen)
-    balance = settings.load_balance_coefficient
     pairs, (first, apart, used) = counts_of(arrays), microbatches
     # The critic's loss is a mean over the step's tokens, whatever the policy's aggregation is.
     tokens = jnp.sum(arrays.mask)
@@ -147,7 +177,7 @@ def accumulate(
     def loss(
         trained: TrainableParams, rows: StepArrays, weights: Array
     ) -> tuple[Array, ForwardOutputs]:
-        scores, values = score(combine(trained.policy, frozen), trained.critic, rows)
+        scores, values = score(combine(trained.policy, frozen), trained.critic, rows, teacher)
         of_reference = None if ref_params is None else score(ref_params, None, rows)[0]
         ref_logprobs = of_reference and jax.lax.stop_gradient(of_reference).logprobs
         outputs = ForwardOutputs(scores, ref_logprobs, values)
@@ -159,10 +189,9 @@ def accumulate(
             total = weighted_sum(weights, losses + regularisers)
         if values is not None:
             total += jnp.sum(critic_losses(settings, values, rows)) / jnp.maximum(tokens, 1)
-        if scores.loads is not None and balance:
-            share = jnp.sum(rows.mask) / jnp.maximum(tokens, 1)
-            total += balance * share * balance_loss(scores.loads)
-        elif scores.loads is not None:
+        for part in _of_models(settings, scores, weights, jnp.sum(rows.mask), tokens):
+            total += part
+        if scores.loads is not None and not settings.load_balance_coefficient:
             scores = scores._replace(loads=scores.loads._replace(probabilities=None))
         return total, outputs._replace(scores=scores)
 
@@ -188,6 +217,20 @@ def accumulate(
     # recompiles.
     count = jnp.maximum(used - first + apart - 1, 0) // apart
     return jax.lax.fori_loop(0, count, body, (total, kept))
+
+
+def _of_models(
+    settings: StepSettings, scores: TokenScores, weights: Array, own: Array, tokens: Array
+) -> Iterator[Array]:
+    """Losses that no file has the numbers of: balance of experts, divergence to a teacher.
+
+    `own` are the trained tokens of the rows, of the step's `tokens`.
+    """
+    if scores.loads is not None and settings.load_balance_coefficient:
+        share = own / jnp.maximum(tokens, 1)
+        yield settings.load_balance_coefficient * share * balance_loss(scores.loads)
+    if settings.distillation is not None and scores.divergences is not None:
+        yield settings.distillation.coefficient * weighted_sum(weights, scores.divergences)
 
 
 def sum_ranges(parts: Sequence[Tree]) -> Tree:

@@ -41,10 +41,10 @@ def step_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the loss of a step and its surrogate part, from outputs of all its rows [M, R, T].
 
-    `coefficient` is None without a KL in the loss. The balance of experts is no part of it: no file
-    has their loads, from which it could be computed again.
+    `coefficient` is None without a KL in the loss. The balance of experts and the divergence to a
+    teacher are no part of it: no file has them, from which it could be computed again.
     """
-    outputs = outputs._replace(scores=outputs.scores._replace(loads=None))
+    outputs = outputs._replace(scores=outputs.scores._replace(loads=None, divergences=None))
     outputs, rows = jax.tree.map(in_rows, (outputs, arrays))
     losses, regularisers = step_losses(settings, outputs, coefficient, rows)
     weights_BT = row_weights(arrays, settings)

@@ -84,6 +84,8 @@ def step_metrics(
         total = jnp.sum(on_mask(logprobs - references, rows.mask))
         metrics["objective/kl"] = total / trained_rollouts(rows)
         metrics["objective/kl_coefficient"] = coefficient
+    if scores.divergences is not None:
+        metrics["distillation/divergence"] = _mean(in_rows(scores.divergences), rows.mask)
     if values is not None:
         critic, old_values, returns = critic_targets(settings, rows)
         metrics |= value_metrics(critic, values, old_values, returns, rows.mask)

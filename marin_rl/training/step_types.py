@@ -11,7 +11,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from marin_rl.config import CriticConfig, ObjectiveConfig, PreferenceLossConfig
+from marin_rl.config import (
+    CriticConfig,
+    DistillationConfig,
+    DivergenceConfig,
+    ObjectiveConfig,
+    PreferenceLossConfig,
+)
+from marin_rl.models.spec import Spec
 from marin_rl.training.logprobs import ALONE, Packing, TokenScores
 from marin_rl.training.model import Parameters
 from marin_rl.training.segments import rollout_shares
@@ -129,7 +136,7 @@ class StepSettings:
 
     With `preference` its rows are pairs (see pair_losses.py). Else `objective` None is supervised:
     the mean negative log-likelihood. `length_norm` is the constant of sequence_mean_token_sum_norm,
-    in tokens.
+    in tokens. `distillation` is one with a loss, whose teacher is a model of `teacher`.
     """
 
     objective: ObjectiveConfig | None
@@ -140,6 +147,12 @@ class StepSettings:
     critic: CriticConfig | None = None
     load_balance_coefficient: float = 0.0
     preference: PreferenceLossConfig | None = None
+    distillation: DistillationConfig | None = None
+    teacher: Spec | None = None
+
+    @property
+    def divergence(self) -> DivergenceConfig | None:
+        return None if self.distillation is None else self.distillation.loss
 
 
 def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:

@@ -2,7 +2,8 @@
 
 A teacher's arrays are on the first device, in `policy.compute_dtype`; its size and family are its
 own. Sequences are scored in rows of one padded length by the program that also compares engines
-with the trainer. Leaves out what is scored (`rollouts.teaching`).
+with the trainer. Where the divergence to a teacher is a loss, the step runs it next to the policy.
+Leaves out what is scored (`rollouts.teaching`).
 """
 
 import threading
@@ -15,7 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.batching.pairs import padded
 from marin_rl.compilation import device_array, set_matmul_precision
+from marin_rl.models.families import described_folder
 from marin_rl.models.module import LanguageModel
+from marin_rl.models.spec import Spec
 from marin_rl.rollouts.teaching import teacher_checkpoint
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity
@@ -33,7 +36,7 @@ class LocalTeacher:
     def __init__(self, model: LanguageModel, identity: str, dtype: str) -> None:
         set_matmul_precision(dtype)
         cast = {name: device_array(a).astype(dtype) for name, a in named_parameters(model).items()}
-        self._model, self.identity = with_parameters(model, cast), identity
+        self.model, self.identity = with_parameters(model, cast), identity
         self._lock = threading.Lock()
 
     def score(
@@ -50,10 +53,20 @@ class LocalTeacher:
                 for row, index in enumerate(chunk):
                     mask[row, : first[index]] = False
                 segments, scored = inside.astype(np.int32), mask.astype(np.int32)
-                logprobs = np.asarray(sequence_scores(self._model, ids, segments, scored, 1.0))
+                logprobs = np.asarray(sequence_scores(self.model, ids, segments, scored, 1.0))
                 for row, index in enumerate(chunk):
                     scores[index] = logprobs[row, first[index] : len(sequences[index])]
         return scores
+
+
+def teacher_spec(run: Run, tokenizer: PreTrainedTokenizerBase) -> Spec:
+    """Description of a run's teacher whose weights are here. Raises as `local_teacher` does."""
+    settings = run.config.distillation
+    assert settings is not None, "the configuration names a teacher"
+    if settings.folder is not None:
+        return described_folder(settings.folder)
+    source = run if settings.is_self else teacher_checkpoint(run)[0]
+    return template_of(source.config.policy, tokenizer).spec
 
 
 def local_teacher(run: Run, tokenizer: PreTrainedTokenizerBase) -> LocalTeacher:

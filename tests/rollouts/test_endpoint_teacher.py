@@ -218,7 +218,7 @@ def test_an_endpoint_is_asked_once_for_a_shard_and_must_stay_the_same(
         runtime.close()
     with serving(weight_version=4) as later:
         moved = configured(later.base_url, tmp_path)
-        with pytest.raises(InputError, match=f"policy@00004.* round 0 was scored by {IDENTITY}"):
+        with pytest.raises(InputError, match=f"policy@00004.* that of round 0 was {IDENTITY}"):
             teacher(moved)
     with serving(model=warmer()) as same_name:
         moved = configured(same_name.base_url, tmp_path)

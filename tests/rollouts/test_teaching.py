@@ -126,7 +126,7 @@ def test_a_shard_is_scored_once_and_names_its_teacher(tmp_path, server):
     sealed = seal_round(run, 0, [ref], (policy.checkpoint,))
     assert manifest_of(run.store, sealed).extra["teacher"] == [DIGEST]
     prove_teacher(run, Counting())
-    with pytest.raises(InputError, match=r"the teacher is cdcd.* but round 0 was scored by abab"):
+    with pytest.raises(InputError, match=r"the teacher is cdcd.* but that of round 0 was abab"):
         prove_teacher(run, Counting("cd" * 32))
 
 

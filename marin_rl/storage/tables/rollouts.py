@@ -250,7 +250,7 @@ def seal_round(
     parts, summaries = zip(*_entries(run.store, shards), strict=True)
     judges = dict[str, Any]()
     config = run.config
-    used = {"reward_model": config.environment.reward_model, "teacher": config.distillation}
+    used = {"reward_model": config.environment.reward_model, "teacher": config.rollout_teacher}
     if names := [name for name, settings in used.items() if settings is not None]:
         # Digests as footers name them.
         sources = ((load(run.store, ref.slot), run.store.url_of(ref.slot)) for ref in shards)

@@ -1,0 +1,180 @@
+"""A divergence to a teacher as loss: by hand, its gradient, and runs that learn by it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+from support.models import tiny_model
+from support.policy_runs import play_round, small_config
+from training.batches import random_batch
+
+from marin_rl.analysis.query import sql
+from marin_rl.analysis.verify import verify_run
+from marin_rl.config import DistillationConfig, DivergenceConfig, ObjectiveConfig
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.models.block import logits_of
+from marin_rl.models.module import LanguageModel
+from marin_rl.runtime import RunRuntime
+from marin_rl.storage.runs import Run, latest_checkpoint
+from marin_rl.storage.tables.batches import read_dispositions
+from marin_rl.training.logprobs import final_states
+from marin_rl.training.losses import divergence
+from marin_rl.training.model import named_parameters, with_parameters
+from marin_rl.training.replay import replay_round
+from marin_rl.training.reprocess import reprocess_round
+from marin_rl.training.step import ForwardBackward, beside_teacher
+from marin_rl.training.step_types import StepSettings, TrainableParams, step_arrays
+
+FORMS = [
+    DivergenceConfig(beta=beta, top_k=top_k) for beta in (0.0, 0.3, 1.0) for top_k in (None, 5)
+]
+
+
+def by_definition(form: DivergenceConfig, teacher: np.ndarray, policy: np.ndarray) -> float:
+    """The divergence of two rows of logits, in float64."""
+    theirs, ours = (np.exp(x) / np.exp(x).sum() for x in (teacher.astype(np.float64), policy))
+    if form.top_k:
+        known = np.argsort(-theirs)[: form.top_k]
+        theirs, ours = (np.append(p[known], 1 - p[known].sum()) for p in (theirs, ours))
+    mixture = form.beta * theirs + (1 - form.beta) * ours
+    if form.beta in (0, 1):  # the limits that GKD names forward and reverse
+        first, second = (ours, theirs) if form.beta else (theirs, ours)
+        return float(np.sum(first * np.log(first / second)))
+    to_mixture = [np.sum(p * np.log(p / mixture)) for p in (theirs, ours)]
+    return float(form.beta * to_mixture[0] + (1 - form.beta) * to_mixture[1])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_values_and_gradients_by_hand(form: DivergenceConfig):
+    rng = np.random.default_rng(0)
+    teacher, policy = (rng.normal(0, 2, (7, 30)).astype(np.float32) for _ in range(2))
+    teacher = np.concatenate([teacher, np.full((7, 2), 50, np.float32)], axis=1)  # padding ids
+    found = divergence(form, jnp.asarray(teacher), jnp.asarray(policy))
+    expected = [by_definition(form, a[:30], b) for a, b in zip(teacher, policy, strict=True)]
+    assert_allclose(found, expected, rtol=2e-5)
+    gradient = jax.grad(lambda x: divergence(form, jnp.asarray(teacher[0]), x))(
+        jnp.asarray(policy[0])
+    )
+    step = 1e-5 * np.eye(30)
+    pairs = [
+        [by_definition(form, teacher[0, :30], policy[0] + s * e) for s in (1, -1)] for e in step
+    ]
+    numeric = [(up - down) / 2e-5 for up, down in pairs]
+    assert_allclose(gradient, numeric, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_equal_distributions_are_not_apart(form: DivergenceConfig):
+    logits = jnp.asarray(np.random.default_rng(1).normal(0, 3, (4, 30)).astype(np.float32))
+    value, gradient = jax.value_and_grad(lambda x: divergence(form, logits, x).sum())(logits)
+    assert abs(value) < 1e-5
+    assert_allclose(gradient, np.zeros((4, 30)), atol=1e-5)
+
+
+def logits_BTV(model: LanguageModel, rows: tuple) -> jax.Array:
+    return logits_of(model.spec, model.head, final_states(model, *rows[:3]))
+
+
+def test_the_gradient_of_a_step_is_that_of_the_definition():
+    """Of a teacher of another width, over packed rows in microbatches; no advantage counts."""
+    model, teacher = tiny_model(), tiny_model(width=48, seed=3)
+    form = DivergenceConfig(beta=0.3, top_k=8)
+    batch = random_batch(5, 16, 0)
+    batch = replace(batch, advantages=np.zeros_like(batch.advantages))
+    arrays, used = step_arrays(batch, 2, 3)
+    settings = StepSettings(
+        objective=ObjectiveConfig(aggregation="token_mean"),
+        distillation=DistillationConfig(loss=form, coefficient=0.7),
+        teacher=teacher.spec,
+    )
+    trained = named_parameters(model)
+    frozen = beside_teacher({}, named_parameters(teacher))
+    passes = ForwardBackward(model, settings)
+    (found,), metrics, _ = passes(TrainableParams(trained), frozen, None, arrays, used)
+    assert found.policy is not None
+    named = arrays.token_ids, arrays.segment_ids, arrays.positions, arrays.mask
+    rows = tuple(jnp.asarray(each.reshape(6, 16)) for each in named)
+    theirs = logits_BTV(teacher, rows)
+
+    def loss(parameters: dict[str, jax.Array]) -> jax.Array:
+        apart = divergence(form, theirs, logits_BTV(with_parameters(model, parameters), rows))
+        # The token at a position is predicted before it.
+        apart = jnp.pad(apart, ((0, 0), (1, 0)))[:, :-1]
+        return jnp.sum(jnp.where(rows[3], apart, 0)) / jnp.sum(rows[3])
+
+    value, expected = jax.value_and_grad(loss)(trained)
+    assert float(metrics["distillation/divergence"]) == pytest.approx(float(value), rel=1e-5)
+    assert float(metrics["loss"]) == 0  # the part that files have the numbers of
+    for name, gradient in expected.items():
+        assert_allclose(found.policy[name], 0.7 * gradient, rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+SETTINGS = (
+    "policy.model.layers=1", "sampling.max_tokens=6", "objective.advantage=rloo",
+    "training.learning_rate=1e-2", "training.warmup_steps=0", "batching.length_buckets=[]",
+    "filters.zero_signal=true", "rollouts.groups_per_round=8", "rollouts.group_size=4",
+)  # fmt: skip
+
+
+def played(root: Path, rounds: int, *items: str) -> Run:
+    run = Run.create_or_open(small_config(root, *SETTINGS, *items))
+    runtime = RunRuntime(run)
+    checkpoint = runtime.init_policy()
+    for round in range(rounds):
+        checkpoint = play_round(runtime, run, round, checkpoint)
+    runtime.close()
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_a_larger_teacher_alone(tmp_path: Path):
+    wide = ("policy.model.hidden_size=48", "policy.model.initializer_range=0.3")
+    played(tmp_path, 0, "run_id=source", *wide)
+    teacher = f"distillation.checkpoint={tmp_path}/source/checkpoints/round-00000"
+    loss = "distillation.loss={beta: 0}"
+    run = played(tmp_path, 6, teacher, loss)
+    rows = sql(tmp_path, run.run_id, "select * from metrics order by round").to_dicts()
+    apart = [row["distillation/divergence"] for row in rows]
+    assert np.mean(apart[-2:]) < 0.9 * apart[0]
+    # No group is dropped, though the rewards of many are all equal, and no column was written.
+    assert read_dispositions(run, 0)["reason"].to_pylist() == [None] * 32
+    scored = sql(tmp_path, run.run_id, "select count(teacher_logprobs) as scored from rollouts")
+    assert scored["scored"].to_list() == [0]
+    assert [each for each in verify_run(run) if each.problem] == []
+    assert replay_round(run, 1).equal
+    less = reprocess_round(run, 1, ["distillation.coefficient=0"])
+    assert less.gradient is not None
+    assert less.gradient.norm_after < less.gradient.norm_before
+    # Another teacher in the place of the one that the run began with.
+    played(tmp_path / "other", 0, "run_id=source", "seed=9", *wide)
+    (tmp_path / "source").rename(tmp_path / "before")
+    (tmp_path / "other" / "source").rename(tmp_path / "source")
+    runtime, last = RunRuntime(run), latest_checkpoint(run)
+    assert last is not None
+    with pytest.raises(InputError, match=r"but that of round 5 was [0-9a-f]+: restore the one"):
+        play_round(runtime, run, 6, last)
+    runtime.close()
+
+
+def test_settings_that_it_cannot_compare_by_are_refused(tmp_path: Path):
+    for item, message in (
+        ("distillation.endpoint=http://127.0.0.1:9/v1", "expected endpoint null, or loss null"),
+        ('distillation.context=[{"role": "user", "content": "a"}]', "expected context null"),
+        ("distillation.environments=[a]", "expected environments null"),
+        ("distillation.loss.beta=1.5", "distillation.loss.beta"),
+        ("sampling.temperature=0.5", "expected sampling.temperature 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            small_config(tmp_path, *SETTINGS, "distillation.loss={beta: 0.5}", item)
+    critic = (
+        "training.critic={}",
+        "objective.advantage=gae",
+        "objective.ratio_level=token",
+        "distillation.loss={beta: 0.5}",
+    )
+    with pytest.raises(ConfigError, match=r"expected training\.critic null, or loss null"):
+        small_config(tmp_path, *SETTINGS, *critic)
