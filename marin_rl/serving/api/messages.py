@@ -7,7 +7,7 @@ read back (`tool_calls`), and how a form is enforced (`constraints`).
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from marin_rl.serving.http.errors import Body
 from marin_rl.types import Role
@@ -65,6 +65,10 @@ TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=CONTENT_P
 ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=TOOL_CALLS_MAX)]
 
 
+def _as_role(role: Any) -> Any:
+    return "system" if role == "developer" else role  # OpenAI's name since its reasoning models
+
+
 class ChatMessage(Body):
     """One message. Content in parts is joined; only an assistant's may be null or left out.
 
@@ -72,7 +76,7 @@ class ChatMessage(Body):
     empty, or refused.
     """
 
-    role: Role
+    role: Annotated[Role, BeforeValidator(_as_role)]
     content: str | TextParts | None = None
     name: Label | None = None
     tool_calls: ToolCalls | None = None
