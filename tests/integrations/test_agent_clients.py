@@ -90,7 +90,7 @@ def test_recorded_calls_go_on_or_begin_anew(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_recorded_calls_are_those_of_chat_with_the_same_conversation(name: str) -> None:
-    """Which is how the server reads all of them."""
+    """The server reads all of them so."""
     for recorded in transcript(name):
         asked = APIS[api_of(recorded["body"])].parse(recorded["body"])
         again = ChatCompletions.parse(asked.chat_body("policy"))
