@@ -10,8 +10,8 @@ renders what transformers renders. Leaves out tokenizing (`batching.sequences`,
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import orjson
 
@@ -77,6 +77,57 @@ def as_template_message(message: Message, calls_max: int | None = None) -> dict[
     return seen | ({"tool_calls": calls} if calls else {})
 
 
+PROBE_NAME, PROBE_QUESTION = "probe_of_format", "What does the probe say?"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": PROBE_NAME,
+        "description": "Says what it says.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
+_PROBE_CALL = {
+    "id": "probe0001",  # Mistral's templates ask for nine characters
+    "type": "function",
+    "function": {"name": PROBE_NAME, "arguments": {"key": "value"}},
+}
+CALL_PROBE = Conversation(
+    messages=[
+        {"role": "user", "content": PROBE_QUESTION},
+        {"role": "assistant", "content": None, "tool_calls": [_PROBE_CALL]},
+    ],
+    tools=[_PROBE_TOOL],
+)
+
+
+class _CallForm(NamedTuple):
+    """Form of a message that calls tools: its content without text, and arguments as JSON text."""
+
+    empty: str | None
+    as_text: bool
+
+    def of(self, conversation: Conversation) -> Conversation:
+        messages = [self._message(each) for each in conversation.messages]
+        return replace(conversation, messages=messages)
+
+    def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        if self.as_text:
+            calls = [{**call, "function": self._function(call["function"])} for call in calls]
+        return {**message, "content": message.get("content") or self.empty, "tool_calls": calls}
+
+    def _function(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**function, "arguments": text}
+
+
+# The first is the common one. DeepSeek's templates add up texts; GPT-OSS's and some of Qwen's look
+# for words in the content.
+_CALL_FORMS = tuple(_CallForm(empty, as_text) for empty in (None, "") for as_text in (False, True))
+
+
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """The text of a conversation; `spans` are the (start, end) of its generation blocks."""
@@ -128,6 +179,29 @@ class ChatTemplate:
         `spans` asks for the generation blocks. Raises TemplateRefusal where the template refuses a
         conversation, TemplateFault where it exceeds a limit or does what it must not.
         """
+        calling = any("tool_calls" in m for each in conversations for m in each.messages)
+        if calling and not self.is_built_in:
+            form = self._call_form()
+            conversations = [form.of(conversation) for conversation in conversations]
+        return self._rendered(conversations, spans=spans)
+
+    def _call_form(self) -> _CallForm:
+        """The first form of calls that the template writes, or else the common one."""
+        key = self.source, _as_json(self._special_tokens)
+        if key not in _call_forms:
+            _call_forms[key] = next(filter(self._writes, _CALL_FORMS), _CALL_FORMS[0])
+        return _call_forms[key]
+
+    def _writes(self, form: _CallForm) -> bool:
+        try:
+            (rendering,) = self._rendered([form.of(CALL_PROBE)])
+        except TemplateRefusal:
+            return False
+        return PROBE_NAME in rendering.text.rpartition(PROBE_QUESTION)[2]
+
+    def _rendered(
+        self, conversations: Sequence[Conversation], *, spans: bool = False
+    ) -> list[Rendering]:
         all_variables = [self._variables(conversation) for conversation in conversations]
         if self.is_built_in:
             try:
@@ -159,6 +233,9 @@ class ChatTemplate:
             "add_generation_prompt": conversation.opening,
             **self._special_tokens,
         }
+
+
+_call_forms: dict[tuple[str, bytes], _CallForm] = {}  # by template
 
 
 def reads_clock(tokenizer: TemplateOwner) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from marin_rl.chat_templates import ChatTemplate, Conversation
+from marin_rl.chat_templates import CALL_PROBE, PROBE_QUESTION, ChatTemplate
 from marin_rl.errors import TemplateFault, TemplateRefusal
 from marin_rl.types import ToolCall
 
@@ -64,10 +64,10 @@ def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
     """
     try:
         template = ChatTemplate.of(tokenizer, tools=True)
-        text = template.render(Conversation(messages=_PROBE, tools=[_PROBE_TOOL])).text
+        text = template.render(CALL_PROBE).text
     except (TemplateRefusal, TemplateFault):
         return None
-    tail = text[text.rfind(_QUESTION) + len(_QUESTION) :]
+    tail = text[text.rfind(PROBE_QUESTION) + len(PROBE_QUESTION) :]
     special = tuple(tokenizer.all_special_tokens)
     for pattern, arguments, listed in _FORMATS:
         match = pattern.search(tail)
@@ -85,21 +85,6 @@ def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
     return None
 
 
-_NAME, _QUESTION = "probe_of_format", "What does the probe say?"
-_PARAMETERS = {"type": "object", "properties": {"key": {"type": "string"}}}
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": _NAME, "description": "Says what it says.", "parameters": _PARAMETERS},
-}
-_PROBE_CALL = {
-    "id": "probe0001",  # Mistral's templates ask for nine characters
-    "type": "function",
-    "function": {"name": _NAME, "arguments": {"key": "value"}},
-}
-_PROBE = [
-    {"role": "user", "content": _QUESTION},
-    {"role": "assistant", "content": None, "tool_calls": [_PROBE_CALL]},
-]
 _OBJECT = r'\{{\s*"name":\s*"probe_of_format",\s*"{0}":\s*\{{"key":\s*"value"\}}\s*\}}'
 _HERMES = rf"(?P<before><tool_call>\s*){_OBJECT.format('arguments')}(?P<after>\s*</tool_call>)"
 _MISTRAL = r'(?P<before>\[TOOL_CALLS\]\s*\[\{)[^\[]*"probe_of_format"(?P<after>)'
