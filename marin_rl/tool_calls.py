@@ -1,17 +1,17 @@
 """Tool calls: which format a chat template writes them in, and how they are read back.
 
-Owns the three formats that are known (Hermes and Qwen, Llama 3.1's JSON, Mistral's list) and the
-reading of a completion's text, whole or piece by piece. A call that is not well-formed stays text.
-The server and the loop of rollouts both read calls here, so they agree on what a call is. Leaves
-out how tools are put into a prompt (`chat_templates`), how a call is forced (the server's
-`constraints`) and what is done with one (`environments.tool_class`).
+Owns the four formats that are known (Hermes and Qwen, Llama 3.1's JSON, Mistral's list, the tags of
+Qwen3-Coder and Qwen3.5) and the reading of a completion's text, whole or piece by piece. A call
+that is not well-formed stays text. The server and the loop of rollouts both read calls here, so
+they agree on what a call is. Leaves out how tools are put into a prompt (`chat_templates`), how a
+call is forced (the server's `constraints`) and what is done with one (`environments.tool_class`).
 """
 
 import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,9 @@ class ToolFormat:
 
     `opening` and `closing` are searched for, `before` and `after` are the text around the JSON
     exactly; an empty `opening` means that the whole answer is the call, an empty `closing` that it
-    runs to the end. `special` says that a marker is a special token: a text that is to be read must
-    then be decoded with special tokens kept.
+    runs to the end. With `tagged` there is no JSON, but `<function=NAME>` around `<parameter=KEY>`
+    of each argument. `special` says that a marker is a special token: a text that is to be read
+    must then be decoded with special tokens kept.
     """
 
     opening: str
@@ -46,6 +47,7 @@ class ToolFormat:
     after: str
     listed: bool = False
     special: bool = False
+    tagged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +71,10 @@ def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
         return None
     tail = text[text.rfind(PROBE_QUESTION) + len(PROBE_QUESTION) :]
     special = tuple(tokenizer.all_special_tokens)
-    for pattern, arguments, listed in _FORMATS:
+    for pattern, arguments, kind in _FORMATS:
         match = pattern.search(tail)
         if match is not None:
-            before, after = match["before"], match["after"]
+            before, after, listed = match["before"], match["after"], kind == "listed"
             return ToolFormat(
                 opening=before.strip().removesuffix("[{").strip() if listed else before.strip(),
                 closing="" if listed else after.strip(),
@@ -81,6 +83,7 @@ def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
                 after="" if listed else after,
                 listed=listed,
                 special=before.strip().startswith(special) if before.strip() else False,
+                tagged=kind == "tagged",
             )
     return None
 
@@ -89,30 +92,58 @@ _OBJECT = r'\{{\s*"name":\s*"probe_of_format",\s*"{0}":\s*\{{"key":\s*"value"\}}
 _HERMES = rf"(?P<before><tool_call>\s*){_OBJECT.format('arguments')}(?P<after>\s*</tool_call>)"
 _MISTRAL = r'(?P<before>\[TOOL_CALLS\]\s*\[\{)[^\[]*"probe_of_format"(?P<after>)'
 _LLAMA = rf"(?P<before>(<\|python_tag\|>)?){_OBJECT.format('parameters')}(?P<after>)"
-_FORMATS = (  # with the key of the arguments, and whether calls are a list
-    (re.compile(_HERMES), "arguments", False),
-    (re.compile(_MISTRAL), "arguments", True),
-    (re.compile(_LLAMA), "parameters", False),
+_TAGGED = (
+    r"(?P<before><tool_call>\s*)<function=probe_of_format>\s*<parameter=key>\s*value\s*</parameter>"
+    r"\s*</function>(?P<after>\s*</tool_call>)"
 )
+_FORMATS = (  # with the key of the arguments, and the kind
+    (re.compile(_HERMES), "arguments", "json"),
+    (re.compile(_MISTRAL), "arguments", "listed"),
+    (re.compile(_LLAMA), "parameters", "json"),
+    (re.compile(_TAGGED), "arguments", "tagged"),
+)
+_FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"
+# As some templates write them, where JSON has other words.
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def new_call_id() -> str:
     return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
 
 
+Parameters = Mapping[str, Mapping[str, Any]]
+
+
+def parameters_of(tools: Iterable[Mapping[str, Any]]) -> Parameters:
+    """The schema of each tool's parameters by the tool's name, empty where it says none."""
+    functions = [tool["function"] for tool in tools]
+    return {str(each["name"]): each.get("parameters") or {} for each in functions}
+
+
+def called_tools(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """Tools of these calls, as far as reading the calls again takes: their strings stay strings."""
+    tools = list[dict[str, Any]]()
+    for call in calls:
+        strings = (key for key, value in json.loads(call.arguments).items() if type(value) is str)
+        schema = {"properties": {key: {"type": "string"} for key in strings}}
+        tools.append({"type": "function", "function": {"name": call.name, "parameters": schema}})
+    return tools
+
+
 def parse_tool_calls(
     form: ToolFormat,
     text: str,
-    names: Collection[str],
+    tools: Parameters,
     *,
     most: int | None = None,
     new_id: Callable[[], str] = new_call_id,
 ) -> ParsedAnswer:
     """A whole completion's content and its calls, the first `most` of them.
 
-    `names` are the tools that were offered; `new_id` makes the calls' ids.
+    `tools` are those that were offered (`parameters_of`); `new_id` makes the calls' ids.
     """
-    stream = ToolCallStream(form, names, new_id)
+    stream = ToolCallStream(form, tools, new_id)
     pieces = [*stream.feed(text), *stream.finish()]
     content = "".join(piece for piece in pieces if isinstance(piece, str))
     calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))[:most]
@@ -127,11 +158,11 @@ class ToolCallStream:
     """
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id
+        self, form: ToolFormat, tools: Parameters, new_id: Callable[[], str] = new_call_id
     ) -> None:
         self._form = form
         self._new_id = new_id
-        self._names = frozenset(names)
+        self._tools = tools
         self._buffer = ""
         self._gap = ""  # blank space before the call that is being read
         self._inside = False
@@ -192,13 +223,16 @@ class ToolCallStream:
     def _closed(self, out: list[str | ToolCall]) -> bool:
         """Emit the tool call, or plain text, up to its closing tag; return True if it is there.
 
-        A closing marker in a JSON string is a part of that string.
+        A closing marker in a JSON string, or in the value of a parameter, is a part of that.
         """
         opening, closing = self._form.opening, self._form.closing
         if not closing:
             return False
         while (at := self._buffer.find(closing, max(self._looked, len(opening)))) >= 0:
             end = at + len(closing)
+            if self._form.tagged and not self._buffer[:at].rstrip().endswith(_END_OF_FUNCTION):
+                self._looked = end
+                continue
             try:
                 list(_decoded(self._buffer[len(opening) : at]))
             except json.JSONDecodeError as error:
@@ -227,7 +261,8 @@ class ToolCallStream:
     def _calls(self, span: str) -> list[ToolCall]:
         form = self._form
         inner = span.removeprefix(form.opening).removesuffix(form.closing)
-        parsed = [self._call(value) for value in _values(inner, listed=form.listed)]
+        values = self._tagged(inner) if form.tagged else _values(inner, listed=form.listed)
+        parsed = [self._call(value) for value in values]
         calls = [call for call in parsed if call is not None]
         if len(calls) != len(parsed) or self.calls + len(calls) > CALLS_MAX:
             return []
@@ -241,7 +276,7 @@ class ToolCallStream:
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         # Without a marker only the name tells a call from an answer in JSON.
-        if not self._form.opening and name not in self._names:
+        if not self._form.opening and name not in self._tools:
             return None
         try:
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -251,6 +286,36 @@ class ToolCallStream:
         # half a character, which JSON can spell, goes back to how it was spelled
         text = text.encode(errors="backslashreplace").decode()
         return ToolCall(id=self._new_id(), name=name, arguments=text)
+
+    def _tagged(self, text: str) -> list[dict[str, Any]]:
+        """The call that tags write; [] if they write none."""
+        text = text.strip()
+        if not text.startswith(_FUNCTION) or not text.endswith(_END_OF_FUNCTION):
+            return []
+        name, _, rest = text.removeprefix(_FUNCTION).partition(">")
+        rest, arguments = rest.removesuffix(_END_OF_FUNCTION), dict[str, Any]()
+        known = self._tools.get(name, {}).get("properties", {})
+        while rest := rest.lstrip():
+            if not rest.startswith(_PARAMETER):
+                return []
+            key, _, rest = rest.removeprefix(_PARAMETER).partition(">")
+            value, end, rest = rest.partition(_END_OF_PARAMETER)
+            if not end:
+                return []
+            # A line each, by the templates; what is between is the value.
+            value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = _typed(value, known.get(key, {}))
+        return [{"name": name, "arguments": arguments}]
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value of a text: itself where the schema has a string, else what it is in JSON."""
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        return text
+    if text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    values = _values(text, listed=False)
+    return values[0] if len(values) == 1 else text
 
 
 def malformed_call(form: ToolFormat, content: str) -> str | None:

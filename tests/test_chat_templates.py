@@ -220,3 +220,41 @@ def test_the_built_in_template_renders_alike_here_and_in_a_worker():
 def test_a_template_with_half_a_character_is_refused():
     with pytest.raises(InputError, match="UnicodeEncodeError"):
         ChatTemplate("x\ud800", {}).render(Conversation(messages=TALK))
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+CALLS = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+]
+EACH_CALL = "{% for call in m.tool_calls or [] %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        # As DeepSeek's templates: arguments are a text, and no content is none.
+        (
+            "{% if m.content is none %}" + EACH_CALL + "{{ call.function.name + ' ' + "
+            "call.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}",
+            'weather {"city": "Zürich"}',
+        ),
+        # As those of GPT-OSS and of Qwen3 as first published: words are looked for in the content.
+        (
+            "{% if '</think>' in m.content %}thought{% endif %}{{ m.content }}"
+            + EACH_CALL
+            + "{{ call.function | tojson }}{% endfor %}",
+            '{"name": "weather", "arguments": {"city": "Zürich"}}',
+        ),
+        # A template that writes both is given what it was always given.
+        (
+            "{{ m.content }}" + EACH_CALL + "{{ call.function.arguments | items | list }}"
+            "{{ call.function.name }}{% endfor %}",
+            "None[('city', 'Zürich')]weather",
+        ),
+    ],
+)
+def test_calls_have_the_form_that_the_template_takes(template: str, text: str):
+    source = "{% for m in messages %}{{ m.role }}:" + template + "|{% endfor %}"
+    rendered = ChatTemplate(source, {}).render(Conversation(messages=CALLS)).text
+    assert rendered == f"user:Weather?|assistant:{text}|"

@@ -83,7 +83,7 @@ def test_the_template_of_tools_samples_calls_that_are_three_tokens(folder: Path)
     assert lengths == {1, 3}  # an answer, or a call without its end token
     form = tool_format(tokenizer)
     assert form is not None
-    calls = [parse_tool_calls(form, text, {"ask"}).calls for text in shown if len(text) > 1]
+    calls = [parse_tool_calls(form, text, {"ask": {}}).calls for text in shown if len(text) > 1]
     assert {call.name for (call,) in calls} == {"ask"}
     # The prompt of a demonstration is that of an episode, where the template names the tools.
     example = demonstrations.example(0, 0, "train")

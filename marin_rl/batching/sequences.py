@@ -30,7 +30,7 @@ from marin_rl.chat_templates import (
 )
 from marin_rl.errors import InputError, TemplateFault, TemplateRefusal
 from marin_rl.tokenizers import any_of, control_tokens
-from marin_rl.tool_calls import parse_tool_calls, tool_format
+from marin_rl.tool_calls import called_tools, parameters_of, parse_tool_calls, tool_format
 from marin_rl.types import Demonstration, Message, ToolCall, assistant
 
 # How the template says which tokens are the assistant's; transformers parses the same tag.
@@ -444,7 +444,7 @@ def _fault_of_calls(
     form = tool_format(tokenizer)
     if form is None:
         return "the chat template writes tool calls in no known format, or none: use one that does"
-    made = parse_tool_calls(form, learned, {call.name for call in calls}).calls
+    made = parse_tool_calls(form, learned, parameters_of(called_tools(calls))).calls
     wanted, found = (
         [(call.name, json.loads(call.arguments)) for call in each] for each in (calls, made)
     )

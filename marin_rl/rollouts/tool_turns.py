@@ -23,7 +23,14 @@ from marin_rl.errors import BadResponse, InputError, TemplateRefusal
 from marin_rl.inference.client.answers import Completion
 from marin_rl.inference.stops import first_stop
 from marin_rl.tokenizers import PolicyTokenizer
-from marin_rl.tool_calls import ToolFormat, malformed_call, parse_tool_calls, tool_format
+from marin_rl.tool_calls import (
+    ToolFormat,
+    called_tools,
+    malformed_call,
+    parameters_of,
+    parse_tool_calls,
+    tool_format,
+)
 from marin_rl.types import Example, Message, Rollout, Turn
 
 OUTPUT_CHARACTERS_MAX = 16_384
@@ -89,7 +96,7 @@ class ToolTurns:
         if finish_reason != "stop":
             return replace(completion, text=text)
         ids = (f"c{turn:04d}{number:04d}" for number in itertools.count())
-        parsed = parse_tool_calls(form, text, _names(tools), new_id=ids.__next__)
+        parsed = parse_tool_calls(form, text, parameters_of(tools), new_id=ids.__next__)
         content = parsed.content or ""
         return replace(
             completion,
@@ -131,13 +138,7 @@ class ToolTurns:
         while turns and turns[0].inference_metadata is None:
             del turns[0]
         return tuple(
-            # All that reading a turn takes of its tools are the names that it calls.
-            self.recorded(
-                rollout,
-                turn,
-                [{"type": "function", "function": {"name": call.name}} for call in turn.tool_calls],
-                number,
-            ).message
+            self.recorded(rollout, turn, called_tools(turn.tool_calls), number).message
             for number, turn in enumerate(turns)
         )
 

@@ -258,7 +258,7 @@ def test_a_dialogue_with_tools_is_what_the_template_renders(name: str, data: st.
             Message(role="assistant", content="", tool_calls=calls),
             end,
         )
-        parsed = parse_tool_calls(form, text, ["weather"])
+        parsed = parse_tool_calls(form, text, {"weather": {}})
         assert [json.loads(call.arguments) for call in parsed.calls] == arguments
         dialogue.append(Message(role="assistant", content=parsed.content or "", tool_calls=calls))
         results = [

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,20 @@ from marin_rl.tool_calls import (
     ToolCallStream,
     ToolFormat,
     malformed_call,
+    parameters_of,
     parse_tool_calls,
     tool_format,
 )
 from marin_rl.types import ToolCall
 
-NAMES = ("weather", "time")
+STRING = {"type": "string"}
+
+NAMES = parameters_of(
+    [
+        {"function": {"name": "time"}},
+        {"function": {"name": "weather", "parameters": {"properties": {"city": STRING}}}},
+    ]
+)
 TOKENIZER = trained_byte_tokenizer()
 TOKENIZER.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
 TOKENIZER.bos_token = "<|user|>"
@@ -61,8 +70,23 @@ LIST = ToolFormat(
     listed=True,
     special=True,
 )
-TEMPLATES = {"hermes": QWEN, "llama": LLAMA3, "mistral": MISTRAL}
-FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": LIST}
+TAGS = replace(HERMES, tagged=True)
+# As Qwen3-Coder's, without instructions.
+TAGGED = """{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for key, value in call.function.arguments | items %}
+            {{- '<parameter=' + key + '>\\n' }}
+            {{- (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}"""
+TEMPLATES = {"hermes": QWEN, "llama": LLAMA3, "mistral": MISTRAL, "tagged": TAGGED}
+FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": LIST, "tagged": TAGS}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -97,6 +121,17 @@ def call_text(name: str, arguments: Any, key: str = "arguments") -> str:
 
 ONE = call_text("weather", CITY)
 TWO = call_text("time", {})
+
+
+def tagged_text(name: str, arguments: dict[str, Any]) -> str:
+    """A call as `TAGGED` writes it."""
+    shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+    tags = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in shown.items())
+    return f"<function={name}>\n{tags}</function>"
+
+
+VALUES = {"city": "12", "days": 2, "units": ["a"], "far": {"k": None}, "ok": True, "n": None}
+FIVE = tagged_text("weather", VALUES)
 MARKED = {"html": "</tool_call> and </tool_call>"}
 THREE = call_text("weather", MARKED)
 READ = [
@@ -148,6 +183,30 @@ READ = [
         [],
     ),
     (HERMES, "<tool_call>" + "[" * 50_000 + "</tool_call>", ..., []),
+    (TAGS, f"<tool_call>\n{FIVE}\n</tool_call>", None, [("weather", VALUES)]),
+    (
+        TAGS,
+        f"Yes. <tool_call>{tagged_text('weather', MARKED)}</tool_call>\n<tool_call>\n"
+        f"{tagged_text('time', {})}\n</tool_call>",
+        "Yes.",
+        [("weather", MARKED), ("time", {})],
+    ),
+    (
+        TAGS,
+        f"<tool_call>{FIVE.replace('true', 'True').replace('null', 'None')}</tool_call>",
+        None,
+        [("weather", {**VALUES, "far": '{"k": None}'})],
+    ),
+    (TAGS, f"<tool_call>{ONE}</tool_call> and", ..., []),
+    (TAGS, f"<tool_call>{FIVE}", ..., []),
+    (TAGS, "<tool_call><function=time><parameter=a>\n1\n</function></tool_call>", ..., []),
+    (TAGS, "<tool_call><function=time>text</function></tool_call>", ..., []),
+    (
+        TAGS,
+        f"<tool_call>x</tool_call>\n<tool_call>\n{tagged_text('time', {})}\n</tool_call>",
+        "<tool_call>x</tool_call>",
+        [("time", {})],
+    ),
     (LLAMA, "It is sunny.", "It is sunny.", []),
     (LLAMA, call_text("weather", CITY, "parameters"), None, [("weather", CITY)]),
     (LLAMA, "\n" + call_text("weather", CITY, "parameters") + " ", None, [("weather", CITY)]),
@@ -238,6 +297,8 @@ def test_half_a_character_in_a_calls_arguments_stays_as_it_was_spelled():
 def test_a_call_that_was_read_can_be_sent_back(name):
     form = FORMATS[name]
     text = form.before + call_text("weather", CITY, form.arguments) + form.after
+    if form.tagged:
+        text = form.before + tagged_text("weather", CITY) + form.after
     (call,) = parse_tool_calls(form, f"[TOOL_CALLS] [{ONE}]" if form.listed else text, NAMES).calls
     answer = {"role": "assistant", "content": None, "tool_calls": [call_body(call)]}
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
@@ -308,7 +369,7 @@ def forced(form: ToolFormat, tools: list[Any], *, several: bool = False) -> Make
     return constraints.grammar(grammar, param="tools")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])  # JSON is what is forced
 @pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
 def test_a_forced_answer_is_nothing_but_calls_of_the_tools(name, several):
     chance = random.Random(printed_seed())

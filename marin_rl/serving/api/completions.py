@@ -35,7 +35,7 @@ from marin_rl.serving.api.service import Prompt, Service
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.text.constraints import MakeWalker, forced_calls_grammar
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer, Offsets
-from marin_rl.tool_calls import ParsedAnswer, ToolCallStream, parse_tool_calls
+from marin_rl.tool_calls import ParsedAnswer, ToolCallStream, parameters_of, parse_tool_calls
 from marin_rl.types import ToolCall
 
 NEW_TOKENS = 16  # OpenAI's default
@@ -60,7 +60,7 @@ class Chat(TextDialect[ChatBody]):
     def __init__(self, service: Service, data: bytes) -> None:
         super().__init__(service, data)
         body, self._states = self._body, dict[int, _ChatState]()
-        self._names = [tool["function"]["name"] for tool in self._tools]
+        self._parameters = parameters_of(self._tools)
         self._form = service.tool_format if self._tools else None
         self._calls_max = 1 if body.parallel_tool_calls is False else None
         if self._form is not None and self._form.special:
@@ -93,7 +93,7 @@ class Chat(TextDialect[ChatBody]):
         body, constraints = self._body, self._service.constraints
         if not body.must_call:
             return constraints.response_format(body.form)
-        if self._form is None:
+        if self._form is None or self._form.tagged:
             raise ApiError(
                 400,
                 "tool_choice: the chat template of this model defines no form of calls that could "
@@ -122,7 +122,7 @@ class Chat(TextDialect[ChatBody]):
         text = self._decoding.text(sample.token_ids.tolist(), sample.finish_reason)
         parsed = ParsedAnswer(content=text, calls=())
         if self._form is not None:
-            parsed = parse_tool_calls(self._form, text, self._names, most=self._calls_max)
+            parsed = parse_tool_calls(self._form, text, self._parameters, most=self._calls_max)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
             message["tool_calls"] = [call_body(call) for call in parsed.calls]
@@ -148,7 +148,7 @@ class Chat(TextDialect[ChatBody]):
         body, state = self._body, self._states.get(delta.index)
         first = not self._states
         if state is None:
-            calls = None if self._form is None else ToolCallStream(self._form, self._names)
+            calls = None if self._form is None else ToolCallStream(self._form, self._parameters)
             state = _ChatState(self._decoding.incremental(), calls)
             self._states[delta.index] = state
         message = self._message_delta(state, delta)

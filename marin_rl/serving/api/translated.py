@@ -60,7 +60,7 @@ class Translated(Chat):
         self._text = self._decoding.incremental()
         self._tool_calls = None
         if self._form is not None:
-            self._tool_calls = ToolCallStream(self._form, self._names)
+            self._tool_calls = ToolCallStream(self._form, self._parameters)
         self._called = 0
         self._writer: ModelApi | None = None
 
