@@ -126,4 +126,4 @@ def _tokens(data: bytes) -> int:
         assert events[-2] == b"data: [DONE]", events[-2][:200]
         data = events[-3].removeprefix(b"data: ")
     usage: dict[str, Any] = json.loads(data)["usage"]
-    return usage["completion_tokens"]
+    return usage["completion_tokens" if "completion_tokens" in usage else "output_tokens"]

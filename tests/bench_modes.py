@@ -160,6 +160,10 @@ MODES = {
         command=("fsck.py", "--megabytes", "1", "--files", "2", "--repeat", "1"),
         shows=("MB/s", "SHA-256 alone"),
     ),
+    "agents": Mode(
+        command=("agents.py", "--sessions", "3", "--calls", "2", "--requests", "8"),
+        shows=('"measure": "gateway", "api": "responses"', '"measure": "server"'),
+    ),
     "sandbox": Mode(command=("sandbox.py", "--runs", "2"), shows=("programs run in", "overhead")),
     "sandbox-leftovers": Mode(
         command=("sandbox.py", "--leftovers", "7"), shows=("mounts", "exit status 4")

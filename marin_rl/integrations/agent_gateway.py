@@ -1,7 +1,8 @@
 """Session of one agent: the model's APIs on a Unix socket, and the calls that wait for answers.
 
 A call waits until the episode takes it and the policy has answered. Calls at the same time are
-answered one after the other; a client that gave up and asks the same again joins its first call.
+answered one after the other; a client that gave up and asks the same again joins its first call,
+and gets the answer of one that it did not take.
 Leaves out the APIs (`model_apis`), and the meaning of a call (`agent`).
 """
 
@@ -48,9 +49,10 @@ class _Refused(Exception):
 
 @dataclass(slots=True)
 class WaitingCall:
-    """A call that waits for its answer."""
+    """A call that waits for its answer, or for a client that takes it; `digest` is its body's."""
 
     call: ModelCall
+    digest: str
     answered: "asyncio.Future[ModelAnswer]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -138,6 +140,8 @@ class Session:
                         self._events(api, waiting), media_type="text/event-stream"
                     )
                 answer = await asyncio.shield(waiting.answered)
+                if not await request.is_disconnected():
+                    self._waiting.pop(waiting.digest, None)
             except _Refused as refused:
                 error = api.error(refused.status, str(refused), code=refused.code)
                 return JSONResponse(error, refused.status)
@@ -163,6 +167,7 @@ class Session:
         with suppress(asyncio.CancelledError):  # the session has ended
             answer = waiting.answered.result()
             yield server_sent(self._writer(api, waiting.call, answer).events(answer))
+            self._waiting.pop(waiting.digest, None)
 
     async def _asked(self, request: Request, api: type[ModelApi]) -> WaitingCall:
         """The call of a request. Raises _Refused."""
@@ -187,12 +192,11 @@ class Session:
         return self._enqueued(body, call)
 
     def _enqueued(self, body: Mapping[str, Any], call: ModelCall) -> WaitingCall:
-        """The call of a request; that of an equal one which was not answered yet."""
+        """The call of a request; that of an equal one whose answer was not taken yet."""
         told = {name: value for name, value in body.items() if name not in _BOOKKEEPING}
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         if (waiting := self._waiting.get(digest)) is None:
-            waiting = self._waiting[digest] = WaitingCall(call)
-            waiting.answered.add_done_callback(lambda _: self._waiting.pop(digest, None))
+            waiting = self._waiting[digest] = WaitingCall(call, digest)
             self.calls.put_nowait(waiting)
         return waiting
 

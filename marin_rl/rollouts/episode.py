@@ -13,9 +13,12 @@ seeds, ends and scores (`trajectories`).
 """
 
 import asyncio
+import hashlib
+import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -153,14 +156,21 @@ class EpisodeDriver:
         return open_episodes(self.environment, self.settings, example, count)
 
     async def first_turns(
-        self, request: GroupRequest, prompt: Start, indices: Sequence[int]
+        self,
+        request: GroupRequest,
+        prompt: Start,
+        indices: Sequence[int],
+        sampling: Sampling | None = None,
     ) -> list[tuple[ChatAnswer, Completion]]:
-        """Completions in the order of the members; the greedy one is a separate request."""
+        """Completions in the order of the members; the greedy one is a separate request.
+
+        `sampling` is that of one member whose turns have seeds by what they ask.
+        """
         messages, tools = prompt.messages, prompt.tools
         chat = partial(self.chat, tools=tools, session=request.group_id)
         last = request.size - 1
         if len(indices) < request.size:
-            calls = [chat(messages, 1, request.sampling_of(index)) for index in indices]
+            calls = [chat(messages, 1, sampling or request.sampling_of(i)) for i in indices]
         elif request.greedy:
             calls = [
                 chat(messages, last, request.sampling),
@@ -194,7 +204,8 @@ class EpisodeDriver:
 class _Member:
     """A member of a group while it is played, with the turns so far.
 
-    `first` is the first turn, which members have in common; `start_s` are the seconds of the
+    `first` is the first turn, which members have in common unless they have a `first_sampling`;
+    `asked` counts what they asked, by its digest. `start_s` are the seconds of the
     episode's start. `before` counts the tokens of the segments before `segment`.
     """
 
@@ -208,6 +219,8 @@ class _Member:
     turns: list[SampledTurn] = field(default_factory=list[SampledTurn])
     segment: int = 0
     before: int = 0
+    first_sampling: Sampling | None = None
+    asked: Counter[str] = field(default_factory=Counter[str])
 
     async def begin(self) -> None:
         """Start the episode; `start` is its fault if the environment raises.
@@ -231,8 +244,11 @@ class _Member:
             driver, start = self.driver, self.start
             if start.tools and driver.client.gives_ids:
                 driver.reader.check(start.tools)
+            self.first_sampling = self._sampling(start.messages, start.tools)
             try:
-                (self.first,) = await driver.first_turns(self.request, start, [self.index])
+                (self.first,) = await driver.first_turns(
+                    self.request, start, [self.index], self.first_sampling
+                )
             except (RequestRejected, BadResponse) as error:  # the prompt is this member's alone
                 self.start = error
         return await self.played(ended)
@@ -289,7 +305,8 @@ class _Member:
         driver, request, turns = self.driver, self.request, self.turns
         answer, completion = self.first
         dialogue, tools = list(start.messages), start.tools
-        sampling, fault, unanswered = request.sampling_of(self.index), None, None
+        sampling = self.first_sampling or request.sampling_of(self.index)
+        fault, unanswered = None, None
         while True:
             turn, fault = await self._stepped(answer, completion, sampling, tools)
             completion, reason = turn.completion, turn.completion.finish_reason
@@ -313,7 +330,7 @@ class _Member:
                 if room <= 0:
                     reason = CONTEXT if len(ids) >= driver.context_length else LENGTH
                     break
-                sampling = request.sampling_of(self.index, len(turns))
+                sampling = self._sampling(dialogue, tools)
                 sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
                 answer = await self._next_turn(dialogue, tools, sampling, ids)
             except BridgeFault as error:
@@ -370,6 +387,23 @@ class _Member:
             environment_s=time.monotonic() - began,
         )
         return turn, fault
+
+    def _sampling(self, dialogue: Sequence[Message], tools: Sequence[Tool]) -> Sampling:
+        """Return the sampling of the next turn, which asks this.
+
+        A program may ask in another order when it runs again, and then gets the same answers: where
+        members have prompts of their own, seeds follow from what is asked, and how often it was.
+        Pieces of turns (`KeepsTurns`) are known by seeds of their numbers.
+        """
+        turn: int | str = len(self.turns)
+        if self.driver.environment.own_prompts and not isinstance(self.driver.client, KeepsTurns):
+            calls = [[(call.name, call.arguments) for call in m.tool_calls] for m in dialogue]
+            said = [(m.role, m.content, *made) for m, made in zip(dialogue, calls, strict=True)]
+            text = json.dumps([said, [*map(dict, tools)]], sort_keys=True)
+            asked = hashlib.sha256(text.encode()).hexdigest()
+            turn = f"{self.asked[asked]} {asked}"
+            self.asked[asked] += 1
+        return self.request.sampling_of(self.index, turn)
 
     def _next_prompt(
         self, dialogue: Sequence[Message], tools: Sequence[Tool]

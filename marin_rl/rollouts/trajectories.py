@@ -79,7 +79,7 @@ class GroupRequest:
     def indices(self) -> tuple[int, ...]:
         return tuple(range(self.size)) if self.members is None else self.members
 
-    def sampling_of(self, index: int, turn: int = 0) -> Sampling:
+    def sampling_of(self, index: int, turn: int | str = 0) -> Sampling:
         """Return the sampling of a member's turn; every turn has its own seed."""
         seed = self.sampling.seed
         if seed is not None:
@@ -95,8 +95,11 @@ class GroupRequest:
         )
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a member's turn: the first turn's is the member's own."""
+def turn_seed(seed: int, turn: int | str) -> int:
+    """Return the seed of a member's turn, by its number or by what it asks.
+
+    The one of number 0 is the member's own.
+    """
     if turn == 0:
         return seed
     digest = hashlib.sha256(f"{seed} {turn}".encode()).digest()

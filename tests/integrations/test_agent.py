@@ -229,6 +229,36 @@ print("x")
     assert (first.reward, second.reward) == (1.0, 1.0)
 
 
+def test_an_agent_that_asks_in_another_order_gets_the_same_answers(tmp_path: Path) -> None:
+    program = """
+for question in ORDER:
+    ask([{"role": "user", "content": question}], tools=[])
+print("done")
+"""
+
+    def seeds(name: str, order: str) -> list[dict[str, list[int]]]:
+        place = tmp_path / name
+        place.mkdir()
+        given: list[dict[str, list[int]]] = []
+        for rollout in rollouts_of(configured(place, f"ORDER = {order!r}" + program), count):
+            given.append({})
+            asked = ""
+            for turn in rollout.turns:
+                if turn.role == "user":
+                    asked = turn.content
+                elif turn.inference_metadata is not None:
+                    seed = turn.inference_metadata.sampling.seed
+                    given[-1].setdefault(asked, []).append(seed)
+        return given
+
+    first, second = seeds("one", "abca"), seeds("two", "caab")
+    assert first == second
+    for member in first:
+        assert [*map(len, (member["a"], member["b"], member["c"]))] == [2, 1, 1]
+    every = [seed for member in first for asked in member.values() for seed in asked]
+    assert len(set(every)) == len(every) == 8
+
+
 def test_a_check_decides_and_sees_files_that_the_agent_did_not(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()

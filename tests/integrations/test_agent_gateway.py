@@ -180,6 +180,28 @@ def test_a_client_that_gave_up_and_asks_again_joins_its_first_call(
     run(tmp_path, None, body)
 
 
+def test_an_answer_that_its_client_did_not_take_is_given_to_the_next_attempt(
+    tmp_path: Path,
+) -> None:
+    async def body(opened: Session, client: httpx.AsyncClient) -> None:
+        asked = {"messages": QUESTION}
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/chat/completions", json=asked, timeout=0.2)
+        waiting = opened.calls.get_nowait()
+        await asyncio.sleep(0.1)  # until the server has seen the client go
+        waiting.answered.set_result(ANSWERS["text"])
+        for calls in (0, 1):
+            again = asyncio.ensure_future(client.post("/v1/chat/completions", json=asked))
+            await asyncio.sleep(0.1)
+            assert opened.calls.qsize() == calls
+            if calls:
+                opened.calls.get_nowait().answered.set_result(ANSWERS["call"])
+            content = (await again).json()["choices"][0]["message"]["content"]
+            assert content == ANSWERS["call" if calls else "text"].text
+
+    run(tmp_path, None, body)
+
+
 def test_a_stream_is_kept_alive_and_ends_with_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
