@@ -347,6 +347,8 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
     """The first stage of the run that is not committed yet."""
     checkpoints = [number for number, item in slots.items() if item.checkpoint]
     if not checkpoints:
+        if learning := _learning_from_pairs(run):
+            return learning
         if run.config.policy.init != "sft":
             return Stage(name="loading the policy", round=0)
         done = latest_sft(run)
@@ -365,6 +367,18 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
         return Stage(name=f"generating round {round}", round=round, done=here.shards, total=shards)
     name = "training on" if here.batches else "processing"
     return Stage(name=f"{name} round {round}", round=round)
+
+
+def _learning_from_pairs(run: Run) -> Stage | None:
+    """The stage of a run that learns from pairs, and has not begun with rounds."""
+    for section, latest in LATEST_OF_PAIRS.items():
+        settings, done = getattr(run.config, section), latest(run)
+        if settings is not None and done is not None:
+            steps, holder = int(done.slot.rpartition("-")[2]), holder_of(run)
+            ended = steps >= settings.steps and (holder is None or not holder.alive)
+            name = "complete" if ended else "learning from pairs, steps"
+            return Stage(name=name, round=0, done=steps, total=settings.steps, ended=ended)
+    return None
 
 
 def standstill(

@@ -35,21 +35,21 @@ def plans() -> list[dict[str, Any]]:
 
 
 def make_charts(
-    rows: Rows, training: Estimates, held_out: Estimates
+    rows: Rows, training: Estimates, held_out: Estimates, phases: Mapping[str, Rows]
 ) -> tuple[list[Chart], list[str]]:
-    """The charts that have data, and the titles of those that have none.
+    """The charts that have data, and the titles of those of rounds that have none.
 
     `rows` are metric rows by round, ascending; the estimates are mean rewards of training and of
-    evaluation. Of more than CURVE_POINTS_MAX rounds, an even selection is drawn.
+    evaluation. `phases` have the metrics of checkpoints before, or beside, rounds, each with its
+    `step`. Of more than CURVE_POINTS_MAX rounds, an even selection is drawn.
     """
     rows = evenly(rows, CURVE_POINTS_MAX)
     kept = {row["round"] for row in rows} | held_out.keys()
     charts = [_rewards(rows, {n: item for n, item in training.items() if n in kept}, held_out)]
-    charts += [_chart(plan, rows) for plan in plans()]
-    return (
-        [chart for chart in charts if chart.lines],
-        [chart.title for chart in charts if not chart.lines],
-    )
+    steps = [{"round": row["step"], **row} for own in phases.values() for row in own]
+    charts += [_chart(plan, steps if plan.get("axis") == "step" else rows) for plan in plans()]
+    absent = [chart.title for chart in charts if not chart.lines and chart.axis == "round"]
+    return [chart for chart in charts if chart.lines], absent
 
 
 def _rewards(rows: Rows, training: Estimates, held_out: Estimates) -> Chart:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -42,7 +42,17 @@ from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_progress import RoundProgress
 from marin_rl.storage.run_records import RUN_KEY
-from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, evals_slot, rollouts_slot
+from marin_rl.storage.runs import (
+    Run,
+    batches_slot,
+    checkpoint_slot,
+    evals_slot,
+    preference_slot,
+    reward_model_slot,
+    rollouts_slot,
+    sft_slot,
+    steps_in,
+)
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from schemas.manifests import Manifest
 
@@ -94,6 +104,7 @@ class RunPage:
         self._slots: dict[int, dict[str, Slot]] = {}
         self._held_out: dict[int, Estimate] = {}
         self._before_after: BeforeAfter | None = None
+        self._steps: dict[str, list[dict[str, Any]]] = {}  # by phase
 
     def page(self) -> Page:
         """The committed state. Raises CorruptObject, NewerSchema, StoreUnavailable."""
@@ -102,7 +113,7 @@ class RunPage:
         if self._followed.times_begun != self._times_begun:
             # The folder has another run of the same name now.
             self._times_begun = self._followed.times_begun
-            for kept in (self._parts, self._slots, self._held_out):
+            for kept in (self._parts, self._slots, self._held_out, self._steps):
                 kept.clear()
             self._before_after = None
         stage = stage_of(run, committed)
@@ -120,6 +131,7 @@ class RunPage:
             status.rounds,
             {part.round: part.reward for part in parts if part.reward is not None},
             dict(sorted(self._held_out.items())),
+            self._phases(begun=bool(committed)),
         )
         lines = {k: v for k, v in status.facts.items() if k not in ("root", "in progress")}
         lines["rollouts"] = f"{sum(part.rollouts for part in parts):,}"
@@ -142,6 +154,25 @@ class RunPage:
             stage="" if stage.ended else stage.text,
             ended=stage.ended,
         )
+
+    def _phases(self, *, begun: bool) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Metrics of the checkpoints of phases of steps; those before rounds that have `begun`
+        are read once.
+        """
+        config = self._run.config
+        slots = {
+            "sft": sft_slot if config.policy.init == "sft" else None,
+            "reward_model": reward_model_slot if config.reward_model else None,
+            "preference": preference_slot if config.preference else None,
+        }
+        for phase, slot_of in slots.items():
+            if slot_of is not None and not (begun and phase in self._steps):
+                steps = (
+                    (n, read_manifest(self._run.store, s)) for s, n in steps_in(self._run, slot_of)
+                )
+                rows = [{"step": step, **found[0].totals} for step, found in steps if found]
+                self._steps[phase] = rows
+        return self._steps
 
     def _read_evaluations(self, committed: dict[int, RoundProgress]) -> None:
         new = [n for n in committed if committed[n].evaluation and n not in self._held_out]

@@ -14,7 +14,7 @@ Number = float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Line, or layer of bars, of a chart: `y[i]` at round `x[i]`, within `low[i]` to `high[i]`."""
+    """Line, or layer of bars, of a chart: `y[i]` at `x[i]`, within `low[i]` to `high[i]`."""
 
     name: str
     x: Sequence[int]
@@ -25,7 +25,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Chart. `about` describes it in a sentence, for screen readers too."""
+    """Chart over rounds, or steps. `about` describes it in a sentence, for screen readers too."""
 
     key: str
     title: str
@@ -33,6 +33,7 @@ class Chart:
     about: str
     lines: Sequence[Line]
     kind: Literal["lines", "stack"] = "lines"
+    axis: Literal["round", "step"] = "round"
     logarithmic: bool = False
 
 

@@ -64,7 +64,7 @@ __all__ = [
     "evals_slot", "is_run_name", "latest_checkpoint", "latest_preference", "latest_reward_model",
     "latest_sft", "metrics_key", "pairs_slot", "place_named", "policy_at", "preference_slot",
     "recorded_config", "refuse_other_content", "reward_model_slot", "rollouts_slot", "round_name",
-    "round_of", "rounds_in", "runs_under", "sft_slot", "shard_key", "with_ancestors",
+    "round_of", "rounds_in", "runs_under", "sft_slot", "shard_key", "steps_in", "with_ancestors",
 ]  # fmt: skip
 
 LOCK_KEY = ".lock"
@@ -279,10 +279,15 @@ def policy_at(run: Run, round: int | None) -> SlotRef:
     return checkpoint_at(run, round)
 
 
+def steps_in(run: Run, slot_of: Callable[[int], str]) -> list[tuple[str, int]]:
+    """Slots that a phase of steps has begun, and their steps, ascending."""
+    names = run.store.children(slot_of(0).partition("/")[0])
+    steps = sorted(step for name in names if (step := step_of(name)) is not None)
+    return [(slot_of(step), step) for step in steps]
+
+
 def _latest_step(slot_of: Callable[[int], str], run: Run) -> SlotRef | None:
-    kind = slot_of(0).partition("/")[0]
-    steps = (step for name in run.store.children(kind) if (step := step_of(name)) is not None)
-    return _latest(run, map(slot_of, sorted(steps, reverse=True)))
+    return _latest(run, (slot for slot, _ in reversed(steps_in(run, slot_of))))
 
 
 latest_sft = partial(_latest_step, sft_slot)

@@ -124,7 +124,7 @@ function layoutOf(chart, coarse) {
     showlegend: chart.lines.length > 1,
     // Measured in heights of the plot, which are small ones but in the wide chart: below the axis' title.
     legend: { orientation: "h", y: chart.key === "reward" ? -0.2 : -0.32, yanchor: "top", x: 0 },
-    xaxis: { ...axis, automargin: true, title: { text: "round", standoff: 4 }, tickformat: ",d", rangemode: "tozero", showgrid: false,
+    xaxis: { ...axis, automargin: true, title: { text: chart.axis, standoff: 4 }, tickformat: ",d", rangemode: "tozero", showgrid: false,
       ...(latest < ROUNDS_TICKED ? { dtick: 1 } : {}) },
     yaxis: { ...axis, type: chart.logarithmic && positive ? "log" : "linear", exponentformat: "power",
       rangemode: fromZero ? "tozero" : "normal" },
@@ -133,14 +133,14 @@ function layoutOf(chart, coarse) {
 
 function summary(chart) {
   const lines = chart.lines.map((line) =>
-    `${line.name}: ${show(line.y[0])} in round ${line.x[0]}, ${show(line.y.at(-1))} in round ${line.x.at(-1)}`);
+    `${line.name}: ${show(line.y[0])} in ${chart.axis} ${line.x[0]}, ${show(line.y.at(-1))} in ${chart.axis} ${line.x.at(-1)}`);
   return `${chart.title}. ${chart.about} ${lines.join("; ")}.`;
 }
 
 function valueTable(chart) {
   const rounds = [...new Set(chart.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   const columns = chart.lines.map((line) => new Map(line.x.map((x, index) => [x, line.y[index]])));
-  const head = make("tr", {}, make("th", { scope: "col" }, "round"),
+  const head = make("tr", {}, make("th", { scope: "col" }, chart.axis),
     ...chart.lines.map((line) => make("th", { scope: "col", class: "number" }, line.name)));
   const body = rounds.map((round) => make("tr", {}, make("th", { scope: "row" }, round),
     ...columns.map((column) => make("td", { class: "number" }, show(column.get(round), 4)))));
