@@ -580,7 +580,7 @@ def test_without_walls_nothing_outlives_a_run():
         ("os.kill(os.getpid(), 15)", "signal 15"),
         ("time.sleep(1000)", "exceeded its limit of time"),
     ):
-        wall_s = 10.0 if "sleep" in end else PATIENT_S
+        wall_s = 3.0 if "sleep" in end else PATIENT_S
         box = Sandbox(SandboxLimits(wall_s=wall_s), mode="rlimits_only")
         assert play(LEFT + end, box).how == how
         assert not _named(b"sleep", b"987653")

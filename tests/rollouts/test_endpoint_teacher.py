@@ -192,6 +192,7 @@ def test_another_tokenizer_other_ends_and_a_short_context_are_refused() -> None:
         teacher(configured(running.base_url))
 
 
+@pytest.mark.slow
 def test_an_endpoint_is_asked_once_for_a_shard_and_must_stay_the_same(
     server: PolicyServer, tmp_path: Path
 ) -> None:
