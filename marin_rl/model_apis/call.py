@@ -127,10 +127,6 @@ class ModelApi(ABC):
     def body(self, answer: ModelAnswer) -> dict[str, Any]:
         """The answer as a whole, whose pieces were added."""
 
-    @abstractmethod
-    def failed(self, error: Mapping[str, Any]) -> list[Event]:
-        """Last events where the answer cannot be completed; `error` is a body of `error`."""
-
     def whole(self, answer: ModelAnswer) -> dict[str, Any]:
         for piece in answer.pieces:
             self.add(piece)
@@ -163,32 +159,33 @@ class ItemApi(ModelApi):
 
     @abstractmethod
     def close(self, first: Piece, text: str) -> list[Event]:
-        """Append the item to `items`, and tell it."""
+        """Append the item to `items`; returns its last events."""
 
     @abstractmethod
     def finish(self, answer: ModelAnswer) -> list[Event]: ...
 
+    @abstractmethod
+    def failed(self, error: Mapping[str, Any]) -> list[Event]:
+        """Last events where the answer cannot be completed; `error` is a body of `error`."""
+
     def add(self, piece: Piece) -> list[Event]:
-        told = self._begin()
+        events = [] if self._begun else self.begin()
+        self._begun = True
         if isinstance(piece, ToolCall) or type(piece) is not type(self._piece):
-            told += self._close()
+            events += self._close()
             self._piece = piece
-            told += self.open(piece)
+            events += self.open(piece)
         assert self._piece is not None, "an item is open"
         self._text.append(piece.arguments if isinstance(piece, ToolCall) else piece)
-        return told + (self.fill(self._piece, self._text[-1]) if self._text[-1] else [])
+        return events + (self.fill(self._piece, self._text[-1]) if self._text[-1] else [])
 
     def end(self, answer: ModelAnswer) -> list[Event]:
         return self._complete() + self.finish(answer)
 
     def _complete(self) -> list[Event]:
         """Close the last item; an answer without any has an empty text."""
-        told = [] if self._begun else self.add("")
-        return told + self._close()
-
-    def _begin(self) -> list[Event]:
-        begun, self._begun = self._begun, True
-        return [] if begun else self.begin()
+        events = [] if self._begun else self.add("")
+        return events + self._close()
 
     def _close(self) -> list[Event]:
         first, text, self._piece, self._text = self._piece, "".join(self._text), None, []
@@ -239,8 +236,8 @@ class Reader:
 def server_sent(events: Iterable[Event]) -> bytes:
     """Events as they are sent, one after another."""
     data = bytearray()
-    for name, told in events:
-        text = told.encode() if isinstance(told, str) else orjson.dumps(told)
+    for name, body in events:
+        text = body.encode() if isinstance(body, str) else orjson.dumps(body)
         data += (f"event: {name}\n".encode() if name is not None else b"") + b"data: " + text
         data += b"\n\n"
     return bytes(data)

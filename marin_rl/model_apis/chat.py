@@ -67,11 +67,11 @@ class ChatCompletions(ModelApi):
         return [self._chunk(delta, None)]
 
     def end(self, answer: ModelAnswer) -> list[Event]:
-        told = [] if self._begun else self.add("")
-        told.append(self._chunk({}, self._reason(answer)))
+        events = [] if self._begun else self.add("")
+        events.append(self._chunk({}, self._reason(answer)))
         if self.call.with_usage:
-            told.append((None, self._head("chat.completion.chunk", [], usage=_usage(answer))))
-        return [*told, (None, "[DONE]")]
+            events.append((None, self._head("chat.completion.chunk", [], usage=_usage(answer))))
+        return [*events, (None, "[DONE]")]
 
     def body(self, answer: ModelAnswer) -> dict[str, Any]:
         text = "".join(self._text)
@@ -81,9 +81,6 @@ class ChatCompletions(ModelApi):
         choice = {"index": 0, "message": message, "logprobs": None}
         choice |= {"finish_reason": self._reason(answer)}
         return self._head("chat.completion", [choice], usage=_usage(answer))
-
-    def failed(self, error: Mapping[str, Any]) -> list[Event]:
-        return [(None, error), (None, "[DONE]")]
 
     def _reason(self, answer: ModelAnswer) -> str:
         return "length" if answer.cut else "tool_calls" if self._calls else "stop"

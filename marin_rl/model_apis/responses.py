@@ -29,7 +29,7 @@ class Responses(ItemApi):
 
     def __init__(self, call: ModelCall, **head: Any) -> None:
         super().__init__(call, **head)
-        self._id, self._item_id, self._told = new_id("resp_"), "", 0
+        self._id, self._item_id, self._sent = new_id("resp_"), "", 0
 
     @staticmethod
     def parse(body: Mapping[str, Any]) -> ModelCall:
@@ -63,10 +63,10 @@ class Responses(ItemApi):
     def open(self, first: Piece) -> list[Event]:
         self._item_id = new_id(_PREFIXES[type(first)])
         item = self._item(first, "", "in_progress")
-        told = [self._event("response.output_item.added", output_index=self._place, item=item)]
+        events = [self._event("response.output_item.added", output_index=self._place, item=item)]
         if type(first) is str:
-            told.append(self._part("response.content_part.added", part=_part("")))
-        return told
+            events.append(self._part("response.content_part.added", part=_part("")))
+        return events
 
     def fill(self, first: Piece, text: str) -> list[Event]:
         more = {"logprobs": []} if type(first) is str else {}
@@ -76,18 +76,18 @@ class Responses(ItemApi):
         name = f"response.{_FILLED[type(first)]}.done"
         match first:
             case ToolCall():
-                told = [self._part(name, arguments=text, name=first.name)]
+                events = [self._part(name, arguments=text, name=first.name)]
             case Reasoning():
-                told = [self._part(name, text=text)]
+                events = [self._part(name, text=text)]
             case _:
-                told = [
+                events = [
                     self._part(name, text=text, logprobs=[]),
                     self._part("response.content_part.done", part=_part(text)),
                 ]
         item = self._item(first, text, "completed")
-        told.append(self._event("response.output_item.done", output_index=self._place, item=item))
+        events.append(self._event("response.output_item.done", output_index=self._place, item=item))
         self.items.append(item)
-        return told
+        return events
 
     def finish(self, answer: ModelAnswer) -> list[Event]:
         status = "incomplete" if answer.cut else "completed"
@@ -98,17 +98,16 @@ class Responses(ItemApi):
         return self._response("incomplete" if answer.cut else "completed", answer)
 
     def failed(self, error: Mapping[str, Any]) -> list[Event]:
-        told = {name: error["error"][name] for name in ("message", "code")}
-        told["code"] = told["code"] or "server_error"
-        response = self._response("failed", None) | {"error": told}
-        return [*self._begin(), self._event("response.failed", response=response)]
+        message, code = error["error"]["message"], error["error"]["code"] or "server_error"
+        response = self._response("failed", None) | {"error": {"message": message, "code": code}}
+        return [self._event("response.failed", response=response)]
 
     @property
     def _place(self) -> int:
         return len(self.items)
 
     def _event(self, kind: str, **data: Any) -> Event:
-        number, self._told = self._told, self._told + 1
+        number, self._sent = self._sent, self._sent + 1
         return kind, {"type": kind, "sequence_number": number} | data
 
     def _part(self, kind: str, **data: Any) -> Event:

@@ -1,13 +1,16 @@
 """OpenAI's Responses and Anthropic's Messages at the server: answers, streams, tools, errors."""
 
+import http.client
 import json
 import random
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 from support.cases import printed_seed
+from support.models import tiny_model
 from support.servers import CONTEXT, MESSAGES, serving, talk
 from support.templates import CHATML, byte_level_tokenizer
 
@@ -229,6 +232,27 @@ def test_errors_have_the_shape_and_the_words_of_their_api(server: PolicyServer) 
     assert talk(server, "HEAD", "/")[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("route", "kind"), [(RESPONSES_ROUTE, "failed"), (MESSAGES_ROUTE, "error")]
+)
+def test_a_stream_that_fails_ends_as_its_api_ends_it(route: str, kind: str) -> None:
+    """The engine ends in mid-answer."""
+    with serving(model=tiny_model(context_length=8192), context_length=8192) as server:
+        body = ASKED | TEXT[route] | {"stream": True, "temperature": 10}
+        body |= {name: 8000 for name in body if "max" in name}
+        connection = http.client.HTTPConnection(urlsplit(server.base_url).netloc, timeout=60)
+        connection.request("POST", route, json.dumps(body))
+        response = connection.getresponse()
+        assert response.readline().startswith(b"event: ")
+        server.engine.close()
+        last = response.read().decode().strip().split("\n\n")[-1]
+        connection.close()
+    data = json.loads(last.splitlines()[1].removeprefix("data: "))
+    assert data["type"].endswith(kind)
+    error = data.get("error") or data["response"]["error"]
+    assert error["message"]
+
+
 def test_reasoning_is_an_item_of_its_own_where_the_template_marks_it() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = (
@@ -287,6 +311,7 @@ def test_reasoning_is_read_the_same_from_any_pieces(
         stream = ReasoningStream(FORM, inside=inside)
         cuts = sorted(chooser.choices(range(len(text) + 1), k=chooser.randrange(6)))
         parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        pieces = [piece for part in parts for piece in stream.feed(part)] + stream.finish()
+        fed = [stream.feed(part, last=n == len(cuts)) for n, part in enumerate(parts)]
+        pieces = [piece for each in fed for piece in each]
         assert "".join(piece for piece in pieces if isinstance(piece, Reasoning)) == reasoning
         assert "".join(piece for piece in pieces if not isinstance(piece, Reasoning)) == said

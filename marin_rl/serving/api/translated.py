@@ -7,6 +7,7 @@ the APIs (`model_apis`).
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 from pydantic_core import from_json
@@ -15,8 +16,8 @@ from marin_rl.inference.client.protocol import MESSAGES_ROUTE, RESPONSES_ROUTE
 from marin_rl.inference.generation import Delta, GenerationResult, Sample
 from marin_rl.model_apis import messages, responses
 from marin_rl.model_apis.call import (
+    ItemApi,
     ModelAnswer,
-    ModelApi,
     ModelCall,
     Piece,
     Reasoning,
@@ -34,7 +35,7 @@ from marin_rl.types import ToolCall
 
 
 def translated(
-    api: type[ModelApi], request_model: type[Body], data: bytes
+    api: type[ItemApi], request_model: type[Body], data: bytes
 ) -> tuple[ModelCall, ChatBody]:
     """The call of a body of `request_model`, and the same for chat. Raises ApiError."""
     parse(request_model, data)  # the fields at its top, with their limits
@@ -49,7 +50,7 @@ def translated(
 class Translated(Chat):
     """A route whose bodies and answers are those of another API than chat."""
 
-    api: ClassVar[type[ModelApi]]
+    api: ClassVar[type[ItemApi]]
 
     def _read(self, data: bytes) -> ChatBody:
         self._call, body = translated(self.api, self.request_model, data)
@@ -62,7 +63,7 @@ class Translated(Chat):
         if self._form is not None:
             self._tool_calls = ToolCallStream(self._form, self._parameters)
         self._called = 0
-        self._writer: ModelApi | None = None
+        self._writer: ItemApi | None = None
 
     def _new_tokens(self, prompt: Prompt) -> int:
         # Clients of these APIs ask for the most that their own models can.
@@ -73,8 +74,8 @@ class Translated(Chat):
         ids, reason = delta.token_ids.tolist(), delta.finish_reason
         text = self._decoding.new_text(self._text, ids, reason)
         writer = self._writer_for(delta)
-        told = [writer.add(piece) for piece in self._pieces(text, last=bool(reason))]
-        return server_sent(event for events in told for event in events)
+        events = map(writer.add, self._pieces(text, last=bool(reason)))
+        return server_sent(chain.from_iterable(events))
 
     def end(self, results: Sequence[GenerationResult]) -> bytes:
         (result,) = results
@@ -91,7 +92,7 @@ class Translated(Chat):
         assert self._writer is not None, "its response began"
         return server_sent(self._writer.failed(error.body_of(self.api)))
 
-    def _writer_for(self, source: GenerationResult | Delta) -> ModelApi:
+    def _writer_for(self, source: GenerationResult | Delta) -> ItemApi:
         """The writer of the answer; `source` has the weights that it names."""
         if self._writer is None:
             self._writer = self.api(
@@ -115,8 +116,8 @@ class Translated(Chat):
     def _pieces(self, text: str, *, last: bool) -> Iterator[Piece]:
         """Pieces that are certain with more text, the last of which ends the answer."""
         parts, calls = [text], self._tool_calls
-        if (reasoning := self._reasoning) is not None:
-            parts = reasoning.feed(text) + (reasoning.finish() if last else [])
+        if self._reasoning is not None:
+            parts = self._reasoning.feed(text, last=last)
         for part in filter(None, parts):
             if calls is None or isinstance(part, Reasoning):
                 yield part

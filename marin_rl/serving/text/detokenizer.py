@@ -151,7 +151,7 @@ class IncrementalDetokenizer:
         """Append tokens; return the text that is certain now."""
         self.ids.extend(ids)
         self._buffer += self._decoded()
-        keep = _overlap(self._buffer, self._stop) if self._stop else 0
+        keep = overlap(self._buffer, self._stop) if self._stop else 0
         certain = self._buffer[: len(self._buffer) - keep]
         self._buffer = self._buffer[len(certain) :]
         self._emitted += len(certain)
@@ -178,7 +178,7 @@ class IncrementalDetokenizer:
         return new
 
 
-def _overlap(text: str, stop: Sequence[str]) -> int:
+def overlap(text: str, stop: Sequence[str]) -> int:
     """Length of the longest end of the text that a stop string begins with."""
     longest = 0
     for string in stop:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.errors import TemplateFault, TemplateRefusal
 from marin_rl.model_apis.call import Reasoning
+from marin_rl.serving.text.detokenizer import overlap
 
 _THOUGHT, _ANSWER = "Probe of a thought.", "Probe of an answer."
 _PROBE = [
@@ -48,53 +49,24 @@ class ReasoningStream:
     """
 
     def __init__(self, form: ReasoningFormat, *, inside: bool) -> None:
-        self._form = form
-        self._state = "inside" if inside else "before"
-        self._begun = False
-        self._buffer = ""
+        self._form, self._inside = form, inside
+        self._text = self._thought = self._said = ""
 
-    def feed(self, text: str) -> list[str]:
+    def feed(self, text: str, *, last: bool) -> list[str]:
         """Take in more text; returns what is certain now, as Reasoning or plain text."""
-        self._buffer += text
-        out = list[str]()
-        if self._state == "before":
-            self._open()
-        if self._state == "inside":
-            self._read_reasoning(out)
-        if self._state == "between" and (said := self._buffer.lstrip()):
-            self._state, self._buffer = "after", said
-        if self._state == "after" and self._buffer:
-            out.append(self._buffer)
-            self._buffer = ""
-        return out
+        self._text += text
+        thought, said = self._certain(last)
+        pieces = Reasoning(thought[len(self._thought) :]), said[len(self._said) :]
+        self._thought, self._said = thought, said
+        return [piece for piece in pieces if piece]
 
-    def finish(self) -> list[str]:
-        """End the text: return what was held back."""
-        buffer, self._buffer = self._buffer, ""
-        if self._state == "inside":
-            return [Reasoning(buffer.rstrip())] if buffer.strip() else []
-        return [buffer] if self._state == "before" and buffer else []
-
-    def _open(self) -> None:
-        opening, text = self._form.opening, self._buffer.lstrip()
-        if text.startswith(opening):
-            self._state, self._buffer = "inside", text[len(opening) :]
-        elif not opening.startswith(text):
-            self._state = "after"
-
-    def _read_reasoning(self, out: list[str]) -> None:
-        closing = self._form.closing
-        if not self._begun:
-            self._buffer = self._buffer.lstrip()
-        at = self._buffer.find(closing)
-        if at >= 0:
-            self._state, certain, kept = "between", self._buffer[:at], at + len(closing)
-        else:
-            ends = range(len(closing) - 1, -1, -1)
-            length = next(n for n in ends if self._buffer.endswith(closing[:n]))
-            certain = self._buffer[: len(self._buffer) - length]
-            kept = len(certain.rstrip())
-        self._buffer = self._buffer[kept:]
-        if certain := certain.rstrip():
-            self._begun = True
-            out.append(Reasoning(certain))
+    def _certain(self, last: bool) -> tuple[str, str]:  # noqa: FBT001 - of this class alone
+        opening, closing, text = self._form.opening, self._form.closing, self._text.lstrip()
+        if not self._inside:
+            if not text.startswith(opening):
+                return "", "" if opening.startswith(text) and not last else self._text
+            text = text.removeprefix(opening)
+        thought, ended, said = text.partition(closing)
+        if not (ended or last):
+            thought = thought[: len(thought) - overlap(thought, [closing])]
+        return thought.strip(), said.lstrip()
