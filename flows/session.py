@@ -20,9 +20,12 @@ from prefect.runtime import flow_run
 
 from flows.reports import quieten, reporting
 from flows.server import current_connection, prefect_api
+from marin_rl.commands.hosts import several
 from marin_rl.config import Config, load_config, override, parse_config, pin_files
 from marin_rl.doctor.stages import EVALUATE, OF_PAIRS
+from marin_rl.errors import ConfigError
 from marin_rl.integrations import integration
+from marin_rl.processes import joined
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.pinned import as_begun, record_rows
 from marin_rl.runtime import release
@@ -88,8 +91,14 @@ def open_session(config: Config, flow: str) -> Iterator[RunRef]:
     A flow hands this one reference to all of its tasks: Prefect knows objects by their address, and
     would take a later one for whatever result lay there before.
 
-    Raises what `check_all` finds, ConfigError when the run exists with another content, RunLocked.
+    Raises what `check_all` finds, ConfigError when the run exists with another content or is one of
+    several processes, RunLocked.
     """
+    if flow != EVALUATE and joined() is None and several(config) is not None:
+        raise ConfigError(
+            "distributed names several processes, but this one is alone: expected `marin-rl run` "
+            "on every host, or `marin-rl launch`; a flow of one process has no section distributed"
+        )
     quieten()
     publish(ProgressEvent(run_id=config.run_id, stage="start", total=config.rounds))
     # Here, for Levanter's attention cannot be imported by two threads at once: a worker's flow run

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
+from marin_rl.errors import INTERRUPTED, MarinRLError
 from marin_rl.progress import saying
 
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
@@ -26,6 +26,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "sft": ("run:sft", "Run only the supervised warm start of a run."),
         "reward-model": ("run:reward_model", "Train a reward model from preference pairs."),
         "preference": ("run:preference", "Train a policy on preference pairs: DPO and others."),
+        "launch": ("launch:launch", "Start a command as several processes on this machine."),
         "recipes": ("config:recipes", "List the shipped recipes and what they set."),
     },
     "Look": {
@@ -173,7 +174,8 @@ def command_named(name: str) -> Any:
             one.cls = Command
         return typer.main.get_command(found)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name, cls=Command)(found)
+    settings = {"allow_interspersed_args": name != "launch"}  # whose options end at its command
+    alone.command(name, cls=Command, context_settings=settings)(found)
     return typer.main.get_command(alone)
 
 
@@ -244,8 +246,6 @@ def main() -> None:
             os._exit(INTERRUPTED)
         raise
     except (MarinRLError, OSError) as error:  # OSError: such as a disk that is full
-        from marin_rl.commands.options import err, print_error
+        from marin_rl.commands.options import report
 
-        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
-        print_error(str(error), style="")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(report(error))

@@ -15,11 +15,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from marin_rl.machine import (
@@ -34,6 +35,8 @@ from marin_rl.machine import (
 from marin_rl.progress import phase
 
 _log = logging.getLogger(__name__)
+
+Tree = TypeVar("Tree")
 
 CACHE_VARIABLE = "MARIN_RL_COMPILATION_CACHE"
 
@@ -111,6 +114,32 @@ def device_array(array: Any, dtype: Any = None) -> jax.Array:
     if isinstance(array, jax.Array):
         return array.astype(dtype or array.dtype)
     return jax.device_put(np.array(array, dtype))
+
+
+@cache
+def replicated(mesh: Mesh) -> Callable[[Any], jax.Array]:
+    """Return the program that gives every device of `mesh` all of an array: a collective."""
+    return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def gathered(tree: Tree) -> Tree:
+    """The same tree, in which this process can read every array whole.
+
+    What is spread over the devices of several processes is gathered, an array at a time. That is a
+    collective: all of them call it, in the thread that runs their programs. Others are unchanged.
+    """
+
+    def readable(array: Any) -> Any:
+        if not isinstance(array, jax.Array) or array.is_fully_addressable:
+            return array
+        if array.is_fully_replicated:
+            return array
+        assert isinstance(array.sharding, NamedSharding), array.sharding
+        mesh = array.sharding.mesh
+        assert isinstance(mesh, Mesh), "arrays lie on devices"
+        return np.asarray(replicated(mesh)(array))
+
+    return jax.tree.map(readable, tree)
 
 
 def aligned_empty(shape: Sequence[int]) -> np.ndarray:

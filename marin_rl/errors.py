@@ -29,6 +29,7 @@
     ├── WorkError
     │   ├── WorkerLost           a node ended before it had committed its shards       (passes)
     │   ├── ServerUnavailable    the Prefect server gives out no work: 5xx, timeouts   (passes)
+    │   ├── ProcessLost          another process of the run failed, or is gone
     │   └── StageFailed          a stage failed on another machine, for good
     ├── OutOfMemory            a program needs more memory than there is
     └── TrainingError
@@ -139,6 +140,9 @@ class WorkerLost(WorkError):
 
 class ServerUnavailable(WorkError):
     transient = True
+
+
+class ProcessLost(WorkError): ...
 
 
 class StageFailed(WorkError): ...

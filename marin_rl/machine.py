@@ -178,12 +178,15 @@ def machine_key() -> str:
     return f"{facts['instruction_set']}-{facts['threads']}-{digest}".lower()
 
 
-def changed_facts(recorded: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def changed_facts(
+    recorded: Mapping[str, str], layout: Mapping[str, str] | None = None
+) -> dict[str, tuple[str, str]]:
     """Facts that are others now than the recorded ones, as (recorded, now).
 
-    What was never recorded, as in checkpoints of earlier versions, reads "not recorded".
+    `layout` has those of the mesh, and of the processes that share it. What was never recorded, as
+    in checkpoints of earlier versions, reads "not recorded".
     """
-    now = machine_facts()
+    now = machine_facts() | dict(layout or {})
     names = sorted({*recorded, *now})
     absent = "" if recorded else "not recorded"
     pairs = {name: (str(recorded.get(name, absent)), now.get(name, "")) for name in names}

@@ -7,13 +7,16 @@ needed for correctness: a new process reads all of it from the committed slots.
 
 import threading
 import time
-from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from marin_rl.errors import MarinRLError
+from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.machine import give_back_freed_memory
-from marin_rl.storage.runs import Run, round_of
+from marin_rl.processes import joined
+from marin_rl.storage.fleet import run_sha256
+from marin_rl.storage.runs import Run, RunRef, round_of
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
 from marin_rl.types import PairSection, ServedPolicy, SlotRef
 
@@ -30,6 +33,58 @@ if TYPE_CHECKING:
     from marin_rl.weight_sync import Transport, Weights
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Methods that every process of a run calls with the same arguments: they take the devices of all.
+CALLS = (
+    "init_policy", "run_sft_segment", "train_round", "prepare_pairs", "run_pair_segment",
+    "trained_weights",
+)  # fmt: skip
+
+
+def on_all_processes(
+    method: "Callable[Concatenate[RunRuntime, P], T]",
+) -> "Callable[Concatenate[RunRuntime, P], T]":
+    """Make a method one of CALLS, of which a runtime makes one at a time.
+
+    Where it fails all processes forget what they keep: they go on from the same files.
+    """
+    assert method.__name__ in CALLS, method.__name__
+
+    @wraps(method)
+    def call(self: "RunRuntime", *arguments: P.args, **named: P.kwargs) -> T:
+        assert not named, "arguments of calls are posted by position"
+        with self._lock:
+            work, processes = partial(method, self, *arguments), joined()
+            if processes is None:
+                return work()
+            try:
+                if processes.number:
+                    return work()
+                return processes.call(method.__name__, [self._named_run, *arguments], work)
+            except BaseException:
+                self._forget()
+                raise
+
+    return call
+
+
+def perform(method: str, arguments: Sequence[Any]) -> None:
+    """Make a call that process 0 has posted. Raises ConfigError where this host has another run."""
+    assert method in CALLS, method
+    named, *others = arguments
+    reference = {**named["reference"], "free": tuple(named["reference"]["free"])}
+    run = Run.of(RunRef(**reference))
+    if (record := run_sha256(run.folder)) != named["record"]:
+        raise ConfigError(
+            f"expected the run of process 0 at {run.folder.url}, with digest "
+            f"{named['record'][:12]} of its run.json, found {record[:12]}: give all processes one "
+            "root"
+        )
+    getattr(runtime_for(run), method)(*others)
+
+
 class RunRuntime:
     """Tokenizer, trainer, reward model and server of one run, each made on first use.
 
@@ -43,6 +98,16 @@ class RunRuntime:
         self._serving = threading.RLock()
         self._pair_phases: dict[PairSection, PairPhase] = {}
         self._transfers_failed = 0
+
+    @property
+    def _named_run(self) -> Mapping[str, Any]:
+        """The run for other processes, and the digest of its run.json."""
+        return {"reference": asdict(self._run.reference), "record": run_sha256(self._run.folder)}
+
+    def _forget(self) -> None:
+        for name in ("trainer", "_warm_start"):
+            self.__dict__.pop(name, None)
+        self._pair_phases.clear()
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -132,35 +197,43 @@ class RunRuntime:
         with self._serving:
             return self._teacher
 
+    @on_all_processes
     def prepare_pairs(self, section: PairSection) -> SlotRef:
         """Commit the pairs that a phase learns from: see `PairPhase.prepare`."""
-        with self._lock:
-            self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
-            return self._pair_phase(section).prepare()
+        self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
+        return self._pair_phase(section).prepare()
 
+    @on_all_processes
     def run_pair_segment(self, section: PairSection, step_from: int, pairs: SlotRef) -> SlotRef:
-        with self._lock:
-            return self._pair_phase(section).run_segment(step_from, pairs)
+        return self._pair_phase(section).run_segment(step_from, pairs)
 
+    @on_all_processes
     def run_sft_segment(self, step_from: int) -> SlotRef:
-        with self._lock:
-            return self._warm_start.run_segment(step_from)
+        return self._warm_start.run_segment(step_from)
 
+    @on_all_processes
     def init_policy(self) -> SlotRef:
-        with self._lock:
-            self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
-            return self.trainer.init_policy()
+        self.__dict__.pop("_warm_start", None)  # its state and programs are not needed again
+        return self.trainer.init_policy()
 
+    @on_all_processes
     def train_round(self, round: int, batches: SlotRef, checkpoint: SlotRef) -> SlotRef:
         """Train one round and commit its checkpoint: see `Trainer.train_round`."""
-        with self._lock:
-            if "transport" in self.__dict__ and not self._run.config.max_staleness:
-                self.transport.sleep()  # its caches' memory is the trainer's meanwhile
-            trained = self.trainer.train_round(round, batches, checkpoint)
-            # Without this the heap grows from round to round, by 15 MB for a small model, since
-            # live arrays fragment what the step freed. The next step's page faults cost less.
-            give_back_freed_memory()
-            return trained
+        if "transport" in self.__dict__ and not self._run.config.max_staleness:
+            self.transport.sleep()  # its caches' memory is the trainer's meanwhile
+        trained = self.trainer.train_round(round, batches, checkpoint)
+        # Without this the heap grows from round to round, by 15 MB for a small model, since
+        # live arrays fragment what the step freed. The next step's page faults cost less.
+        give_back_freed_memory()
+        return trained
+
+    @on_all_processes
+    def trained_weights(self, checkpoint: SlotRef, version: int, apart: bool) -> "Weights":  # noqa: FBT001 - posted by position
+        """The trainer's own arrays of a checkpoint, for servers: see `weight_sync.Weights`."""
+        from marin_rl.weight_sync import trained_weights
+
+        self.trainer.load(checkpoint)
+        return trained_weights(self.trainer, version, apart=apart)
 
     def serve(self, checkpoint: SlotRef) -> ServedPolicy:
         """Serve a committed checkpoint, verify that it is served, and return the policy.
@@ -208,15 +281,14 @@ class RunRuntime:
 
     def _weights_of(self, checkpoint: SlotRef) -> "Weights":
         """The trainer's own arrays, or those in files where it is busy or beyond the checkpoint."""
-        from marin_rl.weight_sync import committed_weights, trained_weights
+        from marin_rl.weight_sync import committed_weights
 
         ahead, apart = bool(self._run.config.max_staleness), self.transport.apart
         version = round_of(checkpoint.slot.rpartition("/")[2]) or 0
         if self._lock.acquire(blocking=not ahead):
             try:
                 if not ahead or self.trainer.checkpoint in (None, checkpoint):
-                    self.trainer.load(checkpoint)
-                    return trained_weights(self.trainer, version, apart=apart)
+                    return self.trained_weights(checkpoint, version, apart)
             finally:
                 self._lock.release()
         return committed_weights(self._run, checkpoint, version, apart=apart)

@@ -87,8 +87,7 @@ class Weights:
 def trained_weights(trainer: Trainer, version: int, *, apart: bool) -> Weights:
     """The trainer's own arrays of the checkpoint that it has loaded."""
     assert trainer.identity is not None, "a checkpoint is loaded"
-    model, adapter = trainer.served_apart if apart else (trainer.served_model, None)
-    trained, identity = trainer.model, trainer.identity
+    (trained, model, adapter), identity = trainer.models(apart=apart), trainer.identity
     return Weights(
         version=version, model=model, trained=trained, identity=identity, adapter=adapter
     )

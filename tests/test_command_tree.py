@@ -12,7 +12,9 @@ from marin_rl.commands.options import ROOT_VARIABLE
 
 def leaves() -> Iterator[tuple[str, Any]]:
     """Yield every command that can be typed, with its words."""
-    for name in COMMANDS:
+    for name in (
+        name for name in COMMANDS if name != "launch"
+    ):  # whose options are those of another command
         command: Any = command_named(name)
         below = getattr(command, "commands", None)
         for part, leaf in (below or {"": command}).items():

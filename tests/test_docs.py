@@ -33,9 +33,9 @@ def test_the_page_of_the_command_line_has_every_command_and_no_option_that_is_no
 
     page = (TOP / "docs/command-line.md").read_text(encoding="utf-8")
     for group, commands in GROUPS.items():
-        rows = [f"| `{name}` | {line} |" for name, (_, line) in commands.items()]
-        table = "\n".join(["| command | what it does |", "|---|---|", *rows])
-        assert re.search(rf"^### {group}\n\n.+\n\n{re.escape(table)}\n", page, re.MULTILINE), group
+        rows = "\n".join(f"| `{name}` | {line} |" for name, (_, line) in commands.items())
+        head = rf"^\| \*\*{group}\*\* \| .+ \|\n"
+        assert re.search(rf"{head}{re.escape(rows)}\n", page, re.MULTILINE), group
     commands = [command_named(name) for name in COMMANDS]
     commands += [each for command in commands for each in getattr(command, "commands", {}).values()]
     known = {option for command in commands for each in command.params for option in each.opts}

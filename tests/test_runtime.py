@@ -107,18 +107,18 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyServer]:
 
 def test_the_checkpoint_is_served_and_the_canary_agrees(embedded: RunRuntime) -> None:
     policy = embedded.serve(embedded.init_policy())
-    assert policy.parameters_digest == parameters_digest(embedded.trainer.model)
+    assert policy.parameters_digest == parameters_digest(embedded.trainer.models()[0])
     assert policy.model == f"policy@00000-{policy.parameters_digest[:8]}"
     config = debug(Path("unused")).inference
-    assert prove(policy, embedded.trainer.model, config).nats < 1e-4
-    assert prove(policy, embedded.trainer.model, config, temperature=0.7).nats < 1e-4
+    assert prove(policy, embedded.trainer.models()[0], config).nats < 1e-4
+    assert prove(policy, embedded.trainer.models()[0], config, temperature=0.7).nats < 1e-4
 
 
 def test_an_endpoint_without_temperature_in_its_logprobs_is_not_called_stale(
     embedded: RunRuntime,
 ) -> None:
     policy, config = embedded.serve(embedded.init_policy()), debug(Path("unused")).inference
-    model = embedded.trainer.model
+    model = embedded.trainer.models()[0]
     other = build_model(debug(Path("unused")).policy, len(embedded.tokenizer), seed=7)
     with RawLogprobs(policy.model, model) as raw, RawLogprobs(policy.model, other) as stale:
         policy = dataclasses.replace(policy, endpoints=(raw.url,))
@@ -134,7 +134,7 @@ def test_a_small_difference_may_be_rounding_and_a_large_one_is_other_weights(
     embedded: RunRuntime,
 ) -> None:
     policy, config = embedded.serve(embedded.init_policy()), debug(Path("unused")).inference
-    model = embedded.trainer.model
+    model = embedded.trainer.models()[0]
     for factor, rounding in ((1.01, True), (30.0, False)):
         scaled = {name: factor * array for name, array in named_parameters(model).items()}
         with pytest.raises(StalePolicy, match="does not sample from") as error:
@@ -154,7 +154,7 @@ def test_transfers_that_failed_are_counted_with_the_one_that_did_not(embedded: R
     assert told["weights/transfers_per_step"] == 0.5
     assert (
         told["weights/bytes"]
-        == sum(a.nbytes for a in named_parameters(embedded.trainer.model).values())
+        == sum(a.nbytes for a in named_parameters(embedded.trainer.models()[0]).values())
         > 0
     )
     assert told["weights/seconds"] > 0
@@ -169,16 +169,16 @@ def test_other_weights_under_the_right_id_are_detected(embedded: RunRuntime) -> 
     other = build_model(config.policy, len(embedded.tokenizer), seed=7)
     embedded_server(embedded).updater.swap(other, policy.weight_version, policy.parameters_digest)
     with pytest.raises(StalePolicy, match=r"expected a log-probability of .* found .*tolerance"):
-        prove(policy, embedded.trainer.model, config.inference)
+        prove(policy, embedded.trainer.models()[0], config.inference)
     assert embedded.serve(checkpoint) == policy
 
 
 def test_a_round_of_the_past_is_not_served_for_the_present(embedded: RunRuntime) -> None:
     checkpoint = embedded.init_policy()
     policy = embedded.serve(checkpoint)
-    embedded_server(embedded).updater.swap(embedded.trainer.model, 1, "f" * 64)
+    embedded_server(embedded).updater.swap(embedded.trainer.models()[0], 1, "f" * 64)
     with pytest.raises(StalePolicy, match="policy@00001-ffffffff") as caught:
-        prove(policy, embedded.trainer.model, debug(Path("unused")).inference)
+        prove(policy, embedded.trainer.models()[0], debug(Path("unused")).inference)
     assert policy.model in str(caught.value)
     embedded.serve(checkpoint)
 
@@ -227,7 +227,11 @@ def test_a_remote_endpoint_is_given_the_adapter_and_proves_the_policy(tmp_path: 
         assert policy.model == f"policy@00000-{policy.parameters_digest[:8]}"
         assert list(server.adapters.names) == [policy.model]
         with pytest.raises(StalePolicy):  # the base alone is another policy
-            prove(dataclasses.replace(policy, model=server.model_id), runtime.trainer.model, roomy)
+            prove(
+                dataclasses.replace(policy, model=server.model_id),
+                runtime.trainer.models()[0],
+                roomy,
+            )
     finally:
         runtime.close()
         server.stop()

@@ -126,6 +126,13 @@ def print_error(*lines: str, style: str = "red") -> None:
     print_info(*lines, style=style, console=err)
 
 
+def report(error: BaseException) -> int:
+    """Print an error that ends a command, and return the exit code."""
+    err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
+    print_error(str(error), style="")
+    return 2 if isinstance(error, ConfigError) else 1
+
+
 def print_text(text: str) -> None:
     out.print(text, markup=False, highlight=False, end="", soft_wrap=True)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from marin_rl.commands import options as opt
+from marin_rl.commands.hosts import on_all_processes
 from marin_rl.commands.options import (
     ROOT_VARIABLE,
     err,
@@ -62,9 +63,10 @@ def run(  # noqa: PLR0913 - each is an option of the command
     from marin_rl.doctor.start import before_engines
 
     again = run_again(config, config_file, changes)
-    checkpoint = before_engines(config, "rl-loop")
-    if checkpoint is None:
-        play("rl-loop", config, as_json=as_json)
+    with on_all_processes(config):
+        checkpoint = before_engines(config, "rl-loop")
+        if checkpoint is None:
+            play("rl-loop", config, as_json=as_json)
     if checkpoint is None or as_json:
         _print_result(config, again, as_json=as_json)
         return
@@ -88,7 +90,8 @@ def sft(
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     from marin_rl.doctor.start import before_engines
 
-    checkpoint = before_engines(config, "sft") or play("sft", config, as_json=as_json)
+    with on_all_processes(config):
+        checkpoint = before_engines(config, "sft") or play("sft", config, as_json=as_json)
     place = _place_of(checkpoint, config)
     if as_json:
         print_json({"checkpoint": place, **checkpoint.summary})
@@ -191,7 +194,8 @@ def _learn_from_pairs(flow: str, config: Config, *, as_json: bool) -> str:
     from marin_rl.display.tables import key_values
     from marin_rl.doctor.start import before_engines
 
-    checkpoint = before_engines(config, flow) or play(flow, config, as_json=as_json)
+    with on_all_processes(config):
+        checkpoint = before_engines(config, flow) or play(flow, config, as_json=as_json)
     place = _place_of(checkpoint, config)
     if as_json:
         print_json({"checkpoint": place, **checkpoint.summary})

@@ -129,6 +129,22 @@ class FlowConfig(Section):
         return self.pending_timeout_s or PENDING_S
 
 
+class DistributedConfig(Section):
+    """Processes that train together, each of which runs the same command.
+
+    What is null is taken from the environment, which wins over what is here: MARIN_RL_COORDINATOR,
+    MARIN_RL_PROCESSES, MARIN_RL_PROCESS_ID. JAX detects the others by Slurm, Kubernetes, Open MPI
+    or a TPU pod.
+    """
+
+    coordinator: str | None = runtime_field(
+        None, "HOST:PORT at which process 0 is to be found", pattern=r"^\S{1,250}:[0-9]{1,5}$"
+    )
+    processes: int | None = runtime_field(None, "number of processes", ge=1, le=100_000)
+    process_id: int | None = runtime_field(None, "number of this process, from 0", ge=0)
+    timeout_s: Seconds = runtime_field(300.0, "seconds in which all processes are to come")
+
+
 class CheckpointsConfig(Section):
     """Arrays of checkpoints, one of which is committed after every round."""
 

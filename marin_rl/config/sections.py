@@ -17,6 +17,7 @@ from marin_rl.config.files import section_at
 from marin_rl.config.objective import ObjectiveConfig
 from marin_rl.config.orchestration import (
     CheckpointsConfig,
+    DistributedConfig,
     EvaluationConfig,
     FlowConfig,
     RetentionConfig,
@@ -93,6 +94,11 @@ class RunSections(Section):
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig | None = optional_field(
+        description="processes that share the mesh, on one or several hosts; null: one process, "
+        "unless the environment names several",
+        runtime_only=True,
+    )
     trackers: TrackersConfig = TrackersConfig()
     flow: FlowConfig = FlowConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()

@@ -19,6 +19,7 @@ from marin_rl.doctor.stages import (
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.batch_invariance import recorded_proofs
 from marin_rl.machine import machine_facts, share_one_heap
+from marin_rl.processes import joined
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.adapters import Modules
@@ -48,17 +49,20 @@ def devices(config: Config) -> str:
     visible = jax.devices()
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     product = math.prod(max(axis, 1) for axis in sizes)
-    if len(visible) % product or (-1 not in sizes and product > len(visible)):
+    short = jax.process_count() > 1 and -1 not in sizes and product < len(visible)
+    if len(visible) % product or short or (-1 not in sizes and product > len(visible)):
         raise ConfigError(
             f"the mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} does not fit "
-            f"{len(visible)} devices: make their product divide the device count"
+            f"{len(visible)} devices of {jax.process_count()} process(es): make their product "
+            f"{'equal' if jax.process_count() > 1 else 'divide'} the device count"
         )
     return f"{len(visible)} x {visible[0].device_kind}"
 
 
 def mesh(config: Config) -> str:
     """Check that a mesh of several devices fits the machine; JAX is started only for that."""
-    if max(config.mesh.data, config.mesh.fsdp, config.mesh.tensor) <= 1:
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    if max(sizes) <= 1 and (-1 in sizes or joined() is None):
         return "fits any number of devices"
     share_one_heap()
     return devices(config)

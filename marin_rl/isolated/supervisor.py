@@ -50,7 +50,7 @@ def main(parent: int, lease: int, command: list[str]) -> NoReturn:
         signal.signal(number, lambda *_: None)
     supervisor = os.getpid()
     if (child := os.fork()) == 0:
-        _end_with(supervisor)
+        end_with(supervisor)
         os.execvp(command[0], command)
     status = _watch(child, lease, parent, wake)
     _kill_descendants(child)
@@ -69,7 +69,7 @@ def _prctl(option: int, argument: int) -> None:
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies."""
     if not LINUX:
         os.setpgid(0, 0)  # so that the parent can kill this group and live

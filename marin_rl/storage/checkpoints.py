@@ -83,16 +83,17 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds, comes from, a
     parents: Sequence[SlotRef],
     totals: Mapping[str, float],
     extra: Mapping[str, Any],
+    facts: Mapping[str, str] | None = None,
     extra_parts: ExtraParts | None = None,
     pack: bool = False,
 ) -> SlotRef:
     """Commit nested dicts of arrays (NumPy or JAX, any sharding) as `slot`.
 
     The fingerprint is computed from `content` and `parents`. The manifest stores `totals`, which
-    the returned reference shows, and `extra`, with facts about this machine as `machine`. The
-    function of `extra_parts` is called once the arrays are written. With `pack`, arrays of less
-    than PACKED_BYTES_MAX are one file. If the slot has a commit of
-    this fingerprint, that one is returned. Raises CommitConflict, and StorageError of the store.
+    the returned reference shows, and `extra`, with facts about this machine and further `facts` as
+    `machine`. The function of `extra_parts` is called once the arrays are written. With `pack`,
+    arrays of less than PACKED_BYTES_MAX are one file. If the slot has a commit of this fingerprint,
+    that one is returned. Raises CommitConflict, and StorageError of the store.
     """
     attempt = new_attempt() if extra_parts is None else extra_parts.attempt
     # Gathered on the host: sharded arrays would be written in files that depend on the devices.
@@ -113,7 +114,7 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds, comes from, a
         parents=list(map(parent_of, parents)),
         parts=parts,
         totals=totals,
-        extra={**extra, "machine": machine_facts()},
+        extra={**extra, "machine": {**machine_facts(), **(facts or {})}},
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.compilation import device_array, set_matmul_precision
+from marin_rl.compilation import device_array, gathered, set_matmul_precision
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.cpu_streams import gains_from_lanes
 from marin_rl.errors import ConfigError, NonFiniteUpdate
@@ -212,7 +212,7 @@ class CompiledStep(Program):
     def base_and_adapter(
         self, frozen: Parameters, trained: Parameters
     ) -> tuple[LanguageModel, Adapter]:
-        with self.layout.active():
+        with self.layout.local.active():
             base = with_parameters(self.base_template, frozen)
         return base, Adapter(modules=self.modules, arrays=trained)
 
@@ -224,7 +224,7 @@ class CompiledStep(Program):
             # Merged weights could not be quantised as the base is: engines decode both apart.
             return with_parameters(self.template, {**frozen, **trained})
         adapter = Adapter(modules=self.modules, arrays=trained)
-        with self.layout.active():
+        with self.layout.local.active():
             return with_parameters(self.base_template, merged_parameters(frozen, adapter))
 
     def rows(
@@ -234,7 +234,7 @@ class CompiledStep(Program):
         # Sharding constraints inside of the program are resolved on the active mesh.
         with self.layout.active(), memory_errors("scoring a step's rows", self.memory_keys):
             placed = self.layout.place_rows(rows.arrays)
-            return np.asarray(run(trainable, frozen, placed, as_array(rows.used)))
+            return np.asarray(gathered(run(trainable, frozen, placed, as_array(rows.used))))
 
     def warms_up(self, round: int) -> bool:
         """True for rounds of the critic's warm-up, which leave the policy as it is."""

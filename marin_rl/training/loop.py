@@ -16,12 +16,14 @@ import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.compilation import gathered
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
 from marin_rl.lora.adapter import Adapter
 from marin_rl.machine import changed_facts, computes_on_host, give_back_freed_memory
 from marin_rl.metrics import over_steps
 from marin_rl.models.module import LanguageModel
+from marin_rl.processes import leads
 from marin_rl.progress import phase
 from marin_rl.rollouts.teaching import STAMP, another_teacher
 from marin_rl.storage.checkpoints import ExtraParts
@@ -39,6 +41,7 @@ from marin_rl.training.compiled_step import (
     rows_compiled_for,
     to_fixed_shape,
 )
+from marin_rl.training.mesh import Layout
 from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.phases import Phase
@@ -93,20 +96,20 @@ class Trainer(Phase):
         self._reference_policy: tuple[int, Parameters] | None = None
         self.identity: Identity | None = None
 
-    @property
-    def model(self) -> LanguageModel:
-        """The model of the loaded checkpoint: the trainer's own arrays, never written to."""
-        parameters = combine(self._loaded.parameters, self._source.frozen)
-        return with_parameters(self._program.template, parameters)
+    def models(self, *, apart: bool = False) -> tuple[LanguageModel, LanguageModel, Adapter | None]:
+        """The model of the loaded checkpoint as it is trained, and as it is served.
 
-    @property
-    def served_model(self) -> LanguageModel:
-        """The same for an engine: an adapter is merged into its base."""
-        return self._program.served_model(self._source.frozen, self._loaded.parameters)
-
-    @property
-    def served_apart(self) -> tuple[LanguageModel, Adapter]:
-        return self._program.base_and_adapter(self._source.frozen, self._loaded.parameters)
+        Served is an adapter merged into its base, or `apart` the base and the adapter. Both are the
+        trainer's own arrays, never written to, or copies of them on the devices of this process
+        where several processes train: all of these call this then.
+        """
+        program = self._program
+        trained = program.layout.replica(self._loaded.parameters)
+        frozen = program.layout.replica(self._source.frozen)
+        model = with_parameters(program.template, combine(trained, frozen))
+        if apart:
+            return model, *program.base_and_adapter(frozen, trained)
+        return model, program.served_model(frozen, trained), None
 
     @property
     def _loaded(self) -> TrainState:
@@ -126,6 +129,10 @@ class Trainer(Phase):
             return None
         parameters = named_parameters(teacher.model)
         return self._program.layout.place_parameters(parameters, teacher.model)
+
+    @property
+    def layout(self) -> Layout:
+        return self._program.layout
 
     def load(self, checkpoint: SlotRef) -> None:
         """Make `checkpoint` the current one; from memory when it is that already.
@@ -160,7 +167,7 @@ class Trainer(Phase):
         again = self.identity_of(state).as_dict()
         digests = [name for name in again if name.endswith("_digest")]
         if any(again[name] != checkpoint.extra.get(name) for name in digests):
-            raise InputError(_not_the_same(self._run, round, checkpoint, again))
+            raise InputError(_not_the_same(self._run, self.layout, round, checkpoint, again))
         return state
 
     def identity_of(self, state: TrainState) -> Identity:
@@ -212,7 +219,8 @@ class Trainer(Phase):
         # manifest.
         account, attempt = RoundAccount(self._tokenizer), new_attempt()
         with ScoresWriter(self._run, round, attempt, account.eos_token_id) as scores:
-            backend, totals = self._updated(round, batches, checkpoint, account, scores.write)
+            keep = scores.write if leads() else _unwritten
+            backend, totals = self._updated(round, batches, checkpoint, account, keep)
             extra_parts = ExtraParts(attempt=attempt, parts=scores.parts)
             return self._commit(backend, slot, totals, extra_parts, recorded)
 
@@ -243,7 +251,7 @@ class Trainer(Phase):
         Raises as `train_round` does.
         """
         account = RoundAccount(self._tokenizer)
-        backend, totals = self._updated(round, batches, checkpoint, account, lambda scored: None)
+        backend, totals = self._updated(round, batches, checkpoint, account, _unwritten)
         return backend.close(), totals
 
     def gradient(
@@ -276,7 +284,7 @@ class Trainer(Phase):
                 parts, _, _ = passes(trainable, frozen, reference, placed, rows.used)
             for gradients in parts:
                 assert gradients.policy is not None, "the policy is trained"
-                for name, array in gradients.policy.items():
+                for name, array in gathered(gradients.policy).items():
                     # On the host, step by step: the sum of a round needs no second set of gradients
                     # on the device.
                     total[name] += np.asarray(array, np.float32) / len(read)
@@ -423,9 +431,15 @@ class Trainer(Phase):
         return ref
 
 
-def _not_the_same(run: Run, round: int, checkpoint: Manifest, again: Mapping[str, Any]) -> str:
+def _unwritten(_: ScoredStep) -> None:
+    """Drop the scores of a step, as replays and processes other than 0 do."""
+
+
+def _not_the_same(
+    run: Run, layout: Layout, round: int, checkpoint: Manifest, again: Mapping[str, Any]
+) -> str:
     """Text of an error: a round that was trained again is not what was committed of it."""
-    changed = changed_facts(checkpoint.extra.get("machine", {})).items()
+    changed = changed_facts(checkpoint.extra.get("machine", {}), layout.facts).items()
     facts = "; ".join(f"{name}: {then}, now {now}" for name, (then, now) in changed)
     pair = [str(each["parameters_digest"])[:12] for each in (again, checkpoint.extra)]
     return (

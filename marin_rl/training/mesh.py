@@ -18,11 +18,12 @@ import optax
 from haliax.partitioning import pspec_for_axis, set_mesh
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from marin_rl.compilation import replicated
 from marin_rl.config import MeshConfig
 from marin_rl.errors import ConfigError
 from marin_rl.training.critic import Critic
 from marin_rl.training.model import parameter_axes
-from marin_rl.training.step_types import TrainableParams
+from marin_rl.training.step_types import Parameters, TrainableParams
 
 # Axes between two matrices, such as an MLP's: each device has a part of both, and one sum over
 # devices follows the second.
@@ -45,11 +46,63 @@ class Layout:
     def devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
 
+    @property
+    def spans_processes(self) -> bool:
+        return self.mesh is not None and self.mesh.is_multi_process
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Facts that bits depend on, by name; none on one device."""
+        if self.mesh is None:
+            return {}
+        sizes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1)
+        processes = {device.process_index for device in self.mesh.devices.flat}
+        return {"mesh": sizes, "processes": str(len(processes))}
+
+    @property
+    def local(self) -> "Layout":
+        """The layout of what this process computes alone: its own devices, by rows.
+
+        This very layout, unless other processes have some of its devices.
+        """
+        if not self.spans_processes:
+            return self
+        own = np.array(jax.local_devices())
+        if own.size == 1:
+            return SINGLE_DEVICE
+        return Layout(Mesh(own.reshape(-1, 1, 1), ("data", "fsdp", "tensor")))
+
+    def replica(self, parameters: Parameters) -> Parameters:
+        """The parameters for `local`: references, or copies where processes share them.
+
+        With several processes this is a collective: see `compilation.gathered`.
+        """
+        if not self.spans_processes:
+            return parameters
+        assert self.mesh is not None
+        own, gather = self.local.mesh, replicated(self.mesh)
+
+        def here(array: jax.Array) -> jax.Array:
+            shards = [shard.data for shard in gather(array).addressable_shards]
+            if own is None:
+                return shards[0]
+            everywhere = NamedSharding(own, PartitionSpec())
+            return jax.make_array_from_single_device_arrays(array.shape, everywhere, shards)
+
+        return {name: here(array) for name, array in parameters.items()}
+
+    @property
+    def readable(self) -> NamedSharding | None:
+        """The sharding by which every process can read a program's results; None: any."""
+        if not self.spans_processes or self.mesh is None:
+            return None
+        return NamedSharding(self.mesh, PartitionSpec())
+
     def place_parameters(
         self, parameters: dict[str, Any], template: eqx.Module
     ) -> dict[str, jax.Array]:
         """Parameters, or gradients, of any of the template's names on the devices."""
-        return self._parameters(parameters, template, jax.device_put)
+        return self._parameters(parameters, template, _put)
 
     def place_state(
         self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
@@ -57,7 +110,7 @@ class Layout:
         """A training state on the devices; moments are sharded as their parameters."""
         if self.mesh is None:
             return jax.tree.map(jax.device_put, state)
-        return self._state(state, template, optimizer, critic, jax.device_put)
+        return self._state(state, template, optimizer, critic, _put)
 
     def constrain_state(
         self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
@@ -145,7 +198,7 @@ class Layout:
             return arrays
         # Rows over fsdp too: its devices hold other weights, but work on their own rows.
         sharding = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp"), None))
-        return jax.tree.map(lambda array: jax.device_put(array, sharding), arrays)
+        return jax.tree.map(lambda array: _put(array, sharding), arrays)
 
     def parameter_shardings(self, template: eqx.Module) -> dict[str, NamedSharding] | None:
         """The sharding of every parameter. Raises ConfigError where a size does not divide."""
@@ -170,8 +223,9 @@ class Layout:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The context in which the step is traced and run."""
-        if self.mesh is None:
+        """The context in which the step is traced and run; what is active already stays."""
+        # A mesh cannot be set within a program, such as one that is traced to check it.
+        if self.mesh is None or not jax.sharding.get_abstract_mesh().empty:
             yield
             return
         with set_mesh(self.mesh), hax.axis_mapping(COMPUTED):
@@ -199,10 +253,26 @@ def layout_of(config: MeshConfig) -> Layout:
     count = int(np.prod(list(sizes.values())))
     if count > len(devices):
         raise ConfigError(f"mesh: {sizes} needs {count} devices, found {len(devices)}")
+    if jax.process_count() > 1 and count < len(devices):
+        raise ConfigError(
+            f"mesh: {sizes} takes {count} of the {len(devices)} devices of {jax.process_count()} "
+            "processes: expected all, since every process trains; set mesh.fsdp or mesh.data to -1"
+        )
     # Without a mesh the step has no constraints, and compiles to the program of one device.
     if count == 1:
         return SINGLE_DEVICE
     return Layout(Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes)))
+
+
+def _put(array: Any, sharding: NamedSharding | None = None) -> jax.Array:
+    """Place an array that every process has whole: each puts its own part of it, by itself."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return jax.device_put(array, sharding)  # it lies on all processes already
+    # `device_put` would have all processes compare their values, which is a collective.
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def _is_masked(node: Any) -> bool:

@@ -12,7 +12,7 @@ losses are in bradley_terry.py and pair_losses.py.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +33,7 @@ from marin_rl.batching.pairs import (
 )
 from marin_rl.config import Config, PreferenceConfig, RewardModelConfig
 from marin_rl.metrics import over_steps
+from marin_rl.processes import by_first
 from marin_rl.rollouts.rewards import given_pairs
 from marin_rl.storage.commits import find_commit, fingerprint, parent_of
 from marin_rl.storage.runs import (
@@ -112,9 +113,12 @@ class PairPhase(SegmentedPhase):
         and field, CommitConflict where the file is another than the one the run began with.
         """
         run, settings = self._run, self._settings
-        existing = committed(run, pairs_slot())
-        # A file that is there must be the one that was committed; a run's folder may have grown.
-        if existing is not None and not Path(settings.pairs).is_file():
+
+        def kept() -> SlotRef | None:
+            # A file that is there must be the one that was committed; a folder may have grown.
+            return None if Path(settings.pairs).is_file() else committed(run, pairs_slot())
+
+        if (existing := by_first(kept)) is not None:
             return existing
         file = given_pairs(settings, self.stage)
         further, parents = self._pairs_content()
@@ -127,7 +131,8 @@ class PairPhase(SegmentedPhase):
         }
         above = [parent_of(ref) for ref in parents]
         decided = fingerprint("pairs", decides, above, PAIRS_VERSION)
-        if (existing := find_commit(run.store, pairs_slot(), decided)) is not None:
+        find = partial(find_commit, run.store, pairs_slot(), decided)
+        if (existing := by_first(find)) is not None:
             return existing
         tokenizer = PairTokenizer(
             tokenizer=self._tokenizer,
@@ -139,7 +144,10 @@ class PairPhase(SegmentedPhase):
         )
         pairs = self._prepared(tokenizer.tokenized(file.pairs, settings.held_out_fraction))
         extra = {"file": settings.pairs, "file_sha256": file.sha256, **asdict(self._names)}
-        return commit_pairs(run, pairs, decided=decided, extra=extra, parents=above)
+        commit = partial(commit_pairs, run, pairs, decided=decided, extra=extra, parents=above)
+        ref = by_first(commit)
+        assert ref is not None, "it is committed"
+        return ref
 
     def _pairs_content(self) -> tuple[Mapping[str, Any], Sequence[SlotRef]]:
         """Further content of the committed pairs: settings, and slots they are made from."""
@@ -241,8 +249,9 @@ class RewardModelTraining(PairPhase):
         pairs = apart or self._training_pairs[:MEASURED_PAIRS_MAX]
         batch = pair_batch(pairs, self._settings.margin, longest(pairs))
         rows = zip(batch.token_ids, batch.inside, strict=True)
-        parameters = backend.get_weights().result()
-        with self._program.layout.active():
+        layout = self._program.layout
+        parameters = layout.replica(backend.get_weights().result())
+        with layout.local.active():
             rewards = self._scorer.score(parameters, [ids[inside] for ids, inside in rows])
         totals = over_steps(history)
         if apart:

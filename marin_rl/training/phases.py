@@ -106,6 +106,7 @@ class Phase:
             content=content,
             parents=parents,
             adapter=self._source.adapter,
+            facts=self._program.layout.facts,
         )
 
     def _publish(

@@ -18,6 +18,7 @@ from marin_rl.errors import CorruptObject, InputError, MarinRLError, ObjectMissi
 from marin_rl.lora.adapter import Adapter
 from marin_rl.lora.quantization import dequantize_base, quantize_base
 from marin_rl.models.module import LanguageModel
+from marin_rl.processes import by_first
 from marin_rl.storage.checkpoints import (
     checkpoint_fingerprint,
     commit_checkpoint,
@@ -244,9 +245,14 @@ class PolicySource:
         Returns the parents that the first checkpoint has by it. Its arrays are written unless a
         Hugging Face folder has them. Raises as `policy_parameters` does and CommitConflict.
         """
-        run, config, lora = self._run, self._run.config, self._run.config.policy.lora
         if not self._program.modules:
             return ()
+        ref = by_first(self._committed_base)
+        assert ref is not None, "it is committed"
+        return (ref,)
+
+    def _committed_base(self) -> SlotRef:
+        run, config, lora = self._run, self._run.config, self._run.config.policy.lora
         assert lora is not None, "only adapters have a base"
         from_warm_start = config.policy.init == "sft" and lora.begins == "training"
         parents = [sft_result(run)] if from_warm_start else []
@@ -257,14 +263,14 @@ class PolicySource:
         }
         decided = checkpoint_fingerprint(content, parents)
         if (existing := find_commit(run.store, base_slot(), decided)) is not None:
-            return (existing,)
+            return existing
         parameters = self.policy_parameters(warm_start=from_warm_start)
         # A folder of the user's has these weights already: they are named by their digest, and not
         # copied.
         trained_here = from_warm_start or config.policy.init == "checkpoint"
         folder = None if trained_here else config.policy.hf_path
         extra = {"parameters_digest": digest_of(parameters)}
-        ref = commit_checkpoint(
+        return commit_checkpoint(
             run,
             base_slot(),
             {"parameters": parameters} if folder is None else {},
@@ -273,7 +279,6 @@ class PolicySource:
             totals={"parameters": float(sum(array.size for array in parameters.values()))},
             extra=extra | ({"folder": folder} if folder else {}),
         )
-        return (ref,)
 
     @cached_property
     def adapter(self) -> AdapterOf | None:

@@ -100,7 +100,7 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
         compared=compared,
         differing=differing,
         metrics=_apart(recorded.totals, finite),
-        changed=_changed(recorded),
+        changed=_changed(recorded, trainer.layout.facts),
     )
 
 
@@ -131,10 +131,10 @@ def _apart(
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _changed(recorded: Manifest) -> dict[str, tuple[str, str]]:
+def _changed(recorded: Manifest, layout: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     then = {**recorded.code, **recorded.libraries}
     now = {**code_version(), **library_versions()}
     names = sorted({*then, *now})
     pairs = {name: (str(then.get(name, "")), str(now.get(name, ""))) for name in names}
     others = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    return others | changed_facts(recorded.extra.get("machine", {}))
+    return others | changed_facts(recorded.extra.get("machine", {}), layout)

@@ -8,7 +8,7 @@ architecture, and where its first parameters come from.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -17,12 +17,13 @@ import numpy as np
 import optax
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.compilation import device_array
+from marin_rl.compilation import device_array, gathered
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.lora.adapter import LoraModule, policy_digest
 from marin_rl.lora.quantization import quantized_digest
 from marin_rl.models.module import LanguageModel
+from marin_rl.processes import by_first
 from marin_rl.storage.checkpoints import (
     ExtraParts,
     checkpoint_fingerprint,
@@ -216,6 +217,7 @@ class Identity:
         cls, state: TrainState, tokenizer: TokenizerIdentity, adapter: AdapterOf | None = None
     ) -> "Identity":
         """The identity of a state that is trained and served with a tokenizer."""
+        state = gathered(state)
         own = digest_of(state.parameters)
         of_adapter: dict[str, Any] = {}
         if adapter is not None:
@@ -326,7 +328,8 @@ class CheckpointSlot:
 
     `content` is what decides the state besides the `parents`. `tokenizer` goes into the identity,
     and so does `adapter`, where the state is one. With `optimizer_round`, the policy's parameters
-    and the counters are all that is written: see `marin_rl.storage.run_progress`.
+    and the counters are all that is written: see `marin_rl.storage.run_progress`. `facts` are those
+    of the layout of devices.
     """
 
     run: Run
@@ -336,11 +339,12 @@ class CheckpointSlot:
     parents: Sequence[SlotRef] = ()
     adapter: AdapterOf | None = None
     optimizer_round: int | None = None
+    facts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def find(self) -> SlotRef | None:
         """Return the slot if it is committed. Raises CommitConflict if it holds something else."""
         decided = checkpoint_fingerprint(self.content, self.parents)
-        return find_commit(self.run.store, self.slot, decided)
+        return by_first(lambda: find_commit(self.run.store, self.slot, decided))
 
     def commit(
         self,
@@ -351,8 +355,21 @@ class CheckpointSlot:
     ) -> SlotRef:
         """Commit a state; totals that are not finite are left out.
 
-        Raises CommitConflict, and StorageError of the store.
+        With several processes all of them call it, and process 0 writes. Raises CommitConflict, and
+        StorageError of the store.
         """
+        state = gathered(state)
+        ref = by_first(lambda: self._commit(state, totals, extra or {}, extra_parts))
+        assert ref is not None, "it is committed"
+        return ref
+
+    def _commit(
+        self,
+        state: TrainState,
+        totals: Mapping[str, float],
+        extra: Mapping[str, Any],
+        extra_parts: ExtraParts | None,
+    ) -> SlotRef:
         whole = self.optimizer_round is None
         earlier = {} if whole else {OPTIMIZER_ROUND: self.optimizer_round}
         identity = Identity.of(state, self.tokenizer, self.adapter).as_dict()
@@ -364,7 +381,8 @@ class CheckpointSlot:
             parents=self.parents,
             # A manifest is strict JSON, which has neither NaN nor infinities.
             totals={name: value for name, value in totals.items() if math.isfinite(value)},
-            extra={**identity, **earlier, **(extra or {})},
+            extra={**identity, **earlier, **extra},
+            facts=self.facts,
             extra_parts=extra_parts,
             # A few small arrays: Orbax takes ten times as long for them as one file does.
             pack=self.adapter is not None,

@@ -284,8 +284,8 @@ class ForwardBackward:
 
         # Two programs: lanes each run the first, and the metrics are of what all lanes gave.
         self._gather = compiled_apart(jax.jit(gather), "the training step")
-        self._measure = jax.jit(measure)
-        self._lanes = lanes
+        self._measure = jax.jit(measure, out_shardings=layout.readable)
+        self._lanes, self._on_mesh = lanes, layout.mesh is not None
 
     def __call__(
         self,
@@ -300,7 +300,8 @@ class ForwardBackward:
         Only the first `used` microbatches hold anything. `frozen` are the policy's parameters that
         are not trained, all of them where `trainable.policy` is None.
         """
-        arrays = jax.device_put(arrays)  # once, not for every program
+        if not self._on_mesh:
+            arrays = jax.device_put(arrays)  # once, not for every program
         # By M, not by `used`: the number of lanes decides the order of sums, and must not change
         # with the rows of a batch.
         lanes = self._lanes if len(arrays.mask) >= self._lanes else 1

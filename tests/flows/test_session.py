@@ -13,8 +13,9 @@ from support.flow_runs import REPOSITORY, debug
 from support.run_factories import whole_run
 
 from flows.evaluate import evaluate_run, round_after
-from flows.session import pause_if_suspended, resolve_config, resume_point
+from flows.session import open_session, pause_if_suspended, resolve_config, resume_point
 from marin_rl.config import load_config, parse_config
+from marin_rl.doctor.stages import RL
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.commits import commit_manifest, fingerprint, new_attempt, new_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot, runs_under
@@ -106,6 +107,13 @@ async def _resumed() -> None:
     context.flow_run.deployment_id = uuid4()
     context.flow_run_suspension_request.mark_requested(Suspended(timeout_seconds=60))
     await pause_if_suspended()
+
+
+def test_a_flow_alone_trains_no_part_of_several_processes(tmp_path: Path) -> None:
+    config = debug(tmp_path, "distributed={coordinator: 'a:1', processes: 2, process_id: 0}")
+    with pytest.raises(ConfigError, match="this one is alone"), open_session(config, RL):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_flow_that_heard_of_its_suspension_ends_though_it_was_resumed(api: str) -> None:

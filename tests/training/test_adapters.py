@@ -225,8 +225,8 @@ def test_a_checkpoint_is_the_adapter_its_moments_and_the_digest_of_the_base(play
     again = Trainer(run, tokenizer)
     again.load(last)
     assert again.identity == trainer.identity == identity
-    for name, array in named_parameters(again.served_model).items():
-        np.testing.assert_array_equal(array, named_parameters(trainer.served_model)[name])
+    for name, array in named_parameters(again.models()[1]).items():
+        np.testing.assert_array_equal(array, named_parameters(trainer.models()[1])[name])
 
 
 @pytest.mark.slow
@@ -252,11 +252,13 @@ def test_engines_serve_the_merged_policy_which_the_adapter_next_to_its_base_prov
     run, trainer, last = played
     loaded = read_checkpoint(run, 2)
     assert loaded.parameters_digest == identity_of(run, last).parameters_digest
-    served = named_parameters(trainer.served_model)
+    served = named_parameters(trainer.models()[1])
     for name, array in named_parameters(loaded.model).items():
         np.testing.assert_allclose(array, served[name], atol=1e-6)
     rows = rows_of(random_batch(3))
-    trained, read = (compiled_logprobs(m, *rows).logprobs for m in (trainer.model, loaded.model))
+    trained, read = (
+        compiled_logprobs(m, *rows).logprobs for m in (trainer.models()[0], loaded.model)
+    )
     np.testing.assert_allclose(trained, read, atol=2e-5)
 
 
@@ -265,7 +267,7 @@ def test_a_merged_checkpoint_is_exported_as_a_model_folder(played, tmp_path):
     run, trainer, _ = played
     export_hf(run, None, tmp_path / "hf")
     model = read_folder(str(tmp_path / "hf")).model
-    for name, array in named_parameters(trainer.served_model).items():
+    for name, array in named_parameters(trainer.models()[1]).items():
         np.testing.assert_allclose(named_parameters(model)[name], array, atol=1e-6)
 
 

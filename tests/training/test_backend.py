@@ -59,7 +59,7 @@ def test_the_loop_of_the_documentation_trains_and_commits(tmp_path, monkeypatch,
     assert ref is not None
     trainer = Trainer(run, tokenizer_for(run.config.policy))
     trainer.load(ref)
-    saved = host(named_parameters(trainer.model))
+    saved = host(named_parameters(trainer.models()[0]))
     for name, array in host(names["backend"].get_weights().result()).items():
         np.testing.assert_array_equal(saved[name], array)
 

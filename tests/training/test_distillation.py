@@ -209,6 +209,6 @@ def test_a_folder_gives_the_scores_of_the_checkpoint_it_was_exported_from(tmp_pa
         assert len(found) in (5 - first, 40 - first)
         assert_array_equal(found, expected)
     (scores,) = own.score(ids[:1], [1])
-    by_definition = full_logprobs(runtime.trainer.model, ids[0][:1], ids[0][1:])
+    by_definition = full_logprobs(runtime.trainer.models()[0], ids[0][:1], ids[0][1:])
     assert_allclose(scores, by_definition, rtol=1e-5, atol=1e-5)
     runtime.close()

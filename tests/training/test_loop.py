@@ -55,7 +55,7 @@ def test_rounds_end_in_the_same_bits_however_they_are_interrupted(debug, tokeniz
     assert [event.done for event in events] == [1, 2, 3, 4] * 3
     assert {event.total for event in events} == {4}
     digest = identity_of(run, last).parameters_digest
-    assert digest == parameters_digest(trainer.model)
+    assert digest == parameters_digest(trainer.models()[0])
     assert identity_of(run, last).step == 12
     # A new trainer after every round, from the files alone.
     other = Run.create_or_open(debug(*SETTINGS, "training.epochs=2", f"root={tmp_path / 'other'}"))
@@ -144,7 +144,7 @@ def test_a_store_that_fails_after_a_commit_leaves_no_state_of_another_name(
     done = trainer.train_round(0, batches, first)
     trainer.load(done)
     assert trainer.identity == identity_of(run, done)
-    assert parameters_digest(trainer.model) == identity_of(run, done).parameters_digest
+    assert parameters_digest(trainer.models()[0]) == identity_of(run, done).parameters_digest
 
 
 def test_a_round_without_batches_commits_the_parameters_unchanged(debug, tokenizer):
@@ -209,7 +209,7 @@ def test_a_run_begins_from_a_model_folder(debug, tokenizer, tmp_path):
     start = ("policy.init=hf", f"policy.hf_path={tmp_path / 'hf'}")
     run, trainer, first = begin(debug(*start), tokenizer)
     assert identity_of(run, first).parameters_digest == parameters_digest(model)
-    assert parameters_digest(trainer.model) == parameters_digest(model)
+    assert parameters_digest(trainer.models()[0]) == parameters_digest(model)
     names = TokenizerIdentity.of(tokenizer)
     folder = tmp_path / "hf"
     assert run_status(run.config.root, run.run_id).policy == (

@@ -119,7 +119,7 @@ def test_pairs_are_committed_with_the_references_log_probabilities(begun, tokeni
     pair = scored[0]
     prompt = int(pair.chosen_loss_mask.argmax())
     ids = pair.chosen_token_ids
-    expected = sequence_logprobs(trainer.model, ids[:prompt], [ids[prompt:]], 1.0)
+    expected = sequence_logprobs(trainer.models()[0], ids[:prompt], [ids[prompt:]], 1.0)
     own = pair.chosen_loss_mask[prompt:] > 0
     np.testing.assert_allclose(
         pair.chosen_reference_logprobs[prompt:][own], expected[own], rtol=0, atol=2e-5

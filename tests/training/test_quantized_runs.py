@@ -78,7 +78,7 @@ def test_a_run_on_a_quantised_base(debug, tokenizer, tmp_path):
     original = read_base(run, digest, template)
     frozen = quantize_base(original, "nf4")
     loaded = read_checkpoint(run, 2)
-    for model in (trainer.model, trainer.served_model, loaded.model):
+    for model in (trainer.models()[0], trainer.models()[1], loaded.model):
         arrays = named_parameters(model)
         for name in filter(is_quantized, frozen):
             np.testing.assert_array_equal(arrays[name], frozen[name])

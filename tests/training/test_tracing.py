@@ -75,6 +75,7 @@ def test_every_program_can_be_built(trained, dtype, tied, checkpointing, packing
             (("objective={advantage: optimal_token_baseline, ratio_level: token}",), 5),
             (("objective.kl_coefficient=0.1", "objective.reference=average"), 4),
             (("policy.lora.rank=8", "inference.serve_merged=false"), 4),
+            (("policy.lora.rank=8", "policy.model.vocab_size=104", "mesh.fsdp=2"), 4),
             (("policy.init=sft",), 5),
         ],
         several=True,

@@ -1,0 +1,271 @@
+"""Training over several processes: how they find one another, and agree before they begin.
+
+`on_all_processes` surrounds what a command of training does in process 0; in the others it makes
+the calls of process 0 until that one ends. What processes say to one another meanwhile is in
+`marin_rl.processes`; `launch` starts several on one machine.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from marin_rl.commands.options import err, report
+from marin_rl.config import Config, DistributedConfig
+from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
+from marin_rl.machine import LOOPBACK, computes_on_host, share_one_heap
+from marin_rl.processes import Processes, join
+
+COORDINATOR, PROCESSES = "MARIN_RL_COORDINATOR", "MARIN_RL_PROCESSES"
+PROCESS_ID = "MARIN_RL_PROCESS_ID"
+
+# A peer that is silent for so long is dead; without a reason to hurry, processes leave together.
+HEARTBEAT_S, SHUTDOWN_S = 30, 10
+NAMED_MAX = 5  # differences between two processes that an error names
+
+
+@contextmanager
+def on_all_processes(config: Config) -> Iterator[None]:
+    """Play the block in process 0, and end the other processes with it; do nothing in a single one.
+
+    In the others this never returns: the process ends as process 0 does. Raises ConfigError where
+    the processes do not come together, are not alike, or are to do what several cannot do.
+    """
+    settings = several(config)
+    if settings is None:
+        yield
+        return
+    processes = _joined(settings)
+    if processes.number:
+        _follow(processes, config)
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        # Prefect raises it again where it met a flow's own code, and the others are to hear of it.
+        signal.signal(sign, signal.default_int_handler)
+    try:
+        _check_alike(processes, config, settings.timeout_s)
+        _refuse(config)
+        yield
+    except BaseException as error:  # noqa: BLE001 - a thread may wait for a dead process's devices
+        code = _code_of(error)
+        processes.end(code)
+        _leave(code)
+    if processes.end(0):
+        import jax
+
+        jax.distributed.shutdown()
+
+
+def several(config: Config) -> DistributedConfig | None:
+    """The section, with what the environment says; None for a single process.
+
+    Raises ConfigError where a variable is no number.
+    """
+    numbers = dict[str, int]()
+    for name, variable in (("processes", PROCESSES), ("process_id", PROCESS_ID)):
+        if text := os.environ.get(variable):
+            if not text.isascii() or not text.isdigit():
+                raise ConfigError(f"{variable} is {text!r}: expected a number")
+            numbers[name] = int(text)
+    section = config.distributed
+    if section is None and "processes" not in numbers:
+        return None
+    known: dict[str, Any] = {} if section is None else section.model_dump()
+    if place := os.environ.get(COORDINATOR):
+        known["coordinator"] = place
+    settings = DistributedConfig(**{**known, **numbers})
+    number, count = settings.process_id, settings.processes
+    if number is not None and count is not None and number >= count:
+        raise ConfigError(
+            f"process {number} of {count} processes: expected distributed.process_id "
+            f"({PROCESS_ID}) from 0 to {count - 1}"
+        )
+    return None if count == 1 else settings
+
+
+def _joined(settings: DistributedConfig) -> Processes:
+    """Join the other processes, before anything asks JAX for its devices. Raises ConfigError."""
+    place, number = settings.coordinator, settings.process_id
+    name = "this process" if number is None else f"process {number}"
+    if place is not None and number == 0:
+        _check_port(place)
+    import jax
+    from jax._src import distributed
+
+    share_one_heap()  # before JAX starts its threads
+    if computes_on_host():
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        _silence_gloo()
+    # JAX's own end of this wait is an abort without a word on who is missing.
+    came = threading.Event()
+    where = f"at {place}" if place else "by the environment"
+    count = settings.processes or "all"
+    missing = f"{count} processes did not come together {where}"
+    if place is not None and number:
+        missing = f"process 0 or its coordinator did not come {where}"
+    text = (
+        f"{name}: {missing} within {settings.timeout_s:g} s (distributed.timeout_s): expected the "
+        "same command on every host, with the same distributed.coordinator and "
+        "distributed.processes"
+    )
+    threading.Thread(
+        target=_give_up, args=(came, settings.timeout_s, text), name="joining", daemon=True
+    ).start()
+    try:
+        jax.distributed.initialize(
+            place,
+            settings.processes,
+            number,
+            initialization_timeout=int(settings.timeout_s) + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+            # JAX's own is all addresses of the host.
+            coordinator_bind_address=place if place and place.startswith(LOOPBACK) else None,
+        )
+        jax.devices()  # all processes tell one another theirs
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} cannot join the others ({error}): give distributed.coordinator, .processes "
+            "and .process_id, or start it where JAX detects them"
+        ) from None
+    finally:
+        came.set()
+    state = distributed.global_state
+    assert state.client is not None, "it has joined"
+    join(processes := Processes(state.client, jax.process_index(), jax.process_count()))
+    return processes
+
+
+def _silence_gloo() -> None:
+    """Drop what C++ prints on standard output: gloo does, amid the JSON of a command."""
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    sys.stdout = own
+
+
+def _check_port(place: str) -> None:
+    host, _, port = place.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"process 0 cannot listen at distributed.coordinator, port {port} of {host}: "
+                f"{error}; expected a free port of the host of process 0"
+            ) from None
+
+
+def _give_up(came: threading.Event, timeout_s: float, text: str) -> None:
+    if not came.wait(timeout_s):
+        _leave(report(ConfigError(text)))
+
+
+def _follow(processes: Processes, config: Config) -> NoReturn:
+    """Make the calls of process 0, and end as it does."""
+    import jax
+
+    from marin_rl.runtime import perform
+
+    code = 1
+    try:
+        processes.leave_signals_to_first()
+        processes.post(f"facts/{processes.number}", _facts(config))
+        code = processes.follow(perform)
+        if code == 0:
+            jax.distributed.shutdown()
+    except BaseException as error:  # noqa: BLE001 - it ends this process, and so all
+        traceback.print_exception(error)
+    _leave(code)
+
+
+def _facts(config: Config) -> Mapping[str, Any]:
+    """Facts that all processes have in common, by name, or an `error` of this one."""
+    import jax
+
+    from marin_rl.doctor.data import storage
+    from marin_rl.storage.provenance import code_digest, library_versions
+
+    try:
+        storage(config)
+    except (MarinRLError, OSError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    tree = config.model_dump(mode="json", exclude={"distributed"})
+    return {
+        "code": code_digest(),
+        **{f"library {name}": version for name, version in library_versions().items()},
+        **dict(_leaves(tree, "")),
+        "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
+    }
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _check_alike(processes: Processes, config: Config, timeout_s: float) -> None:
+    """Raise ConfigError, by number, for a process that is not like process 0."""
+    own = _facts(config)
+    if "error" in own:
+        raise ConfigError(f"process 0: {own['error']}")
+    for number in range(1, processes.count):
+        facts = processes.read(f"facts/{number}", timeout_s)
+        if facts is None or "error" in facts:
+            raise ConfigError(f"process {number}: {(facts or {}).get('error', 'does not answer')}")
+        names = [name for name in {**own, **facts} if own.get(name) != facts.get(name)]
+        if names:
+            shown = "; ".join(
+                f"{name} {facts.get(name)!r:.100}, expected {own.get(name)!r:.100}"
+                for name in names[:NAMED_MAX]
+            )
+            raise ConfigError(
+                f"process {number} is not like process 0: it has {shown}; expected the same code, "
+                "libraries, configuration and number of devices in every process"
+            )
+
+
+def _refuse(config: Config) -> None:
+    """Raise ConfigError for what does not work over several processes, by its key."""
+    refused = {
+        "policy.quantize_base": config.policy.quantize_base,
+        "asynchrony.max_staleness": config.max_staleness,
+        "asynchrony.in_flight_updates": config.in_flight_updates,
+    }
+    for key, value in refused.items():
+        if value:
+            raise ConfigError(
+                f"{key} is {value!r}, which several processes cannot do: leave it out"
+            )
+
+
+def _code_of(error: BaseException) -> int:
+    """The exit code for what ended a command, which is printed."""
+    if isinstance(error, MarinRLError | OSError):
+        return report(error)
+    if isinstance(error, KeyboardInterrupt):
+        err.print("interrupted")
+        return INTERRUPTED
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    traceback.print_exception(error)
+    return 1
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once: a thread of it may wait for another process for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,362 @@
+"""A run over several processes of this machine: equal parameters, deaths, and bad input."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from support.cases import printed_seed
+
+from marin_rl.commands.hosts import COORDINATOR, PROCESS_ID, PROCESSES
+from marin_rl.storage.commits import manifest_of
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
+from marin_rl.storage.tables.batches import read_batches
+from marin_rl.tokenizers import tokenizer_for
+from marin_rl.training.policy_source import read_trained
+from marin_rl.training.state import template_of
+
+pytestmark = pytest.mark.slow
+
+COMMAND = (sys.executable, "-P", "-m", "marin_rl")
+ROUNDS = 2
+END_S = 60.0  # within which all processes have ended after a death
+DEBUG = yaml.safe_load((Path(__file__).parents[1] / "configs/debug.yaml").read_text())
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The debug run on a mesh, with rewards that differ within every group."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "rewards.py").write_text(
+        "def graded(example, completion):\n    return sum(map(ord, completion)) % 7 / 7\n"
+    )
+    rows = [json.dumps({"prompt": f"say {n}"}) for n in range(8)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    options = {"path": "prompts.jsonl", "reward": "rewards.py:graded", "eval_fraction": 0.5}
+    sizes = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate_size": 64}
+    tree = {
+        **DEBUG,
+        "run_id": "hosts",
+        "rounds": ROUNDS,
+        "policy": {**DEBUG["policy"], "model": sizes},
+        "environment": {"name": "chat", "options": options},
+        "batching": {**DEBUG["batching"], "sequences_per_step": 8},
+        "mesh": {"fsdp": -1},
+    }
+    (folder / "marin_rl").mkdir()  # which no process may take for ours
+    (folder / "marin_rl/__init__.py").write_text("raise SystemExit(7)")
+    file = folder / "hosts.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@pytest.fixture(scope="module")
+def environment(prefect_url: str) -> dict[str, str]:
+    return {**os.environ, "PREFECT_API_URL": prefect_url, "JAX_PLATFORMS": "cpu"}
+
+
+def launched(count: int, devices: int, *words: str) -> list[str]:
+    return [*COMMAND, "launch", "-n", f"{count}", "--devices-per-process", f"{devices}", *words]
+
+
+@pytest.fixture(scope="module")
+def launch(config: Path, environment: Mapping[str, str]) -> Launch:
+    def launch(count: int, devices: int, root: Path, *words: str) -> Any:
+        command = launched(count, devices, "run", str(config), "--root", str(root), *words)
+        return subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            cwd=config.parent,
+        )
+
+    return launch
+
+
+def checked(root: Path, environment: Mapping[str, str]) -> Run:
+    """The run below a root, whole and balanced."""
+    for command in ("fsck", "audit"):
+        words = [*COMMAND, command, "hosts", "--root", str(root)]
+        subprocess.run(words, env=environment, check=True, capture_output=True)
+    return Run.open(str(root), "hosts")
+
+
+def digests(run: Run) -> list[str]:
+    refs = [committed(run, checkpoint_slot(number)) for number in range(ROUNDS + 1)]
+    return [manifest_of(run.store, ref).extra["parameters_digest"] for ref in refs if ref]
+
+
+def facts(run: Run) -> dict[str, str]:
+    ref = committed(run, checkpoint_slot(ROUNDS))
+    assert ref is not None
+    machine = manifest_of(run.store, ref).extra["machine"]
+    return {name: machine[name] for name in ("mesh", "processes")}
+
+
+def parameters(run: Run, number: int) -> Mapping[str, np.ndarray]:
+    ref, policy = committed(run, checkpoint_slot(number)), run.config.policy
+    assert ref is not None
+    return read_trained(run, ref, template_of(policy, tokenizer_for(policy)))
+
+
+def first_batches(run: Run) -> Sequence[Any]:
+    ref = committed(run, batches_slot(0))
+    assert ref is not None
+    return list(read_batches(run, ref))
+
+
+@pytest.fixture(scope="module")
+def two_by_two(launch: Launch, environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("two")
+    done = launch(2, 2, root)
+    assert done.returncode == 0, done.stderr
+    assert "[1] " not in done.stdout  # process 0 is plain, and the others are on standard error
+    return checked(root, environment)
+
+
+@pytest.fixture(scope="module")
+def one_by_four(launch: Launch, environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("one")
+    assert launch(1, 4, root).returncode == 0
+    return checked(root, environment)
+
+
+@pytest.mark.bits
+def test_processes_train_what_one_process_trains_on_the_same_mesh(
+    two_by_two: Run, one_by_four: Run, launch: Launch, environment: Any, tmp_path: Path
+):
+    assert launch(4, 1, tmp_path / "four").returncode == 0
+    four_by_one = checked(tmp_path / "four", environment)
+    expected = first_batches(one_by_four)
+    assert np.std(np.concatenate([batch.advantages.ravel() for batch in expected])) > 0.05
+    for run, count in ((one_by_four, 1), (two_by_two, 2), (four_by_one, 4)):
+        assert facts(run) == {"mesh": "fsdp 4", "processes": f"{count}"}
+        for batch, other in zip(expected, first_batches(run), strict=True):
+            for name in ("token_ids", "loss_mask", "advantages"):
+                np.testing.assert_array_equal(getattr(batch, name), getattr(other, name))
+        for number in range(ROUNDS + 1):
+            ours, theirs = parameters(run, number), parameters(one_by_four, number)
+            for name, array in theirs.items():
+                np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-6)
+    moved = parameters(one_by_four, 0), parameters(one_by_four, ROUNDS)
+    assert max(np.abs(moved[0][name] - moved[1][name]).max() for name in moved[0]) > 1e-4
+
+
+@pytest.mark.bits
+def test_the_same_number_of_processes_gives_the_same_bits(
+    two_by_two: Run, launch: Launch, tmp_path: Path
+):
+    done = launch(2, 2, tmp_path, "--json")
+    assert json.loads(done.stdout)["trained"] == ROUNDS  # nothing else is on standard output
+    assert digests(Run.open(str(tmp_path), "hosts")) == digests(two_by_two)
+
+
+def test_replay_names_another_number_of_processes(two_by_two: Run, environment: Any):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    root = two_by_two.store.url.removesuffix("/hosts")
+    words = ["replay-step", "hosts", "--round", "0", "--root", root, "--json"]
+    done = subprocess.run(
+        [*COMMAND, *words],
+        env={**environment, **flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert json.loads(done.stdout)["changed"]["processes"] == ["2", "1"]
+
+
+def test_reward_models_and_preferences_train_over_processes(
+    config: Path, environment: Any, tmp_path: Path
+):
+    pairs = [{"prompt": f"say {n}", "chosen": f"a{n}", "rejected": f"b{n % 3}"} for n in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    file, steps = tmp_path / "pairs.jsonl", {"steps": 2, "steps_per_checkpoint": 1}
+    section = json.dumps({"pairs": str(file), "pairs_per_step": 4, "microbatch_pairs": 4, **steps})
+    ends = list[list[str]]()
+    for count in (2, 1):
+        root = tmp_path / f"runs-{count}"
+        for command, key in (("reward-model", "reward_model"), ("preference", "preference")):
+            words = [command, str(config), "--root", str(root), "--run-id", command, "--json"]
+            words += ["--set", f"{key}={section}"]
+            done = subprocess.run(
+                launched(count, 4 // count, *words),
+                env=environment, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            ends.append(sorted(json.loads(done.stdout)))
+    assert ends[:2] == ends[2:]
+
+
+def children(parent: "subprocess.Popen[Any]") -> list[int]:
+    return [*map(int, Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("moment", ["start", "sampling", "update", "later update"])
+def test_a_killed_process_ends_all_and_the_same_command_goes_on(
+    victim: int,
+    moment: str,
+    two_by_two: Run,
+    config: Path,
+    launch: Launch,
+    environment: Any,
+    tmp_path: Path,
+):
+    rng, said = random.Random(printed_seed()), tmp_path / "said"
+    keys = {
+        "sampling": checkpoint_slot(0),
+        "update": batches_slot(0),
+        "later update": batches_slot(1),
+    }
+    with said.open("w") as output:
+        command = launched(2, 2, "run", str(config), "--root", str(tmp_path))
+        parent = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        awaited = tmp_path / "hosts" / keys.get(moment, "") / "manifest.json"
+        while moment in keys and not awaited.exists():
+            assert parent.poll() is None, said.read_text()
+            time.sleep(0.002)
+        while len(alive := children(parent)) < 2:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 4.0 if moment == "start" else 0.2))
+        assert parent.poll() is None, "the run ended before it was disturbed"
+        os.kill(alive[victim], signal.SIGKILL)
+        assert parent.wait(END_S) == 128 + signal.SIGKILL
+    assert f"process {victim} of 2 was killed by SIGKILL" in said.read_text()
+    assert not any(Path(f"/proc/{child}").exists() for child in alive)
+    done = launch(2, 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert digests(checked(tmp_path, environment)) == digests(two_by_two)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_as_it_ends_one(
+    sign: signal.Signals, config: Path, environment: Any, tmp_path: Path
+):
+    command = launched(2, 1, "run", str(config), "--root", str(tmp_path), "--rounds", "50")
+    parent = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "hosts" / batches_slot(1) / "manifest.json").exists():
+        assert parent.poll() is None
+        time.sleep(0.01)
+    alive = children(parent)
+    parent.send_signal(sign)
+    _, said = parent.communicate(timeout=END_S)
+    assert parent.returncode == 130
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    assert not any(Path(f"/proc/{child}").exists() for child in alive)
+
+
+def by_hand(
+    config: Path, environment: Mapping[str, str], words: Sequence[Sequence[str]]
+) -> list[tuple[int, str]]:
+    """Exit code and output of each process, started one by one with options of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    shared = {**environment, COORDINATOR: place, PROCESSES: f"{len(words)}"}
+    started = [
+        subprocess.Popen(
+            [*COMMAND, "run", str(config), *own],
+            env={**shared, PROCESS_ID: f"{number}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, own in enumerate(words)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    return [(p.returncode, " ".join(text.split())) for p, text in zip(started, said, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (
+            ("--set", "sampling.temperature=0.7"),
+            "process 1 is not like process 0: it has sampling.temperature 0.7, expected 1.0",
+        ),
+        (("--root", "/proc/nowhere"), "process 1: RootUnfit: /proc/nowhere cannot hold runs"),
+    ],
+)
+def test_a_process_that_differs_is_named(
+    own: Sequence[str], expected: str, config: Path, environment: Any, tmp_path: Path
+):
+    root = ("--root", str(tmp_path / "runs"))
+    (code, said), other = by_hand(config, environment, [root, [*root, *own]])
+    assert expected in said
+    assert (code, other) == (2, (2, ""))
+    assert not list((tmp_path / "runs").glob("hosts/*"))
+
+
+@pytest.mark.parametrize("mesh", ["mesh.fsdp=3", "mesh.fsdp=2"])
+def test_a_mesh_takes_all_devices_of_all_processes(mesh: str, launch: Launch, tmp_path: Path):
+    done = launch(2, 2, tmp_path, "--set", mesh)
+    assert done.returncode == 2
+    expected = "does not fit 4 devices of 2 process(es): make their product equal"
+    assert expected in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("key", "further"),
+    [("policy.quantize_base=nf4", "policy.lora.rank=2"), ("asynchrony.max_staleness=1", "seed=1")],
+)
+def test_keys_that_processes_cannot_honour_are_refused(
+    key: str, further: str, launch: Launch, tmp_path: Path
+):
+    data = ("--set", "mesh.fsdp=1", "--set", "mesh.data=2")
+    done = launch(2, 1, tmp_path, "--set", key, "--set", further, *data)
+    assert done.returncode == 2
+    assert key.partition("=")[0] in done.stderr
+    assert "several processes cannot do" in " ".join(done.stderr.split())
+
+
+def test_a_coordinator_that_nobody_can_reach(config: Path, environment: Any, tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        shared = {**environment, COORDINATOR: f"127.0.0.1:{port}", PROCESSES: "2"}
+        words = [*COMMAND, "run", str(config), "--root", str(tmp_path)]
+        begun = subprocess.run(
+            words, env={**shared, PROCESS_ID: "0"}, capture_output=True, text=True, check=False
+        )
+    assert begun.returncode == 2
+    assert f"process 0 cannot listen at distributed.coordinator, port {port}" in begun.stderr
+    for number, expected in ((1, "process 0 or its coordinator did not come"), (0, "2 processes")):
+        alone = subprocess.run(
+            [*words, "--set", "distributed.timeout_s=3"],
+            env={**shared, PROCESS_ID: f"{number}"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert alone.returncode == 2
+        said = " ".join(alone.stderr.split())
+        assert f"process {number}: {expected}" in said
+        assert "within 3 s (distributed.timeout_s)" in said
+
+
+def test_only_commands_that_train_are_launched(environment: Any):
+    done = subprocess.run(
+        launched(2, 1, "status", "hosts"), env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "expected one of the commands run, sft, reward-model, preference" in " ".join(
+        done.stderr.split()
+    )

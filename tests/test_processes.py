@@ -1,0 +1,186 @@
+"""Calls of several processes by a real coordinator's store, each process a thread of this one."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from jax._src.lib import _jax
+
+from marin_rl import processes
+from marin_rl.commands.hosts import COORDINATOR, PROCESS_ID, PROCESSES, several
+from marin_rl.config import parse_config
+from marin_rl.errors import ConfigError, InputError, ProcessLost, StoreUnavailable
+from marin_rl.processes import Processes
+from marin_rl.runtime import CALLS, RunRuntime
+from marin_rl.types import SlotRef
+
+REF = SlotRef(slot="checkpoints/round-00001", sha256="ab" * 32, reused=True, summary={"loss": 0.5})
+TIMEOUT_S = 60.0
+Perform = Callable[[str, Sequence[Any]], None]
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "POLL_S", 0.02)
+    monkeypatch.setattr(processes, "SETTLE_S", 0.5)
+
+
+@pytest.fixture
+def group() -> Iterator[list[Processes]]:
+    """Two processes that have joined."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(place, 2, shutdown_timeout=5)
+    clients = [
+        _jax.get_distributed_runtime_client(place, n, init_timeout=30, shutdown_timeout=5)
+        for n in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda client: client.connect(), clients))
+        yield [Processes(client, n, 2) for n, client in enumerate(clients)]
+        list(pool.map(lambda client: client.shutdown(), clients))
+    service.shutdown()
+
+
+@contextmanager
+def following(process: Processes, perform: Perform) -> Iterator["Future[int]"]:
+    """Follow in a thread; the future is the exit code."""
+    code: Future[int] = Future()
+    threading.Thread(target=lambda: code.set_result(process.follow(perform)), daemon=True).start()
+    yield code
+    code.result(TIMEOUT_S)
+
+
+def test_all_make_the_calls_of_the_first_until_it_ends(group: list[Processes]):
+    first, other = group
+    made: list[Any] = []
+
+    def perform(method: str, arguments: Sequence[Any]) -> None:
+        made.append((method, *arguments, other.by_first(lambda: pytest.fail("it is not first"))))
+
+    with following(other, perform) as code:
+        for round in range(3):
+            result = first.call("train_round", [round, REF], lambda: first.by_first(lambda: REF))
+            assert result is REF
+        assert first.call("init_policy", [], lambda: first.by_first(lambda: None)) is None
+        assert first.end(3)
+    assert code.result() == 3
+    assert made == [*(("train_round", n, REF, REF) for n in range(3)), ("init_policy", None)]
+    assert made[0][2].summary == REF.summary
+    assert made[0][2].reused
+
+
+def test_a_call_that_failed_in_the_first_is_given_up_and_made_again(group: list[Processes]):
+    first, other = group
+    found: list[Any] = []
+
+    def perform(_: str, arguments: Sequence[Any]) -> None:
+        found.append(other.by_first(lambda: None))
+
+    def unavailable() -> SlotRef:
+        raise StoreUnavailable("503")
+
+    with following(other, perform) as code:
+        with pytest.raises(StoreUnavailable, match="503"):  # as it is, for Prefect to retry
+            first.call("train_round", [0], lambda: first.by_first(unavailable))
+        assert first.call("train_round", [0], lambda: first.by_first(lambda: REF)) == REF
+        first.end(0)
+    assert code.result() == 0
+    assert found == [REF]
+
+
+def test_a_failure_of_another_is_named_while_the_first_waits_for_it(group: list[Processes]):
+    first, other = group
+    never = threading.Event()  # as a collective that the other does not come to
+
+    def perform(_: str, arguments: Sequence[Any]) -> None:
+        raise InputError("rows.jsonl is not here")
+
+    with following(other, perform) as code:
+        with pytest.raises(ProcessLost, match=r"process 1: InputError: rows.jsonl is not here"):
+            first.call("train_round", [0], never.wait)
+        first.end(1)
+    assert code.result() == 1
+    never.set()
+
+
+def test_a_failure_of_all_is_that_of_the_first(group: list[Processes]):
+    first, other = group
+
+    def unfit(*_: Any) -> None:
+        raise InputError("too long")
+
+    with following(other, unfit) as code:
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"^too long$"):
+                first.call("run_sft_segment", [0], unfit)
+        first.end(2)
+    assert code.result() == 2
+
+
+def test_no_retry_while_another_works_on_and_the_end_reaches_it(group: list[Processes]):
+    """It may have gone on to another state, so all are to begin again from the files."""
+    first, other = group
+    never = threading.Event()
+
+    def unavailable() -> SlotRef:
+        raise StoreUnavailable("503")
+
+    with following(other, lambda method, arguments: never.wait() and None) as code:
+        with pytest.raises(ProcessLost, match="process 1 did not give the call up") as lost:
+            first.call("train_round", [0], unavailable)
+        assert not lost.value.transient
+        assert "StoreUnavailable: 503" in str(lost.value)
+        assert first.end(1)
+    assert code.result() == 1
+    never.set()
+
+
+def test_a_process_that_ends_a_call_later_is_missed(
+    group: list[Processes], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "FINISH_S", 0.2)
+    first, other = group
+    never = threading.Event()
+    with following(other, lambda method, arguments: never.wait() and None):
+        with pytest.raises(ProcessLost, match="process 1 did not end"):
+            first.call("init_policy", [], lambda: None)
+        first.end(1)
+    never.set()
+
+
+def test_calls_are_methods_of_the_runtime():
+    for name in CALLS:
+        assert getattr(RunRuntime, name).__wrapped__.__name__ == name
+
+
+def test_the_environment_says_which_process_this_is(monkeypatch: pytest.MonkeyPatch):
+    for name in (COORDINATOR, PROCESSES, PROCESS_ID):
+        monkeypatch.delenv(name, raising=False)
+    alone, section = parse_config({}), parse_config({"distributed": {"coordinator": "a:1"}})
+    assert several(alone) is None
+    one_of_two = parse_config({"distributed": {"processes": 2, "process_id": 0}})
+    monkeypatch.setenv(PROCESS_ID, "1")
+    assert several(alone) is None
+    known = several(one_of_two)
+    assert known is not None
+    assert (known.processes, known.process_id) == (2, 1)
+    monkeypatch.setenv(PROCESSES, "1")
+    monkeypatch.setenv(PROCESS_ID, "0")
+    assert several(section) is None  # a single process has no one to wait for
+    monkeypatch.setenv(COORDINATOR, "b:2")
+    monkeypatch.setenv(PROCESSES, "3")
+    known = several(section)
+    assert known is not None
+    assert (known.coordinator, known.processes, known.timeout_s) == ("b:2", 3, 300)
+    monkeypatch.setenv(PROCESS_ID, "3")
+    with pytest.raises(ConfigError, match=r"process 3 of 3 processes: .* from 0 to 2"):
+        several(section)
+    monkeypatch.setenv(PROCESSES, "two")
+    with pytest.raises(ConfigError, match="MARIN_RL_PROCESSES is 'two': expected a number"):
+        several(alone)
