@@ -113,11 +113,11 @@ class Processes:
         going_on, failed = self._await_ends(SETTLE_S), self._failed()
         of_others = not isinstance(error, MarinRLError) and (failed or going_on)
         if of_others or (going_on and getattr(error, "transient", False)):
-            lost = ", ".join(f"process {number} did not give the call up" for number in going_on)
-            told = "; ".join(filter(None, (failed, lost)))
+            lost = [f"process {number} has ended or works on" for number in going_on]
+            told = "; ".join(filter(None, [*lost, failed]))
             raise ProcessLost(
-                f"{told}, and in process 0 it failed: {_text(error)}; all end, and the same "
-                "command goes on from what is committed"
+                f"{told}; process 0: {_text(error)}; all end, and the same command goes on from "
+                "what is committed"
             ) from error
         raise error
 
