@@ -34,7 +34,7 @@ from marin_rl.model_apis.chat import ChatCompletions
 from marin_rl.model_apis.messages import AnthropicMessages
 from marin_rl.model_apis.responses import Responses
 from marin_rl.models.module import LanguageModel
-from marin_rl.tool_calls import parse_tool_calls, tool_format
+from marin_rl.tool_calls import parameters_of, parse_tool_calls, tool_format
 from marin_rl.types import Message, ToolCall
 
 HERE = Path(__file__).parent
@@ -65,6 +65,7 @@ SCRIPTS = {
     "claude_code": (call("Bash", command="echo hi"), "done"),
 }
 REWRITES = {"smolagents"}
+CLIENT_S = 120.0  # of one that waits for an answer that never comes
 SHOWN = 120  # characters of a text in a transcript
 
 
@@ -144,8 +145,7 @@ async def answered_by_a_session(name: str, folder: Path) -> tuple[list[dict[str,
     async def serve() -> None:
         for text in SCRIPTS[name]:
             waiting = await session.calls.get()
-            names = [tool["function"]["name"] for tool in waiting.call.tools]
-            parsed = parse_tool_calls(form, text, names)
+            parsed = parse_tool_calls(form, text, parameters_of(waiting.call.tools))
             answer = ModelAnswer(
                 text=parsed.content or "",
                 tool_calls=parsed.calls,
@@ -156,15 +156,14 @@ async def answered_by_a_session(name: str, folder: Path) -> tuple[list[dict[str,
             recorded[-1]["answer"] = {"text": answer.text, "tool_calls": calls}
             waiting.answered.set_result(answer)
 
-    serving = asyncio.ensure_future(serve())
     try:
-        printed, _ = await relay.communicate(json.dumps(setup).encode())
+        run = relay.communicate(json.dumps(setup).encode())
+        (printed, _), _ = await asyncio.wait_for(asyncio.gather(run, serve()), CLIENT_S)
     finally:
-        serving.cancel()
         await session.close()
     assert relay.returncode == 0
-    told = json.dumps(recorded).replace(str(folder), "/agent")
-    return json.loads(told), printed.decode()
+    anywhere = json.dumps(recorded).replace(str(folder), "/agent")
+    return json.loads(anywhere), printed.decode()
 
 
 def api_of(body: Mapping[str, Any]) -> str:
