@@ -279,12 +279,10 @@ class ToolCallStream:
         if not self._form.opening and name not in self._tools:
             return None
         try:
-            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            text = arguments_text(arguments)
             name.encode()
-        except (ValueError, RecursionError):  # a number beyond a double's range is no JSON any more
+        except ValueError:
             return None
-        # half a character, which JSON can spell, goes back to how it was spelled
-        text = text.encode(errors="backslashreplace").decode()
         return ToolCall(id=self._new_id(), name=name, arguments=text)
 
     def _tagged(self, text: str) -> list[dict[str, Any]]:
@@ -306,6 +304,19 @@ class ToolCallStream:
             value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = _typed(value, known.get(key, {}))
         return [{"name": name, "arguments": arguments}]
+
+
+def arguments_text(arguments: Mapping[str, Any], *, sort_keys: bool = False) -> str:
+    """Arguments of a call as JSON text, which is UTF-8.
+
+    Raises ValueError for a number beyond a double's range, which is no JSON, and for depth.
+    """
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys)
+    except RecursionError as error:
+        raise ValueError("too many levels within each other") from error
+    # half a character, which JSON can spell, goes back to how it was spelled
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _typed(text: str, schema: Any) -> Any:

@@ -184,8 +184,8 @@ class Session:
             body = json.loads(data)
             if not isinstance(body, dict):
                 raise ValueError("expected a JSON object")
-            call = api.parse(body)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            call = api.read(body)
+        except (ValueError, RecursionError) as error:
             raise _Refused(400, f"the request cannot be read: {error}") from None
         if self.refusal is not None:
             raise _Refused(400, self.refusal, "context_length_exceeded")

@@ -17,6 +17,7 @@ import orjson
 
 from marin_rl.environments.episode import Tool, function_tool
 from marin_rl.inference.client.protocol import error_body, message_body
+from marin_rl.tool_calls import arguments_text, no_constant
 from marin_rl.types import Message, ToolCall
 
 Event = tuple[str | None, Any]  # name of a server-sent event, if it has one, and its data
@@ -92,7 +93,7 @@ class ModelAnswer:
 
 
 class ModelApi(ABC):
-    """One model API: `parse` reads its requests, and an instance writes one answer.
+    """One model API: `read` reads its requests, and an instance writes one answer.
 
     `created` is in seconds since 1970.
     """
@@ -103,10 +104,20 @@ class ModelApi(ABC):
         self.call, self.model = call, model
         self.prompt_tokens, self.created = prompt_tokens, created
 
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> ModelCall:
+        """The call of a body. Raises ValueError for one that cannot be answered."""
+        try:
+            return cls.parse(body)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"a field, or an entry of a list, is missing or of another type: {error}"
+            ) from error
+
     @staticmethod
     @abstractmethod
     def parse(body: Mapping[str, Any]) -> ModelCall:
-        """The call of a body. Raises ValueError for one that cannot be answered."""
+        """As `read`, but raises whatever Python does for a value of another type."""
 
     @staticmethod
     def error(
@@ -281,12 +292,14 @@ def text_of(content: Any, where: str) -> str:
 def json_object(arguments: Any, where: str, *, sort_keys: bool = False) -> str:
     """Arguments of a call as JSON of one object."""
     try:
-        value = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected arguments as an object, found {arguments!r:.80}")
-    return json.dumps(value, ensure_ascii=False, sort_keys=sort_keys)
+        value = arguments
+        if isinstance(arguments, str | None):
+            value = json.loads(arguments or "{}", parse_constant=no_constant)
+        if isinstance(value, dict):
+            return arguments_text(value, sort_keys=sort_keys)
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(f"{where}: expected arguments as an object, found {arguments!r:.80}")
 
 
 def function_of(tool: Any, schema: str = "parameters") -> Tool:

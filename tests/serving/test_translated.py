@@ -226,6 +226,13 @@ def test_errors_have_the_shape_and_the_words_of_their_api(server: PolicyServer) 
     image = [{"role": "user", "content": [{"type": "image"}]}]
     error = refused(server, MESSAGES_ROUTE, messages=image, max_tokens=4)
     assert "the policy reads text alone" in error["message"]
+    for arguments in ("[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[1]"):
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+        error = refused(server, RESPONSES_ROUTE, input=[{"role": "user", "content": "a"}, call])
+        assert "input[1]: expected arguments as an object" in error["message"]
+    items = [{"role": "user", "content": "a"}, {"type": "reasoning", "content": ["thought"]}]
+    error = refused(server, RESPONSES_ROUTE, input=items)
+    assert "an entry of a list, is missing or of another type" in error["message"]
     body = TEXT[MESSAGES_ROUTE] | {"model": "x"}
     status, _, answer = talk(server, "POST", MESSAGES_ROUTE, body)
     assert (status, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")

@@ -41,8 +41,8 @@ def translated(
     parse(request_model, data)  # the fields at its top, with their limits
     asked: Any = from_json(data)
     try:
-        call = api.parse(asked)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        call = api.read(asked)
+    except ValueError as error:
         raise ApiError(400, f"the request cannot be read: {error}") from None
     return call, parse(ChatBody, dumps(call.chat_body(asked["model"])))
 
