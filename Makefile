@@ -68,6 +68,10 @@ test-vllm: install ## Run a whole run against a real vLLM: make test-vllm VLLM=/
 	@test -n "$(VLLM)" || { echo "make test-vllm VLLM=/path/to/python names the Python that has vLLM"; exit 1; }
 	MARIN_RL_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow tests/flows/test_vllm.py
 
+.PHONY: gpu
+gpu: install ## Measure an accelerator in ten minutes: decode, training, a round, next to targets
+	$(BIN)/python bench/gpu.py
+
 # AGENTS: a virtual environment (Python 3.11) with the clients, outside of /work and /tmp:
 #   pip install openai==3.57.0 anthropic==2.14.0 openai-agents==0.24.0 'smolagents[openai]==1.26.0' langgraph==1.2.24 \
 #     langchain-openai==1.7.4 'pydantic-ai-slim[openai]==2.68.0' litellm==1.110.2 mini-swe-agent==2.4.6

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import wait
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from standard_work import Work
 from marin_rl.compilation import keep_freed_memory
 from marin_rl.config import EngineConfig, ModelConfig, PolicyConfig
 from marin_rl.inference.engine import Engine, GenerationRequest
-from marin_rl.inference.kv_cache import block_size
+from marin_rl.inference.kv_cache import KERNEL_POSITIONS
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.model import build_model
 from marin_rl.types import Sampling
@@ -208,12 +209,14 @@ def bandwidth(work: Work, options: argparse.Namespace, batch: int) -> dict[str, 
         played(engine, [request(work, prompt, number, n=batch, new_tokens=new)])
         steps.append((engine.stats.decode_s - before) / new)
     step_s = statistics.median(steps[1:])
-    size = block_size(prompt + new)
+    # a whole block is read by the kernel as far as each sequence goes
+    size = KERNEL_POSITIONS if engine.plan.whole else engine.plan.block
     seen = statistics.mean(-(-position // size) * size for position in range(prompt, prompt + new))
     cache = bytes_of(engine._runner.memory.caches) * seen / (prompt + new)
     read = bytes_of(engine.policy.weights) + cache
     if config.tie_embeddings:
         read -= engine.policy.weights.ends.embedding.nbytes  # listed twice, read once
+    proofs = asdict(engine.plan.invariance)
     engine.close()
     found = {
         "device": jax.devices()[0].device_kind,
@@ -221,6 +224,7 @@ def bandwidth(work: Work, options: argparse.Namespace, batch: int) -> dict[str, 
         "tokens_per_second": batch / step_s,
         "step_ms": 1000 * step_s,
         "read_mb_per_step": read / 2**20,
+        "batch_invariant": proofs["slots"] and proofs["prompts"],
     }
     if options.bandwidth_gb_s:
         bound = read / (options.bandwidth_gb_s * 1e9)

@@ -6,7 +6,8 @@
 
 The first is meant for a GPU, whose peak `marin_rl.training.flops` knows; elsewhere MFU is printed
 where `--peak-tflops` says what the devices can do. Model FLOPs are those of `perf/mfu`: what is
-computed again counts nothing. Prints one line of JSON: the median of the steps after the first.
+computed again counts nothing. Prints one line of JSON: the median of the steps after the first, and
+the peak of the device's memory next to that of the plan.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from standard_work import Work
 
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config
+from marin_rl.planning import plan
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.backend import DeviceBackend, Loss
 from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
@@ -97,7 +99,11 @@ def main() -> None:
         seconds.append(time.perf_counter() - started)
         assert not skipped, "an update was not finite"
     flops = training_flops(program.template, segment_lengths(batch), segment_starts(batch))
-    sys.stdout.write(json.dumps(report(options, seconds, flops)) + "\n")
+    planned = plan(config).step_bytes or 0
+    held = jax.local_devices()[0].memory_stats() or {}
+    memory = {"planned_gb": planned, "peak_gb": held.get("peak_bytes_in_use", 0)}
+    memory = {name: round(value / 1e9, 2) for name, value in memory.items()}
+    sys.stdout.write(json.dumps(report(options, seconds, flops) | memory) + "\n")
 
 
 def config_of(options: argparse.Namespace) -> Config:
@@ -109,7 +115,11 @@ def config_of(options: argparse.Namespace) -> Config:
             "policy": {**context, "model": model},
             "sampling": {"max_tokens": options.row // 2},
             "batching": {"packing": options.packing, "row_tokens": options.row},
-            "training": {"gradient_checkpointing": options.checkpointing, "warmup_steps": 0},
+            "training": {
+                "gradient_checkpointing": options.checkpointing,
+                "microbatch_sequences": options.microbatch,
+                "warmup_steps": 0,
+            },
         }
     )
 

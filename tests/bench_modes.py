@@ -81,6 +81,10 @@ MODES = {
                  "--peak-tflops", "0.2"),
         shows=('"mfu": 0.',),
     ),
+    "gpu": Mode(
+        command=("gpu.py", "--tiny", "--only", "roofs,decode", "--output", "{folder}"),
+        shows=('"copy_gb_s": ', '"cache": "one block"', "share of the bandwidth roof"),
+    ),
     # next to a curve of an earlier invocation
     "recipes": Mode(command=RECIPES, shows=("| `grpo` |", "| `rloo` | 0.25 |", "recipes.svg")),
     "serve-one": Mode(

@@ -105,12 +105,13 @@ class Shapes:
     adapters: int = 0
     adapter_rank: int = 0
     own: str = ""  # layout of weights that lie quantised, and of the model's own adapter
+    whole: bool = False  # a layer's cache is one block
 
     @property
     def cache(self) -> Cache:
         dtype = np.dtype(self.dtype)
-        make = lambda: empty_cache(self.spec, self.slots, self.context_length, dtype)
-        return jax.eval_shape(make)
+        sizes = self.spec, self.slots, self.context_length, dtype
+        return jax.eval_shape(lambda: empty_cache(*sizes, whole=self.whole))
 
 
 def invariance_of(shapes: Shapes, prove: Callable[[], Invariance]) -> Invariance:
@@ -152,8 +153,9 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
     shape_facts = asdict(shapes) | {"spec": shapes.spec.facts()}
     if not shapes.adapters:  # as records of engines without adapters always were
         del shape_facts["adapters"], shape_facts["adapter_rank"]
-    if not shapes.own:
-        del shape_facts["own"]
+    for name in ("own", "whole"):
+        if not shape_facts[name]:
+            del shape_facts[name]
     adapters = {"adapters_version": ADAPTERS_VERSION} if shapes.adapters else {}
     # either decides which instructions a product becomes
     settings = "jax_disable_most_optimizations", "jax_default_matmul_precision"

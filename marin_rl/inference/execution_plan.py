@@ -50,13 +50,14 @@ class ExecutionPlan:
     """Lanes of `slots` sequence slots, and what is proven of programs of these shapes.
 
     `can_share`: slots side by side could read a common prompt's cache once; whether they do is
-    decided by what is proven. `own` is the layout of weights that lie quantised, and of the model's
-    own adapter.
+    decided by what is proven. `whole`: a layer's cache is one block. `own` is the layout of weights
+    that lie quantised, and of the model's own adapter.
     """
 
     spec: Spec
     lanes: Lanes
     can_share: bool
+    whole: bool
     context_length: int
     chunk_steps: int
     prefill_rows: int
@@ -82,12 +83,13 @@ class ExecutionPlan:
             adapters=self.bank_sizes.adapters,
             adapter_rank=self.bank_sizes.rank,
             own=self.own,
+            whole=self.whole,
         )
 
     @property
     def block(self) -> int:
         """Positions of a block of the cache."""
-        return block_size(self.context_length)
+        return block_size(self.context_length, whole=self.whole)
 
     @property
     def length(self) -> int:
@@ -144,6 +146,8 @@ def first_plan(
             on_mesh=on_mesh,
             together=SHARE,
         ),
+        # each block of a step is a conditional, for which an accelerator waits for the host
+        whole=jax.default_backend() != "cpu",
         context_length=context_length,
         chunk_steps=config.chunk_steps,
         prefill_rows=config.prefill_rows,

@@ -158,7 +158,9 @@ class GrowingRunner(Runner):
         for row, (tokens, _) in enumerate(prompts):
             tokens_RP[row, : len(tokens)] = tokens
         # in a separate cache: one program for caches of any number of rows
-        layers = list(self.put(empty_cache(self.spec, rows, self.positions, self.plan.dtype)))
+        plan = self.plan
+        cache = empty_cache(self.spec, rows, self.positions, plan.dtype, whole=plan.whole)
+        layers = list(self.put(cache))
         program = f"prefill of {bucket} tokens in a cache of {self.positions} positions"
         with self._compiling(program if rows == 1 else f"{rows} times {program}"):
             self._layers.prefill(fused, self.rotary, layers, tokens_RP)

@@ -1,15 +1,18 @@
 """The KV cache of a transformer: its blocks, writes into them, and attention over them.
 
-The cache of a layer is a tuple of blocks of B positions. Keys lie as [S, K, H, B], so that both of
-attention's products read contiguous memory; each block is a separate array, so that a block past
-the longest sequence is skipped without a copy, and one that slots share is read once for all.
-Leaves out what the keys and values are (`decoder`).
+The cache of a layer is a tuple of blocks of B positions. On a host keys lie as [S, K, H, B], so
+that both of attention's products read contiguous memory; each block is a separate array, so that a
+block past the longest sequence is skipped without a copy, and one that slots share is read once for
+all. On an accelerator, where each such choice would wait for the host, a layer has one block that
+every write and every look goes to (`WholeBlock`), and on a GPU a kernel that reads each slot as far
+as it goes. Leaves out what the keys and values are (`decoder`).
 
 Axes: S sequence slots, B positions of a block, K key/value heads, G query heads per key/value head,
 H head size, M positions of pieces of prompts, R prompts of one prefill, P positions of a bucket;
 N groups of I slots that share, R rows of a group for one key/value head.
 """
 
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -33,14 +36,34 @@ BLOCK_MIN = 64
 BLOCKS_MAX = 12
 
 
+# Positions of a step of the GPU's kernel, and programs that share a long sequence between them.
+KERNEL_POSITIONS, KERNEL_SPLITS_MAX = 128, 16
+
+
 class Block(NamedTuple):
     """B positions of one layer's cache."""
 
     keys: Float[Array, "S K H B"]
     values: Float[Array, "S K B H"]
 
+    @property
+    def columns(self) -> Float[Array, "S K H B"]:
+        """Keys as the right side of a product with queries."""
+        return self.keys
 
-Blocks = tuple[Block, ...]  # of a layer
+
+class WholeBlock(NamedTuple):
+    """All positions of one layer's cache, with keys as values lie, for the GPU's kernel."""
+
+    keys: Float[Array, "S K B H"]
+    values: Float[Array, "S K B H"]
+
+    @property
+    def columns(self) -> Float[Array, "S K H B"]:
+        return jnp.swapaxes(self.keys, -1, -2)  # part of the product: nothing is copied
+
+
+Blocks = tuple[Block, ...] | tuple[WholeBlock]  # of a layer
 Cache = tuple[Blocks, ...]
 
 
@@ -67,7 +90,7 @@ def attend_pieces(
 
     A position's sums are those of `attend` for a slot of which the cache is shared.
     """
-    size, together = blocks[0].keys.shape[-1], len(query_MKGH) // len(slot_N)
+    size, together = block_positions(blocks), len(query_MKGH) // len(slot_N)
     longest = jnp.max(positions_M)
     times = (
         partial(_times_common, share=together) if together > 1 else partial(times_cached, share=1)
@@ -79,7 +102,7 @@ def attend_pieces(
         def extend(state, block=block, start=start):
             visible = limits.visible(start + jnp.arange(size), positions_M[:, None])
             # gathered block by block: of all slots at once it would be a second cache
-            own = Block(block.keys[slot_N], block.values[slot_N])
+            own = jax.tree.map(lambda leaf: leaf[slot_N], block)
             return _extend_softmax(state, query_MKGH, own, visible, times, limits.cap)
 
         # every piece reads the first block
@@ -106,7 +129,10 @@ def attend(
     slot's products are sums of the same terms, in an order that the matrix library chooses by the
     instruction set and the shapes. The engine shares where it has proven that order to be the same.
     """
-    size = blocks[0].keys.shape[-1]
+    whole = blocks[0]
+    if isinstance(whole, WholeBlock) and takes_kernel(query_SKGH, limits):
+        return attend_by_kernel(query_SKGH, whole, positions_S, limits)
+    size = block_positions(blocks)
     state = _empty_softmax(query_SKGH, limits.sinks)
     for index, block in enumerate(blocks):
         start = index * size
@@ -127,6 +153,59 @@ def attend(
             ways, way = ways[1:], way - 1
         state = jax.lax.switch(way, ways, state)
     return _average(state, query_SKGH)
+
+
+def takes_kernel(query_SKGH: Array, limits: Limits) -> bool:
+    """True where the kernel computes this attention: in 16 bits, on one GPU, without a cap."""
+    head_size = query_SKGH.shape[-1]
+    return (
+        jax.default_backend() == "gpu"
+        and not jax.sharding.get_abstract_mesh().shape
+        and query_SKGH.dtype.itemsize == 2
+        and limits.cap is None
+        and head_size >= 16
+        and head_size & (head_size - 1) == 0
+    )
+
+
+def attend_by_kernel(
+    query_SKGH: Array,
+    block: WholeBlock,
+    positions_S: Array,
+    limits: Limits,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "S KGH"]:
+    """As `attend`, by Pallas's decode attention: each slot is read from its window to its position.
+
+    `interpret` computes the kernel's steps on any device.
+    """
+    S, K, G, H = query_SKGH.shape
+    B = block.keys.shape[2]
+    splits = KERNEL_SPLITS_MAX
+    while B % (splits * KERNEL_POSITIONS):
+        splits //= 2
+    # Of every key/value head, as if it were a sequence. An idle slot reads one position.
+    ends_N = jnp.repeat(jnp.maximum(positions_S, 0) + 1, K)
+    starts_N = None if limits.window is None else jnp.maximum(ends_N - limits.window, 0)
+    # Here and not above: other devices do not need it, and it takes a second to import.
+    kernel = importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention")
+    out_NGH, (total_NG, highest_NG) = kernel.mqa(
+        query_SKGH.reshape(S * K, G, H),
+        *(leaf.reshape(S * K, B, H) for leaf in block),
+        starts_N,
+        ends_N,
+        sm_scale=1.0,
+        block_k=KERNEL_POSITIONS,
+        k_splits=splits,
+        interpret=interpret,
+        return_residuals=True,
+    )
+    if limits.sinks is not None:  # a further term of the sum
+        sink_NG = jnp.tile(limits.sinks.astype(jnp.float32), (S, 1))
+        share_NG = total_NG / (total_NG + jnp.exp(sink_NG - highest_NG))
+        out_NGH = (out_NGH.astype(jnp.float32) * share_NG[..., None]).astype(out_NGH.dtype)
+    return out_NGH.reshape(S, K * G * H)
 
 
 def _empty_softmax(query_SKGH: Array, sinks_KG: Array | None) -> tuple[Array, Array, Array]:
@@ -153,13 +232,13 @@ def _average(state: tuple[Array, Array, Array], query_SKGH: Array) -> Float[Arra
 def _extend_softmax(
     state: tuple[Array, Array, Array],
     query_SKGH: Array,
-    block: Block,
+    block: Block | WholeBlock,
     visible_SB: Array,
     times: Callable[[Array, Array], Array],
     cap: float | None,
 ) -> tuple[Array, Array, Array]:
     highest, total, weighted = state
-    scores = capped(times(query_SKGH, block.keys).astype(jnp.float32), cap)
+    scores = capped(times(query_SKGH, block.columns).astype(jnp.float32), cap)
     scores = jnp.where(visible_SB[:, None, None, :], scores, MASKED)
     higher = jnp.maximum(highest, scores.max(-1))
     # the sums so far were scaled by the old maximum
@@ -194,49 +273,69 @@ def _times_common(rows_SKGX: Array, cached_NKXY: Array, share: int) -> Float[Arr
     return jnp.swapaxes(out_NKIGY, 1, 2).reshape(S, K, G, -1)
 
 
-def block_size(context_length: int) -> int:
-    """Positions of a cache block: a power of two, so that at most BLOCKS_MAX blocks are needed."""
+def block_size(context_length: int, *, whole: bool = False) -> int:
+    """Positions of a cache block: a power of two, so that at most BLOCKS_MAX blocks are needed.
+
+    Of a `whole` block: all positions, a multiple of what the GPU's kernel takes at a time.
+    """
+    if whole:
+        return -(-context_length // KERNEL_POSITIONS) * KERNEL_POSITIONS
     return max(BLOCK_MIN, 2 ** math.ceil(math.log2(context_length / BLOCKS_MAX)))
 
 
-def empty_cache(spec: Spec, slots: int, context_length: int, dtype: jnp.dtype) -> Cache:
+def block_positions(blocks: Blocks) -> int:
+    return blocks[0].values.shape[-2]
+
+
+def empty_cache(
+    spec: Spec, slots: int, context_length: int, dtype: jnp.dtype, *, whole: bool = False
+) -> Cache:
     """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks."""
-    size = block_size(context_length)
-    blocks = -(-context_length // size)
+    size = block_size(context_length, whole=whole)
     keys = (slots, spec.kv_heads, spec.head_size, size)
     values = (slots, spec.kv_heads, size, spec.head_size)
-    return tuple(
-        tuple(Block(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(blocks))
-        for _ in range(spec.layers)
-    )
+
+    def empty_layer() -> Blocks:
+        if whole:
+            return (WholeBlock(jnp.zeros(values, dtype), jnp.zeros(values, dtype)),)
+        blocks = range(-(-context_length // size))
+        return tuple(Block(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in blocks)
+
+    return tuple(empty_layer() for _ in range(spec.layers))
 
 
 def in_blocks(blocks: Blocks, size: int, length: int) -> Blocks:
     """A layer's cache in blocks of `size` positions, with zeros behind its own to `length`."""
-    keys = jnp.concatenate([block.keys for block in blocks], -1)
+    keys = jnp.concatenate([block.columns for block in blocks], -1)
     values = jnp.concatenate([block.values for block in blocks], -2)
     more = length - keys.shape[-1]
     keys = jnp.pad(keys, [(0, 0), (0, 0), (0, 0), (0, more)])
     values = jnp.pad(values, [(0, 0), (0, 0), (0, more), (0, 0)])
+    if isinstance(blocks[0], WholeBlock):
+        return (WholeBlock(jnp.swapaxes(keys, -1, -2), values),)
     count = length // size
     parts = jnp.split(keys, count, axis=-1), jnp.split(values, count, axis=-2)
     return tuple(map(Block, *parts))
 
 
 def cache_length(cache: Cache) -> int:
-    return len(cache[0]) * cache[0][0].keys.shape[-1]
+    return len(cache[0]) * block_positions(cache[0])
 
 
 def write(blocks: Blocks, key_SKH: Array, value_SKH: Array, positions_S: Array) -> Blocks:
     """Put each slot's key and value at its position; positions outside a block are dropped."""
-    size = blocks[0].keys.shape[-1]
-    written = []
+    size = block_positions(blocks)
+    put: dict[str, Any] = {"mode": "drop", "unique_indices": True}
 
-    def write_one(block: Block, key_KH: Array, value_KH: Array, at: Array) -> Block:
-        keys = block.keys.at[:, :, at].set(key_KH, mode="drop", unique_indices=True)
-        values = block.values.at[:, at].set(value_KH, mode="drop", unique_indices=True)
-        return Block(keys, values)
+    def write_one(
+        block: Block | WholeBlock, key_KH: Array, value_KH: Array, at: Array
+    ) -> Block | WholeBlock:
+        values = block.values.at[:, at].set(value_KH, **put)
+        if isinstance(block, WholeBlock):
+            return WholeBlock(block.keys.at[:, at].set(key_KH, **put), values)
+        return Block(block.keys.at[:, :, at].set(key_KH, **put), values)
 
+    written: list[Any] = []
     for index, block in enumerate(blocks):
         # every block gets the write, and drops a position outside of it: no branch is needed
         at = positions_S - index * size
@@ -247,22 +346,25 @@ def write(blocks: Blocks, key_SKH: Array, value_SKH: Array, positions_S: Array) 
     return tuple(written)
 
 
-def _spread(block: Block) -> Block:
-    return Block(constrain(block.keys, SLOTS, TENSOR), constrain(block.values, SLOTS, TENSOR))
+def _spread(block: Any) -> Any:
+    return jax.tree.map(lambda leaf: constrain(leaf, SLOTS, TENSOR), block)
 
 
 def write_at(
     blocks: Blocks, key_MKH: Array, value_MKH: Array, slot_M: Array, positions_M: Array
 ) -> Blocks:
     """Put keys and values at positions of slots; positions outside a block are dropped."""
-    size = blocks[0].keys.shape[-1]
-    written = []
+    size = block_positions(blocks)
+    written: list[Any] = []
     for index, block in enumerate(blocks):
         at = positions_M - index * size
         at = jnp.where(at < 0, size, at)  # as in `write`
-        keys = block.keys.at[slot_M, :, :, at].set(key_MKH, mode="drop")
+        of_keys = (slot_M, slice(None), at)
+        if not isinstance(block, WholeBlock):
+            of_keys = (slot_M, slice(None), slice(None), at)
+        keys = block.keys.at[of_keys].set(key_MKH, mode="drop")
         values = block.values.at[slot_M, :, at].set(value_MKH, mode="drop")
-        written.append(Block(keys, values))
+        written.append(type(block)(keys, values))
     return tuple(written)
 
 
@@ -291,16 +393,19 @@ def copy_in(
 
 def copy_prompt(blocks: Blocks, keys: Array, values: Array, source: Any, seq_slot: Any) -> Blocks:
     """A layer's cache in which the slot has prompt `source` of `keys` [R, K, H, P] and `values`."""
-    size, length = blocks[0].keys.shape[-1], keys.shape[-1]
+    size, length = block_positions(blocks), keys.shape[-1]
     cut, update = jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice
     at = (seq_slot, 0, 0, 0)
-    copied = list(blocks)
+    copied: list[Any] = list(blocks)
     for number, start in enumerate(range(0, length, size)):
         # the last block of a short prompt is filled in part: what lies behind is masked until a
         # token is written there
         stop = min(start + size, length)
-        copied[number] = Block(
-            update(blocks[number].keys, cut(keys[..., start:stop], source, 1), at),
-            update(blocks[number].values, cut(values[:, :, start:stop], source, 1), at),
+        block, own_keys = blocks[number], cut(keys[..., start:stop], source, 1)
+        if isinstance(block, WholeBlock):
+            own_keys = jnp.swapaxes(own_keys, -1, -2)
+        own_values = cut(values[:, :, start:stop], source, 1)
+        copied[number] = type(block)(
+            update(block.keys, own_keys, at), update(block.values, own_values, at)
         )
     return tuple(copied)

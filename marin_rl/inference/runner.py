@@ -389,7 +389,7 @@ class DeviceMemory:
     def _empty_cache(self) -> Cache:
         plan = self._plan
         slots, length = plan.lanes.size, plan.context_length
-        cache = empty_cache(plan.spec, slots, length, plan.dtype)
+        cache = empty_cache(plan.spec, slots, length, plan.dtype, whole=plan.whole)
         # placed as the programs return it, so that the first call compiles for the same sharding as
         # the others
         return self._placement.place(cache, SLOTS, TENSOR)

@@ -309,12 +309,41 @@ _FUNCTIONS: dict[str, Any] = {
 assert {*_FUNCTIONS, "xielu"} == {*ACTIVATIONS}
 
 
+def _head(states: Array, head: Array) -> Array:
+    # Float32 whatever the weights' dtype: logprobs are differences of sums over the vocabulary.
+    return jnp.einsum("...d,vd->...v", states, head, preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def narrow_head(states: Float[Array, "... D"], head: Float[Array, "V D"]) -> Array:
+    """Logits in float32, whose gradients are multiplied in the 16 bits of the states.
+
+    Their sums are in float32 all the same. A GPU would otherwise take both products of the backward
+    pass in TF32, for they have gradients in float32 on one side: at half the speed, from twice the
+    memory.
+    """
+    return _head(states, head)
+
+
+def _narrow_head_backward(saved: tuple[Array, Array], by_logits: Array) -> tuple[Array, Array]:
+    states, head = saved
+    narrow = by_logits.astype(states.dtype)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    by_states = product("...v,vd->...d", narrow, head).astype(states.dtype)
+    return by_states, product("...v,...d->vd", narrow, states).astype(head.dtype)
+
+
+narrow_head.defvjp(
+    lambda states, head: (_head(states, head), (states, head)), _narrow_head_backward
+)
+
+
 def logits_of(
     spec: Spec, head: Float[Array, "V D"], states: Float[Array, "... D"]
 ) -> Float32[Array, "... V"]:
     """Logits of the token after each position, of states after the final norm."""
-    # Float32 whatever the weights' dtype: logprobs are differences of sums over the vocabulary.
-    out = jnp.einsum("...d,vd->...v", states, head, preferred_element_type=jnp.float32)
+    narrow = states.dtype.itemsize == 2 and jax.default_backend() != "cpu"
+    out = (narrow_head if narrow else _head)(states, head)
     if spec.logits_scale != 1.0:
         out = out * np.float32(spec.logits_scale)
     return capped(out, spec.final_cap)

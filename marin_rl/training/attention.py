@@ -13,16 +13,19 @@ heads, G query heads of each, Q = G times C, H head size.
 """
 
 import importlib
+import math
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.machine import xla_flags
 from marin_rl.models.block import MASKED, capped, scaled, softmax
+from marin_rl.models.experts import ROWS, TENSOR
 from marin_rl.models.spec import Spec
 
 # Larger blocks take fewer iterations, smaller ones see less that is out of sight. With prompts of
@@ -355,12 +358,10 @@ DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_determinis
 
 
 def takes_fused(spec: Spec, dtype: jnp.dtype) -> bool:
-    """True where the kernel is there for this process's device, on its own, and takes the heads."""
+    """True where the kernel is there for this process's devices, and takes the heads."""
     if spec.cap is not None or spec.sinks:
         return False
-    if jax.default_backend() != "gpu" or jax.sharding.get_abstract_mesh().shape:
-        return False
-    if asks_for_determinism():
+    if jax.default_backend() != "gpu" or asks_for_determinism():
         return False
     fits = spec.head_size % HEAD_SIZE_MULTIPLE == 0 and spec.head_size <= HEAD_SIZE_MAX
     sixteen_bits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
@@ -396,17 +397,34 @@ def attend_fused(
     """Causal softmax attention of scaled queries over the pairs seen, all where that is None.
 
     A query that sees nothing, such as padding, gets some finite mean. "xla" gives the same on any
-    device, with an array of positions by positions.
+    device, with an array of positions by positions. On a mesh each device attends for its own rows
+    and heads: XLA by itself would gather all of them, for it cannot cut a kernel.
     """
-    B, T, K, G, H = query_BTKGH.shape
-    attended: Any = jax.nn.dot_product_attention(
-        query_BTKGH.reshape(B, T, K * G, H),
-        keys_BTKH,
-        values_BTKH,
-        mask=None if seen_BTT is None else seen_BTT[:, None],
-        scale=1.0,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
-    )
-    return attended.reshape(B, T, K, G, H)
+
+    def own(query: Array, keys: Array, values: Array, *seen: Array) -> Array:
+        B, T, K, G, H = query.shape
+        attended: Any = jax.nn.dot_product_attention(
+            query.reshape(B, T, K * G, H),
+            keys,
+            values,
+            mask=seen[0][:, None] if seen else None,
+            scale=1.0,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation=implementation,
+        )
+        return attended.reshape(B, T, K, G, H)
+
+    arrays = [query_BTKGH, keys_BTKH, values_BTKH, *([] if seen_BTT is None else [seen_BTT])]
+    mesh = jax.sharding.get_abstract_mesh()
+    free = [name for name in mesh.axis_names if name in mesh.auto_axes]
+    if not free:
+        return own(*arrays)
+    rows = tuple(name for name in ROWS if name in free)
+    if len(query_BTKGH) % math.prod(mesh.shape[name] for name in rows):
+        rows = ()
+    divides = TENSOR in free and keys_BTKH.shape[2] % mesh.shape[TENSOR] == 0
+    of_heads = PartitionSpec(rows, None, TENSOR if divides else None)
+    in_specs = (of_heads, of_heads, of_heads, PartitionSpec(rows))[: len(arrays)]
+    specs = {"in_specs": in_specs, "out_specs": of_heads}
+    return jax.shard_map(own, **specs, axis_names=set(free), check_vma=False)(*arrays)

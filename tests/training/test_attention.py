@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from support.cases import others_slow
 
+from marin_rl.config import MeshConfig
 from marin_rl.training import attention
 from marin_rl.training.attention import attend, sight_of
+from marin_rl.training.mesh import layout_of
 
 HEADS, GROUP, SIZE = 2, 3, 5
 
@@ -140,6 +143,36 @@ def test_attention_of_a_gpu_sees_the_same_pairs():
     inside = segments > 0  # padding gets some finite mean
     np.testing.assert_allclose(np.asarray(found)[inside], np.asarray(expected)[inside], atol=2e-5)
     assert np.isfinite(np.asarray(found)).all()
+
+
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "alone"])
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_attention_of_a_gpu_is_each_devices_own_on_a_mesh(axis, packed):
+    rng, length = np.random.default_rng(5), 24
+    query, weights = rng.standard_normal((2, 4, length, HEADS, GROUP, SIZE)).astype(np.float32)
+    keys, values = rng.standard_normal((2, 4, length, HEADS, SIZE)).astype(np.float32)
+    pairs = np.concatenate(
+        [attention.pairs_of(*map(jnp.asarray, rows_of(rng, length))) for _ in range(2)]
+    )
+
+    def combined(query, keys, values):
+        seen = jnp.asarray(pairs) if packed else None
+        found = attention.attend_fused(query, keys, values, seen, None if packed else 7, "xla")
+        return jnp.sum(found * weights), found
+
+    graded = jax.grad(combined, argnums=(0, 1, 2), has_aux=True)
+    expected = jax.jit(graded)(query, keys, values)
+    layout = layout_of(MeshConfig(**{axis: 2}))
+    cut = PartitionSpec(("data", "fsdp"), None, "tensor")
+    with layout.active():
+        placed = jax.device_put((query, keys, values), NamedSharding(layout.mesh, cut))
+        program = jax.jit(graded).lower(*placed).compile()
+        found = program(*placed)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    # nothing is gathered: of scores a device has those of half of the rows, or of the heads
+    assert "all-gather" not in program.as_text()
 
 
 @pytest.mark.parametrize(
