@@ -137,7 +137,9 @@ def roofs(options: argparse.Namespace) -> Iterator[Figures]:
     import jax
     import jax.numpy as jnp
 
-    libraries = {name: version(name) for name in ("jax", "jaxlib", "marin-levanter", "transformers")}
+    libraries = {
+        name: version(name) for name in ("jax", "jaxlib", "marin-levanter", "transformers")
+    }
     device = jax.devices()[0]
     yield {"python": sys.version.split()[0], **libraries, "device": device.device_kind}
     count = 2**22 if options.tiny else 2**31
@@ -204,7 +206,9 @@ def decode(options: argparse.Namespace) -> Iterator[Figures]:
 def round_(options: argparse.Namespace) -> Iterator[Figures]:
     """Seconds of a run from its start, and the digest that it ends in."""
     began = time.monotonic()
-    subprocess.run(options.command, check=True, stdout=sys.stderr)
+    done = subprocess.run(options.command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"marin-rl run ended with {done.returncode}: {done.stderr[-300:]}")
     seconds = time.monotonic() - began
     (manifest, *_) = sorted(Path(options.folder).glob("*/checkpoints/round-*/manifest.json"))[::-1]
     digest = json.loads(manifest.read_text())["extra"]["parameters_digest"]

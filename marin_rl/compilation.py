@@ -142,6 +142,11 @@ def gathered(tree: Tree) -> Tree:
     return jax.tree.map(readable, tree)
 
 
+def nbytes(arrays: Any) -> int:
+    """Bytes of all arrays of a tree, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+
+
 def aligned_empty(shape: Sequence[int]) -> np.ndarray:
     """An array of float32 without values, which a CPU's device takes as it is: no copy is made."""
     size = 4 * math.prod(shape)

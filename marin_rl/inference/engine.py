@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from marin_rl.compilation import nbytes
 from marin_rl.config import EngineConfig
 from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.adapters import AdapterLoads
@@ -333,10 +334,12 @@ class Engine:
         caches = self._sleep_requested and self._batch.active == 0
         if caches:
             self._batch.kept.drop_all()
-        memory.release(caches=caches)
-        if caches:
+            freed = nbytes((memory.caches, memory.fused))
+            memory.release(caches=True)
             # freed in pieces between others' memory, it would not hold what a trainer needs at once
-            give_back_freed_memory()
+            give_back_freed_memory(freed)
+        else:
+            memory.release()
         # while sequences are paused the caches are theirs: the request stays
         self._sleep_requested &= self._batch.active > 0
         self._changed.wait()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from marin_rl.compilation import nbytes
 from marin_rl.config import EngineConfig
 from marin_rl.cpu_streams import LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for, shares_prompts
 from marin_rl.inference.adapters import Bank, BankSizes, bank_shapes, with_bank
@@ -133,7 +134,7 @@ def first_plan(
 
     Raises InputError for lanes that do not divide the slots, or that a mesh cannot have.
     """
-    weights_bytes, adapters = _bytes_of(weights), config.adapters_max
+    weights_bytes, adapters = nbytes(weights), config.adapters_max
     rank = config.adapter_rank_max or ADAPTER_RANK
     lanes = lanes_for(config.lanes, config.slots, weights_bytes=weights_bytes, on_mesh=on_mesh)
     return ExecutionPlan(
@@ -174,7 +175,7 @@ def _prove(
 ) -> Invariance:
     """Run the trials, with random adapters where the engine has room for some."""
     fuse = partial(fused_weights, plan.spec, dtype=plan.dtype)
-    if _bytes_of(weights) <= LANE_WEIGHTS_BYTES_MAX:
+    if nbytes(weights) <= LANE_WEIGHTS_BYTES_MAX:
         fused = random_weights(jax.eval_shape(fuse, weights), put)
     else:  # a second copy would cost too much memory
         fused = fuse(weights)
@@ -224,7 +225,3 @@ def _fall_back(plan: ExecutionPlan) -> ExecutionPlan:
     if plan.bank_sizes.adapters and plan.bank_sizes.masked and not plan.invariance.adapters:
         _log.warning("an adapter has other bits next to others: every slot reads its own alone")
     return plan
-
-
-def _bytes_of(weights: Weights) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))

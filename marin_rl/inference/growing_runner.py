@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from marin_rl.compilation import nbytes
 from marin_rl.cpu_streams import Lanes
 from marin_rl.inference.batch import Chunk, SlotInputs
 from marin_rl.inference.decoder import prefill_tile
@@ -82,7 +83,7 @@ class GrowingRunner(Runner):
 
     @property
     def cache_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory.caches))
+        return nbytes(self.memory.caches)
 
     @property
     def cache_bytes_max(self) -> int:

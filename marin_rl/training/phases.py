@@ -9,7 +9,6 @@ ends in the same bits as any other.
 
 import gc
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.compilation import nbytes
 from marin_rl.config import Config, PairTrainingConfig, SFTConfig, fingerprint_fields
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.progress import ProgressEvent, Stage, publish
@@ -32,7 +32,6 @@ from marin_rl.types import SlotRef
 
 PREPARED_MAX = 4  # steps whose batches are made ahead
 STEPS_PER_EVENT = 10
-LONG_STEP_S = 1.0  # steps after which freed memory goes back to the kernel, which takes 0.1 s
 
 Batch = TypeVar("Batch")
 
@@ -82,7 +81,6 @@ class Phase:
         """
         limit = self._run.config.training.nonfinite_updates_max
         for batch, rows in batches:
-            began = time.monotonic()
             # Both are queued before either is awaited: the device does not wait for metrics to be
             # read.
             forward, update = backend.forward_backward(rows, loss), backend.optim_step()
@@ -92,8 +90,7 @@ class Phase:
             # Arrays that XLA's threads dropped, a set of parameters and more, are freed by the
             # next collection, which a loop that makes few objects may not come to for long.
             gc.collect(0)
-            if time.monotonic() - began >= LONG_STEP_S:
-                give_back_freed_memory()
+            give_back_freed_memory(nbytes(self._program.template))
             yield batch, before, metrics
 
     def _slot(
