@@ -14,6 +14,7 @@ a data sheet.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -62,10 +63,9 @@ def parts_of(options: argparse.Namespace, folder: Path, roofs: Figures) -> Itera
         ["tiny", "--dtype", "float32", "--batch", "8"] if tiny else ["0.5b", "--batch", "1,64,256"]
     )
     yield Part("engine", [*engine, "--model", *sizes], 120)
-    run = [str(Path(python).with_name("marin-rl")), "run", "configs/debug.yaml", "--root"]
     for number in (1, 2):  # the second with the programs of the first, and to the same bits
-        part = [*own, "--part", "round", "--folder", str(folder / f"run{number}"), "--", *run]
-        yield Part(f"round {number}", [*part, str(folder / f"run{number}")], 120)
+        part = [*own, "--part", "round", "--folder", str(folder / f"run{number}")]
+        yield Part(f"round {number}", part, 120)
 
 
 def main() -> None:
@@ -103,7 +103,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", default=str(REPOSITORY / "build" / "gpu"))
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -205,8 +204,12 @@ def decode(options: argparse.Namespace) -> Iterator[Figures]:
 
 def round_(options: argparse.Namespace) -> Iterator[Figures]:
     """Seconds of a run from its start, and the digest that it ends in."""
+    command = [str(Path(sys.executable).with_name("marin-rl")), "run", "configs/debug.yaml"]
+    cache = {"MARIN_RL_COMPILATION_CACHE": str(Path(options.folder).with_name("programs"))}
     began = time.monotonic()
-    done = subprocess.run(options.command, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--root", options.folder], env=os.environ | cache, capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(f"marin-rl run ended with {done.returncode}: {done.stderr[-300:]}")
     seconds = time.monotonic() - began
