@@ -19,6 +19,7 @@ from marin_rl.types import Example, Message, NamedReward, Role, Sampling, ToolCa
 
 Tool = Mapping[str, Any]  # a function's JSON schema, as OpenAI's `tools` have it
 Opening = tuple[Sequence[Message], Sequence[Tool]]
+Conversation = tuple[list[Message], Sequence[Tool]]  # messages, and the tools that they offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,9 @@ class StepResult:
     tools. `reward` is received at the turn's last token: a number, or numbers by name that add up,
     of which None is left out. An episode without any is scored once it is finished, together with
     its group, by `Environment.score`. With `scored` it is scored so in any case, and the score is
-    added to the rewards of its steps. In place of messages, `opening` begins another conversation
-    in a segment of its own, where the environment says `own_prompts`.
+    added to the rewards of its steps. Where the environment says `own_prompts`, `messages` may go
+    on from an earlier turn of the model, `parent`, counted from 0; None: from this one. In place of
+    messages, `opening` begins another conversation in a segment of its own.
     """
 
     messages: tuple[Message, ...] = ()
@@ -46,6 +48,7 @@ class StepResult:
     done: bool = False
     scored: bool = False
     opening: Start | None = None
+    parent: int | None = None
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
@@ -56,12 +59,17 @@ class StepResult:
         else:
             object.__setattr__(self, "reward", _checked(self.reward))
 
-    def after(
-        self, dialogue: Sequence[Message], tools: Sequence[Tool]
-    ) -> tuple[list[Message], Sequence[Tool]]:
-        """The conversation that the model reads next, and the tools that it may call."""
+    def after(self, played: "Sequence[Conversation]") -> "Conversation":
+        """The conversation that the model reads next; `played` are those up to each of its turns.
+
+        Raises ValueError for a `parent` that is none of them.
+        """
         if self.opening is not None:
             return list(self.opening.messages), self.opening.tools
+        number = len(played) - 1 if self.parent is None else self.parent
+        if not 0 <= number < len(played):
+            raise ValueError(f"parent: expected one of {len(played)} turns, found {number}")
+        dialogue, tools = played[number]
         return [*dialogue, *self.messages], tools
 
     @property

@@ -2,8 +2,8 @@
 
 Each rollout runs the command in a sandbox of its own, in a copy of a folder, with the address of a
 session in its variables. Each call of the model is a turn of the policy. A call whose messages go
-on from the turn before extends its tokens; any other (a rewritten history, a second agent) begins
-a segment. The program's standard output is the answer that the reward function scores, and a
+on from any turn before extends its tokens; another one (a rewritten history, a second agent) begins
+a conversation. The program's standard output is the answer that the reward function scores, and a
 command may check the folder that it leaves. Leaves out the session (`agent_gateway`) and the model
 APIs (`model_apis`).
 """
@@ -246,17 +246,32 @@ def relay_source() -> str:
     return Path(agent_relay.__file__).read_text(encoding="utf-8")
 
 
-def messages_added(
-    dialogue: Sequence[Message], tools: Sequence[Tool], call: ModelCall
-) -> tuple[Message, ...]:
-    """Messages that a call adds to a dialogue; none where it begins another."""
-    added = call.messages[len(dialogue) :]
-    extends = (
-        [*map(comparable, call.messages[: len(dialogue)])] == [*map(comparable, dialogue)]
-        and call.tools == tuple(tools)
-        and all(message.role != "assistant" for message in added)
-    )
-    return added if extends else ()
+class Conversations:
+    """Conversations of a session up to each turn of the policy, found by what an agent sends."""
+
+    def __init__(self) -> None:
+        self._turns: dict[tuple[Any, ...], int] = {}
+        self._count = 0
+
+    def add(self, call: ModelCall, answer: Message) -> None:
+        """Keep the conversation that an answer ends; answers are numbered from 0."""
+        self._count += 1
+        self._turns[_known_by((*call.messages, answer), call.tools)] = self._count - 1
+
+    def parent(self, call: ModelCall) -> tuple[int, tuple[Message, ...]] | None:
+        """The turn that a call goes on from, the last such, and the messages that it adds.
+
+        None where it begins a conversation.
+        """
+        said = [n for n, message in enumerate(call.messages, 1) if message.role == "assistant"]
+        last = max(said, default=0)
+        number = self._turns.get(_known_by(call.messages[:last], call.tools))
+        added = call.messages[last:]
+        return (number, added) if number is not None and added else None
+
+
+def _known_by(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Any, ...]:
+    return (*map(comparable, messages), json.dumps([*map(dict, tools)], sort_keys=True))
 
 
 class AgentEpisode:
@@ -268,8 +283,7 @@ class AgentEpisode:
         self._workspace: Path | None = None
         self._program: asyncio.Future[SandboxResult] | None = None
         self._pending: WaitingCall | None = None
-        self._dialogue: list[Message] = []  # of the segment, as the agent has it
-        self._tools: tuple[Tool, ...] = ()
+        self._conversations = Conversations()  # as the agent has them
         self._calls = 0
         self._has_room = False
 
@@ -293,7 +307,6 @@ class AgentEpisode:
                 f"the agent ended ({result.how}) without calling the model; its standard error "
                 f"ends in {result.stderr.decode(errors='replace')[-_SHOWN:]!r}"
             )
-        self._begin(call)
         return call.messages, call.tools
 
     async def step(self, turn: Turn) -> StepResult:
@@ -308,10 +321,9 @@ class AgentEpisode:
         call = await self._next_call()
         if call is None:
             return await self._ended()
-        added = messages_added(self._dialogue, self._tools, call)
-        self._begin(call)
-        if added:
-            return StepResult(messages=added)
+        if (extended := self._conversations.parent(call)) is not None:
+            parent, added = extended
+            return StepResult(messages=added, parent=parent)
         return StepResult(opening=Start(messages=call.messages, tools=call.tools))
 
     async def close(self) -> None:
@@ -330,15 +342,13 @@ class AgentEpisode:
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._environment.threads, function, *arguments)
 
-    def _begin(self, call: ModelCall) -> None:
-        self._dialogue, self._tools = list(call.messages), call.tools
-
     def _answer(self, pending: WaitingCall, turn: Turn) -> None:
         text = turn.content
         cuts = [(place, stop) for stop in pending.call.stop if (place := text.find(stop)) >= 0]
         place, stop = min(cuts, default=(len(text), None))
         text = text[:place]
-        self._dialogue.append(Message(role="assistant", content=text, tool_calls=turn.tool_calls))
+        said = Message(role="assistant", content=text, tool_calls=turn.tool_calls)
+        self._conversations.add(pending.call, said)
         start, end = turn.start or 0, turn.end or 0
         if not pending.answered.done():
             pending.answered.set_result(

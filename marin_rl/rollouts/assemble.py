@@ -99,7 +99,8 @@ class RolloutMaker:
                 return self.failed(index, BadResponse("the completion has no tokens"), trajectory)
         status = _STATUS_OF.get(trajectory.finish_reason, "complete")
         reward = None if status == "aborted" else reward_of(score)
-        tokens = _tokens_of(self._policy.weight_version, trajectory.turns)
+        in_order = sorted(trajectory.turns, key=lambda turn: turn.segment)
+        tokens = _tokens_of(self._policy.weight_version, in_order)
         n_sampled = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
         return Rollout(
             rollout_id=self._name(index),
@@ -213,12 +214,18 @@ class RolloutMaker:
         return f"{self._request.group_id}/{index:03d}"
 
     def _turns(self, trajectory: Trajectory, reward: float | None) -> Iterator[Turn]:
-        """Turns in the order the model saw them; a turn's reward is its step's.
+        """Turns in the order the model saw them, by segment; a turn's reward is its step's.
 
-        Where only the finished episode is scored, its last turn has the rollout's reward.
+        Where only the finished episode is scored, its last turn has the rollout's reward. What the
+        last step received is the last turn's here, so that all tokens have it to come.
         """
-        messages, end, segment, before = trajectory.messages, 0, 0, 0
-        for number, turn in enumerate(trajectory.turns, start=1):
+        steps = trajectory.turns
+        read = [trajectory.messages, *(turn.result.new_messages for turn in steps)]
+        in_order = sorted(zip(read, steps, strict=False), key=lambda pair: pair[1].segment)
+        last_turn, end, segment, before = in_order[-1][1], 0, 0, 0
+        exchanged = {id(steps[-1]): last_turn.result, id(last_turn): steps[-1].result}
+        for messages, turn in in_order:
+            result = exchanged.get(id(turn), turn.result)
             begins = turn.segment != segment
             if begins:
                 segment, before = turn.segment, end
@@ -226,9 +233,9 @@ class RolloutMaker:
             # A prompt that was rendered again contains earlier turns too, so messages have no span.
             yield from _turns_of(messages) if begins else _turns_of(messages, end, start)
             end = start + len(turn.completion.token_ids)
-            versions, own = turn.completion.policy_versions, turn.result.received
+            versions, own = turn.completion.policy_versions, result.received
             last = int(versions[-1]) if versions is not None and len(versions) else None
-            if trajectory.scored and number == len(trajectory.turns) and reward is not None:
+            if trajectory.scored and turn is last_turn and reward is not None:
                 own = (own or 0.0) + reward - (trajectory.reward or 0.0)
             yield Turn(
                 role="assistant",
@@ -239,7 +246,7 @@ class RolloutMaker:
                 start=start,
                 end=end,
                 reward=own,
-                rewards=turn.result.rewards,
+                rewards=result.rewards,
                 malformed=turn.completion.malformed,
                 logprobs=turn.completion.logprobs,
                 inference_metadata=InferenceMetadata(
@@ -251,7 +258,6 @@ class RolloutMaker:
                 ),
                 timing=turn.timing,
             )
-            messages = turn.result.new_messages
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:

@@ -5,7 +5,8 @@ themselves, and the prompt of a turn is
 
     ids of the last prompt + ids that were sampled from it + bridge(new messages)
 
-so that sampled ids are never rendered to text and tokenized again. Where the chat template has no
+so that sampled ids are never rendered to text and tokenized again. An environment may go on from
+any turn before. Where the chat template has no
 such bridge, the episode ends, or goes on in a new segment whose prompt is the whole dialogue as the
 template renders it now; what was sampled before is only read there. Owns the order of turns, and
 the checks of what an endpoint answers. Leaves out what an episode does (`environments.episode`),
@@ -29,7 +30,7 @@ from jaxtyping import Int32
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
-from marin_rl.environments.episode import POLICY, Start, StepResult, Tool
+from marin_rl.environments.episode import POLICY, Conversation, Start, StepResult, Tool
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.scoring import fault_of
 from marin_rl.errors import (
@@ -206,7 +207,8 @@ class _Member:
 
     `first` is the first turn, which members have in common unless they have a `first_sampling`;
     `asked` counts what they asked, by its digest. `start_s` are the seconds of the
-    episode's start. `before` counts the tokens of the segments before `segment`.
+    episode's start. `conversations` has that up to each turn, `ends` the last turn of each
+    segment; the next turn is of `segment`.
     """
 
     driver: EpisodeDriver
@@ -217,8 +219,9 @@ class _Member:
     start_s: float = field(init=False)
     first: tuple[ChatAnswer, Completion] = field(init=False)
     turns: list[SampledTurn] = field(default_factory=list[SampledTurn])
+    conversations: list[Conversation] = field(default_factory=list[Conversation])
     segment: int = 0
-    before: int = 0
+    ends: dict[int, int] = field(default_factory=dict[int, int])
     first_sampling: Sampling | None = None
     asked: Counter[str] = field(default_factory=Counter[str])
 
@@ -308,11 +311,12 @@ class _Member:
         sampling = self.first_sampling or request.sampling_of(self.index)
         fault, unanswered = None, None
         while True:
-            turn, fault = await self._stepped(answer, completion, sampling, tools)
+            turn, fault = await self._stepped(answer, completion, sampling, dialogue, tools)
             completion, reason = turn.completion, turn.completion.finish_reason
             if fault is not None:
                 unanswered, reason = turn, end_of(fault)
                 break
+            self.ends[turn.segment] = len(turns)
             turns.append(turn)
             # a turn that was cut has no stop token, which new messages must follow
             if turn.result.done or reason != "stop":
@@ -320,10 +324,9 @@ class _Member:
             if len(turns) == driver.turns_max:
                 reason = MAX_TURNS
                 break
-            dialogue.append(as_message(completion))
             try:
-                ids = self._next_prompt(dialogue, tools)
-                dialogue, tools = turn.result.after(dialogue, tools)
+                ids = self._next_prompt(turn.result)
+                dialogue, tools = turn.result.after(self.conversations)
                 # Without `tokens_max`, only the number of turns is limited.
                 left = (driver.settings.tokens_max or sys.maxsize) - self.before
                 room = min(driver.context_length, left) - len(ids)
@@ -356,13 +359,17 @@ class _Member:
         answer: ChatAnswer,
         completion: Completion,
         sampling: Sampling,
+        dialogue: Sequence[Message],
         tools: Sequence[Tool],
     ) -> tuple[SampledTurn, RewardFault | EndpointUnavailable | None]:
         """Give a completion to the environment: the turn, and the fault in place of an answer."""
         if tools:
             completion = self.driver.reader.read(completion, sampling.stop, tools, len(self.turns))
         began, result, fault = time.monotonic(), StepResult(), None
-        start = self.before + len(answer.prompt_token_ids)
+        self.conversations.append(([*dialogue, as_message(completion)], tools))
+        # Programs are told the length of each prompt by itself.
+        before = 0 if self.driver.environment.own_prompts else self.before
+        start = before + len(answer.prompt_token_ids)
         action = Turn(
             role="assistant",
             content=completion.text,
@@ -374,6 +381,7 @@ class _Member:
         )
         try:
             result = await self.episode.step(action)
+            result.after(self.conversations)
             if (reader := self.driver.tool_turns) is not None:
                 result = replace(result, messages=tuple(map(reader.limited, result.messages)))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
@@ -405,27 +413,33 @@ class _Member:
             self.asked[asked] += 1
         return self.request.sampling_of(self.index, turn)
 
-    def _next_prompt(
-        self, dialogue: Sequence[Message], tools: Sequence[Tool]
-    ) -> Int32[np.ndarray, " P"]:
-        """Return the exact prompt ids of the next turn; no ids for an endpoint of texts.
+    @property
+    def before(self) -> int:
+        """Tokens of all segments but the next turn's."""
+        ends = (self.turns[end] for name, end in self.ends.items() if name != self.segment)
+        return sum(len(t.answer.prompt_token_ids) + len(t.completion.token_ids) for t in ends)
 
-        `dialogue` ends with the last turn. Raises BridgeFault where there is no bridge, and no
-        segment may begin.
+    def _next_prompt(self, result: StepResult) -> Int32[np.ndarray, " P"]:
+        """Return the exact prompt ids of the turn after `result`; none for an endpoint of texts.
+
+        A turn that goes on from the last one of a segment extends it; any other begins a segment.
+        Raises BridgeFault where there is no bridge, and no segment may begin.
         """
-        last = self.turns[-1]
-        prompt, sampled = last.answer.prompt_token_ids, last.completion.token_ids
+        number = len(self.turns) - 1 if result.parent is None else result.parent
+        parent, (dialogue, tools) = self.turns[number], self.conversations[number]
+        prompt, sampled = parent.answer.prompt_token_ids, parent.completion.token_ids
         if not len(prompt):  # an endpoint of texts, never trained on
             return prompt
-        messages, opening = last.result.messages, last.result.opening
-        if opening is not None:
+        if (opening := result.opening) is not None:
             return self._new_segment(opening.messages, opening.tools)
         try:
-            bridge = self.driver.bridge(dialogue, int(sampled[-1]), messages, tools)
+            bridge = self.driver.bridge(dialogue, int(sampled[-1]), result.messages, tools)
         except BridgeFault:
             if self.driver.render is None:
                 raise
-            return self._new_segment([*dialogue, *messages], tools)
+            return self._new_segment([*dialogue, *result.messages], tools)
+        extends = self.ends[parent.segment] == number
+        self.segment = parent.segment if extends else len(self.ends)
         return np.concatenate([prompt, sampled, bridge])
 
     def _new_segment(
@@ -435,7 +449,7 @@ class _Member:
 
         Raises BridgeFault where none may begin, or the template cannot carry it.
         """
-        last, render = self.turns[-1], self.driver.render
+        render = self.driver.render
         if render is None:
             raise BridgeFault("the environment began another conversation")
         try:
@@ -444,8 +458,7 @@ class _Member:
             ids = render(dialogue, tools)
         except InputError as error:
             raise BridgeFault(str(error)) from None
-        self.segment += 1
-        self.before += len(last.answer.prompt_token_ids) + len(last.completion.token_ids)
+        self.segment = len(self.ends)
         return ids
 
     async def _next_turn(

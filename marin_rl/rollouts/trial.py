@@ -14,7 +14,7 @@ import orjson
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, reward_of
-from marin_rl.environments.episode import StepResult, Tool
+from marin_rl.environments.episode import Conversation, StepResult, Tool
 from marin_rl.environments.episode_pool import open_episodes
 from marin_rl.environments.registry import part_for
 from marin_rl.environments.scoring import scorer_for
@@ -121,6 +121,7 @@ async def try_episode(
         clock.append(time.monotonic())
         seconds, dialogue, tools = [clock[1] - clock[0]], list(start.messages), start.tools
         played = list[Message]()  # from the model's first turn on
+        conversations = list[Conversation]()
         while len(steps) < turns and not (steps and steps[-1][1].done):
             turn = await policy(dialogue, tools)
             began = time.monotonic()
@@ -128,7 +129,8 @@ async def try_episode(
             seconds.append(time.monotonic() - began)
             steps.append((turn, result))
             said = Message(role="assistant", content=turn.content, tool_calls=turn.tool_calls)
-            dialogue, tools = result.after([*dialogue, said], tools)
+            conversations.append(([*dialogue, said], tools))
+            dialogue, tools = result.after(conversations)
             played += [said, *result.messages]
     finally:
         await episode.close()

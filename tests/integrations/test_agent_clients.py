@@ -28,7 +28,7 @@ from support.templates import QWEN
 
 from marin_rl.config import ServerConfig
 from marin_rl.integrations import agent_gateway, agent_relay
-from marin_rl.integrations.agent import VARIABLES, messages_added
+from marin_rl.integrations.agent import VARIABLES, Conversations
 from marin_rl.model_apis.call import ModelAnswer, ModelApi, ModelCall
 from marin_rl.model_apis.chat import ChatCompletions
 from marin_rl.model_apis.messages import AnthropicMessages
@@ -75,18 +75,20 @@ def transcript(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_recorded_calls_go_on_or_begin_anew(name: str) -> None:
-    dialogue: list[Message] = []
-    tools: Sequence[Any] = ()
-    extended = list[bool]()
+    conversations, parents = Conversations(), list[Any]()
     for recorded in transcript(name):
         asked = APIS[api_of(recorded["body"])].parse(recorded["body"])
-        extended.append(bool(dialogue and messages_added(dialogue, tools, asked)))
+        parents.append(conversations.parent(asked))
         calls = [ToolCall(**each) for each in recorded["answer"]["tool_calls"]]
-        said = Message(
-            role="assistant", content=recorded["answer"]["text"], tool_calls=tuple(calls)
-        )
-        dialogue, tools = [*asked.messages, said], asked.tools
-    assert extended == [False, name not in REWRITES]
+        text = recorded["answer"]["text"]
+        conversations.add(asked, Message(role="assistant", content=text, tool_calls=tuple(calls)))
+    if name in REWRITES:
+        assert parents == [None, None]
+    else:
+        ((number, added),) = filter(None, parents)
+        assert number == 0
+        assert parents[0] is None
+        assert [m.role for m in added] in (["tool"], ["user"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
