@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,17 @@ import httpx
 import numpy as np
 import pytest
 from integrations.test_agent import configured
+from integrations.test_agent_clients import model_that_says
 from support.run_factories import audit_round
 from support.scripted_policies import ScriptedClient, served
+from support.servers import serving
 
 from marin_rl.batching.build import build_round
 from marin_rl.chat_templates import ChatTemplate, Conversation
-from marin_rl.config import Config
+from marin_rl.config import Config, EngineConfig
 from marin_rl.environments.episode import function_tool
 from marin_rl.inference.client.answers import Completion
+from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.integrations.agent import SOCKET, Agent
 from marin_rl.integrations.agent_gateway import Session
 from marin_rl.isolated.sandbox import SandboxResult
@@ -35,7 +38,8 @@ from marin_rl.rollouts.generate import SamplingJob, sample_groups
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import commit_shard, seal_round
-from marin_rl.types import Example, Message, Rollout, RolloutGroup, Sampling
+from marin_rl.tokenizers import tokenizer_for
+from marin_rl.types import Example, Message, Rollout, RolloutGroup, Sampling, ServedPolicy
 
 CALLS_MAX = 14
 TOOLS = [function_tool("add", "two numbers", {"type": "object", "properties": {}})]
@@ -201,8 +205,10 @@ def check(rollout: Rollout, draw: Draw, policy: Says) -> None:
     assert len(lengths) == roots + sum(count - 1 for count in children.values())
 
 
-def drawn_groups(config: Config, seeds: Sequence[int]) -> tuple[Drawing, Says, list[RolloutGroup]]:
-    environment, policy = Drawing(config), Says(config)
+def drawn_groups(
+    config: Config, seeds: Sequence[int], client: PolicyClient, policy: ServedPolicy
+) -> tuple[Drawing, list[RolloutGroup]]:
+    environment = Drawing(config)
     requests = [
         GroupRequest(
             group_id=f"round-00000/group-{number:05d}",
@@ -222,19 +228,20 @@ def drawn_groups(config: Config, seeds: Sequence[int]) -> tuple[Drawing, Says, l
         for number, seed in enumerate(seeds)
     ]
     progress = ProgressEvent(run_id=config.run_id, stage="generate", round=0)
-    job = SamplingJob(config=config, policy=served(), environment=environment, progress=progress)
-    return environment, policy, asyncio.run(sample_groups(job, requests, policy))
+    job = SamplingJob(config=config, policy=policy, environment=environment, progress=progress)
+    return environment, asyncio.run(sample_groups(job, requests, client))
 
 
-SLOW = pytest.param(range(20, 520), marks=pytest.mark.slow)
+SLOW = pytest.param(range(8, 500), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("seeds", [range(20), SLOW])
+@pytest.mark.parametrize("seeds", [range(8), SLOW])
 def test_every_call_is_trained_once_in_the_context_that_its_agent_drew(
     tmp_path: Path, seeds: Sequence[int]
 ) -> None:
     config = configured(tmp_path, "", settings={"turns_max": 4 * CALLS_MAX})
-    environment, policy, groups = drawn_groups(config, seeds)
+    policy = Says(config)
+    environment, groups = drawn_groups(config, seeds, policy, served())
     draws = {draw.seed: draw for draw in environment.drawn}
     known = {answer.answer: draw for draw in draws.values() for answer in draw.calls}
     for group in groups:
@@ -254,3 +261,40 @@ def test_every_call_is_trained_once_in_the_context_that_its_agent_drew(
     sealed = seal_round(run, 0, [ref], [served().checkpoint])
     build_round(run, 0, sealed)
     assert audit_round(run, 0).offences == {}
+
+
+@pytest.mark.slow
+def test_continued_histories_are_not_computed_again(tmp_path: Path) -> None:
+    """The embedded engine computes what a session's calls add, also where they go back."""
+    config = configured(tmp_path, "", settings={"turns_max": 4 * CALLS_MAX})
+    tokenizer = tokenizer_for(config.policy)
+    opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    said = tokenizer.encode("done<|im_end|>", add_special_tokens=False)
+    model = model_that_says([opening[-1], *said], len(tokenizer), config.policy.context_length)
+    settings = EngineConfig(slots=16, chunk_steps=4, prefill_rows=4, prefix_cache=True)
+    identity = {"weight_version": 0, "parameters_digest": served().parameters_digest}
+    with serving(
+        engine=settings, tokenizer=tokenizer, model=model, context_length=4096, **identity
+    ) as server:
+        policy = replace(served(), endpoints=(server.base_url,))
+        before = server.engine.stats.snapshot()
+        client = PolicyClient(endpoints=policy.endpoints, model=policy.model)
+        _, groups = drawn_groups(config, range(3), client, policy)
+        after = server.engine.stats
+    if not after.continued_prompts:
+        pytest.skip("on this machine prefill and decode have other bits: nothing is kept")
+    new = 0
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        assert rollout.error is None
+        contexts, sampled = set[bytes](), set[bytes]()
+        borders = np.cumsum(rollout.segment_lengths or ())[:-1].astype(int)
+        masks = np.split(rollout.loss_mask, borders)
+        for ids, mask in zip(np.split(rollout.token_ids, borders), masks, strict=True):
+            prefixes = [ids[: end + 1].tobytes() for end in range(len(ids))]
+            contexts.update(prefixes)
+            sampled.update(prefix for prefix, own in zip(prefixes, mask, strict=True) if own)
+        # an answer's last token is computed with what follows it
+        calls = sum(turn.inference_metadata is not None for turn in rollout.turns)
+        new += len(contexts - sampled) + calls
+    assert after.prefilled_tokens - before.prefilled_tokens <= 1.1 * new
+    assert after.cached_tokens - before.cached_tokens > new
