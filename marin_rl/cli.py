@@ -73,6 +73,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "serve:poll_trajectories",
             "Take rollouts from an API server of atropos.",
         ),
+        "sessions": ("serve:sessions", "Hand out rollouts of a run to agents elsewhere."),
     },
 }
 COMMANDS = {name: place for group in GROUPS.values() for name, (place, _) in group.items()}

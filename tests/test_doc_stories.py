@@ -28,7 +28,6 @@ ELSEWHERE = {
     "docs/other-libraries.md": {
         "serve-trajectories": "integrations/test_atropos_push.py",
         "run atropos.yaml": "integrations/test_atropos_push.py",
-        "poll-trajectories": "integrations/test_atropos_poll.py",
     },
     "docs/reading-runs.md": {"evaluate https://": "test_evaluation.py"},
     "docs/running-at-scale.md": {

@@ -1,7 +1,8 @@
 """Commands of servers: `serve`, and those that receive finished groups.
 
 `serve` is an OpenAI-compatible server of a run's checkpoints or of a model folder;
-`serve-trajectories` and `poll-trajectories` receive groups of environments.
+`serve-trajectories` and `poll-trajectories` receive groups of environments, `sessions` hands
+rollouts out to agents.
 """
 
 import gc
@@ -297,6 +298,35 @@ def poll_trajectories(
         batches = atropos.poll_trajectories(receiver, url, ready, print_error)
     if as_json:
         print_json({"state": "ended", "batches": batches, **receiver.counts})
+
+
+def sessions(
+    run_name: opt.RunName,
+    *,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    as_json: opt.AsJsonLines = False,
+    root: opt.Root = "runs",
+) -> None:
+    """Hand out sessions of a run to agents that run elsewhere.
+
+    `marin-rl run`, in another process of this machine, samples and trains. Ctrl-C ends it, and
+    costs no session. With --json, a line of standard output once it is ready (with url).
+    """
+    from marin_rl.storage.runs import Run
+
+    config = Run.open(root, run_name).config
+
+    def ready(url: str) -> None:
+        print_error(f"handing out sessions of run {run_name} at {url} (Ctrl-C ends)", style="")
+        if as_json:
+            print_json({"state": "ready", "url": url, "run_id": run_name})
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again at the end
+    with suppress(KeyboardInterrupt):
+        integration("agent_sessions").serve_sessions(
+            config.environment.options, config.inference, (host, port), ready
+        )
 
 
 def _receiver(config: Config) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ _PATH_KEYS = (
     "preference.pairs", "distillation.folder",
 )  # fmt: skip
 _PROGRAMS = ("python", "interpreter")  # without a slash they are sought on PATH
-_PATH_OPTIONS = ("path", "repositories", "folder", "check_folder", *_PROGRAMS)
+_PATH_OPTIONS = ("path", "repositories", "folder", "check_folder", "sessions", *_PROGRAMS)
 # Environments whose options of these names are paths; in those of others they may be anything.
 _READERS = (
     "agent", "chat", "code", "judge", "math", "nemo_gym", "openenv", "python", "repository",

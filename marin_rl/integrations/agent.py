@@ -30,6 +30,7 @@ from marin_rl.environments.repository_checkouts import open_to_all
 from marin_rl.errors import ConfigError, RewardFault
 from marin_rl.integrations import agent_relay
 from marin_rl.integrations.agent_gateway import Session, WaitingCall
+from marin_rl.integrations.agent_sessions import OfferedSession, private_folder
 from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree
 from marin_rl.isolated.worker import uncharged
@@ -52,11 +53,20 @@ _CALLS_DEFAULT = 64
 class AgentOptions(ChatOptions):
     """Options of `agent`: a program, its folder and its limits (docs/agents.md)."""
 
-    command: tuple[str, ...] = Field(
+    command: tuple[str, ...] | None = Field(
+        default=None,
         min_length=1,
         description="the program and its arguments; {prompt} is the row's prompt, {base_url}, "
         "{root_url} (without /v1), {key} and {model} are those of the session, {python} is the "
-        "interpreter",
+        "interpreter; null: agents elsewhere take `sessions`",
+    )
+    sessions: str | None = Field(
+        default=None,
+        description="folder of this machine through which `marin-rl sessions` hands rollouts out "
+        "to agents elsewhere, of this user alone; in place of command",
+    )
+    take_timeout_s: float = Field(
+        default=3600.0, gt=0, le=604_800, description="seconds that a session waits for its agent"
     )
     folder: str | None = Field(
         default=None,
@@ -118,6 +128,11 @@ class Agent(Chat):
     def __init__(self, config: EnvironmentConfig) -> None:
         self.options = options = parse_options(AgentOptions, config)
         super().__init__(config, options)
+        if (options.command is None) == (options.sessions is None):
+            raise ConfigError(
+                "environment.options: expected one of command, a program that each rollout runs, "
+                "and sessions, a folder of rollouts for agents that run elsewhere"
+            )
         step_s = config.step_timeout_s or config.reward_timeout_s
         self.calls_max = config.turns_max or _CALLS_DEFAULT
         for name in ("folder", "check_folder"):
@@ -144,16 +159,19 @@ class Agent(Chat):
         self._scratch: ScratchFolder | None = None
 
     def load_examples(self) -> None:
-        check_sandbox("bubblewrap", self.options.interpreter)
+        if self.options.command is not None:
+            check_sandbox("bubblewrap", self.options.interpreter)
         super().load_examples()
         # A changed program is another environment.
         folders = filter(None, (self.options.folder, self.options.check_folder))
         self.version = "+".join((self.version, *map(_digest_of, folders)))
 
     def episode(self, example: Example) -> "AgentEpisode":
+        if self.options.sessions is not None:
+            return ElsewhereEpisode(self, example, Path(self.options.sessions))
         if self._scratch is None:
             self._scratch = ScratchFolder()
-        return AgentEpisode(self, example, self._scratch)
+        return ProgramEpisode(self, example, self._scratch)
 
     def workspace(self, example: Example, scratch: ScratchFolder) -> Path:
         """A new folder for one rollout, which the program's user may write to."""
@@ -164,26 +182,23 @@ class Agent(Chat):
             workspace.mkdir()
         else:
             shutil.copytree(self.options.folder, workspace, symlinks=True)
-        task = {
-            "id": example.example_id,
-            "prompt": example.messages[-1].content,
-            "messages": [{"role": m.role, "content": m.content} for m in example.messages],
-        }
-        (workspace / TASK_FILE).write_text(json.dumps(task), encoding="utf-8")
+        (workspace / TASK_FILE).write_text(json.dumps(_task(example)), encoding="utf-8")
         open_to_all(workspace)
         return workspace
 
     def reward_of(self, example: Example, result: SandboxResult, workspace: Path) -> Any:
         """Reward of a program that ended, by component. Raises what a reward function raises."""
         if self.options.check is None:
-            output = result.stdout.decode(errors="replace").strip()
-            components = super().score(example, output)
-            return {each.name: each.value * each.weight for each in components}
+            return self.reward_of_text(example, result.stdout.decode(errors="replace").strip())
         if self.options.check_folder is not None:
             _replace_entries(Path(self.options.check_folder), workspace)
             open_to_all(workspace)
         command = [self._filled(part) for part in self.options.check]
         return {"check": float(self.check_box.run(command, workspace=workspace).succeeded)}
+
+    def reward_of_text(self, example: Example, output: str) -> dict[str, float]:
+        components = super().score(example, output)
+        return {each.name: each.value * each.weight for each in components}
 
     def _filled(self, part: str) -> str:
         return part.replace("{python}", self.box.python)
@@ -214,6 +229,14 @@ class Agent(Chat):
 
 
 SOCKET, CONTROL = ".model.sock", ".session.sock"
+
+
+def _task(example: Example) -> dict[str, Any]:
+    return {
+        "id": example.example_id,
+        "prompt": example.messages[-1].content,
+        "messages": [{"role": m.role, "content": m.content} for m in example.messages],
+    }
 
 
 def _replace_entries(source: Path, workspace: Path) -> None:
@@ -275,38 +298,49 @@ def _known_by(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Any, 
 
 
 class AgentEpisode:
-    """One run of the program: its calls are the policy's turns."""
+    """One session of an agent, whose calls are the policy's turns; a subclass says where it runs.
 
-    def __init__(self, environment: Agent, example: Example, scratch: ScratchFolder) -> None:
-        self._environment, self._example, self._scratch = environment, example, scratch
-        self._session = Session(MODEL)
-        self._workspace: Path | None = None
-        self._program: asyncio.Future[SandboxResult] | None = None
+    `_over` is done as soon as the agent has ended.
+    """
+
+    _session: Session
+    _over: asyncio.Future[Any] | None = None
+
+    def __init__(self, environment: Agent, example: Example) -> None:
+        self._environment, self._example = environment, example
         self._pending: WaitingCall | None = None
         self._conversations = Conversations()  # as the agent has them
         self._calls = 0
         self._has_room = False
 
+    async def begin(self) -> None:
+        """Start the agent, or wait for it."""
+        raise NotImplementedError
+
+    def silent(self) -> RewardFault:
+        """The fault of an agent that ended without a call."""
+        raise NotImplementedError
+
+    async def reward(self) -> Mapping[str, float]:
+        """Reward of an agent that has ended. Raises RewardFault, and what a function raises."""
+        raise NotImplementedError
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return {}
+
     async def start(self) -> Opening:
-        """The messages and tools of the program's first call.
+        """The messages and tools of the agent's first call.
 
         Raises RewardFault where it ends without one.
         """
-        environment = self._environment
         with uncharged():  # others end first
-            await environment.room.acquire()
+            await self._environment.room.acquire()
         self._has_room = True
-        folder: Path = await self._in_thread(environment.workspace, self._example, self._scratch)
-        self._workspace = folder
-        await self._session.open(folder / SOCKET, folder / CONTROL)
-        self._program = self._in_thread(environment.run, self._example, self._session, folder)
+        await self.begin()
         call = await self._next_call()
         if call is None:
-            result = self._result()
-            raise RewardFault(
-                f"the agent ended ({result.how}) without calling the model; its standard error "
-                f"ends in {result.stderr.decode(errors='replace')[-_SHOWN:]!r}"
-            )
+            raise self.silent()
         return call.messages, call.tools
 
     async def step(self, turn: Turn) -> StepResult:
@@ -320,21 +354,15 @@ class AgentEpisode:
             )
         call = await self._next_call()
         if call is None:
-            return await self._ended()
+            return StepResult(reward=await self.reward(), done=True, info=self.info)
         if (extended := self._conversations.parent(call)) is not None:
             parent, added = extended
             return StepResult(messages=added, parent=parent)
         return StepResult(opening=Start(messages=call.messages, tools=call.tools))
 
     async def close(self) -> None:
-        """End the program and delete its folder."""
+        """End the session, and with it what was started."""
         await self._session.close()
-        if self._program is not None:
-            await asyncio.wait({self._program})
-            if not self._program.cancelled():
-                self._program.exception()  # retrieved: `_result` raises it where it counts
-        if self._workspace is not None:
-            await self._in_thread(delete_tree, self._workspace.parent)
         if self._has_room:
             self._environment.room.release()
 
@@ -362,20 +390,62 @@ class AgentEpisode:
             )
 
     async def _next_call(self) -> ModelCall | None:
-        """The next call of the model; None once the program has ended."""
-        assert self._program is not None, "the program was started"
+        """The next call of the model; None once the agent has ended."""
+        assert self._over is not None, "it has begun"
         arriving = asyncio.ensure_future(self._session.calls.get())
         try:
-            await asyncio.wait({arriving, self._program}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({arriving, self._over}, return_when=asyncio.FIRST_COMPLETED)
             self._pending = arriving.result() if arriving.done() else None
         finally:
             arriving.cancel()
         return None if self._pending is None else self._pending.call
 
+
+class ProgramEpisode(AgentEpisode):
+    """One run of the program in its sandbox."""
+
+    def __init__(self, environment: Agent, example: Example, scratch: ScratchFolder) -> None:
+        super().__init__(environment, example)
+        self._session, self._scratch = Session(MODEL), scratch
+        self._workspace: Path | None = None
+
+    async def begin(self) -> None:
+        environment = self._environment
+        folder: Path = await self._in_thread(environment.workspace, self._example, self._scratch)
+        self._workspace = folder
+        await self._session.open(folder / SOCKET, folder / CONTROL)
+        self._over = self._in_thread(environment.run, self._example, self._session, folder)
+
+    def silent(self) -> RewardFault:
+        result = self._result()
+        return RewardFault(
+            f"the agent ended ({result.how}) without calling the model; its standard error "
+            f"ends in {result.stderr.decode(errors='replace')[-_SHOWN:]!r}"
+        )
+
+    async def reward(self) -> Mapping[str, float]:
+        result, workspace = self._result(), self._workspace
+        assert workspace is not None, "the program was started in it"
+        return await self._in_thread(self._environment.reward_of, self._example, result, workspace)
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return {"exit_status": self._result().exit_status}
+
+    async def close(self) -> None:
+        """End the program and delete its folder."""
+        await super().close()
+        if self._over is not None:
+            await asyncio.wait({self._over})
+            if not self._over.cancelled():
+                self._over.exception()  # retrieved: `_result` raises it where it counts
+        if self._workspace is not None:
+            await self._in_thread(delete_tree, self._workspace.parent)
+
     def _result(self) -> SandboxResult:
         """The program's end. Raises RewardFault for a limit."""
-        assert self._program is not None, "the program was started"
-        result = self._program.result()
+        assert self._over is not None, "the program was started"
+        result: SandboxResult = self._over.result()
         if result.limit == "time":
             seconds = self._environment.options.agent_timeout_s
             raise RewardFault(f"the agent took longer than {seconds:g} s")
@@ -383,10 +453,56 @@ class AgentEpisode:
             raise RewardFault(f"the agent {result.how}")
         return result
 
-    async def _ended(self) -> StepResult:
-        result, workspace = self._result(), self._workspace
-        assert workspace is not None, "the program was started in it"
-        reward: Mapping[str, float] = await self._in_thread(
-            self._environment.reward_of, self._example, result, workspace
+
+class ElsewhereEpisode(AgentEpisode):
+    """A session that an agent elsewhere takes, and its harness ends."""
+
+    _session: OfferedSession
+    _deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, environment: Agent, example: Example, folder: Path) -> None:
+        super().__init__(environment, example)
+        self._folder = folder
+
+    async def begin(self) -> None:
+        options = self._environment.options
+        task = {"task": _task(self._example), "split": self._example.split, "model": MODEL}
+        self._session = OfferedSession(MODEL, private_folder(str(self._folder)), task)
+        self._over = self._session.outcome
+        await self._session.offer()
+        with uncharged():
+            await asyncio.wait({self._session.taken}, timeout=options.take_timeout_s)
+        if not self._session.taken.done():
+            raise RewardFault(
+                f"no agent took the session for {options.take_timeout_s:g} s "
+                "(environment.options.take_timeout_s): is `marin-rl sessions` running, and do "
+                "agents ask it?"
+            )
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(options.agent_timeout_s, self._late)
+
+    def _late(self) -> None:
+        if not self._session.outcome.done():
+            seconds = self._environment.options.agent_timeout_s
+            self._session.outcome.set_exception(
+                RewardFault(f"the agent took longer than {seconds:g} s")
+            )
+
+    def silent(self) -> RewardFault:
+        self._session.outcome.result()
+        return RewardFault("the session was ended without a call of the model")
+
+    async def reward(self) -> Mapping[str, float]:
+        outcome = self._session.outcome.result()
+        if not isinstance(outcome, str):
+            return outcome
+        return await self._in_thread(
+            self._environment.reward_of_text, self._example, outcome.strip()
         )
-        return StepResult(reward=reward, done=True, info={"exit_status": result.exit_status})
+
+    async def close(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._over is not None:
+            self._over.cancel()
+            await super().close()

@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route, Router
+from starlette.routing import BaseRoute, Route, Router
 from uvicorn.server import ServerState
 
 from marin_rl.model_apis.call import ModelAnswer, ModelApi, ModelCall, server_sent
@@ -31,6 +31,7 @@ from marin_rl.model_apis.messages import AnthropicMessages
 from marin_rl.model_apis.responses import Responses
 
 BODY_BYTES_MAX = 2 << 20
+_DISCARDED = 16  # times a limit that is read of a longer body
 KEEP_ALIVE_S = 10.0
 CLOSE_S = 1.0  # that answers get to be sent after the end
 CHARACTERS_PER_TOKEN = 4  # an estimate, for `count_tokens`
@@ -39,7 +40,7 @@ ENDED = "the session has ended"
 _BOOKKEEPING = ("client_metadata", "metadata", "prompt_cache_key", "user")
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A request that gets an error in place of an answer."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
@@ -72,35 +73,38 @@ class Session:
         self._servers: list[asyncio.Server] = []
         self._held: list[asyncio.StreamWriter] = []
 
-    async def open(self, socket: Path, control: Path) -> None:
+    async def open(self, socket: Path, control: Path | None = None, *, mode: int = 0o666) -> None:
         """Listen at `socket`; whoever connects to `control` is told the end of the session.
 
         Outside of the context of the caller, whose time limits are not those of the agent's calls.
         """
         loop = asyncio.get_running_loop()
         await contextvars.Context().run(loop.create_task, self._open(socket, control))
-        for path in (socket, control):
-            path.chmod(0o666)  # the agent is another user
+        for path in filter(None, (socket, control)):
+            path.chmod(mode)  # an agent in its sandbox is another user
 
-    async def _open(self, socket: Path, control: Path) -> None:
+    def routes(self) -> list[BaseRoute]:
         paths: dict[str, type[ModelApi]] = {
             "chat/completions": ChatCompletions,
             "responses": Responses,
             "messages": AnthropicMessages,
         }
-        routes = [
+        routes: list[BaseRoute] = [
             Route(prefix + path, self._endpoint(api), methods=["POST"])
             for path, api in paths.items()
             for prefix in ("/v1/", "/")
         ]
-        routes += [
+        return [
+            *routes,
             Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/", _head, methods=["HEAD"]),
         ]
+
+    async def _open(self, socket: Path, control: Path | None) -> None:
         # Its protocol alone: a server of uvicorn's would take signals, and wake ten times a second.
         config = uvicorn.Config(
-            Router(routes), http="httptools", ws="none", lifespan="off", log_config=None,
+            Router(self.routes()), http="httptools", ws="none", lifespan="off", log_config=None,
             access_log=False, date_header=False, server_header=False,
         )  # fmt: skip
         config.load()
@@ -112,10 +116,9 @@ class Session:
         async def hold(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._held.append(writer)
 
-        self._servers = [
-            await loop.create_unix_server(protocol, str(socket)),
-            await asyncio.start_unix_server(hold, str(control)),
-        ]
+        self._servers = [await loop.create_unix_server(protocol, str(socket))]
+        if control is not None:
+            self._servers.append(await asyncio.start_unix_server(hold, str(control)))
 
     async def close(self) -> None:
         """End the session, and with it the agent's program."""
@@ -142,7 +145,7 @@ class Session:
                 answer = await asyncio.shield(waiting.answered)
                 if not await request.is_disconnected():
                     self._waiting.pop(waiting.digest, None)
-            except _Refused as refused:
+            except Refused as refused:
                 error = api.error(refused.status, str(refused), code=refused.code)
                 return JSONResponse(error, refused.status)
             except asyncio.CancelledError:
@@ -170,25 +173,21 @@ class Session:
             self._waiting.pop(waiting.digest, None)
 
     async def _asked(self, request: Request, api: type[ModelApi]) -> WaitingCall:
-        """The call of a request. Raises _Refused."""
-        if not self._authorised(request):
-            raise _Refused(401, "expected the key of this session")
+        """The call of a request. Raises Refused."""
+        if not has_key(request, self.key):
+            raise Refused(401, "expected the key of this session")
         if self._ended:
-            raise _Refused(409, ENDED)
-        data = bytearray()
-        async for piece in request.stream():
-            data += piece
-            if len(data) > BODY_BYTES_MAX:
-                raise _Refused(413, f"expected a body of at most {BODY_BYTES_MAX} bytes")
+            raise Refused(409, ENDED)
+        data = await body_of(request)
         try:
             body = json.loads(data)
             if not isinstance(body, dict):
                 raise ValueError("expected a JSON object")
             call = api.read(body)
         except (ValueError, RecursionError) as error:
-            raise _Refused(400, f"the request cannot be read: {error}") from None
+            raise Refused(400, f"the request cannot be read: {error}") from None
         if self.refusal is not None:
-            raise _Refused(400, self.refusal, "context_length_exceeded")
+            raise Refused(400, self.refusal, "context_length_exceeded")
         return self._enqueued(body, call)
 
     def _enqueued(self, body: Mapping[str, Any], call: ModelCall) -> WaitingCall:
@@ -200,13 +199,29 @@ class Session:
             self.calls.put_nowait(waiting)
         return waiting
 
-    def _authorised(self, request: Request) -> bool:
-        _, _, bearer = request.headers.get("Authorization", "").rpartition(" ")
-        given = request.headers.get("x-api-key") or bearer
-        return hmac.compare_digest(given.encode(), self.key.encode())
-
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model"}]})
+
+
+def has_key(request: Request, key: str) -> bool:
+    _, _, bearer = request.headers.get("Authorization", "").rpartition(" ")
+    sent = request.headers.get("x-api-key") or bearer
+    return hmac.compare_digest(sent.encode(), key.encode())
+
+
+async def body_of(request: Request, bytes_max: int = BODY_BYTES_MAX) -> bytes:
+    """The body of a request. Raises Refused beyond a limit."""
+    data, read = bytearray(), 0
+    async for piece in request.stream():
+        read += len(piece)
+        # More is read than is kept: a client that still sends would lose the answer.
+        if read <= bytes_max:
+            data += piece
+        elif read > bytes_max * _DISCARDED:
+            break
+    if read > bytes_max:
+        raise Refused(413, f"expected a body of at most {bytes_max} bytes")
+    return bytes(data)
 
 
 async def _count_tokens(request: Request) -> Response:
