@@ -1,4 +1,4 @@
-"""What an accelerator gives, in ten minutes at most, next to what it should.
+"""Figures of an accelerator, in ten minutes at most, next to their targets.
 
     make gpu                                     # or: python bench/gpu.py [--minutes 9.5]
     python bench/gpu.py --tiny                   # the same parts, on a CPU, in sizes of a toy
