@@ -17,6 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from marin_rl.analysis.forest import segments_of
 from marin_rl.display.tables import empty_table, key_values, plain, printable, shortened
 from marin_rl.errors import InputError, ObjectMissing
 from marin_rl.rounds import evaluations
@@ -129,7 +130,11 @@ def rollout_named(run: Run, name: str, round_number: int | None = None) -> dict[
             f"{ids[0] if ids else 'round-00000/group-00000/000'}; `marin-rl rollouts "
             f"{run.run_id} --round {number}` lists some"
         )
-    return dialogue_of(_row(rows, places[0]))
+    row = _row(rows, places[0])
+    if row["segment_lengths"]:  # tokens say what each segment goes on from
+        ids = pa.concat_tables(iter_shards(run, number, ("rollout_id", "token_ids")))
+        (row["token_ids"],) = ids["token_ids"].take([places[0]]).to_pylist()
+    return dialogue_of(row)
 
 
 def dialogue_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +163,7 @@ def dialogue_of(row: Mapping[str, Any]) -> dict[str, Any]:
             "environment_s": sum(waits) if waits else None,
             "start_s": row["start_s"],
         },
+        "segments": segments_of(row, turns) if "token_ids" in row else [],
         "turns": [_turn(turn) for turn in turns],
     }
 
@@ -288,7 +294,10 @@ _STYLES = {"assistant": "bold green", "user": "bold cyan", "tool": "bold magenta
 def dialogue(row: Mapping[str, Any]) -> RenderableType:
     """Draw a record of `analysis.dialogues`: facts, turns, components of the reward."""
     parts: list[RenderableType] = [key_values(f"Rollout {row['rollout_id']}", _facts(row)), ""]
+    begins = {segment["turn"]: segment for segment in row["segments"]}
     for number, turn in enumerate(row["turns"], start=1):
+        if number in begins:
+            parts.append(plain(f"── {begins[number]['about']}", "bold"))
         parts += _drawn_turn(number, turn)
     if row["error"]:
         parts.append(plain(f"error: {shortened(row['error'])}", "red"))

@@ -54,7 +54,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     ] = "f16",
     rollouts: Annotated[
         str | None,
-        typer.Option("--format", help="instead: rollouts as trl, verl, atropos or traces has them"),
+        typer.Option("--format", help="instead: rollouts as trl, verl, atropos, traces or otel do"),
     ] = None,
     verl: Annotated[
         Path | None,

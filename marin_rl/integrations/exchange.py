@@ -3,7 +3,8 @@
 - `trl`: what a `rollout_func` of TRL returns of a sample, with its messages and its reward;
 - `verl`: an `AgentLoopOutput` of verl;
 - `atropos`: a `ScoredDataGroup` of atropos, a line per group;
-- `traces`: an `Episode` of verifiers 0.3 (v1), which its own tools read as `traces.jsonl`.
+- `traces`: an `Episode` of verifiers 0.3 (v1), which its own tools read as `traces.jsonl`;
+- `otel`: a trace of OpenTelemetry, as OTLP has it in JSON (`otel`).
 
 A rollout of several segments is as many samples for TRL and verl, each with the whole reward, and
 as many branches of one trace; atropos has nothing like it. Logprobs are in nats.
@@ -19,6 +20,7 @@ import orjson
 
 from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import message_body
+from marin_rl.integrations.otel import resource_spans
 from marin_rl.rollouts.assemble import (
     UNTRAINED_LABEL,
     UNTRAINED_LOGPROB,
@@ -234,4 +236,14 @@ def _nodes(rollout: Rollout, sample: Sample, first: int) -> Iterator[dict[str, A
         done = end
 
 
-FORMATS: Mapping[str, Lines] = {"trl": _trl, "verl": _verl, "atropos": _atropos, "traces": _traces}
+def _otel(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterator[Any]:
+    return (resource_spans(run.run_id, round, group, rollout) for rollout in members)
+
+
+FORMATS: Mapping[str, Lines] = {
+    "trl": _trl,
+    "verl": _verl,
+    "atropos": _atropos,
+    "traces": _traces,
+    "otel": _otel,
+}

@@ -6,10 +6,12 @@ so that the ids of each prompt are known without any matching.
 """
 
 import asyncio
+import io
 import itertools
+import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,10 +22,12 @@ import numpy as np
 import pytest
 from integrations.test_agent import configured
 from integrations.test_agent_clients import model_that_says
+from rich.console import Console
 from support.run_factories import audit_round
 from support.scripted_policies import ScriptedClient, served
 from support.servers import serving
 
+from marin_rl.analysis.dialogues import dialogue, rollout_named
 from marin_rl.batching.build import build_round
 from marin_rl.chat_templates import ChatTemplate, Conversation
 from marin_rl.config import Config, EngineConfig
@@ -32,6 +36,7 @@ from marin_rl.inference.client.answers import Completion
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.integrations.agent import SOCKET, Agent
 from marin_rl.integrations.agent_gateway import Session
+from marin_rl.integrations.otel import resource_spans
 from marin_rl.isolated.sandbox import SandboxResult
 from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import SamplingJob, sample_groups
@@ -199,10 +204,30 @@ def check(rollout: Rollout, draw: Draw, policy: Says) -> None:
     assert len(calls) == len(draw.calls)
     assert rollout.loss_mask.tolist() == trained.tolist()
     assert rollout.n_completion_tokens == trained.sum()
-    # a turn's first continuation is in its segment, and every other one is a segment
+    # a turn's first continuation is in its segment, and every other one is a segment, linked to it
+    links = Counter(links_of(rollout))
     children = Counter(id(call.parent) for call in draw.calls if call.parent is not None)
     roots = sum(call.parent is None for call in draw.calls)
     assert len(lengths) == roots + sum(count - 1 for count in children.values())
+    known = {id(call): call.answer for call in draw.calls}
+    assert links == Counter({known[each]: n - 1 for each, n in children.items() if n > 1})
+
+
+def links_of(rollout: Rollout) -> Iterator[str]:
+    """The answers that segments go back to, as the trace of a rollout has them."""
+    example = Example(
+        environment="agent", environment_version="", example_id="", split="train", seed=0,
+        messages=(),
+    )  # fmt: skip
+    group = RolloutGroup(group_id="g", example=example, rollouts=(rollout,), group_size=1)
+    (resource,) = resource_spans("run", 0, group, rollout)["resourceSpans"]
+    spans = {span["spanId"]: span for span in resource["scopeSpans"][0]["spans"]}
+    assert len(spans) == 1 + sum(turn.inference_metadata is not None for turn in rollout.turns)
+    for span in spans.values():
+        for link in span.get("links", ()):
+            facts = {each["key"]: each["value"] for each in spans[link["spanId"]]["attributes"]}
+            said = json.loads(facts["gen_ai.output.messages"]["stringValue"])
+            yield said[0]["content"]
 
 
 def drawn_groups(
@@ -261,6 +286,17 @@ def test_every_call_is_trained_once_in_the_context_that_its_agent_drew(
     sealed = seal_round(run, 0, [ref], [served().checkpoint])
     build_round(run, 0, sealed)
     assert audit_round(run, 0).offences == {}
+    branching = [each for group in groups[:8] for each in group.rollouts if any(links_of(each))]
+    record = rollout_named(run, branching[0].rollout_id)
+    segments = record["segments"]
+    assert sum(segment["n_turns"] for segment in segments) == record["n_turns"]
+    assert sum(segment["n_sampled"] for segment in segments) == record["n_completion_tokens"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(dialogue(record))
+    shown = console.export_text()
+    assert all(f"── {segment['about']}" in shown for segment in segments)
+    assert "first call" in shown
+    assert "goes back to turn" in shown
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def test_a_refused_export_leaves_no_file(tmp_path: Path) -> None:
         exported(tmp_path, "atropos", [group_of("cut", [two_segments()])])
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     run = Run.open(str(tmp_path / "runs"), "run")
-    with pytest.raises(InputError, match="one of trl, verl, atropos, traces, found 'trll'"):
+    with pytest.raises(InputError, match="one of trl, verl, atropos, traces, otel, found 'trll'"):
         export_rollouts(run, "trll", tmp_path / "x")
     (tmp_path / "x").write_text("mine")
     with pytest.raises(InputError, match="x exists, and is not overwritten"):

@@ -121,11 +121,13 @@ const isDialogue = (card) => card.n_turns > 1 || card.tools.length > 0 || card.t
 
 function dialogueParts(card) {
   const home = make("div", { class: "dialogue" });
-  const draw = () => home.replaceChildren(legend(card.tokens, modeOfTokens), ...card.turns.map((turn, i) => dialogueTurn(card, turn, i)));
+  const draw = () => home.replaceChildren(legend(card.tokens, modeOfTokens), ...card.turns.flatMap((turn, i) => [...segmentHead(card, i), dialogueTurn(card, turn, i)]));
   const select = modeSelect(draw);
   const all = lazyDetails("All tokens, as the model read them", () => tokenText(card.tokens, modeOfTokens));
   return [make("h3", {}, "Dialogue, coloured by ", select), home, all, tableOf(card)];
 }
+
+const segmentHead = (card, place) => card.segments.filter((segment) => segment.turn === place + 1).map((segment) => make("h4", {}, segment.about));
 
 function dialogueTurn(card, turn, place) {
   const seconds = [["model", turn.model_s], ["environment", turn.environment_s]].map(([who, value]) => (value === null ? "" : `${who} ${show(value, 2)} s`));
