@@ -17,9 +17,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from marin_rl.analysis.forest import segments_of
 from marin_rl.display.tables import empty_table, key_values, plain, printable, shortened
 from marin_rl.errors import InputError, ObjectMissing
+from marin_rl.rollouts.forest import segments_of
 from marin_rl.rounds import evaluations
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, committed, evals_slot, rollouts_slot, round_of, rounds_in

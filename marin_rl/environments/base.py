@@ -42,7 +42,8 @@ class Environment(ABC):
     `workers` is the number of processes that score and play episodes; 0 does that in the main
     process, without time limits. `replayable` is False where the steps of an episode have
     effects outside of their process, or answers that differ. With `own_prompts` the members of
-    a group may start with different prompts, and begin other conversations later. With
+    a group may start with different prompts, and begin other conversations later;
+    `replays_calls` says that their episodes may be compared, by what they ask, all the same. With
     `asks_policy` the policy plays others in its episodes, too: the example that an episode is
     made of has `episode.POLICY` in its metadata, the `endpoints` (base URLs that end in /v1),
     the id of the `model`, and the `sampling`.
@@ -58,6 +59,7 @@ class Environment(ABC):
     workers: int = 1
     replayable: bool = True
     own_prompts: bool = False
+    replays_calls: bool = False
     asks_policy: bool = False
     extracts_here: bool = False
     wants_completion_ids: bool = False

@@ -134,6 +134,7 @@ class Agent(Chat):
                 "and sessions, a folder of rollouts for agents that run elsewhere"
             )
         step_s = config.step_timeout_s or config.reward_timeout_s
+        self.replays_calls = options.command is not None
         self.calls_max = config.turns_max or _CALLS_DEFAULT
         for name in ("folder", "check_folder"):
             folder = getattr(options, name)

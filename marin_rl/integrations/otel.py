@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from marin_rl.analysis.forest import segments_of
 from marin_rl.inference.client.protocol import message_body
+from marin_rl.rollouts.forest import segments_of_rollout
 from marin_rl.types import InferenceMetadata, Rollout, RolloutGroup, Turn
 
 _INTERNAL, _CLIENT = 1, 3  # kinds of spans
@@ -35,8 +35,7 @@ class _Trace:
         self._group, self._rollout = group, rollout
         self._trace_id = _hex(f"{run_id} {rollout.rollout_id}", 32)
         self._borders = np.cumsum([0, *(rollout.segment_lengths or ())])
-        row = {"segment_lengths": rollout.segment_lengths, "token_ids": rollout.token_ids}
-        segments = segments_of(row, [*map(_plain, rollout.turns)])
+        segments = segments_of_rollout(rollout)
         self._parents = {segment["turn"]: segment["parent"] for segment in segments}
 
     def spans(self) -> Iterator[dict[str, Any]]:
@@ -120,12 +119,6 @@ class _Trace:
 
     def _id(self, number: int) -> str:
         return _hex(f"{self._trace_id} {number}", 16)
-
-
-def _plain(turn: Turn) -> dict[str, Any]:
-    names = ("role", "start", "end", "inference_metadata")
-    calls = [{"name": call.name} for call in turn.tool_calls]
-    return {name: getattr(turn, name) for name in names} | {"tool_calls": calls}
 
 
 def _hex(text: str, digits: int) -> str:

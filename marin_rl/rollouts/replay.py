@@ -24,6 +24,7 @@ from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.registry import EnvironmentPart, construct, loaded_environment, part_for
 from marin_rl.environments.scoring import Score, Scorer, fault_of, scorer_for
 from marin_rl.errors import InputError, MarinRLError, RewardFault
+from marin_rl.rollouts.replay_calls import replayed_calls
 from marin_rl.rollouts.tool_turns import ToolTurns, score_recorded
 from marin_rl.rollouts.trajectories import (
     ENVIRONMENT_ERROR,
@@ -151,7 +152,7 @@ def _check_replayable(environment: Environment) -> None:
             f"environment {environment.name!r} sampled its rollouts by itself: there are no "
             "steps to play again"
         )
-    if not environment.replayable:
+    if not environment.replayable and not environment.replays_calls:
         raise InputError(
             f"environment {environment.name!r} says `replayable = False`: its steps have "
             "effects outside of their process, or answers that differ"
@@ -187,7 +188,8 @@ class _Replayer:
         async with self._places:
             (episode,) = open_episodes(self._environment, self._settings, group.example, 1)
             try:
-                turns = [turn async for turn in self._turns(episode, rollout)]
+                played = self._calls if self._environment.replays_calls else self._turns
+                turns = [turn async for turn in played(episode, rollout)]
             finally:
                 await episode.close()
         return ReplayedEpisode(
@@ -195,6 +197,18 @@ class _Replayer:
             finish_reason=rollout.finish_reason,
             turns=tuple(turns),
         )
+
+    async def _calls(self, episode: PlayedEpisode, rollout: Rollout):
+        """Requests of a program, up to the first that differs."""
+        if not len(rollout.token_ids):
+            yield ReplayedTurn(turn=0, difference="it failed, and has no answers to play again")
+            return
+        number = 0
+        try:
+            async for number, difference in replayed_calls(episode, rollout, self._tool_turns):
+                yield ReplayedTurn(turn=number, difference=difference)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            yield ReplayedTurn(turn=number + 1, difference=f"now {fault_of(error)}")
 
     async def _turns(self, episode: PlayedEpisode, rollout: Rollout):
         """Turns in order, up to the first that differs."""

@@ -17,6 +17,7 @@ from marin_rl.batching.build import build_round
 from marin_rl.config import Config
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import ConfigError
+from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.storage.runs import committed, rollouts_slot
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.types import Message, Rollout
@@ -365,3 +366,39 @@ def test_a_changed_program_is_another_environment(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment\.options\.folder: expected a folder"):
         play(configured(tmp_path, "", folder=str(tmp_path / "none")), count)
+
+
+BRANCHING = """
+answer = ask(first)
+seconds = [[*first, answer, {"role": "user", "content": word}] for word in ("so", "why")]
+said = [ask(each, tools=TOOLS) for each in [first, *seconds]] + [ask(each) for each in seconds]
+other = {"role": "assistant", "content": "not what it said"}
+ask([*first, other, {"role": "user", "content": "so"}])
+print("x" * len(said))
+"""
+
+
+def test_a_program_is_run_again_against_its_recorded_answers(tmp_path: Path) -> None:
+    program = f"TOOLS = {TOOLS!r}" + BRANCHING
+    config = configured(tmp_path, program)
+    numbers = itertools.count()
+    run, (group,) = record(config, lambda *_: f"answer {next(numbers)}")
+    assert [len(rollout.segment_lengths or ()) for rollout in group.rollouts] == [6, 6]
+    assert [rollout.reward for rollout in group.rollouts] == [5.0, 5.0]
+    replayed = replay_rollouts(run, 0)
+    assert replayed.equal, replayed.episodes
+    assert [len(episode.turns) for episode in replayed.episodes] == [8, 8]
+    # the fifth request is another one, and there is a call less, and another reward
+    place, name = tmp_path / "work/agent.py", group.rollouts[0].rollout_id
+    changes = {
+        ("ask(each) for each in seconds", "ask(each + each[-1:]) for each in seconds"): (
+            4,
+            "no recorded call goes on with 'so'",
+        ),
+        ("ask([*first, other", "([*first, other"): (6, "it ended without 1 of the recorded calls"),
+        ('"x" * len', '"xx" * len'): (7, "reward 5.0 then, 10.0 now"),
+    }
+    for (then, now), (number, difference) in changes.items():
+        place.write_text(CLIENT + program.replace(then, now))
+        (episode,) = replay_rollouts(run, 0, name).episodes
+        assert (episode.turns[-1].turn, episode.turns[-1].difference) == (number, difference)

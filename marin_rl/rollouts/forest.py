@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from marin_rl.types import Rollout, Turn
+
 
 def segments_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The segments of a rollout with `token_ids` and `segment_lengths`; none where it is one.
@@ -55,6 +57,17 @@ def segments_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> l
         contexts.append((number, ids[begin : turn["end"]]))
         head = number
     return [segment | {"about": _about(segment)} for segment in segments]
+
+
+def segments_of_rollout(rollout: Rollout) -> list[dict[str, Any]]:
+    row = {"segment_lengths": rollout.segment_lengths, "token_ids": rollout.token_ids}
+    return segments_of(row, [*map(_plain, rollout.turns)])
+
+
+def _plain(turn: Turn) -> dict[str, Any]:
+    names = ("role", "start", "end", "inference_metadata")
+    calls = [{"name": call.name} for call in turn.tool_calls]
+    return {name: getattr(turn, name) for name in names} | {"tool_calls": calls}
 
 
 def _reason(parent: int | None, read: Sequence[Mapping[str, Any]], *, first: bool) -> str:
