@@ -11,9 +11,7 @@ from marin_rl.display.live import RunDisplay, showing
 from marin_rl.display.tables import (
     duration,
     fleet_table,
-    frame_table,
     query_result,
-    rollouts_table,
     rounds_table,
     size,
     sparkline,
@@ -67,15 +65,6 @@ def test_a_round_in_progress_is_drawn_with_its_numbers():
     assert "4/10" in shown
     assert "62.5%" in shown
     assert "0.500" in shown
-
-
-def test_text_of_a_model_moves_no_cursor():
-    row = {"prompt": "\x1b[2J", "completion": "a\x07b", "answer": "", "reward": 1.0, "status": "ok"}
-    row |= {"n_turns": 1, "finish_reason": "stop"}
-    shown = text_of(rollouts_table([row])) + text_of(frame_table(["said"], [["\x1b]0;title"]]))
-    assert "\x1b" not in shown
-    assert "\ufffd[2J" in shown
-    assert "\ufffd]0;title" in shown
 
 
 def test_a_result_that_is_too_wide_stands_row_below_row_and_no_word_is_broken() -> None:

@@ -18,10 +18,8 @@ from support.run_factories import (
 from support.templates import byte_level_tokenizer
 from typer.testing import CliRunner
 
-from marin_rl.analysis import scan_rollouts, sql
 from marin_rl.batching.build import build_round
 from marin_rl.cli import app, main
-from marin_rl.pages.document import RunPage, report_html
 from marin_rl.storage.runs import Run
 
 LONG = "long line " * 100_000
@@ -146,32 +144,3 @@ def test_json_keeps_every_sign(run: Run, name: str) -> None:
         assert {row["said"] for row in told} == set(TEXTS)
     if name == "rollouts":
         assert {row["completion"] for row in told} == set(TEXTS)
-
-
-def test_tables_keep_every_sign(run: Run) -> None:
-    said = scan_rollouts(run.config.root, "run").collect()["turns"]
-    assert [turns[-1]["content"] for turns in said.to_list()] == list(TEXTS)
-    query = "select turns[-1].content, length(turns[-1].content) from rollouts order by reward"
-    found = sql(run.config.root, "run", query).rows()
-    assert [text for text, _ in found] == list(TEXTS)
-    assert found[-1][1] == len(LONG)
-
-
-def test_a_page_keeps_them_as_data(run: Run) -> None:
-    page = RunPage(run).page()
-    (group,) = page.groups
-    cards = {card["index"]: card for card in group.cards}
-    for index, card in cards.items():
-        said = card["turns"][-1]
-        assert TEXTS[index].startswith(said["content"])
-        assert said["left_out"] == len(TEXTS[index]) - len(said["content"])
-        assert (said["left_out"] > 0) == (TEXTS[index] == LONG)
-        assert card["tokens"].texts[-5:] == ["é", "", "", "", "\ufffd"]
-    html = report_html(page)
-    start = html.index('id="data">') + len('id="data">')
-    data = html[start : html.index("</script>", start)]
-    assert not set("<>&\0\x1b\u2028\u2029") & set(data)
-    shown = json.loads(data)["groups"][0]["cards"]
-    assert {card["turns"][-1]["content"] for card in shown} == {
-        cards[index]["turns"][-1]["content"] for index in cards
-    }

@@ -120,6 +120,7 @@ def test_children_of_a_reward_end_at_the_time_limit(
     scorer.close()
 
 
+@pytest.mark.slow
 def test_children_of_a_reward_end_with_the_scorer(
     folder: Path, example: Example, tmp_path: Path
 ) -> None:

@@ -269,6 +269,7 @@ def flooded(url: str, texts: list[str]) -> Iterator[list[threading.Thread]]:
             assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_server_goes_on_while_its_template_is_killed(compiled_quickly):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = TRIGGERED

@@ -124,13 +124,6 @@ def test_a_run_counts_all_the_examples_it_may_use() -> None:
         environment_of(run(*other, *warm))
 
 
-@pytest.mark.parametrize("file", sorted(Path("configs").glob("*.yaml")), ids=lambda f: f.stem)
-def test_every_shipped_configuration_has_its_environment(file: Path) -> None:
-    config = load_config(file)
-    example = environment_of(config).example(config.environment.train_seed, 0, "train")
-    assert example.messages[-1].content
-
-
 # ---- rewards
 
 

@@ -214,6 +214,7 @@ def test_more_rounds_go_on_from_the_last(played: Played) -> None:
     assert rows[3]["loss"] is not None
 
 
+@pytest.mark.slow
 def test_a_run_ends_once_evaluations_get_no_better(tmp_path: Path) -> None:
     # Nothing is learned, so that all evaluations are alike: the second ends the run.
     still = "training.learning_rate=1e-12", "policy.init=random", "evaluation.every_rounds=1"

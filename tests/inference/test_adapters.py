@@ -93,6 +93,7 @@ def test_requests_end_on_an_adapter_that_is_unloaded(engine, model):
         engine.adapters.unload(number)
 
 
+@pytest.mark.slow
 def test_a_row_is_free_once_its_last_request_ended(engine, model):
     numbers = [load(engine, adapter_for(model, seed)) for seed in range(3)]
     with pytest.raises(InputError, match=r"at most 3 adapters .* found 3 loaded and 0 unloaded"):

@@ -1,7 +1,6 @@
 """Sampling by itself: what is drawn, how often, and out of which tokens."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import others_slow
@@ -19,33 +18,35 @@ def test_draws_follow_the_weights(vocabulary):
     weights[rng.integers(vocabulary)] = 0
     count = 200_000
     uniform = (np.arange(count) + 0.5) / count
-    drawn = draw(jnp.broadcast_to(weights, (count, vocabulary)), jnp.asarray(uniform, jnp.float32))
+    drawn = draw(np.broadcast_to(weights, (count, vocabulary)), uniform.astype(np.float32))
     shares = np.bincount(drawn, minlength=vocabulary) / count
     np.testing.assert_allclose(shares, weights / weights.sum(), atol=2 / count + 1e-5)
 
 
 def test_a_token_of_weight_zero_is_never_drawn():
-    weights = jnp.zeros((3, 50), jnp.float32).at[:, 20].set(1e-30).at[1, 33].set(1)
+    weights = np.zeros((3, 50), np.float32)
+    weights[:, 20], weights[1, 33] = 1e-30, 1
     for uniform in (0.0, 0.5, 1 - 2**-24):
-        drawn = draw(weights, jnp.full(3, uniform, jnp.float32))
+        drawn = draw(weights, np.full(3, uniform, np.float32))
         assert set(np.asarray(drawn).tolist()) <= {20, 33}
 
 
 def test_uniform_numbers_know_seed_and_position_only():
     seeds = np.array([seed_words(seed) for seed in (5, 6, 2**40 + 5, 5)], np.uint32)
-    first = np.asarray(uniforms(seeds, jnp.array([3, 3, 3, 3])))
-    moved = np.asarray(uniforms(seeds[::-1], jnp.array([3, 3, 3, 4])))
+    numbers = jax.jit(uniforms)
+    first = np.asarray(numbers(seeds, np.array([3, 3, 3, 3], np.int32)))
+    moved = np.asarray(numbers(seeds[::-1], np.array([3, 3, 3, 4], np.int32)))
     assert first[0] == first[3] == moved[0]
     assert moved[3] != first[0]
     assert len(set(first[:3].tolist())) == 3
-    many = np.asarray(uniforms(np.tile(seeds[:1], (4096, 1)), jnp.arange(4096)))
+    many = np.asarray(numbers(np.tile(seeds[:1], (4096, 1)), np.arange(4096, dtype=np.int32)))
     assert abs(many.mean() - 0.5) < 0.03
     assert (many >= 0).all()
     assert (many < 1).all()
 
 
 def test_top_k_and_top_p_by_hand():
-    logits = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
+    logits, filtered = np.log(np.float32([[0.1, 0.4, 0.2, 0.3]])), jax.jit(filter_logits)
 
     def kept(top_k: int = 0, top_p: float = 1.0) -> list[bool]:
         asked = SlotSampling(
@@ -55,7 +56,7 @@ def test_top_k_and_top_p_by_hand():
             min_p_S=np.zeros(1, np.float32),
             seed_S2=np.zeros((1, 2), np.uint32),
         )
-        return np.isfinite(np.asarray(filter_logits(logits, asked)))[0].tolist()
+        return np.isfinite(np.asarray(filtered(logits, asked)))[0].tolist()
 
     assert kept(top_k=2) == [False, True, False, True]
     assert kept(top_p=0.4) == [False, True, False, False]

@@ -111,8 +111,13 @@ def test_the_engines_logits_are_those_of_transformers(
     fused, rotary = fused_weights(spec, weights, dtype), rotary_table(spec, LENGTH)
     kept = np.asarray(KEPT)
     expected = np.asarray(case["logits"])
-    states = jax.jit(partial(decoder.hidden_states, spec))(fused, rotary, ids)
-    logits = decoder.logits(spec, fused.ends, states[:, kept].reshape(-1, spec.width))
+
+    @jax.jit
+    def logits_of(fused: Any, rotary: Any, ids: jax.Array) -> jax.Array:
+        states = decoder.hidden_states(spec, fused, rotary, ids)
+        return decoder.logits(spec, fused.ends, states[:, kept].reshape(-1, spec.width))
+
+    logits = logits_of(fused, rotary, ids)
     assert_close(measured, case, "engine", logits.reshape(expected.shape), expected)
     cache, step = empty_cache(spec, 2, LENGTH, dtype), jax.jit(partial(decoder.decode_step, spec))
     for at in range(ids.shape[1]):

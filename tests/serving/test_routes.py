@@ -487,19 +487,6 @@ def test_unknown_routes_and_methods_are_errors_of_the_same_shape(asked: Ask) -> 
     assert asked("GET", "/v1/models/other")[0] == 404
 
 
-def test_a_text_beyond_all_hope_is_not_even_tokenized(asked: Ask) -> None:
-    text = "x" * (256 * CONTEXT + 1)
-    for path, fields in (
-        (CHAT, {"messages": [{"role": "user", "content": text}]}),
-        (PLAIN, {"prompt": text}),
-        ("/tokenize", {"prompt": text}),
-        ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
-    ):
-        status, _, answer = asked("POST", path, {"model": "policy", **fields})
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert "expected at most 24576 characters, found 24577" in answer["error"]["message"]
-
-
 def test_answers_are_as_the_schema_describes_them(asked: Ask) -> None:
     status, _, document = asked("GET", "/openapi.json")
     assert (status, document["openapi"][:3]) == (200, "3.1")

@@ -226,6 +226,7 @@ def _run(jobs: list[Callable[[], None]]) -> None:
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_two_processes_racing_for_slots_make_one_commit_each(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     slots = [f"rollouts/round-{i:05d}" for i in range(30)]

@@ -469,6 +469,7 @@ def test_large_objects_go_through_in_pieces_and_whole(gcs: FakeGCS) -> None:
     assert store.read("part") == data == store.read("whole")
 
 
+@pytest.mark.slow
 def test_a_store_opened_before_works_in_a_spawned_process(gcs: FakeGCS) -> None:
     store = open_store("gs://bucket/spawned", gcs.options)
     store.put_part("x", b"from the parent")

@@ -135,11 +135,14 @@ def test_attention_of_a_gpu_sees_the_same_pairs():
     shape = (2, length, HEADS, GROUP, SIZE)
     query = rng.normal(size=shape).astype(np.float32)
     keys, values = rng.normal(size=(2, 2, length, HEADS, SIZE)).astype(np.float32)
-    pairs = attention.pairs_of(jnp.asarray(segments), jnp.asarray(prompts))
-    found = attention.attend_fused(
-        jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), pairs, None, "xla"
-    )
-    expected = dense(query, keys, values, (segments, prompts, None))
+
+    @jax.jit
+    def fused(query, keys, values, segments, prompts):
+        pairs = attention.pairs_of(segments, prompts)
+        return attention.attend_fused(query, keys, values, pairs, None, "xla")
+
+    found = fused(query, keys, values, segments, prompts)
+    expected = jax.jit(dense)(query, keys, values, (segments, prompts, None))
     inside = segments > 0  # padding gets some finite mean
     np.testing.assert_allclose(np.asarray(found)[inside], np.asarray(expected)[inside], atol=2e-5)
     assert np.isfinite(np.asarray(found)).all()

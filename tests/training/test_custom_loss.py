@@ -110,15 +110,13 @@ def test_its_metrics_and_clipped_tokens_are_measured(tmp_path: Path) -> None:
 
 def test_one_number_is_averaged_over_microbatches_by_tokens(tmp_path: Path) -> None:
     arrays, scores = step()
-    total, by_token = (
-        step_loss(
-            StepSettings(objective=objective(tmp_path, name, aggregation="token_mean")),
-            ForwardOutputs(scores),
-            None,
-            arrays,
-        )[0]
-        for name in ("total", "by_token")
-    )
+
+    def loss(name: str) -> jax.Array:
+        chosen = StepSettings(objective=objective(tmp_path, name, aggregation="token_mean"))
+        of = lambda scores, arrays: step_loss(chosen, ForwardOutputs(scores), None, arrays)[0]
+        return jax.jit(of)(scores, arrays)
+
+    total, by_token = loss("total"), loss("by_token")
     assert float(total) == pytest.approx(float(by_token), rel=1e-6)
 
 

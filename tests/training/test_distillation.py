@@ -130,6 +130,7 @@ def played(root: Path, rounds: int, *items: str) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_that_teaches_itself_without_a_context_learns_nothing_new(tmp_path):
     """Teacher and policy are one: 0 for every token, whatever programs computed them."""
     run = played(tmp_path, 1, "distillation.coefficient=1")

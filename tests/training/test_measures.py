@@ -1,9 +1,11 @@
 """Metrics of an objective by token: against TRL's numbers, and by hand."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,12 +90,12 @@ def logs(*ratios):
 
 
 def rows_of(advantages, mask, segments):
-    blank = jnp.zeros(mask.shape)
+    blank = np.zeros(mask.shape, np.float32)
     return StepArrays(
-        token_ids=blank.astype(jnp.int32),
+        token_ids=blank.astype(np.int32),
         mask=mask > 0,
         segment_ids=segments,
-        positions=blank.astype(jnp.int32),
+        positions=blank.astype(np.int32),
         policy_logprobs=blank,
         advantages=advantages,
     )
@@ -101,11 +103,11 @@ def rows_of(advantages, mask, segments):
 
 def of(advantages, weights=(1.0,) * 6, **choice):
     objective = ObjectiveConfig(**choice)
-    logprobs, corrections = logs(1, 1.5, 0.5, 1, 1.1, 1.5), jnp.array([weights])
-    advantages = jnp.array([advantages])
-    rows = rows_of(advantages, jnp.asarray(MASK), jnp.asarray(SEGMENTS))
-    found = clipped_tokens(objective, logprobs, jnp.asarray(OLD), corrections, rows)
-    return found[0]
+    logprobs = np.log(np.float32([[1, 1.5, 0.5, 1, 1.1, 1.5]]))
+    corrections, advantages = np.float32([weights]), np.float32([advantages])
+    rows = rows_of(advantages, MASK, SEGMENTS)
+    found = jax.jit(partial(clipped_tokens, objective))(logprobs, OLD, corrections, rows)
+    return np.asarray(found)[0]
 
 
 @pytest.mark.slow

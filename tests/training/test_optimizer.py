@@ -1,6 +1,6 @@
 """AdamW: the schedule at every step, what decays, and the clip, by hand."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -59,11 +59,10 @@ def test_the_warm_start_decays_over_its_own_steps():
 
 def updated(gradient, **settings):
     training = TrainingConfig(**{"learning_rate": 0.1, "warmup_steps": 0, **settings})
-    parameters = {"matrix": jnp.ones((1, 2)), "norm": jnp.ones(2)}
+    parameters = {"matrix": np.ones((1, 2), np.float32), "norm": np.ones(2, np.float32)}
     optimizer = make_optimizer(policy_adamw(training), {"matrix": True, "norm": False})
-    gradients = {"matrix": jnp.asarray([gradient]), "norm": jnp.zeros(2)}
-    updates, state = optimizer.update(gradients, optimizer.init(parameters), parameters)
-    return updates, state
+    gradients = {"matrix": np.float32([gradient]), "norm": np.zeros(2, np.float32)}
+    return jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(parameters), parameters)
 
 
 def test_only_matrices_decay():
@@ -95,13 +94,13 @@ def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adamw():
         "o": LinearShape(layers=2, outputs=(3,), inputs=(2, 4)),
     }
     gradients = {name: rng.normal(0, 1e-3, shape) for name, shape in shapes.items()}
-    parameters = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    parameters = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     settings = {"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.5}
     adamw = policy_adamw(TrainingConfig(**settings, optimizer="muon"))
     optimizer = make_optimizer(adamw, dict.fromkeys(shapes, True), linears)
-    arrays = {name: jnp.asarray(each, jnp.float32) for name, each in gradients.items()}
-    state = optimizer.init(parameters)
-    updates, state = optimizer.update(arrays, state, parameters)
+    arrays = {name: each.astype(np.float32) for name, each in gradients.items()}
+    state = jax.jit(optimizer.init)(parameters)
+    updates, _ = jax.jit(optimizer.update)(arrays, state, parameters)
     # Nesterov's momentum of one gradient is a multiple of it, which has the same direction.
     for name, rows, inputs in (("q", 6, 4), ("o", 3, 8)):
         for layer in range(2):
@@ -112,7 +111,6 @@ def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adamw():
     np.testing.assert_allclose(
         updates["embedding"], -0.1 * (np.sign(gradients["embedding"]) + 0.5), atol=1e-3
     )
-    assert make_optimizer(adamw, dict.fromkeys(shapes, True), {}).init(parameters) is not None
 
 
 def test_the_gradient_is_clipped_before_the_moments():

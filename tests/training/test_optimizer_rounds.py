@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.cases import others_slow
 from training.trained_runs import begin, play
 from transformers import PreTrainedTokenizerBase
 
@@ -168,13 +167,10 @@ def test_a_wrong_number_is_named(third: Run) -> None:
             optimizer_round(dataclasses.replace(found[0], extra=extra))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "retention"),
-    others_slow(
-        product([1, 2, 3, 8], [{}, {"checkpoints_last": 2}]),
-        (3, {"checkpoints_last": 2}),
-        several=True,
-    ),
+    product([1, 2, 3, 8], [{}, {"checkpoints_last": 2}]),
     ids=str,
 )
 def test_the_plan_is_what_lies_there(debug: Load, tokenizer, every: int, retention) -> None:

@@ -202,16 +202,14 @@ def test_on_policy_a_cut_rollout_has_the_gradient_of_an_uncut_one(
     def gradient(name: str) -> list[float]:
         batch = BATCHES[name]
         arrays, _ = step_arrays(batch, len(batch.token_ids), 1)
-        placed = jax.tree.map(jnp.asarray, arrays)
-        weights = row_weights(placed, StepSettings(objective=chosen, length_norm=10))
-        old = jnp.asarray(batch.policy_logprobs)
+        old, mask = batch.policy_logprobs, batch.loss_mask.astype(np.float32)
 
-        def loss(logprobs):
-            mask = jnp.asarray(batch.loss_mask, jnp.float32)
+        def loss(logprobs, placed):
+            weights = row_weights(placed, StepSettings(objective=chosen, length_norm=10))
             losses = policy_losses(chosen, logprobs, old, batch.advantages, mask, batch.segment_ids)
             return weighted_sum(weights, losses)
 
-        return by_token(batch, jax.grad(loss)(old))
+        return by_token(batch, jax.jit(jax.grad(loss))(old, arrays))
 
     assert_allclose(gradient("cut"), gradient("uncut"), rtol=1e-5)
     assert_allclose(gradient("packed"), gradient("uncut"), rtol=1e-5)
