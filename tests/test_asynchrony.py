@@ -78,9 +78,7 @@ OLDER: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("recorded", "expected"), OLDER)
-def test_keys_that_older_runs_recorded_have_a_place(
-    recorded: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_keys_that_older_runs_recorded_have_a_place(recorded, expected):
     section = AsynchronyConfig(max_staleness=2, **of_older_version(recorded))
     assert section == AsynchronyConfig(max_staleness=2, **expected)
     as_it_is = section.model_dump()
@@ -116,9 +114,7 @@ filters.zero_signal=true; asynchrony.dynamic_sampling=filter; rollouts.source=pu
 
 
 @pytest.mark.parametrize(("overrides", "message"), refusals(KEYS_REFUSED))
-def test_keys_that_cannot_go_together_are_refused_with_what_to_do(
-    overrides: list[str], message: str
-) -> None:
+def test_keys_that_cannot_go_together_are_refused_with_what_to_do(overrides, message):
     with pytest.raises(ConfigError, match=message):
         configured(*overrides)
 
@@ -200,9 +196,7 @@ asynchrony.max_staleness=1; objective.surrogate=reinforce
 
 
 @pytest.mark.parametrize(("overrides", "message"), refusals(MODES_REFUSED))
-def test_modes_that_a_run_cannot_have_are_refused_with_what_to_do(
-    overrides: list[str], message: str
-) -> None:
+def test_modes_that_a_run_cannot_have_are_refused_with_what_to_do(overrides, message):
     with pytest.raises(ConfigError, match=message):
         configured(*overrides)
 

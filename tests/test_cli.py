@@ -86,9 +86,7 @@ def test_a_round_below_zero_is_refused(command: str) -> None:
     assert "Invalid value for '--round'" in refused.output
 
 
-def test_a_run_goes_on_from_inside_its_folder(
-    root: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_from_inside_its_folder(root, name, monkeypatch):
     """`.` is the folder of a run as well as a path to it is."""
     for place, file in ((Path(root, name), "."), (Path(root, name, "rollouts"), "..")):
         monkeypatch.chdir(place)
@@ -115,9 +113,7 @@ def test_numbers_of_sql_are_numbers(root: str, name: str) -> None:
 @pytest.mark.parametrize(
     "query", ["select [interval 1 day] days", "select 1::union(n int, s text) u", "select nothing"]
 )
-def test_queries_without_an_answer_that_a_table_holds_are_refused(
-    root: str, name: str, query: str
-) -> None:
+def test_queries_without_an_answer_that_a_table_holds_are_refused(root, name, query):
     for how in ((), ("--json",)):
         refused = invoke("sql", name, query, *how, "--root", root)
         assert isinstance(refused.exception, InputError), refused.exception
@@ -147,9 +143,7 @@ def test_a_round_without_rollouts_is_an_error(root: str, name: str) -> None:
     assert isinstance(shown.exception, ObjectMissing)
 
 
-def test_audit_balances_and_fails_once_a_file_is_altered(
-    root: str, name: str, tmp_path: Path
-) -> None:
+def test_audit_balances_and_fails_once_a_file_is_altered(root, name, tmp_path):
     assert invoke("audit", name, "--root", root).exit_code == 0
     copy = tmp_path / name
     subprocess.run(["cp", "-r", str(Path(root, name)), str(copy)], check=True)
@@ -172,9 +166,7 @@ def test_every_shipped_configuration_validates_and_plans(path: Path, tmp_path: P
         assert word in plan.output
 
 
-def test_a_dry_run_whose_bucket_does_not_answer_plans_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dry_run_whose_bucket_does_not_answer_plans_and_says_so(monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{free_port()}")
     plan = invoke("run", str(CONFIGS / "prod.yaml"), "--dry-run", "--set", "root=gs://none/runs")
     assert plan.exit_code == 0
@@ -210,9 +202,7 @@ def test_config_show_resolves_defaults_and_overrides() -> None:
         ("replay-step run 3", "3 is no longer understood: it is `--round N` now"),
     ],
 )  # fmt: skip
-def test_spellings_of_earlier_versions_are_answered_with_the_present_ones(
-    command: str, present: str
-) -> None:
+def test_spellings_of_earlier_versions_are_answered_with_the_present_ones(command, present):
     refused = invoke(*command.split())
     assert refused.exit_code == 2, refused.exception
     assert present in " ".join(refused.output.split())
@@ -294,9 +284,7 @@ def test_the_root_of_a_new_run_is_that_of_the_command_line_the_environment_or_th
     assert "of-the-environment" in plan
 
 
-def test_a_run_is_named_by_its_id_too(
-    root: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_is_named_by_its_id_too(root, name, monkeypatch, tmp_path):
     assert f"Plan of {name}" in invoke("run", name, "--root", root, "--dry-run").output
     monkeypatch.setenv("MARIN_RL_ROOT", root)
     assert f"Plan of {name}" in invoke("run", name, "--dry-run").output
@@ -320,9 +308,7 @@ def test_a_run_is_named_by_its_id_too(
         ("serve", "serve needs a RUN or --model FOLDER, and not both"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
-    root: str, name: str, command: str, message: str
-) -> None:
+def test_options_that_do_not_go_together_are_refused(root, name, command, message):
     refused = invoke(*command.format(name=name).split(), "--root", root)
     assert isinstance(refused.exception, ConfigError), refused.exception
     assert message in str(refused.exception)
@@ -394,9 +380,7 @@ def test_pairs_of_a_run_are_written_as_a_file(root: str, name: str, tmp_path: Pa
     [KeyboardInterrupt(), RuntimeError("Error calling function `_ser_model`: KeyboardInterrupt: ")],
     ids=["itself", "of a library"],
 )
-def test_an_interrupt_is_a_line_and_exit_code_130(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_is_a_line_and_exit_code_130(error, monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         raise error
 

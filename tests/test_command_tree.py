@@ -80,9 +80,7 @@ def test_one_idea_has_one_spelling():
     "name",
     sorted(TREE.keys() - WITHOUT_RUN - BEGINNERS - {"env try", "env check", "view", "serve"}),
 )
-def test_the_root_of_the_environment_is_honoured(
-    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_root_of_the_environment_is_honoured(name, tmp_path, monkeypatch):
     """A run that is not there is looked for under MARIN_RL_ROOT; the message names the place."""
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / "elsewhere"))
     monkeypatch.chdir(tmp_path)

@@ -56,9 +56,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_endpoint_that_gives_text_alone(
-    endpoint: FakePolicyServer, prompts: Path, tmp_path: Path
-) -> None:
+def test_an_endpoint_that_gives_text_alone(endpoint, prompts, tmp_path):
     rows = tmp_path / "rows.parquet"
     shown = invoke(
         "--endpoint", endpoint.url, "--model", "gpt-x", "--env", str(prompts), "--k", "1,3",
@@ -81,9 +79,7 @@ def test_an_endpoint_that_gives_text_alone(
     assert frame["n_completion_tokens"].to_list() == [0] * 12
 
 
-def test_an_endpoint_that_ignores_n_is_asked_again(
-    endpoint: FakePolicyServer, prompts: Path
-) -> None:
+def test_an_endpoint_that_ignores_n_is_asked_again(endpoint, prompts):
     endpoint.fault = lambda body: "fewer" if body["n"] > 1 else None
     found = evaluate_target(
         Target(endpoint=endpoint.url, model="gpt-x"),
@@ -94,9 +90,7 @@ def test_an_endpoint_that_ignores_n_is_asked_again(
     assert len(set(seeds)) == 8  # the second choice is another sample, not the first again
 
 
-def test_a_configuration_gives_environment_and_sampling(
-    endpoint: FakePolicyServer, tmp_path: Path
-) -> None:
+def test_a_configuration_gives_environment_and_sampling(endpoint, tmp_path):
     (tmp_path / "own.yaml").write_text(
         "run_id: own\nenvironment: {name: echo}\nsampling: {max_tokens: 7}\n"
     )

@@ -118,12 +118,7 @@ def odd(run: Run, tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
     ids=" ".join,
 )
-def test_names_of_folders_and_columns_are_shown_as_they_are(
-    odd: str,
-    command: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_names_of_folders_and_columns_are_shown_as_they_are(odd, command, monkeypatch, capsys):
     """As a shell runs them, so that it holds for errors too."""
     monkeypatch.setenv("MARIN_RL_ROOT", odd)
     monkeypatch.setattr("sys.argv", ["marin-rl", *(word.replace("ROOT", odd) for word in command)])

@@ -119,9 +119,7 @@ def test_facts_that_differ_are_named_and_machines_have_folders_of_their_own(monk
         ({"HTTPS_PROXY": "http://h:1", "NO_PROXY": "*"}, "*"),
     ],
 )
-def test_no_request_to_this_machine_goes_through_a_proxy(
-    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_to_this_machine_goes_through_a_proxy(variables, expected, monkeypatch):
     for kind in ("http", "https", "all", "no"):
         monkeypatch.delenv(f"{kind}_proxy", raising=False)
         monkeypatch.delenv(f"{kind.upper()}_PROXY", raising=False)

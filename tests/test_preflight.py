@@ -253,9 +253,7 @@ def never(example, completion):
         ("never", r"6 of 6 probes have no reward: .*does the function return one\?"),
     ],
 )
-def test_a_reward_may_abstain(
-    tmp_path, caplog, monkeypatch, function: str, notice: str | None
-) -> None:
+def test_a_reward_may_abstain(tmp_path, caplog, monkeypatch, function, notice):
     (tmp_path / "abstaining.py").write_text(ABSTAINING)
     rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
@@ -398,9 +396,7 @@ def test_a_row_that_would_be_learned_otherwise_is_named_before_any_work(tmp_path
         ),
     ],
 )
-def test_a_template_that_a_run_cannot_be_played_by_is_refused(
-    tmp_path, template, overrides, words
-) -> None:
+def test_a_template_that_a_run_cannot_be_played_by_is_refused(tmp_path, template, overrides, words):
     with pytest.raises(InputError) as raised:
         before_engines(with_folder(tmp_path, template, *overrides), "rl-loop")
     assert words in str(raised.value)

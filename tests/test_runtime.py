@@ -114,9 +114,7 @@ def test_the_checkpoint_is_served_and_the_canary_agrees(embedded: RunRuntime) ->
     assert prove(policy, embedded.trainer.models()[0], config, temperature=0.7).nats < 1e-4
 
 
-def test_an_endpoint_without_temperature_in_its_logprobs_is_not_called_stale(
-    embedded: RunRuntime,
-) -> None:
+def test_an_endpoint_without_temperature_in_its_logprobs_is_not_called_stale(embedded):
     policy, config = embedded.serve(embedded.init_policy()), debug(Path("unused")).inference
     model = embedded.trainer.models()[0]
     other = build_model(debug(Path("unused")).policy, len(embedded.tokenizer), seed=7)
@@ -130,9 +128,7 @@ def test_an_endpoint_without_temperature_in_its_logprobs_is_not_called_stale(
             prove(policy, model, config, temperature=0.7)
 
 
-def test_a_small_difference_may_be_rounding_and_a_large_one_is_other_weights(
-    embedded: RunRuntime,
-) -> None:
+def test_a_small_difference_may_be_rounding_and_a_large_one_is_other_weights(embedded):
     policy, config = embedded.serve(embedded.init_policy()), debug(Path("unused")).inference
     model = embedded.trainer.models()[0]
     for factor, rounding in ((1.01, True), (30.0, False)):
@@ -184,9 +180,7 @@ def test_a_round_of_the_past_is_not_served_for_the_present(embedded: RunRuntime)
 
 
 @pytest.mark.slow
-def test_a_remote_endpoint_is_given_the_weights_and_proves_them(
-    tmp_path: Path, remote: PolicyServer
-) -> None:
+def test_a_remote_endpoint_is_given_the_weights_and_proves_them(tmp_path, remote):
     config = debug(
         tmp_path,
         f"inference.endpoints=[{remote.base_url}]",

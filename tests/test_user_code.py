@@ -65,9 +65,7 @@ def test_a_reward_of_a_file_scores_in_its_process(folder: Path) -> None:
         ("rewards.py:score#" + "0" * 64, "was changed: expected SHA-256 0000"),
     ],
 )
-def test_a_wrong_name_is_refused_when_the_configuration_is_read(
-    folder: Path, spec: str, message: str
-) -> None:
+def test_a_wrong_name_is_refused_when_the_configuration_is_read(folder, spec, message):
     (folder / "broken.py").write_text("def score(example, completion):\n    return (\n")
     with pytest.raises(ConfigError, match=r"environment\.options\.reward: .*" + message):
         load_config(folder / "a.yaml", [f"environment.options.reward={spec}"])

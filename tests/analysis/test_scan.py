@@ -350,9 +350,7 @@ OWNERS = [("run", 0), ("run", 1), ("run", 2), ("fork", 2)]  # of each round that
 
 
 @pytest.mark.parametrize("table", SCANS)
-def test_shared_rounds_of_a_fork_are_their_ancestors_and_there_once(
-    family: str, table: str
-) -> None:
+def test_shared_rounds_of_a_fork_are_their_ancestors_and_there_once(family, table):
     scan, played = SCANS[table], [place for place in OWNERS if table != "evals" or place[1]]
     rows = scan(family, "run").filter(pl.col("round") == 1).collect().height
     assert rows > 0
@@ -378,9 +376,7 @@ def test_tables_of_a_fork_join_by_run_and_rollout(family: str) -> None:
     assert sql(family, "fork", query).item() == rollouts.collect().height
 
 
-def test_a_part_of_a_bucket_is_fetched_when_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_part_of_a_bucket_is_fetched_when_it_is_asked_for(monkeypatch):
     """Metrics alone are read to know their columns; and no condition on the round is lost."""
     run = whole_run(f"memory://{uuid.uuid4().hex}", 3, shards=1)
     for round in range(3):

@@ -211,9 +211,7 @@ def with_other_norms(run: Run, round: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", BASELINES.values(), ids=BASELINES)
-def test_runs_with_an_optimal_token_baseline_pass_and_it_is_checked(
-    tmp_path: Path, choices
-) -> None:
+def test_runs_with_an_optimal_token_baseline_pass_and_it_is_checked(tmp_path, choices):
     reduced = [each for each in SETTINGS if not each.startswith(("objective.", "evaluation."))]
     # Probabilities and lengths differ much, so that weights and what is compared do.
     varied = (
@@ -281,9 +279,7 @@ def test_a_true_run_passes(played: Path) -> None:
     assert named <= {found.metric for found in findings if found.round == 1}
 
 
-def test_weights_by_hand_of_an_earlier_version_are_taken_as_recorded(
-    copy: Run, tmp_path: Path
-) -> None:
+def test_weights_by_hand_of_an_earlier_version_are_taken_as_recorded(copy, tmp_path):
     manifest = tmp_path / "debug" / rollouts_slot(1) / "manifest.json"
     told = json.loads(manifest.read_bytes())
     del told["digest"]

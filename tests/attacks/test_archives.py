@@ -157,9 +157,7 @@ def test_files_of_other_runs_are_not_whole(entries: Entries, tmp_path: Path) -> 
     ids=["link", "hard link", "pipe", "device", "block", "folder", "contiguous", "sparse", "long",
          "global", "unknown"],
 )  # fmt: skip
-def test_entries_that_are_no_regular_files_are_refused(
-    entries: Entries, tmp_path: Path, kind: bytes, link: str
-) -> None:
+def test_entries_that_are_no_regular_files_are_refused(entries, tmp_path, kind, link):
     entry = header(info_of("run/evil", type=kind, linkname=link))
     assert_refused(tar_of(tmp_path / "a.tar", entries, last=entry), "expected regular files alone")
     assert_refused(tar_of(tmp_path / "b.tar", entries, first=entry), "expected regular files alone")
@@ -219,9 +217,7 @@ def test_sparse_entries_are_refused(entries: Entries, tmp_path: Path, name: str)
     ids=["long", "negative", "many digits", "large", "elsewhere", "link", "two", "alone", "empty",
          "size", "twice", "after the end", "noise"],
 )  # fmt: skip
-def test_headers_that_ask_for_more_are_refused(
-    entries: Entries, tmp_path: Path, entry: bytes, words: str
-) -> None:
+def test_headers_that_ask_for_more_are_refused(entries, tmp_path, entry, words):
     assert_refused(tar_of(tmp_path / "a.tar", entries, last=entry), words)
 
 
@@ -247,9 +243,7 @@ def test_contents_that_are_none_are_refused(entries: Entries, tmp_path: Path, da
     ],
     ids=lambda change: str(change)[:40],
 )  # fmt: skip
-def test_contents_of_other_shapes_are_refused(
-    entries: Entries, tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_contents_of_other_shapes_are_refused(entries, tmp_path, change):
     assert_refused(tar_of(tmp_path / "a.tar", listed(entries, **change)), r"contents\.json")
 
 

@@ -96,9 +96,7 @@ def shape_of(value: object, depth: int = 0) -> tuple[int, int, int, int]:
 
 
 @given(value=st.lists(JSON), ascii=st.integers(0, 1), chunk=st.integers(2, 40))
-def test_counts_in_the_bytes_equal_those_of_a_parser(
-    value: list[object], ascii: int, chunk: int
-) -> None:
+def test_counts_in_the_bytes_equal_those_of_a_parser(value, ascii, chunk):
     data = json.dumps(value, ensure_ascii=bool(ascii)).encode()
     names = ("values_max", "names_max", "containers_max", "depth_max")
     counts = dict(zip(names, shape_of(value), strict=True))
@@ -122,9 +120,7 @@ def test_counts_in_the_bytes_equal_those_of_a_parser(
     ],
     ids=["values", "names", "objects", "lists in lists", "objects in objects"],
 )
-def test_a_body_beyond_a_bound_is_an_error_that_names_it(
-    kind: type, data: bytes, words: str
-) -> None:
+def test_a_body_beyond_a_bound_is_an_error_that_names_it(kind, data, words):
     with pytest.raises(ApiError, match=words) as caught:
         parse(kind, data)
     assert caught.value.status == 400

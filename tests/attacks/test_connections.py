@@ -3,7 +3,6 @@
 import json
 import socket
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from support.servers import (
@@ -80,9 +79,7 @@ def test_a_body_in_chunks_is_cut_off_at_the_limit(server: PolicyServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("ending", [b"\x00\xff garbage\r\n\r\n" * 100, b""], ids=["garbage", "end"])
-def test_a_client_that_stops_speaking_http_or_leaves_frees_its_slots(
-    server: PolicyServer, ending: bytes, stream: Any
-) -> None:
+def test_a_client_that_stops_speaking_http_or_leaves_frees_its_slots(server, ending, stream):
     body = json.dumps(chat_body(n=64, max_tokens=90, stream=stream)).encode()
     with raw(server) as connection:
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)

@@ -194,9 +194,7 @@ async def first_step(episode: PlayedEpisode) -> Any:
         (endless(b" ", 0.05), EnvironmentTimeout, "took longer than 1 s"),
     ],
 )
-def test_wrong_answers_of_nemo_gym_are_named_faults(
-    tmp_path: Path, answer: Write, error: type[Exception] | None, words: str
-) -> None:
+def test_wrong_answers_of_nemo_gym_are_named_faults(tmp_path, answer, error, words):
     answers = {"openapi.json": said({"paths": ROUTES}), "seed_session": said({})}
     with serving(**answers, verify=answer) as server:
         _, opened = gym(tmp_path, server.url)
@@ -246,9 +244,7 @@ def turn_of(calls: list[dict[str, str]]) -> Turn:
         (REDIRECT, "a redirect, and none is followed"),
     ],
 )
-def test_a_server_that_describes_itself_wrongly_is_refused_at_the_start(
-    tmp_path: Path, described: Write, words: str
-) -> None:
+def test_a_server_that_describes_itself_wrongly_is_refused_at_the_start(tmp_path, described, words):
     with serving(**{"openapi.json": described}) as server, pytest.raises(InputError, match=words):
         gym(tmp_path, server.url)
 

@@ -47,9 +47,7 @@ def test_no_home_for_compiled_programs_is_a_warning(home: str, tmp_path: Path) -
     assert "MARIN_RL_COMPILATION_CACHE" in done.stderr
 
 
-def test_a_home_that_cannot_be_written_is_a_warning_and_no_history(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_home_that_cannot_be_written_is_a_warning_and_no_history(tmp_path, caplog, monkeypatch):
     from flows import server
 
     (tmp_path / "file").write_bytes(b"")
@@ -64,9 +62,7 @@ def test_a_home_that_cannot_be_written_is_a_warning_and_no_history(
 
 
 @pytest.mark.parametrize("home", others_slow(HOMES[:3], HOMES[0]))
-def test_a_run_that_cannot_be_remembered_is_a_warning(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_cannot_be_remembered_is_a_warning(home, tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", homeless(home, tmp_path)["HOME"])
     run = Run.create_or_open(configuration(str(tmp_path / "runs")))

@@ -206,9 +206,7 @@ def update(server: PolicyServer, body: dict[str, Any]) -> tuple[int, dict[str, A
     return status, answer
 
 
-def test_weights_come_from_below_the_servers_roots_alone(
-    server: PolicyServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_come_from_below_the_servers_roots_alone(server, folder, tmp_path, monkeypatch):
     secret = tmp_path / "home"
     (secret / "private-diary").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(secret))

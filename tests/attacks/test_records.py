@@ -10,7 +10,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -94,9 +93,7 @@ def test_every_command_answers_or_refuses_every_forged_run(origin: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", FORGED_RECORDS)
-def test_a_bad_folder_hides_and_ends_no_neighbour(
-    origin: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_folder_hides_and_ends_no_neighbour(origin, tmp_path, name, caplog):
     forged(origin, tmp_path, name)
     looks = each_run(str(tmp_path), lambda run_id: run_status(str(tmp_path), run_id))
     seen = {item.run_id: item for item in looks}
@@ -275,9 +272,7 @@ def _cut(data: bytes) -> bytes:
     ],
     ids=["bit", "cut", "more", "renamed", "bytes", "torn", "torn and again", "empty", "as it was"],
 )
-def test_damage_of_the_lines_is_named(
-    origin: Path, tmp_path: Path, change: Callable[[bytes], bytes], verdict: str
-) -> None:
+def test_damage_of_the_lines_is_named(origin, tmp_path, change, verdict):
     shutil.copytree(origin / "run", tmp_path / "run")
     lines = tmp_path / "run/metrics.jsonl"
     lines.write_bytes(change(lines.read_bytes()))

@@ -468,9 +468,7 @@ def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_bubblewrap_that_cannot_make_namespaces_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_bubblewrap_that_cannot_make_namespaces_is_refused(monkeypatch, tmp_path):
     unfit = tmp_path / "bwrap"
     unfit.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     unfit.chmod(0o755)

@@ -108,9 +108,7 @@ def family(file: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_children_of_a_reward_end_at_the_time_limit(
-    folder: Path, example: Example, tmp_path: Path
-) -> None:
+def test_children_of_a_reward_end_at_the_time_limit(folder, example, tmp_path):
     config = configured(folder, reward_timeout_s=4)
     scorer = Scorer(make_environment(config), config)
     found = rewards(scorer, example, "a", f"family and hang:{tmp_path / 'ids'}", "abc")
@@ -121,9 +119,7 @@ def test_children_of_a_reward_end_at_the_time_limit(
 
 
 @pytest.mark.slow
-def test_children_of_a_reward_end_with_the_scorer(
-    folder: Path, example: Example, tmp_path: Path
-) -> None:
+def test_children_of_a_reward_end_with_the_scorer(folder, example, tmp_path):
     config = configured(folder)
     scorer = Scorer(make_environment(config), config)
     rewards(scorer, example, f"family:{tmp_path / 'ids'}")
@@ -145,9 +141,7 @@ def test_memory_beyond_the_limit_costs_one_rollout(scorer: Scorer, example: Exam
     assert "MemoryError" in str(found[1])
 
 
-def test_output_of_a_reward_is_bounded_and_has_no_control_characters(
-    scorer: Scorer, example: Example, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_a_reward_is_bounded_and_has_no_control_characters(scorer, example, capsys):
     assert rewards(scorer, example, "flood", "abc") == [5.0, 3.0]
     printed = capsys.readouterr().err
     assert "prints more than" in printed
@@ -159,9 +153,7 @@ def test_a_reward_that_reads_its_input_takes_no_questions(scorer: Scorer, exampl
     assert rewards(scorer, example, "input", "abc") == [0.0, 3.0]
 
 
-def test_a_supervisor_that_is_killed_takes_its_worker_along(
-    folder: Path, example: Example, tmp_path: Path
-) -> None:
+def test_a_supervisor_that_is_killed_takes_its_worker_along(folder, example, tmp_path):
     config = configured(folder)
     scorer = Scorer(make_environment(config), config)
     rewards(scorer, example, "abc")

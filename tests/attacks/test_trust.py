@@ -109,9 +109,7 @@ def refusal(*arguments: str) -> str:
     return str(result.exception)
 
 
-def test_endpoints_and_keys_of_a_run_are_not_used(
-    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endpoints_and_keys_of_a_run_are_not_used(tmp_path, listener, monkeypatch):
     whole_run(str(tmp_path), 1, environment={"name": "echo"})
     boards = tmp_path / "boards"
     forge(
@@ -142,18 +140,14 @@ def test_endpoints_and_keys_of_a_run_are_not_used(
     assert listener.heard == []
 
 
-def test_a_server_on_another_machine_needs_no_consent_to_a_trainers_endpoints(
-    tmp_path: Path,
-) -> None:
+def test_a_server_on_another_machine_needs_no_consent_to_a_trainers_endpoints(tmp_path):
     whole_run(str(tmp_path), 1, environment={"name": "echo"})
     forge(tmp_path / "run", inference={"endpoints": ["registered"], "publish": "pull"})
     config = serving_config(None, None, str(tmp_path), "run")
     assert (config.inference.endpoints, config.inference.publish) == ((), "none")
 
 
-def test_named_settings_take_the_place_of_the_runs(
-    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_settings_take_the_place_of_the_runs(tmp_path, listener, monkeypatch):
     whole_run(str(tmp_path), 1, environment={"name": "echo"})
     forge(tmp_path / "run", inference={"endpoints": ["http://127.0.0.1:1/v1"]})
     folder = str(tmp_path / "run")
@@ -196,9 +190,7 @@ def test_no_free_key_that_reaches_beyond_the_folder_is_read_from_it(tmp_path: Pa
     assert run.config.rounds == fresh.rounds  # the plan of a run is its own
 
 
-def test_sections_that_are_null_by_default_are_compared_with_their_own_defaults(
-    tmp_path: Path,
-) -> None:
+def test_sections_that_are_null_by_default_are_compared_with_their_own_defaults(tmp_path):
     warm = {"name": "echo", "reward_timeout_s": 10.0}
     whole_run(str(tmp_path), 1, sft={"environment": warm})
     run = Run.open(str(tmp_path), "run")
@@ -297,9 +289,7 @@ def test_code_of_the_package_needs_no_trust(tmp_path: Path) -> None:
         check_named(run, run.config, Consent())
 
 
-def test_settings_that_were_withdrawn_since_are_dropped_from_ones_own_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_were_withdrawn_since_are_dropped_from_ones_own_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     run = Run.create_or_open(configuration(str(tmp_path), rounds=7))
     remember(run)

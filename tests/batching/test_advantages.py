@@ -183,9 +183,7 @@ def test_rloo_is_the_leave_one_out_difference(rewards: list[float | None]) -> No
 @given(
     st.lists(REWARDS, min_size=1, max_size=9), st.sampled_from(sorted({*WITHIN_GROUPS} - {"maxrl"}))
 )
-def test_advantages_sum_to_zero_and_ignore_a_constant(
-    rewards: list[float | None], name: str
-) -> None:
+def test_advantages_sum_to_zero_and_ignore_a_constant(rewards, name):
     reward = rewards_array(rewards)
     advantage = WITHIN_GROUPS[name](reward)
     assert_allclose(advantage.sum(), 0.0, atol=1e-8)

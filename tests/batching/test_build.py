@@ -78,14 +78,7 @@ def _sampled(name: str, members: int, *, prompt: list[int], tokens: int) -> Roll
         pytest.param(2, 30, 2, 1, (32, 1, 16), id="a sequence a row"),
     ],
 )
-def test_auto_makes_rows_for_whole_groups(
-    tmp_path: Path,
-    members: int,
-    prompt: int,
-    tokens: int,
-    microbatch: int,
-    expected: tuple[int, int, int],
-) -> None:
+def test_auto_makes_rows_for_whole_groups(tmp_path, members, prompt, tokens, microbatch, expected):
     run = _run(
         tmp_path,
         batching={"packing": "auto"},
@@ -113,9 +106,7 @@ def test_auto_gives_prompts_that_differ_to_each_of_their_completions(tmp_path: P
 
 
 @pytest.mark.parametrize("packing", ["sequences", "shared_prompt", "auto"])
-def test_rollouts_of_several_policies_are_packed_as_they_are_padded(
-    tmp_path: Path, packing: str
-) -> None:
+def test_rollouts_of_several_policies_are_packed_as_they_are_padded(tmp_path, packing):
     """Each token keeps its mask, its sampler's logprob and its advantage, wherever it lies."""
     several = {"policy_versions": [0, 0, 1, 1, 2], "version": 1}
     members = [
@@ -247,9 +238,7 @@ def test_every_fate_has_its_reason(tmp_path: Path) -> None:
         {"entropy_coefficient": 0.01},
     ],
 )
-def test_kl_and_entropy_are_signals_where_rewards_are_equal(
-    objective: dict[str, Any], tmp_path: Path
-) -> None:
+def test_kl_and_entropy_are_signals_where_rewards_are_equal(objective, tmp_path):
     run = _run(tmp_path, objective=objective)
     _built(run, [group("g", [1.0, 1.0, 1.0])])
     assert set(_fates(run).values()) == {"consumed"}
@@ -383,9 +372,7 @@ def test_pass_at_k_drops_groups_of_fewer_than_k(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("advantage", "worth"), [("reinforce", 1.0), ("reinforce_batch", 0.5)])
-def test_groups_of_one_are_trained_on_without_a_groups_baseline(
-    tmp_path: Path, advantage: str, worth: float
-) -> None:
+def test_groups_of_one_are_trained_on_without_a_groups_baseline(tmp_path, advantage, worth):
     alone = {"group_size": 1, "group_size_min": 1}
     run = _run(tmp_path, objective={"advantage": advantage}, rollouts=alone)
     _built(run, [group("a", [1.0]), group("b", [0.0])])
@@ -554,9 +541,7 @@ def _contents(batches: list[TrainingBatch]) -> dict[str, list[list[float]]]:
 
 @settings(max_examples=12)
 @given(ROUND, st.integers(0, 2), FILTERS)
-def test_generated_is_consumed_filtered_stale_and_failed(
-    drawn: list[list[dict[str, Any]]], staleness: int, filters: dict[str, bool]
-) -> None:
+def test_generated_is_consumed_filtered_stale_and_failed(drawn, staleness, filters):
     run = _memory_run(
         filters=filters,
         batching={"staleness_rounds_max": staleness, "sequences_per_step": 3},
@@ -584,9 +569,7 @@ def test_generated_is_consumed_filtered_stale_and_failed(
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(ROUND, st.sampled_from([(), (16,), (11, 64), (128,)]), st.integers(1, 9))
-def test_padding_and_step_size_change_nothing_that_is_trained_on(
-    drawn: list[list[dict[str, Any]]], buckets: tuple[int, ...], rows: int
-) -> None:
+def test_padding_and_step_size_change_nothing_that_is_trained_on(drawn, buckets, rows):
     plain = _memory_run(batching={"staleness_rounds_max": 9})
     other = _memory_run(
         batching={
@@ -606,9 +589,7 @@ def test_padding_and_step_size_change_nothing_that_is_trained_on(
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(ROUND, st.integers(1, 4))
-def test_the_number_of_shards_changes_no_sample(
-    drawn: list[list[dict[str, Any]]], cut: int
-) -> None:
+def test_the_number_of_shards_changes_no_sample(drawn, cut):
     groups = _groups(drawn)
     cut = min(cut, len(groups) - 1)
     whole = _memory_run(batching={"staleness_rounds_max": 9})

@@ -83,9 +83,7 @@ def _used(run: Run, round: int) -> list[str]:
         ({"groups": 1, "select": "prioritised"}, [["b0"], ["b1"], ["b2"]]),
     ], first=5, several=True),
 )  # fmt: skip
-def test_groups_are_used_again_in_the_configured_order(
-    tmp_path: Path, replay: dict[str, Any], expected: list[list[str]]
-) -> None:
+def test_groups_are_used_again_in_the_configured_order(tmp_path, replay, expected):
     run = Run.create_or_open(_config(tmp_path, **replay))
     refs = _play(run, 4)
     assert _used(run, 0) == ["a0", "b0"]
@@ -108,9 +106,7 @@ def _sealed(run: Run, round: int) -> SlotRef:
     return SlotRef(slot=parent.slot, sha256=parent.sha256)
 
 
-def test_a_round_is_trained_on_its_groups_and_then_on_those_of_earlier_rounds(
-    tmp_path: Path,
-) -> None:
+def test_a_round_is_trained_on_its_groups_and_then_on_those_of_earlier_rounds(tmp_path):
     run = Run.create_or_open(_config(tmp_path))
     ref = _play(run, 2)[1]
     (batch,) = read_batches(run, ref)

@@ -108,9 +108,7 @@ FILE = "rows.jsonl, line 3"
         (CHATML, "word" * 50, r"have \d+ tokens, but policy.context_length is 150"),
     ],
 )
-def test_a_row_that_is_not_learned_as_it_is_written_is_refused(
-    tmp_path: Path, template: str, answer: str, words: str
-) -> None:
+def test_a_row_that_is_not_learned_as_it_is_written_is_refused(tmp_path, template, answer, words):
     policy = policy_as_begun(
         PolicyConfig(tokenizer=str(chat_folder(tmp_path / "folder", template, nfc=True)))
     )

@@ -106,9 +106,7 @@ def flat(batch: TrainingBatch, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("discount", [None, 0.5])
 @pytest.mark.parametrize("packing", ["sequences", "shared_prompt"])
-def test_packed_rows_train_the_tokens_of_padded_ones(
-    tmp_path: Path, packing: str, discount: float | None
-) -> None:
+def test_packed_rows_train_the_tokens_of_padded_ones(tmp_path, packing, discount):
     """All turns of a dialogue, not only the last ones, and those of all segments."""
     objective = {"turn_discount": discount, "ratio_level": "token"}
     _, (padded,) = built(tmp_path / "padded", objective=objective)

@@ -96,9 +96,7 @@ def test_the_first_that_were_finished_are_taken(tmp_path: Path) -> None:
     assert ref.summary["rollouts/failed"] == 0
 
 
-def test_the_length_bias_compares_what_is_trained_on_with_what_was_finished(
-    tmp_path: Path,
-) -> None:
+def test_the_length_bias_compares_what_is_trained_on_with_what_was_finished(tmp_path):
     run = _run(tmp_path, groups=1, asynchrony={"over_sampling": 2})
     ref = processed(run, group("a", EVEN, completion=[4, 4]), group("b", EVEN, completion=[4] * 6))
     assert ref.summary["selection/length_bias"] == 2 - 4

@@ -201,9 +201,7 @@ def test_dispositions_have_the_mean_over_a_rollouts_tokens(tmp_path: Path) -> No
         ({"kl_placement": "reward", "kl_coefficient": 0.1}, "kl_placement loss: found reward"),
     ],
 )
-def test_settings_incompatible_with_turns_are_refused(
-    objective: dict[str, Any], found: str
-) -> None:
+def test_settings_incompatible_with_turns_are_refused(objective, found):
     chosen = {"ratio_level": "token", "turn_discount": 1.0, **objective}
     with pytest.raises(ConfigError, match=found):
         parse_config({"objective": chosen})

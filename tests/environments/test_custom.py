@@ -137,9 +137,7 @@ def test_options_reach_a_class_in_its_own_form(tmp_path: Path, name: str) -> Non
         ("name=envs.py:Count", r"defines no 'Count'; it defines Counting, "),
     ],
 )
-def test_a_class_that_is_no_environment_is_refused(
-    tmp_path: Path, override: str, message: str | None
-) -> None:
+def test_a_class_that_is_no_environment_is_refused(tmp_path, override, message):
     if message is None:
         assert environment_of(settings(tmp_path, f"environment.{override}")) is not None
         return

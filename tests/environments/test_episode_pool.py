@@ -260,9 +260,7 @@ def test_an_episode_answers_from_another_process(pool: EpisodePool, example: Exa
         ("large", RewardFault, "cannot be sent: an answer over 4194304 bytes"),
     ],
 )
-def test_a_fault_costs_its_own_episode(
-    pool: EpisodePool, example: Example, said: str, kind: type[RewardFault], message: str
-) -> None:
+def test_a_fault_costs_its_own_episode(pool, example, said, kind, message):
     before = pool.process_ids
     (replies,) = talks(pool, example, f"hello|{said}|more")
     assert replies[0] == "1 hello"
@@ -284,9 +282,7 @@ def test_a_fault_costs_its_own_episode(
         several=True,
     ),
 )
-def test_a_dead_process_is_replaced_and_its_other_episodes_go_on(
-    pool: EpisodePool, example: Example, said: str, message: str
-) -> None:
+def test_a_dead_process_is_replaced_and_its_other_episodes_go_on(pool, example, said, message):
     """The third waits inside a step meanwhile; it is replayed, too, and meets no one."""
 
     async def play() -> None:
@@ -313,9 +309,7 @@ def test_a_dead_process_is_replaced_and_its_other_episodes_go_on(
 @pytest.mark.parametrize(
     "said", others_slow(["hang in C", "child", "stubborn", "wait 3600"], "hang in C")
 )
-def test_a_hanging_step_is_a_timeout_for_itself_alone(
-    impatient: EpisodePool, example: Example, said: str
-) -> None:
+def test_a_hanging_step_is_a_timeout_for_itself_alone(impatient, example, said):
     hanging, other = talks(impatient, example, f"hello|{said}", "hello|wait 0.1|bye")
     assert isinstance(hanging[1], EnvironmentTimeout)
     assert str(hanging[1]) == "the step of an episode took longer than 2 s"
@@ -332,9 +326,7 @@ def test_the_time_of_others_is_not_charged(impatient: EpisodePool, example: Exam
 
 
 @pytest.mark.slow
-def test_waiting_for_others_is_not_charged_and_blocking_is(
-    impatient: EpisodePool, example: Example
-) -> None:
+def test_waiting_for_others_is_not_charged_and_blocking_is(impatient, example):
     waiting, blocking = talks(impatient, example, "free 2.5|hello", "freely")
     assert waiting == ["1 free 2.5", "2 hello"]
     assert blocking == ["1 freely"]
@@ -343,16 +335,12 @@ def test_waiting_for_others_is_not_charged_and_blocking_is(
         assert isinstance(blocked[0], EnvironmentTimeout)
 
 
-def test_prints_children_and_a_stopped_loop_are_no_answers(
-    pool: EpisodePool, example: Example
-) -> None:
+def test_prints_children_and_a_stopped_loop_are_no_answers(pool, example):
     replies = talks(pool, example, "print|fork|split|stop|bye", "hello|fork")
     assert replies == [["1 print", "2 fork", "3 split", "4 stop", "5 bye"], ["1 hello", "2 fork"]]
 
 
-def test_a_seed_of_the_global_generator_is_no_other_episodes(
-    pool: EpisodePool, example: Example
-) -> None:
+def test_a_seed_of_the_global_generator_is_no_other_episodes(pool, example):
     seeding, drawing = talks(pool, example, "seed|draw|draw", "hello|draw|draw")
     assert drawing == talks(pool, example, "hello|draw|draw")[0]
     assert seeding[1:] == talks(pool, example, "seed|draw|draw")[0][1:]

@@ -100,9 +100,7 @@ def _pairs(count: int, *, math: bool) -> list[tuple[str, str, bool]]:
 
 @pytest.mark.parametrize("count", [PAIRS, pytest.param(100_000, marks=pytest.mark.slow, id="many")])
 @pytest.mark.parametrize("kind", ["numbers", "mathematics"])
-def test_pairs_near_and_far_are_right_as_exact_arithmetic_says(
-    kind: str, count: int, sample: Callable[[], Math]
-):
+def test_pairs_near_and_far_are_right_as_exact_arithmetic_says(kind, count, sample):
     math = kind == "mathematics"
     environment = sample() if math else None
     wrong = []
@@ -174,9 +172,7 @@ def sample() -> Callable[[], Math]:
         ("x+1", "1/0", 0),
     ],
 )
-def test_expressions_are_compared_by_value(
-    answer: str, inside: str, right: int, sample: Callable[[], Math]
-):
+def test_expressions_are_compared_by_value(answer, inside, right, sample):
     assert sample().score(asked(answer), rf"so \boxed{{{inside}}}")[0].value == right
 
 

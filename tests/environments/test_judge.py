@@ -94,9 +94,7 @@ def scored(folder: Path, endpoint: Endpoint, *texts: str, **options: Any) -> lis
     return list(environment.score_group(example, texts, [()] * len(texts), dialogues))
 
 
-def test_a_rubric_judge_scores_on_its_scale_and_its_reply_is_kept(
-    endpoint: Endpoint, tmp_path: Path
-):
+def test_a_rubric_judge_scores_on_its_scale_and_its_reply_is_kept(endpoint, tmp_path):
     scores = scored(tmp_path, endpoint, "Good.\nSCORE: 10", "SCORE: 1", "x\n**SCORE: 5.5**", "busy")
     assert [reward_of(score) for score in scores] == [1.0, 0.0, 0.5, 1.0]
     assert scores[0][0].detail == "Good.\nSCORE: 10"
@@ -145,9 +143,7 @@ def test_a_completion_cannot_end_the_text_that_is_graded(endpoint: Endpoint, tmp
     assert question.count(f"\n{mark}\n") == 2
 
 
-def test_the_key_comes_from_the_environment_alone(
-    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_key_comes_from_the_environment_alone(endpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADER_KEY", "a-key")
     scored(tmp_path, endpoint, "SCORE: 10", api_key_variable="GRADER_KEY")
     assert "Bearer a-key" in endpoint.keys

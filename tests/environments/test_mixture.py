@@ -55,9 +55,7 @@ def test_counts_stay_within_one_of_their_share_and_no_index_is_skipped(seed: int
     assert [order.count(k, cycle) for k in range(len(weights))] == list(weights)
 
 
-def test_every_round_has_exact_proportions_and_fresh_examples_with_ids_of_their_own(
-    tmp_path: Path,
-) -> None:
+def test_every_round_has_exact_proportions_and_fresh_examples_with_ids_of_their_own(tmp_path):
     config = configured(tmp_path)  # 4 groups a round, weights 1 and 3
     rounds = [
         [example for shard in range(2) for example in examples_of(config, round, shard)]
@@ -141,9 +139,7 @@ def test_a_shard_and_an_evaluation_are_scored_and_counted_by_environment(tmp_pat
         (PAIR, ("environment.train_seed=3",), "every environment of a list has its own"),
     ],
 )
-def test_lists_that_no_run_can_have_are_refused(
-    tmp_path: Path, entries: list[Any], items: tuple[str, ...], words: str
-) -> None:
+def test_lists_that_no_run_can_have_are_refused(tmp_path, entries, items, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         configured(tmp_path, entries, *items)
 

@@ -291,9 +291,7 @@ def test_tools_are_said_to_be_no_part_of_the_prompt(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": [{}]}]}, {}, "a text as content"),
     ],
 )
-def test_rows_that_are_refused(
-    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], words: str
-) -> None:
+def test_rows_that_are_refused(tmp_path, row, options, words):
     rows = [row, {**row, "prompt": "b"}] if "gold" in words else [row]
     with pytest.raises(InputError, match=rf"p\.jsonl, line 1: .*{words}"):
         chat(tmp_path / "p.jsonl", rows, **options)
@@ -462,9 +460,7 @@ def test_folders_that_leave_a_choice_are_refused(tmp_path: Path) -> None:
         open_rows(str(tmp_path / "outer" / "*.parquet"))
 
 
-def test_a_missing_file_is_named_with_its_folder_and_a_close_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_is_named_with_its_folder_and_a_close_name(tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     monkeypatch.chdir(tmp_path)
     relative = f"no file promts.jsonl in {tmp_path}; a relative path begins next to the YAML"

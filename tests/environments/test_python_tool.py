@@ -172,9 +172,7 @@ def test_a_penalty_is_added_to_the_score():
     assert (end.reward, end.done, end.scored) == (None, True, True)
 
 
-def test_limits_and_machines_that_cannot_work_are_refused_before_a_run(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_limits_and_machines_that_cannot_work_are_refused_before_a_run(monkeypatch):
     for settings, words in (
         ({"reward_timeout_s": 4}, r"program_timeout_s: 4 s, .* expected at least 5"),
         ({"step_timeout_s": 2, "reward_timeout_s": 60}, r"environment\.step_timeout_s 2 "),

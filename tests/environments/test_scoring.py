@@ -156,9 +156,7 @@ def of_group(config: EnvironmentConfig, **changes: object) -> EnvironmentConfig:
     return config.model_copy(update={"options": options, **changes})
 
 
-def test_a_function_of_groups_is_called_once_for_all(
-    config: EnvironmentConfig, example: Example
-) -> None:
+def test_a_function_of_groups_is_called_once_for_all(config, example):
     patient = of_group(config, reward_timeout_s=300.0)
     scorer = Scorer(make_environment(patient), patient)
     where = f"my_rewards:by_group, example {example.example_id}"
@@ -182,9 +180,7 @@ def test_a_function_of_groups_is_called_once_for_all(
 
 
 @pytest.mark.slow
-def test_a_hanging_group_costs_the_time_of_its_completions_once(
-    config: EnvironmentConfig, example: Example
-) -> None:
+def test_a_hanging_group_costs_the_time_of_its_completions_once(config, example):
     impatient = of_group(config, reward_timeout_s=1.0)
     scorer = Scorer(make_environment(impatient), impatient)
     slow = f"my_rewards:by_group, example {example.example_id}: took longer than 3 s; {LIMIT}"
@@ -199,9 +195,7 @@ def test_a_hanging_group_costs_the_time_of_its_completions_once(
         ("no_such", "no_such"),
     ],
 )
-def test_an_unusable_function_is_an_error_at_once(
-    config: EnvironmentConfig, example: Example, name: str, words: str
-) -> None:
+def test_an_unusable_function_is_an_error_at_once(config, example, name, words):
     options = {**config.options, "reward": f"my_rewards:{name}"}
     wrong = config.model_copy(update={"options": options})
     scorer = Scorer(make_environment(wrong), wrong)
@@ -220,9 +214,7 @@ def test_a_module_that_is_not_installed_is_an_error_at_once(config: EnvironmentC
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", others_slow(["hang", "hang in C", "catch all"], "hang in C"))
-def test_a_hanging_function_is_interrupted(
-    impatient: Scorer, example: Example, trouble: str
-) -> None:
+def test_a_hanging_function_is_interrupted(impatient, example, trouble):
     told = rewards(score(impatient, example, "before", trouble, "after it"))
     slow = f"my_rewards:reward, example {example.example_id}: took longer than 3 s; {LIMIT}"
     assert told == [6.0, slow, 8.0]  # it would hang for ever
@@ -268,9 +260,7 @@ time.sleep(100)
 
 
 @pytest.mark.parametrize("state", others_slow(["idle", "busy"], "busy"))
-def test_a_worker_and_its_children_end_with_their_killed_parent(
-    config: EnvironmentConfig, state: str
-) -> None:
+def test_a_worker_and_its_children_end_with_their_killed_parent(config, state):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, config.model_dump_json(), state],
         stdout=subprocess.PIPE,
@@ -292,9 +282,7 @@ def test_a_worker_and_its_children_end_with_their_killed_parent(
     wait_until_gone(processes)
 
 
-def test_starting_a_worker_does_not_wait_for_it(
-    config: EnvironmentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starting_a_worker_does_not_wait_for_it(config, tmp_path, monkeypatch):
     (tmp_path / "imports_for_an_hour.py").write_text("import time\ntime.sleep(3600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     limits = WorkerLimits(wall_s=1.0, memory_bytes=2**30, answer_bytes=2**10)
@@ -323,9 +311,7 @@ def answer(request):
 """
 
 
-def test_a_call_that_ends_or_doubles_its_process_costs_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_ends_or_doubles_its_process_costs_itself(tmp_path, monkeypatch):
     (tmp_path / "children_of_calls.py").write_text(CHILDREN)
     monkeypatch.syspath_prepend(str(tmp_path))
     limits = WorkerLimits(wall_s=300.0, memory_bytes=2**30, answer_bytes=2**10, sealed=False)

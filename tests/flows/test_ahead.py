@@ -12,7 +12,7 @@ from prefect.exceptions import Pause
 from support.cases import printed_seed
 from support.fault_injection import inject_faults
 from support.faults import NamedOperations, Outcome, outcome
-from support.flow_runs import DEBUG, ForkedRuns, debug
+from support.flow_runs import DEBUG, debug
 
 from flows.play import Results, run_together
 from flows.rl_loop import start
@@ -54,9 +54,7 @@ def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Out
 
 
 @pytest.mark.slow
-def test_every_round_is_closed_with_the_evaluation_of_its_checkpoint(
-    undisturbed: tuple[Outcome, list[str]], tmp_path: Path
-) -> None:
+def test_every_round_is_closed_with_the_evaluation_of_its_checkpoint(undisturbed, tmp_path):
     """The same slots as of rounds that alternate, and the same again with other concurrency."""
     alternating = ahead(tmp_path / "alternating", 0)
     start(alternating)
@@ -132,9 +130,7 @@ def test_results_reach_those_who_wait_and_those_who_come_later() -> None:
     [(Pause(), ["sampled"]), (ValueError("broken"), ["cancelled"])],
     ids=lambda value: type(value).__name__,
 )
-def test_sampling_is_cancelled_by_an_error_and_not_by_a_suspension(
-    error: BaseException, ends: list[str]
-) -> None:
+def test_sampling_is_cancelled_by_an_error_and_not_by_a_suspension(error, ends):
     """It ends by itself where the flow run is suspended, whichever coroutine hears of it first."""
     seen = list[str]()
 
@@ -166,9 +162,7 @@ KILLS = 8 if "MARIN_RL_FAULTS_PLAYED" in os.environ else 16  # a sample, as of o
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_ends_in_the_same_bits(
-    undisturbed: tuple[Outcome, list[str]], forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_ends_in_the_same_bits(undisturbed, forked_runs, tmp_path):
     """Killed amid operations that create something, and right after others, as often as not."""
     expected, names = undisturbed
     creates = [name for name in names if name.startswith("create ") and ".probe" not in name]

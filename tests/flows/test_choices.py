@@ -13,7 +13,7 @@ import yaml
 from support.cases import printed_seed
 from support.fault_injection import inject_faults
 from support.faults import NamedOperations, Outcome, outcome
-from support.flow_runs import DEBUG, ForkedRuns
+from support.flow_runs import DEBUG
 
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
@@ -101,9 +101,7 @@ def reused(api: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     return played_whole(reusing(tmp_path_factory.mktemp("again")))
 
 
-def test_a_round_has_its_groups_and_says_what_became_of_the_others(
-    sampled_on: Played,
-) -> None:
+def test_a_round_has_its_groups_and_says_what_became_of_the_others(sampled_on):
     config, *_ = sampled_on
     run = Run.open(config.root, config.run_id)
     episodes = 0.0
@@ -140,9 +138,7 @@ def test_the_groups_of_a_round_do_not_depend_on_speed(sampled_on: Played, tmp_pa
     assert sampled_on[1].same_as(outcome(config)) == []
 
 
-def test_rounds_say_what_they_chose_and_what_they_used_again(
-    reused: Played,
-) -> None:
+def test_rounds_say_what_they_chose_and_what_they_used_again(reused):
     config, *_ = reused
     run = Run.open(config.root, config.run_id)
     rows = read_metrics(run).to_pylist()
@@ -165,9 +161,7 @@ def test_rounds_say_what_they_chose_and_what_they_used_again(
 
 
 @pytest.mark.parametrize("kind", ["sampled_on", "reused"])
-def test_a_run_that_is_killed_takes_the_same_groups(
-    kind: str, forked_runs: ForkedRuns, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_run_that_is_killed_takes_the_same_groups(kind, forked_runs, tmp_path, request):
     """Killed after three operations that create something, started again each time."""
     _, expected, names = request.getfixturevalue(kind)
     one_by_one = "flow.shards_in_flight_max=1"

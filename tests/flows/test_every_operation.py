@@ -38,7 +38,7 @@ from support.cases import printed_seed
 from support.fake_stores import Fault, Faults, fake_gcs, fake_s3
 from support.fault_injection import Operations, inject_faults, parse
 from support.faults import NamedOperations, Outcome, Undisturbed, outcome
-from support.flow_runs import ForkedRuns, debug
+from support.flow_runs import debug
 
 from flows.rl_loop import start
 from marin_rl.config import Config
@@ -250,9 +250,7 @@ def test_every_crash_state(undisturbed: Undisturbed, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(ALL_S_MAX)
-def test_kills_at_operations(
-    undisturbed: Undisturbed, forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_kills_at_operations(undisturbed, forked_runs, tmp_path):
     """One run that is killed amid everything it creates or writes, one start after the other."""
     expected = summaries(debug(undisturbed.states.run.parent))
 
@@ -367,9 +365,7 @@ def test_requests_that_get_no_answer(bucket: Bucket, undisturbed: Undisturbed) -
     assert play_groups(every, bucket.refused, undisturbed.expected) == []
 
 
-def test_two_processes_at_once_on_an_object_store(
-    bucket: Bucket, forked_runs: ForkedRuns, undisturbed: Undisturbed
-) -> None:
+def test_two_processes_at_once_on_an_object_store(bucket, forked_runs, undisturbed):
     """Nothing locks a bucket: each adopts what the other was first to commit."""
     config = bucket.new()
     with ThreadPoolExecutor(2) as threads:

@@ -34,9 +34,7 @@ def serve(stack: ExitStack, run: Run, log: Path) -> RegisteredServer:
 
 @pytest.mark.slow
 @pytest.mark.bits
-def test_a_server_is_killed_and_one_added_in_the_middle(
-    api: str, tmp_path: Path, servers: ExitStack
-) -> None:
+def test_a_server_is_killed_and_one_added_in_the_middle(api, tmp_path, servers):
     alone = debug(tmp_path / "alone", f"rounds={ROUNDS}")
     start(alone)
     config: Config = debug(tmp_path / "fleet", f"rounds={ROUNDS}", *FLEET)
@@ -64,9 +62,7 @@ def test_a_server_is_killed_and_one_added_in_the_middle(
 
 
 @pytest.mark.slow
-def test_a_run_without_servers_ends_in_one_error_and_loses_nothing(
-    api: str, tmp_path: Path, servers: ExitStack
-) -> None:
+def test_a_run_without_servers_ends_in_one_error_and_loses_nothing(api, tmp_path, servers):
     config = debug(tmp_path, "rounds=1", *FLEET, "inference.fleet_timeout_s=2")
     with pytest.raises(FleetEmpty, match="--register"):
         start(config)

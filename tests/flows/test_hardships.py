@@ -79,9 +79,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(name)
 
 
-def test_permission_that_is_taken_away_in_the_middle(
-    api: str, undisturbed: Undisturbed, folder: Path
-) -> None:
+def test_permission_that_is_taken_away_in_the_middle(api, undisturbed, folder):
     config, known = debug(folder), dict[str, str]()
 
     with ExitStack() as stack:
@@ -108,9 +106,7 @@ class DayBefore(datetime):
         return datetime.now(tz) - timedelta(days=1)
 
 
-def test_a_clock_that_is_set_back(
-    api: str, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_is_set_back(api, undisturbed, tmp_path, monkeypatch):
     config = debug(tmp_path)
     start(config.model_copy(update={"rounds": 1}))
     monkeypatch.setattr(commits, "datetime", DayBefore)  # whence attempts and manifests have it

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,9 +162,7 @@ def digests_of(run: Run, chunk: int) -> dict[str, str]:
     return {row["rollout_id"]: row["policy_digest"] for row in rows}
 
 
-def test_each_token_has_the_logprob_of_the_policy_that_sampled_it(
-    served: tuple[Run, RunRuntime, ServedPolicy],
-) -> None:
+def test_each_token_has_the_logprob_of_the_policy_that_sampled_it(served):
     run, runtime, policy = served
     assert_tokens(run, sampled_over(run, runtime, policy, CHUNK, 2), CHUNK)
     assert embedded_server(runtime).engine.stats.recomputed_sequences > 0
@@ -302,9 +299,7 @@ def vllm_of(config: Config) -> Iterator[VllmStandIn]:
         yield vllm
 
 
-def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(
-    api: str, tmp_path: Path
-) -> None:
+def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(api, tmp_path):
     window = (
         "asynchrony.max_staleness=1",
         "asynchrony.sampler=windowed",

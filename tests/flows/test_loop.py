@@ -247,9 +247,7 @@ def test_a_checkpoint_can_be_evaluated_later(played: Played) -> None:
 
 
 @pytest.mark.slow
-def test_a_cancelled_round_leaves_whole_slots_or_none(
-    api: str, played: Played, tmp_path: Path
-) -> None:
+def test_a_cancelled_round_leaves_whole_slots_or_none(api, played, tmp_path):
     config = debug(tmp_path)
 
     async def cancel_while_generating() -> None:

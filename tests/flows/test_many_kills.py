@@ -64,9 +64,7 @@ def reached(config: Config) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600 if "MARIN_RL_KILLS" in os.environ else 1800)
-def test_a_run_survives_many_kills(
-    server: PrefectServer, forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_a_run_survives_many_kills(server, forked_runs, tmp_path):
     count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
     print(f"{count} kills")
     choices = random.Random(printed_seed())

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
-import pytest
 from prefect.client.schemas.objects import Artifact, State, TaskRun
 from prefect.settings import temporary_settings
 from prefect.states import Running
@@ -82,9 +81,7 @@ class DeadAndAlive:
         self.ended.append((task, str(state.type.value)))
 
 
-def test_a_retry_after_a_crash_ends_the_old_tasks_and_keeps_the_artifacts(
-    tmp_path: Path,
-) -> None:
+def test_a_retry_after_a_crash_ends_the_old_tasks_and_keeps_the_artifacts(tmp_path):
     run = Run.create_or_open(parse_config({"root": str(tmp_path), "run_id": "My_run"}))
     flow_run_id = uuid4()
     server = DeadAndAlive(flow_run_id)
@@ -96,9 +93,7 @@ def test_a_retry_after_a_crash_ends_the_old_tasks_and_keeps_the_artifacts(
     assert reporter._made == {"table": server.table}
 
 
-def test_a_server_that_is_away_costs_one_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_is_away_costs_one_line_in_the_log(tmp_path, caplog):
     run = Run.create_or_open(parse_config({"root": str(tmp_path), "run_id": "lonely"}))
     nowhere = {"api.url": f"http://127.0.0.1:{free_port()}/api", "client.max_retries": 0}
     with temporary_settings(updates=nowhere), caplog.at_level(logging.WARNING):

@@ -98,9 +98,7 @@ def _compiled_quickly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", SLOTS)
-def test_killed_in_its_second_segment_it_ends_in_the_same_bits(
-    api: str, tmp_path: Path, section: str
-) -> None:
+def test_killed_in_its_second_segment_it_ends_in_the_same_bits(api, tmp_path, section):
     pairs = f"{section}.pairs={said(tmp_path)}"
     steps = f"{section}.steps=30", f"{section}.steps_per_checkpoint=10"
     whole = debug(tmp_path / "whole", "policy.init=random", pairs, *steps)
@@ -141,9 +139,7 @@ def task(root: Path, name: str, **sections: object) -> Config:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("api")
-def test_a_judge_of_a_runs_rollouts_teaches_a_policy_what_the_run_was_paid_for(
-    tmp_path: Path,
-) -> None:
+def test_a_judge_of_a_runs_rollouts_teaches_a_policy_what_the_run_was_paid_for(tmp_path):
     write_prompts(tmp_path / "prompts.jsonl")
     flows.rl_loop.start(task(tmp_path, "teacher", rounds=2))
     pairs = pairs_of_run(Run.open(str(tmp_path), "teacher"), component="reward")

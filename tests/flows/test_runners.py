@@ -256,9 +256,7 @@ async def deploy_never_begun(client: PrefectClient) -> UUID:
         ((Pending(), Running()), 600),
     ],
 )
-def test_a_flow_run_that_its_worker_abandons_is_given_out_again(
-    standing_api: str, states: tuple[State, ...], pending_s: int
-) -> None:
+def test_a_flow_run_that_its_worker_abandons_is_given_out_again(standing_api, states, pending_s):
     """A worker dies before it begins a flow run, or before the run's first heartbeat."""
     settings = PENDING | {"pending_timeout_s": pending_s, "retries": 3}
     config = parse_config({"flow": settings}).flow
@@ -299,9 +297,7 @@ def answered(status: int) -> PrefectHTTPStatusError:
         pytest.param(httpx.ConnectTimeout("no answer"), 2, marks=pytest.mark.slow),
     ],
 )
-def test_work_is_given_out_again_once_the_server_answers(
-    api: str, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: int
-) -> None:
+def test_work_is_given_out_again_once_the_server_answers(api, monkeypatch, error, expected):
     """Prefect's client has tried for long by then; the stage's retries go on."""
     give_out, tries = fan_out.arun_deployment, list[str]()
 
@@ -338,9 +334,7 @@ def test_work_is_given_out_again_once_the_server_answers(
     assert tries == ["never-begun/pending"] * expected
 
 
-def test_work_that_is_cancelled_ends_so_whether_or_not_the_server_hears_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_that_is_cancelled_ends_so_whether_or_not_the_server_hears_of_it(monkeypatch):
     """An error of the server in its place would be tried again."""
     config, waiting = parse_config({"flow": PENDING}).flow, asyncio.Event()
 

@@ -44,9 +44,7 @@ def test_an_api_that_answers_is_used(api: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_start_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_server_that_cannot_start_says_why(monkeypatch, tmp_path):
     (tmp_path / "uvicorn.py").write_text("raise ImportError('no such server today')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     nowhere = {"api.url": f"http://127.0.0.1:{free_port()}/api"}
@@ -184,9 +182,7 @@ with prefect_api() as connection:
 
 
 @pytest.mark.slow
-def test_flows_at_once_leave_their_history_in_the_profile_and_pass_no_proxy(
-    tmp_path: Path,
-) -> None:
+def test_flows_at_once_leave_their_history_in_the_profile_and_pass_no_proxy(tmp_path):
     """Three begin on no database at all; nothing answers at the proxies."""
     nowhere = f"http://127.0.0.1:{free_port()}"
     proxies = {"HTTP_PROXY": nowhere, "ALL_PROXY": nowhere, "http_proxy": nowhere}

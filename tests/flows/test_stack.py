@@ -245,9 +245,7 @@ def test_only_flows_of_our_pool_are_judged() -> None:
     assert set(asked["flows"]["name"]["any_"]) == flows
 
 
-def test_a_number_that_another_users_process_has_by_now_is_none_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_another_users_process_has_by_now_is_none_of_ours(tmp_path, monkeypatch):
     def refused(pid: int, sign: int) -> None:
         raise PermissionError(pid, sign)
 
@@ -336,9 +334,7 @@ def test_a_flow_outlives_its_worker(stack: Stack, client: SyncPrefectClient) -> 
 
 
 @pytest.mark.slow
-def test_a_killed_flow_is_crashed_and_goes_on_by_command_and_by_itself(
-    stack: Stack, client: SyncPrefectClient
-) -> None:
+def test_a_killed_flow_is_crashed_and_goes_on_by_command_and_by_itself(stack, client):
     flow_run = ask_for_run(stack, client, "killed", 1000)
     wait(lambda: stack.rounds("killed") >= 1, "a round")
     said = given_up(stack)

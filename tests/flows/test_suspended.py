@@ -7,7 +7,6 @@ requests wait there, so that groups are under way when the flow run is suspended
 import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from uuid import UUID
 
 import httpx
@@ -217,9 +216,7 @@ def may_sample(machines: Machines) -> bool:
 
 
 @pytest.mark.parametrize("runner", ["work_pool", pytest.param("ray", marks=needs_ray)])
-def test_a_window_is_suspended_and_goes_on(
-    client: SyncPrefectClient, site: Site, tmp_path: Path, ended: ExitStack, runner: str
-) -> None:
+def test_a_window_is_suspended_and_goes_on(client, site, tmp_path, ended, runner):
     overrides = [f"rounds={ROUNDS}", f"flow.runner={runner}", ONE_BY_ONE, *WINDOW]
     if runner == "ray":
         cluster = RayCluster(site.folder, free_port())
@@ -232,9 +229,7 @@ def test_a_window_is_suspended_and_goes_on(
 
 
 @pytest.mark.bits
-def test_rounds_in_order_are_suspended_and_end_in_the_same_bits(
-    api: str, client: SyncPrefectClient, site: Site, tmp_path: Path, ended: ExitStack
-) -> None:
+def test_rounds_in_order_are_suspended_and_end_in_the_same_bits(api, client, site, tmp_path, ended):
     """Sampled ahead of training: what is trained ends, too, and no shard under way is lost."""
     alone = debug(tmp_path / "alone", f"rounds={ROUNDS}", *AHEAD)
     start(alone)

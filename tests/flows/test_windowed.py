@@ -9,7 +9,7 @@ import pytest
 from support.cases import printed_seed
 from support.fault_injection import inject_faults
 from support.faults import NamedOperations, outcome
-from support.flow_runs import ForkedRuns, debug
+from support.flow_runs import debug
 from support.streams import checked
 
 from flows.rl_loop import start
@@ -46,9 +46,7 @@ def undisturbed(api: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Con
 
 
 @pytest.mark.slow
-def test_every_round_takes_its_groups_and_is_closed(
-    undisturbed: tuple[Config, list[str]],
-) -> None:
+def test_every_round_takes_its_groups_and_is_closed(undisturbed):
     run = checked(undisturbed[0])
     rows = read_metrics(run).to_pylist()
     assert all(row["staleness/max"] <= 2 for row in rows)
@@ -66,9 +64,7 @@ def test_every_round_takes_its_groups_and_is_closed(
 
 @pytest.mark.slow
 @pytest.mark.bits
-def test_all_after_the_rollouts_is_played_again_to_the_same_bits(
-    undisturbed: tuple[Config, list[str]], tmp_path: Path
-) -> None:
+def test_all_after_the_rollouts_is_played_again_to_the_same_bits(undisturbed, tmp_path):
     """Only run.json, intakes, rollouts and checkpoint 0 are left of the run.
 
     Groups are deleted once a sealed round has them.
@@ -94,9 +90,7 @@ PACKS = "asynchrony.limits.commit_every_s=0.05"
 
 
 @pytest.mark.slow
-def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
-    api: str, tmp_path: Path
-) -> None:
+def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(api, tmp_path):
     """The speed of the machine decides how many groups a checkpoint comes upon, and a pack has."""
     config = windowed(tmp_path, *PIECES, PACKS)
     start(config)
@@ -115,9 +109,7 @@ def test_a_policy_goes_on_with_what_the_one_before_left_unfinished(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_killed_sampler_is_followed_by_one_that_goes_on(
-    forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_a_killed_sampler_is_followed_by_one_that_goes_on(forked_runs, tmp_path):
     """Killed as it commits a part or a pack, and right after it."""
     names = {
         "partial-group-00000000-00": "kill-after",
@@ -138,9 +130,7 @@ def test_a_killed_sampler_is_followed_by_one_that_goes_on(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["kill-amid"])
-def test_a_run_that_is_killed_is_whole_at_its_end(
-    undisturbed: tuple[Config, list[str]], forked_runs: ForkedRuns, tmp_path: Path, kind: str
-) -> None:
+def test_a_run_that_is_killed_is_whole_at_its_end(undisturbed, forked_runs, tmp_path, kind):
     """Killed at four operations that create something, started again each time."""
     creates = [n for n in undisturbed[1] if n.startswith("create ") and ".probe" not in n]
     faults = dict.fromkeys(random.Random(printed_seed()).sample(creates, 4), kind)

@@ -18,7 +18,6 @@ from support.fakes import END, FakePolicyServer, echo_script, logprob_of, prompt
 from marin_rl.errors import (
     BadResponse,
     EndpointUnavailable,
-    InferenceError,
     OutOfMemory,
     RequestRejected,
     StalePolicy,
@@ -111,9 +110,7 @@ def in_seconds(seconds: float) -> str:
 @pytest.mark.parametrize(
     "asked", others_slow([lambda: "0.9", lambda: "1", lambda: in_seconds(2)], first=1)
 )
-def test_an_endpoint_that_asks_to_be_left_alone_is(
-    server: FakePolicyServer, fault: str, asked: Callable[[], str]
-) -> None:
+def test_an_endpoint_that_asks_to_be_left_alone_is(server, fault, asked):
     server.faults.extend([fault])
     server.error_headers = {"Retry-After": asked()}
     began = time.monotonic()
@@ -146,9 +143,7 @@ def test_a_header_that_says_nothing_is_as_none(server: FakePolicyServer, absurd:
     assert time.monotonic() - began < 30
 
 
-def test_no_endpoint_keeps_a_client_longer_than_an_answer_may_take(
-    server: FakePolicyServer,
-) -> None:
+def test_no_endpoint_keeps_a_client_longer_than_an_answer_may_take(server):
     server.faults.extend(["503"])
     server.error_headers = {"Retry-After": "99999999999999999999"}
     began = time.monotonic()
@@ -170,9 +165,7 @@ async def update(client: PolicyClient) -> None:
         ({"api_key": "call"}, "Bearer call"),
     ],
 )
-def test_new_weights_are_asked_for_with_the_admin_key_where_there_is_one(
-    server: FakePolicyServer, keys: dict[str, str], sent: str
-) -> None:
+def test_new_weights_are_asked_for_with_the_admin_key_where_there_is_one(server, keys, sent):
     body = {
         "model_path": "/shared/round-00003",
         "weight_version": "3",
@@ -202,9 +195,7 @@ def test_an_update_is_retried_and_the_admin_key_is_never_shown(server: FakePolic
 
 
 @pytest.mark.parametrize("code", ["digest_mismatch", "canary_mismatch"])
-def test_an_endpoint_with_other_weights_gets_no_further_request(
-    server: FakePolicyServer, code: str
-) -> None:
+def test_an_endpoint_with_other_weights_gets_no_further_request(server, code):
     server.faults.extend(["conflict"])
     server.error_code = code
     with pytest.raises(StalePolicy, match="scripted fault conflict"):
@@ -257,9 +248,7 @@ def test_no_listener_is_no_error() -> None:
         ("not-json", BadResponse, "not JSON"),
     ],
 )
-def test_faults_that_stay_are_not_tried_again(
-    server: FakePolicyServer, fault: str, error: type[InferenceError], words: str
-) -> None:
+def test_faults_that_stay_are_not_tried_again(server, fault, error, words):
     server.compact = fault != "missing-logprobs"
     server.faults.extend([fault])
     with pytest.raises(error, match=words):
@@ -294,9 +283,7 @@ def test_requests_in_flight_are_bounded(server: FakePolicyServer) -> None:
     assert server.in_flight_most == 3
 
 
-def test_the_key_is_sent_but_never_shown(
-    server: FakePolicyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_key_is_sent_but_never_shown(server, monkeypatch, caplog):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-not-for-this-endpoint")
     server.api_key = "secret-1"
     with caplog.at_level(logging.DEBUG):

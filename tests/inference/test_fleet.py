@@ -128,9 +128,7 @@ def test_one_that_asks_to_be_left_alone_is_and_refused_ones_are_named() -> None:
         ("", None),
     ],
 )
-def test_loads_are_read_from_the_metrics_of_each_kind_of_server(
-    text: str, load: Load | None
-) -> None:
+def test_loads_are_read_from_the_metrics_of_each_kind_of_server(text, load):
     assert load_in(text.encode()) == load
 
 
@@ -228,9 +226,7 @@ def test_no_capacity_is_refused_by_its_key(key: str) -> None:
         ({"zone": "a b"}, "zone"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(
-    tree: dict[str, object], expected: str
-) -> None:
+def test_settings_that_do_not_go_together_are_refused(tree, expected):
     with pytest.raises(ValidationError, match=expected):
         InferenceConfig.model_validate(tree)
 

@@ -61,9 +61,7 @@ async def one(client: PolicyClient) -> np.ndarray:
 
 
 @pytest.mark.parametrize("first_breaks", ["after it has left the fleet", "at once"])
-def test_an_endpoint_that_ends_and_one_that_begins_cost_nothing(
-    tmp_path: Path, first_breaks: str
-) -> None:
+def test_an_endpoint_that_ends_and_one_that_begins_cost_nothing(tmp_path, first_breaks):
     """One answers as many requests as it is let, and breaks off all further ones as it ends."""
     listed, answered = tmp_path / "fleet.txt", 10
     numbers, busy, ended = itertools.count(), threading.Event(), threading.Event()
@@ -192,9 +190,7 @@ def test_an_honest_endpoint_joins(tmp_path: Path) -> None:
         assert (len(proven.requests), len(new.requests)) == (4, 1 + 4)
 
 
-def test_first_requests_are_spread_over_all_that_were_proven(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_first_requests_are_spread_over_all_that_were_proven(monkeypatch):
     """The second joins once the first has."""
     monkeypatch.setattr(fleet_watch, "SPREAD_S", 60.0)
 
@@ -217,9 +213,7 @@ def test_first_requests_are_spread_over_all_that_were_proven(
         assert (len(first.requests), len(second.requests)) == (4, 4)
 
 
-def test_first_requests_wait_for_no_endpoint_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_first_requests_wait_for_no_endpoint_that_is_not_there(monkeypatch):
     monkeypatch.setattr(fleet_watch, "SPREAD_S", 0.05)
     with FakePolicyServer(MODEL) as server:
         proven = (server.url, "http://127.0.0.1:9/v1", "http://not-in-the-source/v1")
@@ -253,9 +247,7 @@ def test_an_endpoint_that_goes_on_to_other_weights_gets_no_more() -> None:
         assert len(first.requests) <= 2
 
 
-def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(monkeypatch):
     monkeypatch.setattr(fleet_watch, "PROBE_TIMEOUT_S", 0.05)
     with FakePolicyServer(MODEL, says_a, delay_s=0.3) as slow:
         assert ask(EndpointSource([slow.url]), one, canary=CANARY).tolist() == [97, END]
@@ -264,9 +256,7 @@ def test_the_canary_of_a_slow_endpoint_has_the_time_of_a_request(
     assert "no answer in 0.05 s" in str(caught.value)
 
 
-def test_an_endpoint_is_lost_after_several_looks_without_an_answer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_endpoint_is_lost_after_several_looks_without_an_answer(monkeypatch, caplog):
     monkeypatch.setattr(fleet_watch, "PROBE_TIMEOUT_S", 0.05)
 
     async def use(client: PolicyClient) -> None:

@@ -1,6 +1,5 @@
 """A cache that follows use: what is compiled for whom, and sequences that move as it grows."""
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -128,9 +127,7 @@ def test_a_running_sequence_moves_to_a_cache_of_larger_blocks() -> None:
         [(True, 4, {1}), (True, 5, {4}), (True, 1, {1}), (False, 1, {4})], first=1, several=True
     ),
 )
-def test_few_streams_are_decoded_token_by_token(
-    *, streams: bool, count: int, expected: set[int]
-) -> None:
+def test_few_streams_are_decoded_token_by_token(*, streams, count, expected):
     engine, _ = growing_engine()
     sizes: list[int] = []
     with closing(engine):
@@ -175,9 +172,7 @@ def gpt_oss(folder: Path) -> LanguageModel:
 
 
 @pytest.mark.parametrize("made", others_slow([two_kinds, gpt_oss], first=1))
-def test_layers_of_several_kinds_and_stop_tokens_decode_alike(
-    made: Callable[[Path], LanguageModel], tmp_path: Path
-) -> None:
+def test_layers_of_several_kinds_and_stop_tokens_decode_alike(made, tmp_path):
     model = made(tmp_path)
     request = request_of(10, max_tokens=20, seed=3)
     first = of_fixed([request], model=model)[0].samples[0].token_ids

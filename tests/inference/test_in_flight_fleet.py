@@ -248,9 +248,7 @@ def test_an_answer_waits_until_the_trainer_has_proven_its_version() -> None:
     assert server.completions == 2, "nothing was asked twice"
 
 
-def test_a_version_that_the_trainer_does_not_prove_is_waited_for_within_bounds(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_version_that_the_trainer_does_not_prove_is_waited_for_within_bounds(caplog):
     server = Changing()
 
     async def canary_of(version: int) -> Canary | None:

@@ -178,9 +178,7 @@ def published_to(
     return Copying(run, character_tokenizer()).publish(weights)
 
 
-def test_a_vllm_that_is_restarted_between_rounds_is_waited_for(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_that_is_restarted_between_rounds_is_waited_for(folder, tmp_path_factory, caplog):
     port, root = free_port(), tmp_path_factory.mktemp("runs")
     with ThreadPoolExecutor() as pool, caplog.at_level(logging.WARNING):
         call = pool.submit(published_to, port, root, folder, 60.0)
@@ -210,9 +208,7 @@ def test_an_export_of_another_process_is_loaded_where_it_is_complete_and_else_re
     assert (exported / "model.safetensors").exists()
 
 
-def test_exports_are_removed_but_for_the_last_two_and_those_under_way(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_exports_are_removed_but_for_the_last_two_and_those_under_way(folder, tmp_path_factory):
     first, second = f"{round_name(1)}-a", f"{round_name(2)}-b"
     under_way = f".{round_name(3)}-0123456789012345.99"
 
@@ -228,9 +224,7 @@ def test_exports_are_removed_but_for_the_last_two_and_those_under_way(
     assert names == {second, exported.name, under_way}
 
 
-def test_a_vllm_that_does_not_come_back_ends_in_one_error(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_vllm_that_does_not_come_back_ends_in_one_error(folder, tmp_path_factory):
     with pytest.raises(FleetEmpty, match=r"no endpoint took the weights for 0\.1 s"):
         published_to(free_port(), tmp_path_factory.mktemp("runs"), folder, 0.1)
 
@@ -262,9 +256,7 @@ def test_sglang_goes_on_with_the_old_weights_where_it_cannot_load(folder: Path) 
 
 @pytest.mark.parametrize("models", [{"data": [{"id": "p"}]}, RequestRejected("404"), []])
 @pytest.mark.parametrize("again", [False, True])
-def test_others_are_sent_the_digest_without_a_pause(
-    folder: Path, models: Any, *, again: bool
-) -> None:
+def test_others_are_sent_the_digest_without_a_pause(folder, models, *, again):
     """And are asked to compute caches again where weights change in flight."""
     server = Server(v1_models=models)
     publish("update_weights_from_disk", folder, server, recompute_kv_cache=again)

@@ -175,9 +175,7 @@ def paused(vllm: VllmStandIn) -> None:
         several=True,
     ),
 )
-def test_a_vllm_with_other_weights_or_none_is_lost_with_the_reason(
-    make: Callable[[VllmStandIn], None], reason: str
-) -> None:
+def test_a_vllm_with_other_weights_or_none_is_lost_with_the_reason(make, reason):
     async def run(vllm: VllmStandIn) -> None:
         async with in_flight(vllm, fleet_timeout_s=1.0) as client:
             await client.chat(MESSAGES, 1, SAMPLING)
@@ -232,9 +230,7 @@ def test_spans_cover_all_tokens_in_order() -> None:
         (["a"], "with version, start and end"),
     ],
 )
-def test_spans_that_do_not_cover_all_tokens_exactly_are_refused(
-    spans: object, message: str
-) -> None:
+def test_spans_that_do_not_cover_all_tokens_exactly_are_refused(spans, message):
     with pytest.raises(BadResponse, match=message):
         spans_of({"weight_versions": spans}, 3)
 
@@ -277,9 +273,7 @@ def choice_in(answer: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_answers_that_are_not_whole_are_refused(
-    change: Callable[[dict[str, Any]], object], message: str
-) -> None:
+def test_answers_that_are_not_whole_are_refused(change, message):
     prompt, asked = np.array([1, 2], np.int32), request()
     VllmDialect(BRIDGE).read(spoiled(lambda _: None), asked, prompt)
     with pytest.raises(BadResponse, match=message):

@@ -120,9 +120,7 @@ def test_a_batch_is_committed_before_its_groups_are(started: Run) -> None:
     assert names == ["polled-0", "polled-1"]
 
 
-def test_a_batch_that_was_popped_survives_the_process_that_popped_it(
-    started: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_was_popped_survives_the_process_that_popped_it(started, monkeypatch):
     batch = [scored(0, first=20), scored(0, first=21), scored(0, first=22)]
     with api_server(batches=[batch]) as server:
         killed = Receiver(started)
@@ -197,9 +195,7 @@ def test_gc_takes_batches_before_the_last_and_numbers_go_on(started: Run) -> Non
     assert queued(started) == 4
 
 
-def test_servers_that_are_away_or_others_are_named(
-    started: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_that_are_away_or_others_are_named(started, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     poller = Poller(Receiver(started), "http://127.0.0.1:9", lambda line: None)
     with pytest.raises(EndpointUnavailable, match=r"no answer for 0 s: ConnectError"):

@@ -120,9 +120,7 @@ def test_the_queue_is_shared_by_weight_and_length(client: httpx.Client) -> None:
         ("GET", "/reset_data", "durable"),
     ],
 )
-def test_a_trainer_of_atropos_is_refused(
-    client: httpx.Client, method: str, path: str, code: str
-) -> None:
+def test_a_trainer_of_atropos_is_refused(client, method, path, code):
     push(client, [20])
     answer = client.request(method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, code)
@@ -190,9 +188,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("group", "told"), REFUSED, ids=[told for _, told in REFUSED])
-def test_a_group_that_cannot_be_trained_on_is_refused(
-    refusing: httpx.Client, group: dict[str, Any], told: str
-) -> None:
+def test_a_group_that_cannot_be_trained_on_is_refused(refusing, group, told):
     before = refusing.get("/status").json()["groups_refused"]
     answer = refusing.post("/scored_data", json=group)
     assert answer.status_code == 422
@@ -222,9 +218,7 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_nothing_of_a_list_is_committed_where_one_has_no_value(
-    refusing: httpx.Client, name: str
-) -> None:
+def test_nothing_of_a_list_is_committed_where_one_has_no_value(refusing, name):
     for groups in ([scored(), HOSTILE[name]], [HOSTILE[name], scored()]):
         answer = refusing.post("/scored_data_list", content=json.dumps(groups))
         assert answer.status_code == 422, answer.text
@@ -245,9 +239,7 @@ def test_a_name_that_is_there_twice_is_refused(refusing: httpx.Client) -> None:
         ({"weight": -1}, "weight: Input should be greater"),
     ],
 )
-def test_a_registration_that_does_not_fit_is_refused(
-    refusing: httpx.Client, fields: dict[str, Any], told: str
-) -> None:
+def test_a_registration_that_does_not_fit_is_refused(refusing, fields, told):
     answer = refusing.post("/register-env", json=registration() | fields)
     assert answer.status_code == 422
     assert told in answer.json()["error"]["message"]
@@ -306,9 +298,7 @@ def test_a_repeated_request_is_adopted_also_after_a_restart(run: Run, client: ht
     assert first_tokens(run, 0) == [20, 30, 40]
 
 
-def test_two_servers_of_a_run_leave_no_place_out_and_double_none(
-    run: Run, client: httpx.Client
-) -> None:
+def test_two_servers_of_a_run_leave_no_place_out_and_double_none(run, client):
     with receiving(run) as other:
         push(client, [20, 30])
         push(other, [40, 30, 50, 60])  # 40 finds 20 and 30 at its places
@@ -384,9 +374,7 @@ def test_the_rest_of_a_round_is_as_of_any_run(run: Run, client: httpx.Client) ->
     assert check_run(run.config.root, run.run_id).faults == ()
 
 
-def test_an_archive_of_everything_has_the_groups_that_wait(
-    run: Run, client: httpx.Client, tmp_path: Path
-) -> None:
+def test_an_archive_of_everything_has_the_groups_that_wait(run, client, tmp_path):
     push(client, range(20, 24))
     generated(run, 0)
     archive = write_archive(run, tmp_path / "run.tar", everything=True)
@@ -444,9 +432,7 @@ def test_gc_takes_collected_groups_alone_and_numbers_go_on(run: Run, client: htt
 
 
 @pytest.mark.slow
-def test_a_server_that_is_behind_does_not_fill_places_that_were_collected(
-    run: Run, client: httpx.Client
-) -> None:
+def test_a_server_that_is_behind_does_not_fill_places_that_were_collected(run, client):
     with receiving(run) as behind:
         push(client, [20, 30, 40])
         generated(run, 0)
@@ -489,9 +475,7 @@ def test_a_shard_without_groups_fails_in_time(tmp_path: Path) -> None:
         ({"asynchrony": {"max_staleness": 1}}, "are ahead of the rounds by themselves"),
     ],
 )
-def test_settings_of_runs_that_sample_are_refused(
-    tmp_path: Path, sections: dict[str, Any], told: str
-) -> None:
+def test_settings_of_runs_that_sample_are_refused(tmp_path, sections, told):
     with pytest.raises(ConfigError, match=told):
         pushed_config(tmp_path, **sections)
 
@@ -511,9 +495,7 @@ def test_a_fork_has_a_queue_of_its_own_rounds(run: Run, client: httpx.Client) ->
     assert client.get("/status").json()["queue_size"] == 1
 
 
-def test_an_environment_that_ignores_the_queue_is_asked_to_wait(
-    run: Run, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_ignores_the_queue_is_asked_to_wait(run, client, monkeypatch):
     monkeypatch.setattr(receiver_module, "QUEUE_ROUNDS_MAX", 1)
     most = run.config.rollouts.groups_per_round * 2 * (1 + run.config.batching.staleness_rounds_max)
     push(client, range(20, 20 + most))

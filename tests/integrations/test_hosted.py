@@ -262,8 +262,6 @@ def test_a_path_without_an_interpreter_is_named(python: str):
         ("verifiers", {"id": "a", "arguments": {}}, "options.arguments: Extra inputs"),
     ],
 )
-def test_wrong_options_are_named_before_a_library_is_looked_for(
-    name: str, options: dict[str, Any], expected: str
-):
+def test_wrong_options_are_named_before_a_library_is_looked_for(name, options, expected):
     with pytest.raises(ConfigError, match=expected):
         construct(EnvironmentConfig(name=name, options=options))

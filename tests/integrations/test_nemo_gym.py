@@ -226,17 +226,13 @@ def check_responses(server: CounterServer) -> None:
         ([row(0)], "expected two rows or more"),
     ],
 )  # fmt: skip
-def test_rows_that_a_policy_of_texts_cannot_play_are_refused(
-    tmp_path: Path, rows: list[Any], expected: str
-) -> None:
+def test_rows_that_a_policy_of_texts_cannot_play_are_refused(tmp_path, rows, expected):
     config = configuration(tmp_path, "http://127.0.0.1:9", rows)
     with pytest.raises(InputError, match=expected):
         make_environment(config.environment)
 
 
-def test_a_server_that_is_away_or_another_is_refused_before_anything_starts(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_is_away_or_another_is_refused_before_anything_starts(tmp_path):
     rows = [row(n) for n in range(4)]
     config = configuration(tmp_path, "http://127.0.0.1:9", rows)
     with pytest.raises(InputError, match="no resources server of NeMo Gym answers at"):

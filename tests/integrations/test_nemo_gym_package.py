@@ -84,9 +84,7 @@ def script(messages: Sequence[Message], member: int) -> str:
     return "done"
 
 
-def test_its_own_rows_are_played_scored_and_trained_on(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_its_own_rows_are_played_scored_and_trained_on(tmp_path, request):
     libraries = Path(request.config.cache.mkdir("libraries"))
     python = interpreter_with(libraries / "nemo-gym", *PACKAGES, newer=GYM)
     data = site_packages(python) / "resources_servers/example_session_state_mgmt/data/example.jsonl"

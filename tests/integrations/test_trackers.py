@@ -91,9 +91,7 @@ class Stuck(Remembering):
         self.let_go.wait(60)
 
 
-def test_a_tracker_that_hangs_delays_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_hangs_delays_nothing(monkeypatch, caplog):
     """It loses rows, is named once, and is not waited for beyond the limit."""
     monkeypatch.setattr(boards, "ROWS_WAITING_MAX", 3)
     monkeypatch.setattr(boards, "CLOSING_S", 0.5)
@@ -121,9 +119,7 @@ def test_without_configuration_there_is_no_tracker() -> None:
     assert open_trackers(config())._boards == []
 
 
-def test_a_tracker_that_cannot_be_opened_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_cannot_be_opened_is_left_out(tmp_path, caplog):
     occupied = tmp_path / "file"
     occupied.write_text("not a folder")
     trackers = open_trackers(config(tensorboard=str(occupied)))
@@ -177,9 +173,7 @@ class Fragile:
 
 @pytest.mark.parametrize("name", ["Trackio", "WandB"])
 @pytest.mark.parametrize("fails", ["", "init", "log", "finish"])
-def test_boards_get_the_same_names_and_are_never_in_the_way(
-    name: str, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_boards_get_the_same_names_and_are_never_in_the_way(name, fails, monkeypatch, caplog):
     board, package = Fragile(fails), name.lower()
     monkeypatch.setitem(sys.modules, package, board)  # type: ignore[arg-type]
     trackers = open_trackers(config(**{f"{package}_project": "project"}))
@@ -193,9 +187,7 @@ def test_boards_get_the_same_names_and_are_never_in_the_way(
 
 
 @pytest.mark.slow
-def test_trackio_keeps_rows_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackio_keeps_rows_on_this_machine(tmp_path, monkeypatch):
     pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path)

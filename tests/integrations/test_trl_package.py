@@ -86,9 +86,7 @@ def scored_by_trl(folder: Path, request: pytest.FixtureRequest) -> tuple[Path, C
     return python, configuration(folder, None, "chat", path=path, reward=REWARD, eval_fraction=0.3)
 
 
-def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(tmp_path, request):
     python, config = scored_by_trl(tmp_path, request)
     recorded, groups = record(config, say)
     for group in groups:
@@ -112,9 +110,7 @@ def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(
     assert len(seen["tools"]) == 2
 
 
-def test_a_round_is_trained_on_its_reward_functions(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_round_is_trained_on_its_reward_functions(tmp_path, request):
     _, config = scored_by_trl(tmp_path, request)
     with run(config) as training:
         (trained,) = training

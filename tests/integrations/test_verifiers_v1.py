@@ -174,9 +174,7 @@ def served(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Config
     return python, load_config(tmp_path / "config.yaml", ["flow.retries=0"])
 
 
-def test_a_server_that_ends_within_a_run_costs_no_committed_group(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_server_that_ends_within_a_run_costs_no_committed_group(tmp_path, request):
     python, config = served(tmp_path, request)
     address = config.environment.options["address"]
     (tmp_path / "end").write_text("4")  # two are those of an evaluation
@@ -197,9 +195,7 @@ def test_a_server_that_ends_within_a_run_costs_no_committed_group(
     assert all(a.balanced for a in audit_run(Run.open(config.root, config.run_id)))
 
 
-def test_a_round_is_trained_on_rollouts_of_an_environment_server(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_round_is_trained_on_rollouts_of_an_environment_server(tmp_path, request):
     python, config = served(tmp_path, request)
     address = config.environment.options["address"]
     with environment_server(python, address, tmp_path / "log") as server:
@@ -227,9 +223,7 @@ def test_a_round_is_trained_on_rollouts_of_an_environment_server(
     print(f"verifiers v1: rewards {rollouts['reward'].to_list()}")
 
 
-def test_a_server_of_another_protocol_version_is_named(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_server_of_another_protocol_version_is_named(tmp_path, request):
     python, config = served(tmp_path, request)
     settings = config.environment
     address = settings.options["address"]

@@ -139,9 +139,7 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return pq.read_table(folder / f"{name}.parquet").to_pylist()
 
 
-def test_rows_have_the_columns_of_verl_in_the_order_of_the_run(
-    exported: Exported,
-) -> None:
+def test_rows_have_the_columns_of_verl_in_the_order_of_the_run(exported):
     _, folder, written = exported
     train, held_out = rows_of(folder, "train"), rows_of(folder, "val")
     assert (written.train, written.val) == (len(train), len(held_out)) == (6, 3)
@@ -161,9 +159,7 @@ def test_rows_have_the_columns_of_verl_in_the_order_of_the_run(
 
 
 @pytest.mark.slow
-def test_episodes_have_the_tokens_and_rewards_of_a_run(
-    exported: Exported, relay: ModuleType
-) -> None:
+def test_episodes_have_the_tokens_and_rewards_of_a_run(exported, relay):
     config, folder, _ = exported
     tokenizer = tokenizer_for(config.policy)
     ours = play(config, scripted)
@@ -219,9 +215,7 @@ def test_a_call_that_marin_rl_refuses_raises_its_words(relay: ModuleType) -> Non
         relay.relay().score({"environment": "guess"}, "1")
 
 
-def test_a_turn_that_verl_cannot_sample_ends_the_episode_with_its_error(
-    exported: Exported, relay: ModuleType
-) -> None:
+def test_a_turn_that_verl_cannot_sample_ends_the_episode_with_its_error(exported, relay):
     _, folder, _ = exported
     (row, *_) = rows_of(folder, "train")
 
@@ -249,18 +243,14 @@ def test_the_end_of_the_process_fails_its_calls(exported: Exported, relay: Modul
         process.score(example, "1")
 
 
-def test_an_interpreter_without_marin_rl_says_so(
-    exported: Exported, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interpreter_without_marin_rl_says_so(exported, monkeypatch):
     _, folder, _ = exported
     monkeypatch.setenv("MARIN_RL_PYTHON", "/bin/false")
     with pytest.raises(RuntimeError, match="/bin/false cannot start"):
         _loaded(folder / "marin_rl_relay.py").Relay()
 
 
-def test_folders_and_pushed_groups_are_refused(
-    exported: Exported,
-) -> None:
+def test_folders_and_pushed_groups_are_refused(exported):
     config, folder, _ = exported
     with pytest.raises(InputError, match="is not overwritten"):
         export_verl(config, folder)

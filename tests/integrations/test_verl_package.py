@@ -87,9 +87,7 @@ def ours(config: Config, n: int) -> list[list[float]]:
     return rewards
 
 
-def test_verl_plays_our_episodes_to_the_same_tokens_and_rewards(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_verl_plays_our_episodes_to_the_same_tokens_and_rewards(request, tmp_path):
     config = configuration(tmp_path)
     (tmp_path / "tokenizer/config.json").write_text(json.dumps(MODEL))
     export_verl(config, tmp_path / "verl")
@@ -116,9 +114,7 @@ def test_verl_plays_our_episodes_to_the_same_tokens_and_rewards(
     ]
 
 
-def test_verl_scores_by_its_own_function_as_we_do(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_verl_scores_by_its_own_function_as_we_do(request, tmp_path):
     rows = [
         {
             "data_source": "sums",
@@ -158,9 +154,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_a_round_is_trained_on_its_rows_and_its_scorer(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_round_is_trained_on_its_rows_and_its_scorer(request, tmp_path):
     libraries = Path(request.config.cache.mkdir("libraries"))
     python = interpreter_with(libraries / "verl", *PACKAGES)
     scorer = site_packages(python) / "verl/utils/reward_score/gsm8k.py"

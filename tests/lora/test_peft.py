@@ -153,9 +153,7 @@ def test_ranks_that_differ_by_layer_are_filled_with_zeros(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_settings_that_are_not_computed_are_refused(
-    changes: dict[str, Any], message: str, folder: Path
-) -> None:
+def test_settings_that_are_not_computed_are_refused(changes, message, folder):
     change_config(folder, changes)
     with pytest.raises(InputError) as error:
         read_peft(folder, SHAPES)
@@ -207,9 +205,7 @@ def _none(tensors: dict[str, np.ndarray]) -> None:
         (_none, "holds no tensor"),
     ],
 )
-def test_tensors_of_another_base_are_refused(
-    change: Callable[[dict[str, np.ndarray]], None], message: str, folder: Path
-) -> None:
+def test_tensors_of_another_base_are_refused(change, message, folder):
     change_tensors(folder, change)
     with pytest.raises(InputError) as error:
         read_peft(folder, SHAPES)

@@ -83,9 +83,7 @@ def adapted(model: LanguageModel, scheme: str | None) -> LanguageModel:
 
 
 @pytest.mark.parametrize("scheme", others_slow([None, "int8", "nf4"], "nf4"))
-def test_adapters_and_quantised_bases_compute_what_merged_weights_do(
-    model: LanguageModel, scheme: str | None
-) -> None:
+def test_adapters_and_quantised_bases_compute_what_merged_weights_do(model, scheme):
     if model.spec.experts and scheme is not None:
         with pytest.raises(InputError, match="without experts"):
             adapted(model, scheme)
@@ -130,9 +128,7 @@ def assert_near(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 @pytest.mark.slow
-def test_recomputed_activations_and_scanned_layers_have_the_same_gradients(
-    model: LanguageModel,
-) -> None:
+def test_recomputed_activations_and_scanned_layers_have_the_same_gradients(model):
     assert_near(gradients(with_gradient_checkpointing(model)), gradients(model))
 
 

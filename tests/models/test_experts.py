@@ -131,9 +131,7 @@ def test_products_by_group_are_those_of_all_experts(name: str, forward: Forward)
         several=True,
     ),
 )
-def test_groups_may_be_empty_or_everything(
-    tokens: int, chosen: int, biases: dict[int, float]
-) -> None:
+def test_groups_may_be_empty_or_everything(tokens, chosen, biases):
     spec = replace(spec_of("gpt-oss-20b"), experts_chosen=chosen)
     model, x = model_with(spec, biases), inputs(spec, tokens, rows=1)
     linears = TrainedLinears(spec, Blocks(model.layers)[0], ("batch", "position"))

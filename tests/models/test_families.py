@@ -79,9 +79,7 @@ def assert_close(
     own[by] = max(own.get(by, 0.0), float(np.max(np.abs(np.asarray(found) - expected))))
 
 
-def test_the_trainers_logprobs_and_gradients_are_those_of_transformers(
-    case: Mapping[str, Any], model: LanguageModel, measured: dict[str, dict[str, float]]
-) -> None:
+def test_the_trainers_logprobs_and_gradients_are_those_of_transformers(case, model, measured):
     def mean(parameters: Any, packing: Packing) -> tuple[jax.Array, jax.Array]:
         scores = token_logprobs(
             with_parameters(model, parameters), *rows_of(tokens()), packing=packing
@@ -103,9 +101,7 @@ def test_the_trainers_logprobs_and_gradients_are_those_of_transformers(
                 assert ours == pytest.approx(case["gradients"][name], abs=near), name
 
 
-def test_the_engines_logits_are_those_of_transformers(
-    case: Mapping[str, Any], model: LanguageModel, measured: dict[str, dict[str, float]]
-) -> None:
+def test_the_engines_logits_are_those_of_transformers(case, model, measured):
     spec, weights = read_model(model)
     dtype, ids = jnp.dtype(jnp.float32), jnp.asarray(tokens())
     fused, rotary = fused_weights(spec, weights, dtype), rotary_table(spec, LENGTH)

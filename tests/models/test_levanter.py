@@ -104,9 +104,7 @@ def test_masks_that_are_not_causal_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("packed", others_slow([0, 1], 1))
 @pytest.mark.parametrize("folder", ["gemma-2-2b"], indirect=True)
-def test_rows_score_by_the_attention_of_a_tpu_as_by_that_of_a_cpu(
-    folder: Path, packed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_score_by_the_attention_of_a_tpu_as_by_that_of_a_cpu(folder, packed, monkeypatch):
     """Levanter chooses an attention that runs on a CPU in the place of the TPU's kernel."""
     model, ids = load_hf(folder), jnp.asarray(tokens())
     segments = 1 + (jnp.arange(ids.shape[1]) > 20) * packed

@@ -134,9 +134,7 @@ def by_trainer(model: LanguageModel, dtype: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("dtype", "others_max", "experts_max"), [("float32", 0.0, 0.0), ("bfloat16", 0.15, 0.02)]
 )
-def test_trainer_and_engine_take_the_same_experts(
-    model: LanguageModel, dtype: str, others_max: float, experts_max: float
-) -> None:
+def test_trainer_and_engine_take_the_same_experts(model, dtype, others_max, experts_max):
     """The numbers of docs/hugging-face-models.md; a tie of two experts falls by the last bits."""
     kind = jnp.dtype(dtype)
     trainer = by_trainer(model, kind)

@@ -91,9 +91,7 @@ class Opened:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_open_filter_and_click_through(
-    browser: Any, file: Path, size: tuple[int, int], scheme: str
-) -> None:
+def test_open_filter_and_click_through(browser, file, size, scheme):
     with Opened(browser, file.as_uri(), size, scheme) as opened:
         page = opened.page
         assert page.locator("#charts figure").count() >= 3
@@ -215,9 +213,7 @@ def test_an_address_leads_to_a_rollout(browser: Any, file: Path) -> None:
         assert opened.unharmed
 
 
-def test_a_rollout_of_a_shared_round_names_the_run_that_played_it(
-    browser: Any, tmp_path: Path
-) -> None:
+def test_a_rollout_of_a_shared_round_names_the_run_that_played_it(browser, tmp_path):
     parent = shown_run(tmp_path, rounds=2)
     fork = fork_run(parent, 1, "fork", ["objective.advantage=grpo"])
     add_round(fork, 1)
@@ -321,9 +317,7 @@ def test_the_live_page_follows_a_run(browser: Any, served: tuple[Run, str]) -> N
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_dialogue_is_read_turn_by_turn_with_its_tool_folded(
-    browser: Any, tmp_path: Path, size: tuple[int, int]
-) -> None:
+def test_a_dialogue_is_read_turn_by_turn_with_its_tool_folded(browser, tmp_path, size):
     path = tmp_path / "talks.html"
     path.write_text(report_html(RunPage(dialogue_run(tmp_path)).page()), encoding="utf-8")
     with Opened(browser, f"{path.as_uri()}#rollout=round-00000/group-00000/000", size) as opened:
@@ -345,9 +339,7 @@ def test_a_dialogue_is_read_turn_by_turn_with_its_tool_folded(
         assert not opened.said
 
 
-def test_turns_are_a_column_and_stop_reasons_tools_and_turns_filters(
-    browser: Any, tmp_path: Path
-) -> None:
+def test_turns_are_a_column_and_stop_reasons_tools_and_turns_filters(browser, tmp_path):
     path = tmp_path / "talks.html"
     path.write_text(report_html(RunPage(dialogue_run(tmp_path)).page()), encoding="utf-8")
     with Opened(browser, path.as_uri(), SIZES[0]) as opened:

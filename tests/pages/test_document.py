@@ -220,9 +220,7 @@ def test_curves_are_over_all_rollouts_of_committed_rounds(page: Page) -> None:
     assert "KL" in page.absent
 
 
-def test_a_page_follows_a_run_and_reads_what_is_old_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_follows_a_run_and_reads_what_is_old_once(tmp_path, monkeypatch):
     run = shown_run(tmp_path, rounds=4)
     read: list[int] = []
 

@@ -71,9 +71,7 @@ def test_data_is_sent_again_only_when_there_is_news(client: TestClient, run: Run
     ],
 )
 @pytest.mark.parametrize("path", others_slow(["/data.json", "/", "/assets/page.js"], first=1))
-def test_other_names_and_other_pages_are_refused(
-    client: TestClient, headers: dict[str, str], path: str
-) -> None:
+def test_other_names_and_other_pages_are_refused(client, headers, path):
     answer = client.get(path, headers=headers)
     assert (answer.status_code, answer.text) == (403, "this page is for this machine only")
 
@@ -100,9 +98,7 @@ def test_it_listens_on_this_machine_only(run: Run, host: str) -> None:
 
 
 @pytest.mark.parametrize("options", [["--json"], []])
-def test_the_command_tells_where_it_listens_and_ends_with_ctrl_c(
-    run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str]
-) -> None:
+def test_the_command_tells_where_it_listens_and_ends_with_ctrl_c(run, monkeypatch, options):
     """With --json one line that a program can wait for: the free port that --port 0 chose."""
     bound: list[tuple[str, int]] = []
     handlers = {reference() for reference in logging._handlerList}  # still theirs afterwards

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -39,9 +38,7 @@ PACKED = "packing: shared_prompt, row_tokens: 256"
     ("adapter", "count", "rows"),
     [("", 4, PADDED), ("", 4, PACKED), (", lora: {rank: 8}", 8, PADDED)],
 )
-def test_the_plan_of_rounds_is_what_they_take(
-    real_model: Path, tmp_path: Path, adapter: str, count: int, rows: str
-) -> None:
+def test_the_plan_of_rounds_is_what_they_take(real_model, tmp_path, adapter, count, rows):
     file = tmp_path / "peak.yaml"
     # Padded rows are of one length however short; packed ones are to fill a microbatch.
     groups, tokens = (4, 8) if rows == PADDED else (8, 24)

@@ -161,9 +161,7 @@ def test_messages_of_several_roles_are_joined() -> None:
     ],
     ids=["system moves", "reasoning is dropped", "opening is dropped", "no end", "refuses"],
 )
-def test_a_template_that_does_not_continue_is_refused(
-    template: str, system: object, said: str, words: str
-) -> None:
+def test_a_template_that_does_not_continue_is_refused(template, system, said, words):
     tokenizer = tokenizer_of(template, "<|im_end|>" if "im_end" in template else "</s>")
     dialogue = [Message(role="system", content="s")] if system else []
     dialogue += [Message(role="user", content="a"), Message(role="assistant", content=said)]
@@ -312,9 +310,7 @@ QWEN = TEMPLATES["qwen"]
     ],
     ids=["two", "refused", "calls vanish", "opened otherwise", "no end", "no end of calls"],
 )
-def test_a_template_that_cannot_go_on_after_calls_is_refused(
-    template: str, results: int, words: str
-) -> None:
+def test_a_template_that_cannot_go_on_after_calls_is_refused(template, results, words):
     ends = ("<|eot_id|>", "<|im_end|>")
     tokenizer = tokenizer_of(template, next((end for end in ends if end in template), "</s>"))
     new = [tool_result(number=number) for number in range(results)]
@@ -415,9 +411,7 @@ NEW = st.lists(st.tuples(st.sampled_from(["user", "user", "tool"]), ODD), min_si
     first=st.lists(ODD, min_size=1, max_size=2),
     exchanges=st.lists(st.tuples(ODD, NEW), min_size=1, max_size=3),
 )
-def test_a_bridge_is_what_the_template_renders_or_none(
-    name: str, first: list[str], exchanges: list[tuple[str, list[tuple[str, str]]]]
-) -> None:
+def test_a_bridge_is_what_the_template_renders_or_none(name, first, exchanges):
     template, expected = HOSTILE[name]
     exact = check_bridges(
         template,
@@ -487,9 +481,7 @@ COMPOSED = st.builds(
     first=st.lists(ODD, min_size=1, max_size=2),
     exchanges=st.lists(st.tuples(ODD, NEW), min_size=1, max_size=3),
 )
-def test_a_template_of_any_parts_has_exact_bridges_or_none(
-    template: str, first: list[str], exchanges: list[tuple[str, list[tuple[str, str]]]]
-) -> None:
+def test_a_template_of_any_parts_has_exact_bridges_or_none(template, first, exchanges):
     check_bridges(template, "<|im_end|>", first, exchanges)
 
 

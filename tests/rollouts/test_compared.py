@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import yaml
 from support.scripted_policies import call, record, tool_run
 
@@ -55,9 +54,7 @@ def test_members_of_an_environment_of_a_list_are_compared_and_played_again(tmp_p
     assert replay_rollouts(run, 0, compared.rollouts[0].rollout_id).equal
 
 
-def test_a_function_in_trls_convention_reads_calls_of_tools(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_in_trls_convention_reads_calls_of_tools(tmp_path, monkeypatch):
     lines = [
         json.dumps({"prompt": [{"role": "user", "content": f"Buy tea {n}."}], "item": "tea"})
         for n in range(20)

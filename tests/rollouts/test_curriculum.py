@@ -86,9 +86,7 @@ def test_metrics_compare_what_is_sampled_with_what_is_known(tmp_path: Path) -> N
     assert metrics["curriculum/known/never"] == metrics["curriculum/known/always"] == 0.2
 
 
-def test_an_environment_that_teaches_nothing_is_sampled_less_and_never_forgotten(
-    tmp_path: Path,
-) -> None:
+def test_an_environment_that_teaches_nothing_is_sampled_less_and_never_forgotten(tmp_path):
     config = configured(tmp_path, "asynchrony.curriculum=solve_rate")
     run, environment = Run.create_or_open(config), environment_of(config)
     decision = Curriculum(

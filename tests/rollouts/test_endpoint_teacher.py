@@ -193,9 +193,7 @@ def test_another_tokenizer_other_ends_and_a_short_context_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_an_endpoint_is_asked_once_for_a_shard_and_must_stay_the_same(
-    server: PolicyServer, tmp_path: Path
-) -> None:
+def test_an_endpoint_is_asked_once_for_a_shard_and_must_stay_the_same(server, tmp_path):
     with Spoiling(server.base_url, lambda _: None) as proxy:
         run = Run.create_or_open(configured(proxy.url, tmp_path))
         runtime = RunRuntime(run)

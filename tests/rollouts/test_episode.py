@@ -202,9 +202,7 @@ def check_two_turns(rollout: Rollout, example: Example) -> None:
     assert rollout.n_prompt_tokens == len(mask) - sum(mask)
 
 
-def test_a_dialogue_goes_on_from_the_exact_ids_of_the_turns_before(
-    server: FakePolicyServer,
-) -> None:
+def test_a_dialogue_goes_on_from_the_exact_ids_of_the_turns_before(server):
     environment = Dialogue(TwoTurns)
     group = play(server, environment)
     for rollout in group.rollouts:
@@ -278,9 +276,7 @@ def test_an_episode_that_raises_costs_one_rollout(server: FakePolicyServer) -> N
     assert all(episode.closed for episode in environment.made)
 
 
-def test_a_later_turn_that_the_endpoint_refuses_costs_one_rollout(
-    server: FakePolicyServer,
-) -> None:
+def test_a_later_turn_that_the_endpoint_refuses_costs_one_rollout(server):
     refused = turn_seed(SEED + 1, 1)
     server.fault = lambda body: "reject" if body["seed"] == refused else None
     group = play(server, Dialogue(TwoTurns))
@@ -295,9 +291,7 @@ def test_an_endpoint_that_renders_again_is_refused(server: FakePolicyServer) -> 
     assert all((r.error or "").startswith("BadResponse: expected the") for r in group.rollouts)
 
 
-def test_an_endless_episode_ends_and_is_scored_by_the_environment(
-    server: FakePolicyServer,
-) -> None:
+def test_an_endless_episode_ends_and_is_scored_by_the_environment(server):
     turns_max = 5
     limit = f"environment.turns_max={turns_max}"
     group = play(server, Dialogue(Endless), size=1, overrides=[limit])
@@ -337,9 +331,7 @@ def test_a_dialogue_ends_where_its_context_is_full(server: FakePolicyServer) -> 
     assert asked == [min(16, left) for left in room]
 
 
-def test_tools_that_a_template_cannot_carry_are_refused_before_sampling(
-    server: FakePolicyServer,
-) -> None:
+def test_tools_that_a_template_cannot_carry_are_refused_before_sampling(server):
     with pytest.raises(InputError, match=r"tools look, but .* no tool calls in a form"):
         play(server, Dialogue(Tooled))
     assert server.requests == []

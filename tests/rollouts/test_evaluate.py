@@ -136,9 +136,7 @@ def policy_of(server: FakePolicyServer) -> ServedPolicy:
     return served_policy(server.url, MODEL)
 
 
-def test_named_sets_are_separate_and_count_no_example_twice(
-    tmp_path: Path, words: dict[str, Any], server: FakePolicyServer
-) -> None:
+def test_named_sets_are_separate_and_count_no_example_twice(tmp_path, words, server):
     sets = {"words": words, "letters": {"name": "echo"}}
     run = Run.create_or_open(configured(tmp_path / "runs", sets=sets))
     ref = asyncio.run(evaluate_round(run, 0, policy_of(server)))

@@ -193,9 +193,7 @@ def test_turns_and_segments_are_joined_as_those_of_episodes(groups: Groups) -> N
 
 
 @pytest.mark.parametrize(("kind", "expected"), REFUSED.items())
-def test_rollouts_that_cannot_be_trained_on_are_kept_with_their_reason(
-    groups: Groups, kind: str, expected: str
-) -> None:
+def test_rollouts_that_cannot_be_trained_on_are_kept_with_their_reason(groups, kind, expected):
     check_refused(groups[kind], expected)
 
 
@@ -206,9 +204,7 @@ def test_rollouts_that_cannot_be_trained_on_are_kept_with_their_reason(
         pytest.param("blocks", "took longer than 1 s", marks=pytest.mark.slow),
     ],
 )
-def test_rollouts_whose_process_is_lost_are_kept_with_the_reason(
-    tmp_path: Path, kind: str, expected: str
-) -> None:
+def test_rollouts_whose_process_is_lost_are_kept_with_the_reason(tmp_path, kind, expected):
     _, groups = recorded(tmp_path, kind)
     check_refused(groups[kind], expected)
 

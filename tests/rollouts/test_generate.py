@@ -112,9 +112,7 @@ def test_a_committed_shard_is_not_made_again(run: Run, server: FakePolicyServer)
         asyncio.run(generate_shard(run, 4, 0, other))
 
 
-def test_requests_depend_on_seed_and_position_alone(
-    tmp_path: Path, server: FakePolicyServer
-) -> None:
+def test_requests_depend_on_seed_and_position_alone(tmp_path, server):
     seen: list[dict[str, list[list[int]]]] = []
     for place, order in enumerate([(0, 1), (1, 0)]):
         run = Run.create_or_open(configured(tmp_path / str(place)))
@@ -170,9 +168,7 @@ def server_word(run: Run, group: int) -> str:
         ("wrong-model", StalePolicy),
     ],
 )
-def test_a_shard_of_errors_is_refused(
-    run: Run, server: FakePolicyServer, fault: str, error: type[Exception]
-) -> None:
+def test_a_shard_of_errors_is_refused(run, server, fault, error):
     server.fault = lambda _: fault
     with pytest.raises(error, match=r"8 of 8 rollouts failed|other weights"):
         generate(run, server)
@@ -323,9 +319,7 @@ def test_two_evaluations_differ_by_the_policy_alone(run: Run, server: FakePolicy
     assert asked(4) == asked(6)
 
 
-def test_the_last_member_is_greedy_where_it_is_the_baseline(
-    tmp_path: Path, server: FakePolicyServer
-) -> None:
+def test_the_last_member_is_greedy_where_it_is_the_baseline(tmp_path, server):
     settings = ("objective.advantage=remax", "rollouts.greedy_baseline=true")
     run = Run.create_or_open(configured(tmp_path, *settings))
     ref = generate(run, server)

@@ -132,9 +132,7 @@ def same(one: Completion, other: Completion) -> bool:
 @pytest.mark.slow
 @hypothesis_settings(max_examples=15)
 @given(st.data())
-def test_pieces_are_what_one_request_brings_whichever_process_goes_on(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_pieces_are_what_one_request_brings_whichever_process_goes_on(tmp_path_factory, data):
     """Of any length, and interrupted after any number of them, again and again."""
     run = Run.create_or_open(settings(tmp_path_factory.mktemp("pieces")))
     piece = data.draw(st.integers(1, TOKENS_MAX + 1))
@@ -155,9 +153,7 @@ def test_pieces_are_what_one_request_brings_whichever_process_goes_on(
 @pytest.mark.slow
 @hypothesis_settings(max_examples=15)
 @given(st.data())
-def test_a_stop_string_ends_a_completion_wherever_pieces_are_cut(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_stop_string_ends_a_completion_wherever_pieces_are_cut(tmp_path_factory, data):
     """Strings of the texts themselves, which may begin in one piece and end in the next."""
     run = Run.create_or_open(settings(tmp_path_factory.mktemp("stops")))
     texts = [each.text for each in whole(run).completions]
@@ -363,9 +359,7 @@ PIECES = (f"asynchrony.partial_tokens={PIECE}",)
 
 
 @pytest.mark.slow
-def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(
-    server: PolicyServer, tmp_path: Path
-) -> None:
+def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(server, tmp_path):
     """Logprobs differ by what a cache that was filled at once differs from one that grew."""
     expected, rollouts = shard_of(tmp_path / "a", server), shard_of(tmp_path / "b", server, *PIECES)
     assert any(rollout.n_completion_tokens > PIECE for rollout in rollouts)
@@ -377,9 +371,7 @@ def test_pieces_of_the_engine_have_the_tokens_of_whole_completions(
 
 
 @pytest.mark.bits
-def test_a_shard_goes_on_with_what_a_process_left_of_it(
-    server: PolicyServer, tmp_path: Path
-) -> None:
+def test_a_shard_goes_on_with_what_a_process_left_of_it(server, tmp_path):
     """With a policy that follows from the round's number, no bit shows where it was left."""
     policy = served_policy(server.base_url, server.model_id)
     expected = shard_of(tmp_path / "undisturbed", server, *PIECES)

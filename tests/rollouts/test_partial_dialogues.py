@@ -124,9 +124,7 @@ def check_same(rollouts: Mapping[str, Rollout], expected: Mapping[str, Rollout])
 
 
 @pytest.mark.parametrize("pieces_max", others_slow([1, 2, 3, 5, 8, 13], 2))
-def test_dialogues_that_are_interrupted_end_as_undisturbed_ones(
-    tmp_path: Path, pieces_max: int
-) -> None:
+def test_dialogues_that_are_interrupted_end_as_undisturbed_ones(tmp_path, pieces_max):
     whole = Run.create_or_open(settings(tmp_path / "whole"))
     expected = played(whole, ScriptedClient(), Talks(), pieces=False)
     turns = [sum(t.role == "assistant" for t in r.turns) for r in members(expected).values()]
@@ -157,9 +155,7 @@ def reasons(run: Run) -> list[str]:
         (Talks(turns=1), "the episode ended (stop) after turn 1, and went on"),
     ],
 )
-def test_a_member_whose_environment_answers_otherwise_begins_again(
-    tmp_path: Path, other: Talks, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_member_whose_environment_answers_otherwise_begins_again(tmp_path, other, reason, caplog):
     """As one that was never begun before, and its parts say why."""
     run = Run.create_or_open(settings(tmp_path / "left"))
     assert played(run, ScriptedClient(pieces_max=28), Talks()) == []

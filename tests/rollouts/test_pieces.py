@@ -95,9 +95,7 @@ def plain(tmp_path: Path, server: FakePolicyServer) -> list[dict[str, Any]]:
     return rows(run)
 
 
-def test_a_shard_of_pieces_is_the_shard_without_them(
-    tmp_path: Path, server: FakePolicyServer, plain: list[dict[str, Any]]
-) -> None:
+def test_a_shard_of_pieces_is_the_shard_without_them(tmp_path, server, plain):
     run = Run.create_or_open(configured(tmp_path / "runs"))
     generate(run, server)
     assert rows(run) == plain
@@ -112,9 +110,7 @@ def test_a_shard_of_pieces_is_the_shard_without_them(
     assert rows(run) == plain
 
 
-def test_a_retry_asks_for_what_is_missing(
-    tmp_path: Path, server: FakePolicyServer, plain: list[dict[str, Any]]
-) -> None:
+def test_a_retry_asks_for_what_is_missing(tmp_path, server, plain):
     """Two groups fail; the next attempt samples those two, and the shard is the same."""
     run = Run.create_or_open(configured(tmp_path / "runs", "rollouts.errors_max_fraction=0.1"))
     seeds = sorted(row["sampling"]["seed"] for row in plain if row["index_in_group"] == 0)
@@ -133,9 +129,7 @@ def test_a_retry_asks_for_what_is_missing(
     assert rows(run) == plain
 
 
-def test_a_retry_asks_for_the_missing_members_of_a_group(
-    tmp_path: Path, server: FakePolicyServer, plain: list[dict[str, Any]]
-) -> None:
+def test_a_retry_asks_for_the_missing_members_of_a_group(tmp_path, server, plain):
     """Completions without tokens cost their own rollout; only those are sampled again."""
     lost = [row["rollout_id"] for row in plain[1::3]]
     run = Run.create_or_open(configured(tmp_path / "runs", "rollouts.errors_max_fraction=0.1"))
@@ -195,9 +189,7 @@ def test_a_bucket_keeps_finished_groups_until_the_shard_has_them_or_they_are_old
         assert pieces(run) == []
 
 
-def test_groups_of_a_shard_that_never_ended_go_by_age(
-    tmp_path: Path, server: FakePolicyServer
-) -> None:
+def test_groups_of_a_shard_that_never_ended_go_by_age(tmp_path, server):
     run = Run.create_or_open(configured(tmp_path / "runs", "rollouts.errors_max_fraction=0.1"))
     fine = iter([None, None])
     server.fault = lambda _: next(fine, "503")
@@ -217,9 +209,7 @@ def test_groups_of_a_shard_that_never_ended_go_by_age(
 
 
 @pytest.mark.slow
-def test_every_crash_state_keeps_its_finished_groups(
-    tmp_path: Path, server: FakePolicyServer, plain: list[dict[str, Any]]
-) -> None:
+def test_every_crash_state_keeps_its_finished_groups(tmp_path, server, plain):
     """Go on from a seeded sample of the folders that a kill before an operation leaves."""
     config = configured(tmp_path / "runs")
     run_folder = tmp_path / "runs" / config.run_id

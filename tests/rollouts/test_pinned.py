@@ -155,9 +155,7 @@ def test_a_run_goes_on_with_the_rows_that_it_began_with(tmp_path: Path) -> None:
         Run.create_or_open(config.model_copy(update={"environment": refused}), as_begun)
 
 
-def test_a_run_without_long_rows_records_that_none_is_left_out(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_run_without_long_rows_records_that_none_is_left_out(tmp_path, tmp_path_factory):
     config = chat(tmp_path, [])
     assert as_begun(config).environment.long_prompts == ()
     assert not [text for text in data_warnings(config) if "long_prompts" in text]

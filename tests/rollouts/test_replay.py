@@ -93,9 +93,7 @@ def seal(run: Run, policy: ServedPolicy, groups: list[RolloutGroup]) -> None:
     seal_round(run, 0, [ref], [policy.checkpoint])
 
 
-def test_a_recorded_round_is_played_again(
-    sealed: tuple[Run, ServedPolicy, list[RolloutGroup]],
-) -> None:
+def test_a_recorded_round_is_played_again(sealed):
     run, policy, groups = sealed
     seal(run, policy, groups)
     reasons = {r.finish_reason for group in groups for r in group.rollouts}
@@ -113,10 +111,7 @@ def test_a_recorded_round_is_played_again(
 
 
 @pytest.mark.parametrize("what", ["message", "reward", "end", "score"])
-def test_the_first_difference_is_named(
-    sealed: tuple[Run, ServedPolicy, list[RolloutGroup]],
-    what: str,
-) -> None:
+def test_the_first_difference_is_named(sealed, what):
     """Records that are altered stand for an environment that answers otherwise now."""
     run, policy, groups = sealed
     by_step = what != "score"
@@ -156,9 +151,7 @@ def test_the_first_difference_is_named(
     assert (shown.exit_code, "11 of 12 episodes are equal" in shown.output) == (1, True)
 
 
-def test_an_environment_of_another_version_is_named(
-    sealed: tuple[Run, ServedPolicy, list[RolloutGroup]],
-) -> None:
+def test_an_environment_of_another_version_is_named(sealed):
     run, policy, groups = sealed
     older = [
         replace(group, example=replace(group.example, environment_version="0")) for group in groups
@@ -167,9 +160,7 @@ def test_an_environment_of_another_version_is_named(
     assert replay_rollouts(run, 0).changed == {"environment version": ("0", "1")}
 
 
-def test_ids_that_are_none_are_refused(
-    sealed: tuple[Run, ServedPolicy, list[RolloutGroup]],
-) -> None:
+def test_ids_that_are_none_are_refused(sealed):
     run, policy, groups = sealed
     seal(run, policy, groups)
     with pytest.raises(InputError, match="expected the id of a rollout, such as"):

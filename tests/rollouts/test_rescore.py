@@ -79,9 +79,7 @@ def test_versions_count_up_where_the_function_is_another(run: Run, tmp_path: Pat
     assert read_rewards(run, 0, "mine-v0001")["a/0"] == 3.0
 
 
-def test_an_existing_table_is_printed_without_scoring_again(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_table_is_printed_without_scoring_again(run, tmp_path, monkeypatch):
     """Also where the function would say something else now: what it imports is in no digest."""
     (tmp_path / "my_factor.py").write_text("FACTOR = 1.0")
     (tmp_path / "my_called.py").write_text(
@@ -99,9 +97,7 @@ def test_an_existing_table_is_printed_without_scoring_again(
     assert again.mean_after == first.mean_after
 
 
-def test_the_last_version_that_the_message_names_can_be_taken(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_version_that_the_message_names_can_be_taken(run, monkeypatch):
     monkeypatch.setattr(rewards, "VERSIONS_MAX", 1)
     assert rescore_round(run, 0, "my_rewards:length", "mine").table.version == 1
     with pytest.raises(ConfigError, match="all 1 versions of 'mine' are taken"):

@@ -164,9 +164,7 @@ OBJECTIVES = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_round_of_segments_is_trained_verified_and_replayed(
-    tmp_path: Path, objective: str
-) -> None:
+def test_a_round_of_segments_is_trained_verified_and_replayed(tmp_path, objective):
     configured(tmp_path, "on_broken_prefix: segments")
     small = [f"policy.model.{name}=16" for name in ("hidden_size", "intermediate_size")]
     config = load_config(tmp_path / "run.yaml", [*small, *OBJECTIVES[objective]])

@@ -112,9 +112,7 @@ def count_packed(run: Run) -> int:
     return len(stream_of(run).groups)
 
 
-def test_groups_that_ended_do_not_wait_for_a_slow_one(
-    run: Run, server: HeldServer, tmp_path: Path
-) -> None:
+def test_groups_that_ended_do_not_wait_for_a_slow_one(run, server, tmp_path):
     """And they are those that a run commits one by one."""
     size = len(numbers_of(run.config, 0))
 
@@ -138,9 +136,7 @@ def test_groups_that_ended_do_not_wait_for_a_slow_one(
     assert len(server.requests) == asked, "nothing is sampled again"
 
 
-def test_groups_that_ended_are_committed_when_sampling_is_cancelled(
-    run: Run, server: HeldServer
-) -> None:
+def test_groups_that_ended_are_committed_when_sampling_is_cancelled(run, server):
     run = created(Path(run.config.root), "asynchrony.limits.commit_every_s=600")
     numbers, ended = numbers_of(run.config, 0), threading.Event()
 

@@ -1,7 +1,6 @@
 """Environments tried and checked outside of a run."""
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -68,9 +67,7 @@ def test_laws_hold_for_environments_that_ship(name: str):
     assert all(finding["passed"] is not False for finding in findings)
 
 
-def test_an_environment_that_remembers_other_episodes_fails_the_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_environment_that_remembers_other_episodes_fails_the_replay(tmp_path, monkeypatch):
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
     monkeypatch.chdir(tmp_path)
     findings = [json.loads(s) for s in told("check", "forgetful.py:Count", "--json", code=1)]

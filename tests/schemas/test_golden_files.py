@@ -35,7 +35,6 @@ from schemas.migrations import PAIRS as PAIRS_LADDER
 from schemas.migrations import REWARDS as REWARDS_LADDER
 from schemas.migrations import ROLLOUTS as ROLLOUTS_LADDER
 from schemas.migrations import SCORES as SCORES_LADDER
-from schemas.migrations import Ladder
 from schemas.tables import (
     DISPOSITIONS,
     FLOATS,
@@ -319,9 +318,7 @@ def encode_scores(*, valued: bool = False, weighed: bool = False) -> bytes:
 @pytest.mark.parametrize(
     ("version", "columns"), [(1, {}), (2, {"valued": True}), (3, {"weighed": True})]
 )
-def test_scores_are_written_in_the_lowest_version_that_has_them(
-    version: int, columns: dict[str, bool]
-) -> None:
+def test_scores_are_written_in_the_lowest_version_that_has_them(version, columns):
     data = encode_scores(**columns)
     stamp = TableReader(data, "scores", SCORES_LADDER).stamp
     assert stamp["schema_version"] == str(version)
@@ -373,9 +370,7 @@ def rewards_v1() -> pa.Table:
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_nothing_of_a_version_is_lost_and_later_columns_are_null(
-    path: Path, ladder: Ladder, written: pa.Table
-) -> None:
+def test_nothing_of_a_version_is_lost_and_later_columns_are_null(path, ladder, written):
     schema = SCORES if ladder is SCORES_LADDER else written.schema
     table = TableReader(path.read_bytes(), path.name, ladder).table(schema)
     assert table.select(written.column_names).equals(written)

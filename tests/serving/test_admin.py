@@ -170,9 +170,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(
     "damage", others_slow(DAMAGED, "torn weights", "another width", "another tokenizer")
 )
-def test_a_folder_that_is_unfit_is_refused(
-    server: PolicyServer, run: Run, tmp_path: Path, damage: str
-) -> None:
+def test_a_folder_that_is_unfit_is_refused(server, run, tmp_path, damage):
     folder = tmp_path / "model"
     save_hf(weights(run, 2), character_tokenizer(), folder)
     spoil, words = DAMAGED[damage]
@@ -192,9 +190,7 @@ def spoiled(run: Run, value: float) -> LanguageModel:
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("value", others_slow([np.inf, np.nan, -np.inf], first=1))
-def test_weights_that_are_no_numbers_are_refused(
-    server: PolicyServer, run: Run, tmp_path: Path, value: float
-) -> None:
+def test_weights_that_are_no_numbers_are_refused(server, run, tmp_path, value):
     save_hf(weights(run, 2), character_tokenizer(), tmp_path / "model")
     file = tmp_path / "model/model.safetensors"
     arrays = load_file(file)
@@ -206,9 +202,7 @@ def test_weights_that_are_no_numbers_are_refused(
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_finite_weights_with_logits_that_are_not_fail_the_canary(
-    server: PolicyServer, run: Run, tmp_path: Path
-) -> None:
+def test_finite_weights_with_logits_that_are_not_fail_the_canary(server, run, tmp_path):
     save_hf(spoiled(run, 3e38), character_tokenizer(), tmp_path / "model")
     status, code, message = refused(server, {"model_path": str(tmp_path / "model")})
     assert (status, code) == (409, "canary_mismatch")
@@ -216,9 +210,7 @@ def test_finite_weights_with_logits_that_are_not_fail_the_canary(
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_a_flipped_bit_contradicts_the_promised_digest(
-    server: PolicyServer, run: Run, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_contradicts_the_promised_digest(server, run, tmp_path):
     model = weights(run, 2)
     promised = parameters_digest(model)
     save_hf(model, character_tokenizer(), tmp_path / "model")
@@ -282,9 +274,7 @@ def test_a_damaged_checkpoint_is_refused(server: PolicyServer, tmp_path: Path, d
         ({"chat_template_digest": "0" * 64}, 400, "expected the chat template"),
     ],
 )
-def test_a_checkpoint_must_be_what_its_manifest_says(
-    server: PolicyServer, tmp_path: Path, extra: dict[str, str], status: int, words: str
-) -> None:
+def test_a_checkpoint_must_be_what_its_manifest_says(server, tmp_path, extra, status, words):
     own_run(tmp_path, 2, extra=extra)
     found = refused(server, {"root": str(tmp_path), "run_id": "debug"})
     assert found[0] == status
@@ -292,9 +282,7 @@ def test_a_checkpoint_must_be_what_its_manifest_says(
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_checkpoints_of_other_models_and_of_no_numbers_are_refused(
-    server: PolicyServer, run: Run, tmp_path: Path
-) -> None:
+def test_checkpoints_of_other_models_and_of_no_numbers_are_refused(server, run, tmp_path):
     other = small_run(tmp_path / "wide", "policy.model.hidden_size=64")
     commit(other, 0, build_model(other.config.policy, 103, 0))
     body = {"root": str(tmp_path / "wide"), "run_id": "debug"}
@@ -321,18 +309,14 @@ def test_checkpoints_of_other_models_and_of_no_numbers_are_refused(
         ({"model_path": "x", "flush_cache": True}, "flush_cache"),
     ],
 )
-def test_the_wrong_field_of_a_body_is_named(
-    server: PolicyServer, body: dict[str, Any], param: str
-) -> None:
+def test_the_wrong_field_of_a_body_is_named(server, body, param):
     status, _, answer = update(server, body)
     assert status == 400
     told = answer["error"]
     assert param in (told["param"] or told["message"])
 
 
-def test_good_weights_are_taken_from_folder_and_run(
-    server: PolicyServer, run: Run, tmp_path: Path
-) -> None:
+def test_good_weights_are_taken_from_folder_and_run(server, run, tmp_path):
     model = weights(run, 7)
     digest = parameters_digest(model)
     save_hf(model, character_tokenizer(), tmp_path / "model")
@@ -355,9 +339,7 @@ def test_good_weights_are_taken_from_folder_and_run(
     update(server, {"root": root, "run_id": "debug", "round": 1})
 
 
-def test_sglangs_route_is_the_same_and_takes_the_admin_key_of_our_client(
-    server: PolicyServer, run: Run, tmp_path: Path
-) -> None:
+def test_sglangs_route_is_the_same_and_takes_the_admin_key_of_our_client(server, run, tmp_path):
     model = weights(run, 8)
     save_hf(model, character_tokenizer(), tmp_path / "model")
 
@@ -445,9 +427,7 @@ class Held:
         self.release.wait(60)
 
 
-def test_a_version_that_running_requests_have_from_other_weights_is_taken_later(
-    server: PolicyServer, run: Run
-) -> None:
+def test_a_version_that_running_requests_have_from_other_weights_is_taken_later(server, run):
     held = Held()
     root, version = str(Path(run.store.url).parent), server.engine.policy.weight_version
     body = {"root": root, "run_id": "debug", "round": 2, "weight_version": version}
@@ -465,9 +445,7 @@ def test_a_version_that_running_requests_have_from_other_weights_is_taken_later(
     assert update(server, body)[2]["parameters_digest"] == parameters_digest(weights(run, 2))
 
 
-def test_an_update_computes_the_cache_of_running_requests_again_where_it_says_so(
-    server: PolicyServer, run: Run
-) -> None:
+def test_an_update_computes_the_cache_of_running_requests_again_where_it_says_so(server, run):
     stats, before = server.engine.stats, server.engine.stats.recomputed_sequences
     for again in (False, True):
         held = Held()

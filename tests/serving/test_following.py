@@ -96,9 +96,7 @@ def test_the_newest_good_checkpoint_is_what_is_served(tmp_path: Path) -> None:
     assert server.updater.last.source == "watcher"
 
 
-def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken(
-    memory: Run, server: PolicyServer
-) -> None:
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken(memory, server):
     for round in (1, 2, 3):
         commit(memory, round)
     for round in (3, 2):  # after they were committed
@@ -124,9 +122,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken(
     ],
     ids=["manifest", "half", "other"],
 )
-def test_an_older_checkpoint_is_not_hidden(
-    memory: Run, server: PolicyServer, newer: list[int], parts: dict[str, bytes], failures: int
-) -> None:
+def test_an_older_checkpoint_is_not_hidden(memory, server, newer, parts, failures):
     for round in (1, *newer):
         commit(memory, round)
     for key, data in parts.items():
@@ -169,9 +165,7 @@ class Switched(MemoryStore):
         return super().children(prefix)
 
 
-def test_storage_out_of_reach_is_waited_for(
-    memory: Run, server: PolicyServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_storage_out_of_reach_is_waited_for(memory, server, caplog):
     store = Switched(memory.store.url)
     run = Run(config=memory.config, run_id=memory.run_id, store=store)
     store.down = True
@@ -242,9 +236,7 @@ def target(run: Run, version: int) -> Target:
     )
 
 
-def test_a_server_announces_what_it_serves_and_serves_what_is_asked_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_server_announces_what_it_serves_and_serves_what_is_asked_for(caplog):
     run = small_run(f"memory://{uuid.uuid4().hex}")
     commit(run, 0)
     board = FleetBoard(run.folder, None)
@@ -310,8 +302,6 @@ def test_an_address_that_means_all_of_a_machine_is_its_name() -> None:
     ("labels", "url", "expected"),
     [(["zone"], None, "NAME=VALUE"), (None, "a:8000", "http://HOST"), (None, "http://a", "/v1")],
 )
-def test_labels_and_addresses_are_checked(
-    labels: list[str] | None, url: str | None, expected: str
-) -> None:
+def test_labels_and_addresses_are_checked(labels, url, expected):
     with pytest.raises(ConfigError, match=expected):
         announcement_of(labels, url)

@@ -92,9 +92,7 @@ def keys(api: str | None, admin: str | None) -> Keys:
         (None, None, [b"Bearer "], "local"),
     ],
 )
-def test_the_caller_of_a_request(
-    api: str | None, admin: str | None, headers: list[bytes], caller: str | None
-) -> None:
+def test_the_caller_of_a_request(api, admin, headers, caller):
     if caller is not None:
         assert keys(api, admin).caller(headers) == caller
         return
@@ -114,9 +112,7 @@ def test_the_caller_of_a_request(
         ([b"Bearer c"], [b"a"], None),
     ],
 )
-def test_anthropics_header_is_as_good_where_there_is_no_other(
-    authorization: list[bytes], api_keys: list[bytes], caller: str | None
-) -> None:
+def test_anthropics_header_is_as_good_where_there_is_no_other(authorization, api_keys, caller):
     if caller is not None:
         assert keys("a", "b").caller(authorization, api_keys) == caller
         return
@@ -269,9 +265,7 @@ def test_admin_routes_are_closed_to_the_api_token(closed: PolicyServer) -> None:
     assert talk(closed, "GET", "/admin/status", headers=bearer(ADMIN))[0] == 200
 
 
-def test_without_an_admin_token_admin_routes_say_which_variable_to_set(
-    local: PolicyServer,
-) -> None:
+def test_without_an_admin_token_admin_routes_say_which_variable_to_set(local):
     for method, path in admin_routes(local):
         status, _, answer = talk(local, method, path, b"{}")
         assert status == 403
@@ -286,9 +280,7 @@ def test_host_and_origin_are_checked_with_a_token_too(closed: PolicyServer) -> N
         assert talk(closed, "GET", "/v1/models", headers=good | {"Origin": origin})[0] == status
 
 
-def test_a_listed_page_may_read_answers_and_errors_and_others_may_not(
-    closed: PolicyServer,
-) -> None:
+def test_a_listed_page_may_read_answers_and_errors_and_others_may_not(closed):
     names = "authorization, x-stainless-os"
     asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
     asked |= {"Access-Control-Request-Headers": names}
@@ -340,9 +332,7 @@ def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
     burst=st.integers(1, 50),
     pauses=st.lists(st.floats(0, 3), max_size=60),
 )
-def test_a_caller_that_waits_as_asked_is_let_in_and_no_rate_is_exceeded(
-    rate: float, burst: int, pauses: list[float]
-) -> None:
+def test_a_caller_that_waits_as_asked_is_let_in_and_no_rate_is_exceeded(rate, burst, pauses):
     clock = Clock()
     bucket = TokenBucket(rate, burst, clock=clock)
     for let_in, pause in enumerate(pauses, start=1):

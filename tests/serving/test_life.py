@@ -43,9 +43,7 @@ def test_without_a_token_it_binds_to_loopback_only(server: PolicyServer) -> None
         check_address(InferenceConfig(), host, 0)
 
 
-def test_an_admin_token_does_not_open_the_api_to_the_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_admin_token_does_not_open_the_api_to_the_network(monkeypatch):
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "x")
     with pytest.raises(ConfigError, match="MARIN_RL_API_KEY, or bind to"):
         check_address(InferenceConfig(), "0.0.0.0", 0)
@@ -62,9 +60,7 @@ def test_a_port_that_is_not_to_be_had_is_an_error_that_names_it(server: PolicySe
 
 
 @pytest.mark.slow
-def test_a_server_for_a_while_that_cannot_start_leaves_no_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_for_a_while_that_cannot_start_leaves_no_engine(monkeypatch):
     loaded = Loaded(model=tiny_model(), parameters_digest="0123456789")
     source = SlotRef(slot="here", sha256="")
 
@@ -109,9 +105,7 @@ def test_the_folders_other_end_tokens_end_completions_too(tmp_path: Path) -> Non
         made()
 
 
-def test_a_wrong_start_of_the_command_is_one_message_before_any_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_start_of_the_command_is_one_message_before_any_model(tmp_path, monkeypatch):
     absent = str(tmp_path / "absent")  # a missing model is the last check
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -256,9 +250,7 @@ def test_a_signal_drains_once_it_can_be_asked(growing: PolicyServer, number: int
     assert not growing.engine.alive
 
 
-def test_an_engine_that_ended_ends_the_process_with_1(
-    growing: PolicyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_ended_ends_the_process_with_1(growing, monkeypatch):
     monkeypatch.setattr(server_module, "ALIVE_S", 0)
     before, states, told = handlers(), list[Any](), list[str]()
 

@@ -99,16 +99,12 @@ def test_a_folder_and_a_checkpoint_of_the_same_weights_are_the_same(tmp_path: Pa
         ("1/2 of it, and/or more", "1/2 of it, and/or more"),
     ],
 )
-def test_errors_show_only_places_that_the_caller_named(
-    tmp_path: Path, message: str, told: str
-) -> None:
+def test_errors_show_only_places_that_the_caller_named(tmp_path, message, told):
     source = folder(str(tmp_path))
     assert source.error_text(InputError(message.format(tmp_path))) == told.format(tmp_path)
 
 
-def test_errors_show_a_place_as_the_caller_wrote_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_show_a_place_as_the_caller_wrote_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert folder("model").error_text(InputError(f"in {tmp_path}/model/x")) == "in model/x"
     up = f"{'../' * len(tmp_path.parts)}elsewhere"

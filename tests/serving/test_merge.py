@@ -134,9 +134,7 @@ def test_the_folder_is_uploaded_with_the_users_token(folders, hub: Hub, tmp_path
     assert {name: hub.files[name] for name in written} == written
 
 
-def test_a_failed_upload_is_an_error_and_the_folder_stays(
-    folders, hub: Hub, tmp_path: Path
-) -> None:
+def test_a_failed_upload_is_an_error_and_the_folder_stays(folders, hub, tmp_path):
     with pytest.raises(ConfigError, match="expected NAME or USER/NAME"):
         merge(folders, tmp_path / "out", "--push-to-hub", "../mine")
     assert not (tmp_path / "out").exists()

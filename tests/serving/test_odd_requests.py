@@ -125,9 +125,7 @@ def test_a_plain_completion(server: PolicyServer, seed: int) -> None:
     ("prompt", "asked", "status"),
     [(95, 1, 200), (95, None, 200), (95, 2, 400), (96, 1, 400), (96, None, 400), (1, 95, 200)],
 )
-def test_at_the_contexts_edge(
-    server: PolicyServer, prompt: int, asked: int | None, status: int
-) -> None:
+def test_at_the_contexts_edge(server, prompt, asked, status):
     assert CONTEXT == 96
     limit = {} if asked is None else {"max_tokens": asked}
     given = {"model": "policy", "token_ids": [5] * prompt, "sampling_params": limit}
@@ -138,9 +136,7 @@ def test_at_the_contexts_edge(
 
 
 @pytest.mark.parametrize(("prompt", "status"), [(96, 200), (97, 400)])
-def test_a_prompt_that_fills_the_context_can_be_scored(
-    server: PolicyServer, prompt: int, status: int
-) -> None:
+def test_a_prompt_that_fills_the_context_can_be_scored(server, prompt, status):
     asked = {"prompt": [5] * prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
     found, _, answer = talk(server, "POST", PLAIN, {"model": "policy", **asked})
     assert found == status, answer

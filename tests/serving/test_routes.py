@@ -58,9 +58,7 @@ def chat(server: PolicyServer, n: int = 2, **sampling: Any) -> ChatAnswer:
     return asyncio.run(ask())
 
 
-def test_our_client_gets_tokens_and_the_logprobs_of_the_models_own_forward(
-    server: PolicyServer,
-) -> None:
+def test_our_client_gets_tokens_and_the_logprobs_of_the_models_own_forward(server):
     answer = chat(server, n=4, max_tokens=30, temperature=0.9)
     assert answer.prompt_token_ids.tolist() == PROMPT
     assert answer.model == server.model_id == "policy@00003-01234567"
@@ -373,9 +371,7 @@ def test_labels_are_taken(asked: Ask) -> None:
         ({"max_tokens": 92}, "messages", "maximum context length is 96 tokens"),
     ],
 )
-def test_the_wrong_field_is_named(
-    asked: Ask, fields: dict[str, Any], param: str | None, told: str
-) -> None:
+def test_the_wrong_field_is_named(asked, fields, param, told):
     status, _, answer = asked("POST", CHAT, chat_body(**fields))
     error = answer["error"]
     assert status == 400
@@ -418,9 +414,7 @@ def test_the_wrong_field_is_named(
         ("/detokenize", {"tokens": [True]}, "tokens.0"),
     ],
 )
-def test_errors_in_other_sections_are_named(
-    asked: Ask, path: str, fields: dict[str, Any], param: str
-) -> None:
+def test_errors_in_other_sections_are_named(asked, path, fields, param):
     model = {} if path == SGLANG else {"model": "policy"}
     status, _, answer = asked("POST", path, model | fields)
     assert (status, answer["error"]["param"]) == (400, param), answer

@@ -73,9 +73,7 @@ def test_flags_that_do_not_go_together_are_refused(arguments: list[str], expecte
     assert expected in str(error)
 
 
-def test_the_environment_stands_for_the_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_stands_for_the_flags(tmp_path, monkeypatch):
     run = small_run(tmp_path)
     monkeypatch.setenv("MARIN_RL_ROOT", str(tmp_path))
     monkeypatch.setenv("MARIN_RL_PORT", "0")
@@ -102,9 +100,7 @@ def test_only_the_section_inference_of_a_file_counts_with_a_run(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("chosen", "served"), [((), 64), (("policy.context_length=48", "sampling.max_tokens=8"), 48)]
 )
-def test_a_folder_made_for_few_positions_is_served_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: tuple[str, ...], served: int
-) -> None:
+def test_a_folder_made_for_few_positions_is_served_with_them(tmp_path, monkeypatch, chosen, served):
     tokenizer, policy = character_tokenizer(), small_run(tmp_path).config.policy
     policy = policy.model_copy(update={"context_length": 64})
     save_hf(build_model(policy, len(tokenizer), 0), tokenizer, tmp_path / "model")
@@ -136,9 +132,7 @@ def test_adapters_that_cannot_be_served_are_refused_before_anything_starts(tmp_p
 
 
 @pytest.mark.slow
-def test_a_folder_is_served_with_the_adapters_that_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_served_with_the_adapters_that_are_named(tmp_path, monkeypatch):
     tokenizer, policy = character_tokenizer(), small_run(tmp_path).config.policy
     base = build_model(policy, len(tokenizer), 0)
     save_hf(base, tokenizer, tmp_path / "model")

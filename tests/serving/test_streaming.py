@@ -72,9 +72,7 @@ def samples(draw: st.DrawFn) -> tuple[str, list[int], list[int], tuple[str, ...]
 
 @settings(max_examples=100)
 @given(samples())
-def test_the_pieces_put_together_are_the_whole(
-    sample: tuple[str, list[int], list[int], tuple[str, ...]],
-) -> None:
+def test_the_pieces_put_together_are_the_whole(sample):
     name, ids, cuts, stop = sample
     tokenizer = TOKENIZERS[name]
     ends = frozenset([tokenizer.eos_token_id])
@@ -281,9 +279,7 @@ def spin(seconds: float) -> Callable[[], None]:
     return work
 
 
-def test_slow_bodies_go_to_the_thread_until_they_are_fast_again(
-    worker: ThreadPoolExecutor,
-) -> None:
+def test_slow_bodies_go_to_the_thread_until_they_are_fast_again(worker):
     preparer, here = used(worker), threading.current_thread()
     data = json.dumps(CHAT).encode()
     preparer.add(data, spin(10 * SHORT_S))

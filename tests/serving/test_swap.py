@@ -192,9 +192,7 @@ def once_after_chunks(
 
 
 @pytest.mark.slow
-def test_every_token_of_64_running_requests_tells_who_drew_it(
-    engine: Engine, models: Any, plain: Pair
-) -> None:
+def test_every_token_of_64_running_requests_tells_who_drew_it(engine, models, plain):
     requests = requests_of(random.Random(printed_seed()))
     deltas: list[list[Delta]] = [[] for _ in requests]
     swap_once = once_after_chunks(engine, 6, lambda: engine.swap(models[1], *NEW))
@@ -249,9 +247,7 @@ def test_a_swap_takes_no_copy(models: Any) -> None:
 
 
 @pytest.mark.parametrize("swaps_after", [0, 1, 2])
-def test_each_prompt_of_a_list_tells_who_drew_its_tokens(
-    models: Any, plain: Pair, swaps_after: int
-) -> None:
+def test_each_prompt_of_a_list_tells_who_drew_its_tokens(models, plain, swaps_after):
     config = InferenceConfig(engine=ENGINE)
     server = PolicyServer(models[0], character_tokenizer(), config, context_length=CONTEXT)
     body = {"model": "policy", "prompt": [[40, 41, 42], [50, 51]], "n": 2, "max_tokens": 6}
@@ -285,9 +281,7 @@ def result_of(engine: Engine, request: GenerationRequest) -> GenerationResult:
     return engine.submit(request).result(timeout=120)
 
 
-def test_requests_after_a_swap_use_the_new_weights_alone(
-    engine: Engine, models: Any, plain: Pair
-) -> None:
+def test_requests_after_a_swap_use_the_new_weights_alone(engine, models, plain):
     request = requests_of(random.Random(3))[0]
     result_of(engine, request)  # whatever of the prompt could be kept, is
     engine.swap(models[1], *NEW)

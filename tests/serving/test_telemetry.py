@@ -245,9 +245,7 @@ def test_an_internal_error_shows_the_request_id_alone(caplog: pytest.LogCaptureF
     assert ended.reason == "internal_error"
 
 
-def test_errors_of_the_device_are_in_the_log_alone(
-    server: PolicyServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_of_the_device_are_in_the_log_alone(server, caplog):
     def fail(*args: object) -> NoReturn:
         raise jax.errors.JaxRuntimeError("INTERNAL: ptxas failed on /home/alice/prog.ptx")
 

@@ -111,9 +111,7 @@ def test_all_apis_give_the_same_sample(server: PolicyServer) -> None:
 
 
 @pytest.mark.parametrize("asked", [TEXT, CALL], ids=["text", "call"])
-def test_openais_client_reads_responses_whole_and_streamed(
-    server: PolicyServer, asked: dict[str, Any]
-) -> None:
+def test_openais_client_reads_responses_whole_and_streamed(server, asked):
     body = {"model": "policy", **asked[RESPONSES_ROUTE], "extra_body": {"seed": 1}}
     with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
         whole = client.responses.create(**body)
@@ -135,9 +133,7 @@ def test_openais_client_reads_responses_whole_and_streamed(
 
 
 @pytest.mark.parametrize("asked", [TEXT, CALL], ids=["text", "call"])
-def test_a_stream_of_messages_adds_up_to_the_whole(
-    server: PolicyServer, asked: dict[str, Any]
-) -> None:
+def test_a_stream_of_messages_adds_up_to_the_whole(server, asked):
     whole = ask(server, MESSAGES_ROUTE, **asked[MESSAGES_ROUTE])
     events = read(MESSAGES_ROUTE, ask(server, MESSAGES_ROUTE, **asked[MESSAGES_ROUTE], stream=True))
     assert [event["type"] for event in (events[0], events[-1])] == ["message_start", "message_stop"]
@@ -310,9 +306,7 @@ def test_the_format_of_reasoning_is_read_off_what_templates_write() -> None:
         (False, "", "", ""),
     ],
 )
-def test_reasoning_is_read_the_same_from_any_pieces(
-    *, inside: bool, text: str, reasoning: str, said: str
-) -> None:
+def test_reasoning_is_read_the_same_from_any_pieces(*, inside, text, reasoning, said):
     chooser = random.Random(printed_seed())
     for _ in range(50):
         stream = ReasoningStream(FORM, inside=inside)

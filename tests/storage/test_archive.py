@@ -108,9 +108,7 @@ def test_changed_settings_are_named(run: Run, tmp_path: Path, change, kinds) -> 
     assert SHARD in places or "run/extra" in places
 
 
-def test_a_forger_who_fits_contents_and_hash_is_caught_by_the_promised_hash(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_forger_who_fits_contents_and_hash_is_caught_by_the_promised_hash(run, tmp_path):
     made = write_archive(run, tmp_path / "run.tar", everything=True)
 
     def forge(entries: dict[str, bytes]) -> None:

@@ -106,9 +106,7 @@ def test_a_good_round_balances(tmp_path: Path) -> None:
         (lambda t: _set(t, "h/0", "disposition", "lost"), {"of unknown disposition": ("h/0",)}),
     ],
 )
-def test_totals_that_do_not_add_up_are_named(
-    tmp_path: Path, change: Change, offences: dict[str, tuple[str, ...]]
-) -> None:
+def test_totals_that_do_not_add_up_are_named(tmp_path, change, offences):
     report = _tampered(tmp_path, change)
     found = dict(report.offences)
     found.pop("manifest totals", None)
@@ -227,9 +225,7 @@ def test_a_wrong_segment_of_a_packed_row_is_named(tmp_path: Path) -> None:
         ("policy_version_min", 7, "disposition of another policy"),
     ],
 )
-def test_rollouts_of_which_the_shards_say_otherwise_are_named(
-    tmp_path: Path, column: str, value: object, kind: str
-) -> None:
+def test_rollouts_of_which_the_shards_say_otherwise_are_named(tmp_path, column, value, kind):
     report = _tampered(tmp_path, lambda table: _set(table, "h/1", column, value))
     assert report.offences == {kind: ("h/1",)}
     assert not all(balance.balanced for balance in report.balances)
@@ -246,9 +242,7 @@ def test_rollouts_with_the_digest_of_other_parameters_are_named(tmp_path: Path) 
     assert kind == "sampled by other parameters than their version's"
 
 
-def test_a_round_is_counted_by_environment_and_policy_in_rollouts_and_tokens(
-    tmp_path: Path,
-) -> None:
+def test_a_round_is_counted_by_environment_and_policy_in_rollouts_and_tokens(tmp_path):
     batching, filters = {"staleness_rounds_max": 1}, {"truncated": True}
     run = Run.create_or_open(configuration(str(tmp_path), batching=batching, filters=filters))
     cut = {"status": "truncated", "completion": range(10, 20), "version": 5}

@@ -71,9 +71,7 @@ def test_installed_code_is_recorded_with_its_version(folder: Path) -> None:
     assert not (folder / "runs/run/code").exists()
 
 
-def test_a_copy_runs_where_the_file_is_gone_with_consent_alone(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_runs_where_the_file_is_gone_with_consent_alone(run, monkeypatch):
     opened, reward = elsewhere(run, monkeypatch)
     with pytest.raises(InputError, match="is code of a run that is not yours; add --trust"):
         load(reward, "reward function")
@@ -94,9 +92,7 @@ def test_ones_own_run_needs_no_word_of_trust(run: Run, monkeypatch: pytest.Monke
     assert load(reward, "reward function")(None, "") == 1.0
 
 
-def test_a_task_of_the_run_needs_no_word_of_trust(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_the_run_needs_no_word_of_trust(run, monkeypatch):
     _, reward = elsewhere(run, monkeypatch)
     Run.of(run.reference)
     assert load(reward, "reward function")(None, "") == 1.0
@@ -136,9 +132,7 @@ def test_a_fork_has_the_code_it_names(folder: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("damage", ["altered", "missing"])
-def test_a_damaged_copy_is_a_fault_and_is_not_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_a_damaged_copy_is_a_fault_and_is_not_run(run, monkeypatch, damage):
     (key,) = run.folder.list("code")
     path = run.folder.local_path(key)
     assert path is not None
@@ -163,9 +157,7 @@ def test_an_export_has_the_copies(folder: Path, run: Run) -> None:
     assert f"run/{key}".encode() in (folder / "run.tar").read_bytes()
 
 
-def test_a_typed_function_is_that_of_the_file_here_else_of_the_copy(
-    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_typed_function_is_that_of_the_file_here_else_of_the_copy(folder, run, monkeypatch):
     Path("rewards.py").write_text("def score(example, completion):\n    return 2.0\n")
     here = pin_function(run, "rewards.py:score", "--reward", trust=False)
     assert load(here, "reward")(None, "") == 2.0
@@ -178,9 +170,7 @@ def test_a_typed_function_is_that_of_the_file_here_else_of_the_copy(
         pin_function(opened, "others.py:score", "--reward", trust=True)
 
 
-def test_the_copy_in_ones_own_run_needs_no_consent(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copy_in_ones_own_run_needs_no_consent(run, monkeypatch):
     remember(run)
     opened, recorded = elsewhere(run, monkeypatch)
     assert pin_function(opened, "rewards.py:score", "--reward", trust=False) == recorded

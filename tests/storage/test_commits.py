@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from storage.simulation.schedules import commit_slots
@@ -145,9 +144,7 @@ def test_attempts_are_unique() -> None:
 
 @pytest.mark.parametrize("status", [500, 503, 409, None])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_faults_of_the_store_do_not_reach_the_caller(
-    gcs: FakeGCS, when: Any, status: int | None
-) -> None:
+def test_faults_of_the_store_do_not_reach_the_caller(gcs, when, status):
     store = open_store(f"gs://bucket/commit-{when}-{status}", gcs.options)
     gcs.faults.add(Fault("POST", SLOT, when, status))
     ours = manifest()

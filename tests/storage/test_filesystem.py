@@ -189,9 +189,7 @@ def file_size_limit() -> Iterator[int]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_write_that_does_not_fit_says_so_and_leaves_nothing(
-    tmp_path: Path, file_size_limit: int
-) -> None:
+def test_a_write_that_does_not_fit_says_so_and_leaves_nothing(tmp_path, file_size_limit):
     store = open_store(str(tmp_path))
     too_much = bytes(file_size_limit + 1)
     with pytest.raises(StorageError, match=r"cannot write 65537 bytes to .*big: the file would be"):
@@ -352,9 +350,7 @@ def test_a_bucket_that_may_not_be_written_is_refused(gcs: FakeGCS) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_a_bucket_that_does_not_exist_is_refused(
-    scheme: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_bucket_that_does_not_exist_is_refused(scheme, request):
     server = request.getfixturevalue({"gs": "gcs", "s3": "s3"}[scheme])
     with pytest.raises(RootUnfit, match="the bucket does not exist"):
         probe(open_store(f"{scheme}://no-such-bucket/x", server.options))
@@ -373,9 +369,7 @@ def faulty(request: pytest.FixtureRequest) -> tuple[Server, ObjectStore, str]:
 
 
 @pytest.mark.parametrize("status", [500, 503, 409, None])
-def test_a_lost_reply_is_unknown_and_the_object_is_there(
-    faulty: tuple[Server, ObjectStore, str], status: int | None
-) -> None:
+def test_a_lost_reply_is_unknown_and_the_object_is_there(faulty, status):
     server, store, method = faulty
     server.faults.add(Fault(method, "slot", "after", status))
     outcome = store.put_if_absent("slot", b"mine")
@@ -387,9 +381,7 @@ def test_a_lost_reply_is_unknown_and_the_object_is_there(
 
 
 @pytest.mark.parametrize("status", [500, 503, 409])
-def test_a_create_that_did_not_happen_is_unknown_too(
-    faulty: tuple[Server, ObjectStore, str], status: int | None
-) -> None:
+def test_a_create_that_did_not_happen_is_unknown_too(faulty, status):
     server, store, method = faulty
     server.faults.clear()
     server.faults.add(Fault(method, "slot", "before", status))
@@ -401,9 +393,7 @@ def test_a_create_that_did_not_happen_is_unknown_too(
 
 
 @pytest.mark.parametrize("write", ["create", "write"])
-def test_a_write_that_a_bucket_denies_is_no_unknown(
-    faulty: tuple[Server, ObjectStore, str], write: str
-) -> None:
+def test_a_write_that_a_bucket_denies_is_no_unknown(faulty, write):
     server, store, method = faulty
     store.put_part("slot/kept", b"kept")
     server.faults.add(Fault(method, "slot/new", "before", 403))
@@ -414,9 +404,7 @@ def test_a_write_that_a_bucket_denies_is_no_unknown(
     WRITES[write](store)
 
 
-def test_objects_hidden_by_a_bucket_do_not_count_as_missing(
-    faulty: tuple[Server, ObjectStore, str],
-) -> None:
+def test_objects_hidden_by_a_bucket_do_not_count_as_missing(faulty):
     server, store, _ = faulty
     store.put_part("slot/kept", b"kept")
     server.faults.add(Fault("GET", "slot/kept", "before", 403))
@@ -426,9 +414,7 @@ def test_objects_hidden_by_a_bucket_do_not_count_as_missing(
 
 
 @pytest.mark.slow
-def test_a_read_survives_two_faults_and_reports_the_third(
-    faulty: tuple[Server, ObjectStore, str],
-) -> None:
+def test_a_read_survives_two_faults_and_reports_the_third(faulty):
     server, store, _ = faulty
     store.put_part("slot", b"mine")
     server.faults.add(Fault("GET", "slot", "before", 503, times=2))

@@ -96,9 +96,7 @@ def test_of_two_servers_that_had_one_address_the_later_one_counts(tmp_path: Path
 
 
 @pytest.mark.parametrize("theirs", [None, "another"])
-def test_a_record_that_is_not_signed_with_the_token_is_named(
-    tmp_path: Path, theirs: str | None
-) -> None:
+def test_a_record_that_is_not_signed_with_the_token_is_named(tmp_path, theirs):
     folder = small_run(tmp_path).folder
     others, ours = FleetBoard(folder, theirs), FleetBoard(folder, "token")
     others.announce(heartbeat())
@@ -141,9 +139,7 @@ def test_an_unreadable_heartbeat_hides_no_other(tmp_path: Path, data: bytes, exp
         ("now", 4, 5, "the target of the run is version 4, expected 5 or later"),
     ],
 )
-def test_a_heartbeat_ages_by_starts_and_rounds_of_the_trainer(
-    session: str | None, answered: int | None, sampled: int, expected: str
-) -> None:
+def test_a_heartbeat_ages_by_starts_and_rounds_of_the_trainer(session, answered, sampled, expected):
     target = Target(
         run_sha256="0" * 64, version=4, through=5, parameters_digest="4" * 64, session="now"
     )
@@ -175,9 +171,7 @@ def test_a_newer_target_says_to_upgrade(tmp_path: Path) -> None:
         ({"settings": {"inference.engine.slots": 8}}, "policy.compute_dtype is None"),
     ],
 )
-def test_a_server_of_another_kind_is_refused_by_name(
-    change: dict[str, object], expected: str
-) -> None:
+def test_a_server_of_another_kind_is_refused_by_name(change, expected):
     assert IDENTITY.refusal(heartbeat()) == ""
     assert expected in IDENTITY.refusal(heartbeat(**change))
 

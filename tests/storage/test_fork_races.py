@@ -185,9 +185,7 @@ def fork_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [gc_looks_once, fork_looks_once])
-def test_one_look_less_is_caught(
-    wrong: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_look_less_is_caught(wrong, monkeypatch):
     wrong(monkeypatch)
     with pytest.raises(AssertionError, match="schedule"):
         [play(seed) for seed in range(SCHEDULES)]

@@ -142,9 +142,7 @@ def test_the_same_command_again_finds_the_fork(parent: Run) -> None:
         ),
     ],
 )
-def test_settings_that_decided_the_shared_rounds_cannot_change(
-    parent: Run, setting: str, key: str
-) -> None:
+def test_settings_that_decided_the_shared_rounds_cannot_change(parent, setting, key):
     with pytest.raises(ConfigError, match="a fork shares what its parent did") as refused:
         fork_run(parent, 2, "fork", setting.split())
     assert key in str(refused.value)
@@ -175,9 +173,7 @@ def test_a_fork_whose_reference_policy_was_pruned_is_refused(parent: Run) -> Non
     assert gone == ()
 
 
-def test_a_collection_between_the_first_look_and_the_fork_is_seen(
-    parent: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collection_between_the_first_look_and_the_fork_is_seen(parent, monkeypatch):
     """The fork is refused rather than left without what it starts from."""
     create = forks.create_record
 
@@ -195,9 +191,7 @@ def test_a_collection_between_the_first_look_and_the_fork_is_seen(
     assert check_run(parent.config.root, "run").faults == ()
 
 
-def test_a_fork_between_the_tombstone_and_the_files_is_seen(
-    parent: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_between_the_tombstone_and_the_files_is_seen(parent, monkeypatch):
     """gc looks for forks again once its tombstones stand, and lets the files be."""
     stood = gc.commit_tombstone
 

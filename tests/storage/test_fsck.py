@@ -287,9 +287,7 @@ def test_slots_before_the_first_round_are_checked_and_shared(folder: Path) -> No
         ),
     ],
 )
-def test_a_valid_file_in_the_place_of_another_is_detected(
-    folder: Path, source: str, place: str, told: str
-) -> None:
+def test_a_valid_file_in_the_place_of_another_is_detected(folder, source, place, told):
     shutil.copy(folder / source, folder / place)
     (fault,) = check_run(str(folder.parent), "run").faults
     assert (fault.kind, fault.place) == ("altered", str(folder / place))

@@ -395,9 +395,7 @@ def test_the_best_checkpoint_stays_until_another_is_better(tmp_path: Path) -> No
         ({0: 0.5, 2: 0.25}, set()),
     ],
 )
-def test_a_run_ends_by_evaluations_that_were_due(
-    tmp_path: Path, accuracies: dict[int, float], ends: set[int]
-) -> None:
+def test_a_run_ends_by_evaluations_that_were_due(tmp_path, accuracies, ends):
     rule = {"patience": 2, "every_rounds": 2}
     run = Run.create_or_open(configuration(str(tmp_path), evaluation=rule))
     start = checkpoint(run, 0)

@@ -81,9 +81,7 @@ def test_a_probe_is_not_fooled_by_its_own_create_sent_twice(faulty: Opened) -> N
 
 
 @pytest.mark.parametrize("kind", ["fail", "lose-reply", "late"])
-def test_a_probe_without_an_answer_is_made_again(
-    faulty: Opened, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_without_an_answer_is_made_again(faulty, kind, monkeypatch):
     monkeypatch.setattr(filesystem, "PROBE_PAUSES_S", ())
     store = faulty(kind)
     store.put_part("a", b"a")

@@ -127,9 +127,7 @@ def test_groups_are_taken_once_and_are_never_too_old(data: st.DataObject) -> Non
         (9, 10, None, 0),
     ],
 )
-def test_no_more_groups_are_open_than_rounds_can_take(
-    version: int, taken: int, most: int | None, expected: int
-) -> None:
+def test_no_more_groups_are_open_than_rounds_can_take(version, taken, most, expected):
     config = settings(limits={"max_inflight_groups": most})
     assert open_groups_max(config, version, taken) == expected
 
@@ -255,9 +253,7 @@ def test_the_first_intake_of_two_processes_is_that_of_both(streaming: Streaming)
     assert numbers(read_intake(streaming.run, 0).taken) == [0, 1]
 
 
-def test_a_worker_of_another_run_is_refused_by_its_name(
-    streaming: Streaming, tmp_path: Path
-) -> None:
+def test_a_worker_of_another_run_is_refused_by_its_name(streaming, tmp_path):
     foreign = Run.create_or_open(
         settings(str(tmp_path), groups=3).model_copy(update={"run_id": "b"})
     )

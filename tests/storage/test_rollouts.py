@@ -164,9 +164,7 @@ def test_a_group_is_never_split_between_row_groups() -> None:
         ({"logprobs": np.full(5, np.nan, np.float32)}, "logprob is not a finite number"),
     ],
 )
-def test_rollouts_that_contradict_themselves_are_not_written(
-    change: dict[str, Any], message: str
-) -> None:
+def test_rollouts_that_contradict_themselves_are_not_written(change, message):
     broken = rollout("g/0")
     for name, value in change.items():
         object.__setattr__(broken, name, value)  # the constructor's shape check is for tests only
@@ -285,9 +283,7 @@ def test_commit_seal_and_read_on_every_backend(root: tuple[str, dict[str, Any]])
     assert rewards == [[0.0, 1.0], [2.0, None]]
 
 
-def test_the_second_attempt_adopts_the_first_and_another_fingerprint_conflicts(
-    tmp_path: Path,
-) -> None:
+def test_the_second_attempt_adopts_the_first_and_another_fingerprint_conflicts(tmp_path):
     run = _run(tmp_path)
     groups = [group("g", [0.0, 1.0])]
     first = commit_shard(run, 0, 0, groups, FINGERPRINT, policy())
@@ -346,9 +342,7 @@ def test_texts_behind_reward_components_are_kept_by_rollout():
     assert "reward_details" not in table["metadata"][1].as_py()
 
 
-def test_shards_in_a_bucket_are_read_side_by_side_and_stay_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shards_in_a_bucket_are_read_side_by_side_and_stay_in_order(monkeypatch):
     """A barrier in the store: one read after another would wait at it for ever."""
     config = configuration(f"memory://{uuid.uuid4().hex}", shards=PARTS_MAX, groups=PARTS_MAX)
     run = Run.create_or_open(config)

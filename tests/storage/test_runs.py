@@ -110,9 +110,7 @@ def test_another_content_is_refused_key_by_key(config: Config) -> None:
         ),
     ],
 )
-def test_a_run_of_a_withdrawn_key_is_read_and_not_gone_on_with(
-    tmp_path: Path, recorded: dict[str, Any], named: str
-) -> None:
+def test_a_run_of_a_withdrawn_key_is_read_and_not_gone_on_with(tmp_path, recorded, named):
     config = configured(str(tmp_path), asynchrony={"max_staleness": 1})
     Run.create_or_open(config)
     file = tmp_path / "run-1" / "run.json"
@@ -245,9 +243,7 @@ def test_an_unfit_root_is_refused_before_anything_is_written(gcs: FakeGCS) -> No
         (sealed_json({"format": "marin-rl/run", "version": 9}), NewerSchema, "version 9 is newer"),
     ],
 )
-def test_an_unreadable_run_json_is_refused(
-    tmp_path: Path, data: bytes, error: type[Exception], message: str
-) -> None:
+def test_an_unreadable_run_json_is_refused(tmp_path, data, error, message):
     open_store(str(tmp_path)).put_part("run-1/run.json", data)
     with pytest.raises(error, match=message):
         Run.create_or_open(configured(str(tmp_path)))
@@ -295,9 +291,7 @@ def holder(local: Run) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-def test_a_second_process_sees_which_process_locks_the_run(
-    local: Run, holder: "subprocess.Popen[str]"
-) -> None:
+def test_a_second_process_sees_which_process_locks_the_run(local, holder):
     with (
         pytest.raises(RunLocked, match=f"being worked on by process {holder.pid} on this machine"),
         local.lock(),

@@ -83,9 +83,7 @@ def test_cancelling_does_not_wait_for_blocking_work() -> None:
     released.set()
 
 
-def test_a_strangers_folder_does_not_end_a_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_strangers_folder_does_not_end_a_run(tmp_path, caplog):
     run = whole_run(str(tmp_path), 4, retention={"checkpoints_last": 2})
     stranger = tmp_path / "stranger/run.json"
     stranger.parent.mkdir()

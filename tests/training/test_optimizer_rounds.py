@@ -93,9 +93,7 @@ def test_every_third_checkpoint_and_the_last_are_whole(roots: dict[str, Path], t
 
 
 @pytest.mark.bits
-def test_a_process_that_begins_between_two_states_trains_the_same_bits(
-    debug: Load, tokenizer, tmp_path
-) -> None:
+def test_a_process_that_begins_between_two_states_trains_the_same_bits(debug, tokenizer, tmp_path):
     whole = played(debug, tokenizer, f"root={tmp_path / 'whole'}", "training.epochs=2")
     run, trainer, checkpoint = begin(debug(*SETTINGS, EVERY, "training.epochs=2"), tokenizer)
     lines: list[str] = []
@@ -107,9 +105,7 @@ def test_a_process_that_begins_between_two_states_trains_the_same_bits(
     assert lines.count("train 0") > lines.count("train 4")  # trained again for rounds 1 and 2
 
 
-def test_replay_and_a_fork_begin_at_one_without_a_state(
-    third: Run, roots: dict[str, Path], debug: Load, tokenizer, tmp_path
-) -> None:
+def test_replay_and_a_fork_begin_at_one_without_a_state(third, roots, debug, tokenizer, tmp_path):
     run = third
     for round in (1, 2, 3):
         found = replay_round(Run.open(run.config.root, "debug"), round)

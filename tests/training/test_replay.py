@@ -147,9 +147,7 @@ def test_a_pruned_round_is_compared_by_its_digest(run: Run, tmp_path: Path) -> N
         replay_round(copy, 2)
 
 
-def test_a_fork_goes_on_and_its_shared_rounds_replay_as_its_parent_played(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_fork_goes_on_and_its_shared_rounds_replay_as_its_parent_played(run, tmp_path):
     shutil.copytree(run.folder.url, tmp_path / "debug")
     fork = fork_run(Run.open(str(tmp_path), "debug"), 1, "fork", ["training.learning_rate=1e-3"])
     runtime = RunRuntime(fork)
@@ -178,9 +176,7 @@ def test_other_settings_move_rollouts_advantages_and_the_gradient(run: Run) -> N
     assert 0.5 < (doubled.gradient.cosine or 0) <= 1 + 1e-6
 
 
-def test_other_rewards_move_the_gradient(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_rewards_move_the_gradient(run, tmp_path, monkeypatch):
     (tmp_path / "rewards_of_replay.py").write_text(
         "def first(example, completion):\n    return float(ord(completion[:1] or ' ') % 7)\n"
     )

@@ -128,13 +128,7 @@ def _bytes(tree: Any) -> int:
         ),
     ],
 )  # fmt: skip
-def test_the_plan_of_a_step_is_what_xla_says(
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: Sequence[int],
-    length: int,
-    rows: int,
-    more: tuple[str, ...],
-) -> None:
+def test_the_plan_of_a_step_is_what_xla_says(monkeypatch, sizes, length, rows, more):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     config = configured(sizes, length, rows, *more)
     with quick_programs(emitters=True):
