@@ -12,6 +12,8 @@ sys.dont_write_bytecode = False
 
 # Collections of garbage take a quarter of the time of the imports, and find none.
 gc.set_threshold(100_000, 20, 100)
+# No test cuts the power, and a disk takes 3 ms for each of tens of thousands of small files.
+os.fsync = lambda descriptor: None
 # Before anything imports JAX: two devices, so that every test of sharding has something to shard.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
