@@ -5,14 +5,7 @@ import socket
 from contextlib import suppress
 
 import pytest
-from support.servers import (
-    asks_well,
-    chat_body,
-    raw,
-    serving,
-    talk,
-    wait_until,
-)
+from support.servers import asks_well, chat_body, raw, serving, talk, wait_until
 
 from marin_rl.config import ServerConfig
 from marin_rl.serving.server import PolicyServer

@@ -288,10 +288,7 @@ OBSERVED = {"observation": {"message": "a"}, "reward": 0.0, "done": False}
     ("hello", "words"),
     [
         ({"data": {"reward": 1}}, "observation: expected an object, found None"),
-        (
-            {"data": {**OBSERVED, "observation": [1]}},
-            r"observation: expected an object",
-        ),
+        ({"data": {**OBSERVED, "observation": [1]}}, r"observation: expected an object"),
         ({"data": {**OBSERVED, "metadata": [1]}}, r"metadata: expected an object or null, found"),
         ({"data": {**OBSERVED, "done": "no"}}, "done: expected true or false, found 'no'"),
         ({"data": {**OBSERVED, "reward": "1"}}, "reward: expected a finite number or null, found"),
@@ -300,10 +297,7 @@ OBSERVED = {"observation": {"message": "a"}, "reward": 0.0, "done": False}
         ({"data": {**OBSERVED, "observation": {"error": 3}}}, "observation.error: expected a text"),
         ({"data": 3}, "expected a message of type observation"),
         ({"type": "error", "data": {"code": 3, "message": [1]}}, r"reset: 3: \[1\]"),
-        (
-            {"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": 7}},
-            "refuses",
-        ),
+        ({"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": 7}}, "refuses"),
         ({"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": [{"loc": 3}]}}, ": None"),
         ("[" * 9_000, "no JSON: expected at most 200 levels"),
         ('{"type": "observation", "data": {"reward": 1e400}}', "found 1e400"),

@@ -85,10 +85,7 @@ def scorer(folder: Path) -> Iterator[Scorer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARIN_RL_ADMIN_KEY", "a secret")
         patch.setenv("MARIN_RL_JUDGE_KEY", "a key that a judge needs")
-        settings = {
-            "pass_environment": ["MARIN_RL_JUDGE_KEY"],
-            "reward_memory_bytes_max": 2**30,
-        }
+        settings = {"pass_environment": ["MARIN_RL_JUDGE_KEY"], "reward_memory_bytes_max": 2**30}
         config = configured(folder, **settings)
         scorer = Scorer(make_environment(config), config)
         yield scorer

@@ -353,9 +353,7 @@ def test_extractors_run_where_they_can_be_killed(module: Path, tmp_path: Path) -
         assert int(process) != os.getpid()
         assert "foreign_code" not in sys.modules
         hanging = EnvironmentConfig(
-            name="chat",
-            options={**options, "extract": "foreign_code:hang"},
-            reward_timeout_s=3.0,
+            name="chat", options={**options, "extract": "foreign_code:hang"}, reward_timeout_s=3.0
         )
         texts = ["a", "hang", "b", "exit", "c"]
         assert answers_in(construct(hanging), hanging, texts) == ["A", None, "B", None, "C"]

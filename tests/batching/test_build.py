@@ -62,8 +62,7 @@ def _sampled(name: str, members: int, *, prompt: list[int], tokens: int) -> Roll
     one = {"prompt": prompt, "completion": [7] * tokens}
     rewards = np.linspace(0, 1, members).tolist()
     return group_of(
-        name,
-        [rollout(f"{name}/{i}", index=i, reward=r, **one) for i, r in enumerate(rewards)],
+        name, [rollout(f"{name}/{i}", index=i, reward=r, **one) for i, r in enumerate(rewards)]
     )
 
 
@@ -543,8 +542,7 @@ def _contents(batches: list[TrainingBatch]) -> dict[str, list[list[float]]]:
 @given(ROUND, st.integers(0, 2), FILTERS)
 def test_generated_is_consumed_filtered_stale_and_failed(drawn, staleness, filters):
     run = _memory_run(
-        filters=filters,
-        batching={"staleness_rounds_max": staleness, "sequences_per_step": 3},
+        filters=filters, batching={"staleness_rounds_max": staleness, "sequences_per_step": 3}
     )
     ref = _built(run, _groups(drawn), round=3)
     table = read_dispositions(run, 3)
@@ -572,11 +570,7 @@ def test_generated_is_consumed_filtered_stale_and_failed(drawn, staleness, filte
 def test_padding_and_step_size_change_nothing_that_is_trained_on(drawn, buckets, rows):
     plain = _memory_run(batching={"staleness_rounds_max": 9})
     other = _memory_run(
-        batching={
-            "staleness_rounds_max": 9,
-            "length_buckets": buckets,
-            "sequences_per_step": rows,
-        },
+        batching={"staleness_rounds_max": 9, "length_buckets": buckets, "sequences_per_step": rows},
         **SHORT,
     )
     found = [
@@ -633,11 +627,7 @@ def test_rows_and_views_share_memory_with_what_was_read(tmp_path: Path) -> None:
 
 
 def test_the_greedy_member_is_the_baseline_of_remax_and_not_trained_on(tmp_path: Path) -> None:
-    run = _run(
-        tmp_path,
-        objective={"advantage": "remax"},
-        rollouts={"greedy_baseline": True},
-    )
+    run = _run(tmp_path, objective={"advantage": "remax"}, rollouts={"greedy_baseline": True})
     rewards = {"a": [1.0, 0.0, 0.25], "b": [0.5, 0.5, 0.5], "c": [1.0, 0.0, None]}
     _built(run, [group(name, values) for name, values in rewards.items()])
     assert _fates(run) == {

@@ -41,11 +41,7 @@ def test_without_a_block_everything_after_the_prompt_is() -> None:
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
 def test_earlier_answers_are_not_trained_on(template: str) -> None:
-    shots = (
-        Message(role="user", content="1+1"),
-        Message(role="assistant", content="2"),
-        *QUESTION,
-    )
+    shots = (Message(role="user", content="1+1"), Message(role="assistant", content="2"), *QUESTION)
     whole, trained = _trained(_tokenizer(template), shots, "4")
     assert whole == "U:1+1|A:2;|U:2+2|A:4;|"
     assert trained.startswith("4;")

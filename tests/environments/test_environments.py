@@ -15,11 +15,7 @@ from support.cases import asked
 
 from marin_rl.config import Config, EnvironmentConfig, load_config, override, parse_config
 from marin_rl.environments.base import checked_components, reward_of
-from marin_rl.environments.checks import (
-    check_seeds_apart,
-    environment_of,
-    make_environment,
-)
+from marin_rl.environments.checks import check_seeds_apart, environment_of, make_environment
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.registry import known_environments, register
 from marin_rl.errors import ConfigError, InputError

@@ -231,10 +231,7 @@ def test_schemas_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize(
     ("method", "words"),
-    [
-        (lambda self, x: x, "expected a docstring"),
-        (None, "parameter x: expected a type"),
-    ],
+    [(lambda self, x: x, "expected a docstring"), (None, "parameter x: expected a type")],
 )
 def test_a_method_that_no_schema_describes_is_refused(method: Any, words: str) -> None:
     def untyped(self, x):

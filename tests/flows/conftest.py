@@ -58,11 +58,7 @@ def played(api: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     config = debug(tmp_path_factory.mktemp("runs"))
     events: list[ProgressEvent] = []
     phases = OpenedPhases()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        quick_programs(),
-        listening(events.append),
-    ):
+    with pytest.MonkeyPatch.context() as patch, quick_programs(), listening(events.append):
         patch.setattr(progress, "_phases", phases)
         checkpoint = start(config)
     return Played(latest_flow_run(config.run_id), config, checkpoint, events, phases.lines)

@@ -38,12 +38,7 @@ from marin_rl.storage.provenance import code_digest
 from marin_rl.storage.runs import Run, RunRef
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks import fan_out
-from tasks.fan_out import (
-    WorkPool,
-    _is_abandoned,
-    fanning_out,
-    play_on_pool,
-)
+from tasks.fan_out import WorkPool, _is_abandoned, fanning_out, play_on_pool
 from tasks.generate import generate
 from tasks.options import STAGE, StageRunner, open_run
 

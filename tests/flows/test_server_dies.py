@@ -166,9 +166,7 @@ def test_a_configured_server_that_vanishes_at_the_end_ends_no_flow(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "trace",
-    [".lock", "checkpoints/round-00003/manifest.json"],
-    ids=["begin", "end"],
+    "trace", [".lock", "checkpoints/round-00003/manifest.json"], ids=["begin", "end"]
 )
 def test_a_run_whose_server_is_killed_ends_with_its_table_and_the_same_files(
     played: Played, tmp_path: Path, trace: str

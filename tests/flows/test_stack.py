@@ -117,10 +117,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture
 def client(stack: Stack) -> Iterator[SyncPrefectClient]:
     """A client of the stack's server."""
-    with (
-        temporary_settings(updates={"api.url": stack.url}),
-        get_client(sync_client=True) as opened,
-    ):
+    with temporary_settings(updates={"api.url": stack.url}), get_client(sync_client=True) as opened:
         yield opened
 
 

@@ -79,11 +79,7 @@ def test_all_after_the_rollouts_is_played_again_to_the_same_bits(undisturbed, tm
     assert outcome(config).same_as(outcome(windowed(tmp_path, REPLAY))) == []
 
 
-PIECES = (
-    "asynchrony.partial_tokens=4",
-    "sampling.max_tokens=24",
-    "inference.engine.chunk_steps=1",
-)
+PIECES = ("asynchrony.partial_tokens=4", "sampling.max_tokens=24", "inference.engine.chunk_steps=1")
 
 
 PACKS = "asynchrony.limits.commit_every_s=0.05"

@@ -21,12 +21,7 @@ from support.cases import printed_seed
 from support.models import tiny_model
 from support.servers import wait_until
 
-from marin_rl.cpu_streams import (
-    LANE_SLOTS_MIN,
-    LANE_WEIGHTS_BYTES_MAX,
-    Lanes,
-    lanes_for,
-)
+from marin_rl.cpu_streams import LANE_SLOTS_MIN, LANE_WEIGHTS_BYTES_MAX, Lanes, lanes_for
 from marin_rl.errors import InputError
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import Delta

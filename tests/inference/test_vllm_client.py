@@ -42,10 +42,7 @@ def span(label: object = "a", start: object = 0, end: object = 2) -> dict[str, o
 def stand_in(**options: Any) -> Iterator[VllmStandIn]:
     """A vLLM with random weights."""
     server = PolicyServer(
-        tiny_model(),
-        character_tokenizer(),
-        InferenceConfig(engine=ENGINE),
-        context_length=CONTEXT,
+        tiny_model(), character_tokenizer(), InferenceConfig(engine=ENGINE), context_length=CONTEXT
     )
     with VllmStandIn(server, **options) as vllm:
         yield vllm

@@ -193,10 +193,7 @@ def test_a_server_that_is_gone_is_named():
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        (
-            '{"type": "hello", "version": 3}',
-            "expected a message of type observation, as",
-        ),
+        ('{"type": "hello", "version": 3}', "expected a message of type observation, as"),
         ("hello", "answered reset with what is no JSON"),
     ],
 )

@@ -96,10 +96,7 @@ def test_openenv_plays_groups_that_are_larger_than_its_capacity(tmp_path: Path, 
     script = following("0 1 2 3", "x raise", "1 0 2 3")
 
     first, second = played(config, script)
-    assert texts(first, 0) == [
-        ("user", "game 0"),
-        ("assistant", "0"),
-    ]
+    assert texts(first, 0) == [("user", "game 0"), ("assistant", "0")]
     assert (first.rollouts[0].reward, first.rollouts[0].finish_reason) == (1.0, "stop")
     assert texts(second, 0) == [
         ("user", "game 1"),

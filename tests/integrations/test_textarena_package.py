@@ -30,12 +30,7 @@ def test_textarena_repeats_a_game_and_plays_two_sides(tmp_path: Path, python: Pa
         "def move(text):\n    return f'[{random.choice([6, 7, 8])}]'\n"  # the first may be taken
     )
     config = configuration(
-        tmp_path,
-        python,
-        "textarena",
-        id="TicTacToe-v0",
-        players=2,
-        opponent="other.py:move",
+        tmp_path, python, "textarena", id="TicTacToe-v0", players=2, opponent="other.py:move"
     )
 
     script = following("[0] [1] [2]", "[2] [1] [0]", "[1] [0] [2]")

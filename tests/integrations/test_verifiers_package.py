@@ -213,8 +213,7 @@ def test_verifiers_ends_refuses_and_splits_as_it_says(python: Path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"args": {"kind": "guess"}}, {"args": {"kind": "group"}, "group_rewards": True}],
+    "options", [{"args": {"kind": "guess"}}, {"args": {"kind": "group"}, "group_rewards": True}]
 )
 def test_a_round_is_trained_in_it(tmp_path: Path, python: Path, options: dict[str, Any]):
     config = configuration(tmp_path, python, "verifiers", id="counting_tools", **options)

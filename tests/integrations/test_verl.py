@@ -18,14 +18,7 @@ from support.templates import QWEN
 
 from marin_rl.config import Config, load_config
 from marin_rl.errors import InputError
-from marin_rl.integrations.verl import (
-    FILES,
-    MISSING,
-    VerlExport,
-    export_verl,
-    leaves,
-    verl_fields,
-)
+from marin_rl.integrations.verl import FILES, MISSING, VerlExport, export_verl, leaves, verl_fields
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.types import Message, RolloutGroup
 

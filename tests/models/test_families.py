@@ -22,12 +22,7 @@ from marin_rl.errors import InputError
 from marin_rl.inference import decoder
 from marin_rl.inference.kv_cache import empty_cache
 from marin_rl.inference.weights import fused_weights, read_model, rotary_table
-from marin_rl.models.families import (
-    LLAMA_DEFAULTS,
-    check_peft_names,
-    described,
-    described_folder,
-)
+from marin_rl.models.families import LLAMA_DEFAULTS, check_peft_names, described, described_folder
 from marin_rl.models.module import LanguageModel
 from marin_rl.models.spec import Rope
 from marin_rl.training.hf_folders import load_hf, save_hf

@@ -251,10 +251,7 @@ def test_a_dialogue_with_tools_is_what_the_template_renders(name: str, data: st.
     for number, arguments in enumerate(data.draw(turns)):
         calls = calls_of(arguments, number)
         text = said_by(
-            tokenizer,
-            dialogue,
-            Message(role="assistant", content="", tool_calls=calls),
-            end,
+            tokenizer, dialogue, Message(role="assistant", content="", tool_calls=calls), end
         )
         parsed = parse_tool_calls(form, text, {"weather": {}})
         assert [json.loads(call.arguments) for call in parsed.calls] == arguments
@@ -459,12 +456,7 @@ TAILS = (
     "{{ '' if loop.last else '<|im_end|>' }}",
     "{{ '<|im_end|>' if m.role == 'assistant' }}",
 )
-OPENINGS = (
-    "<|im_start|>assistant ",
-    "<|im_start|>model ",
-    "<|im_start|>assistant <think>",
-    "",
-)
+OPENINGS = ("<|im_start|>assistant ", "<|im_start|>model ", "<|im_start|>assistant <think>", "")
 COMPOSED = st.builds(
     "{}{{% for m in messages %}}{}{}{}{{% endfor %}}"
     "{{% if add_generation_prompt %}}{}{{% endif %}}".format,

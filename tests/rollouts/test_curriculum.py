@@ -12,12 +12,7 @@ from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.registry import loaded_environment
-from marin_rl.rollouts.curriculum import (
-    Curriculum,
-    chosen_example,
-    curriculum_metrics,
-    decide,
-)
+from marin_rl.rollouts.curriculum import Curriculum, chosen_example, curriculum_metrics, decide
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import rollouts_manifest
 

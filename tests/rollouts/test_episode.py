@@ -33,15 +33,7 @@ from marin_rl.rollouts.episode import Bridge
 from marin_rl.rollouts.generate import SamplingJob, sample_groups
 from marin_rl.rollouts.trajectories import GroupRequest, turn_seed
 from marin_rl.storage.tables.rollouts import decode_shard, encode_shard, groups_of
-from marin_rl.types import (
-    Example,
-    Message,
-    Rollout,
-    RolloutGroup,
-    Sampling,
-    ServedPolicy,
-    Turn,
-)
+from marin_rl.types import Example, Message, Rollout, RolloutGroup, Sampling, ServedPolicy, Turn
 
 DIGEST = "ab" * 32
 MODEL = served_model_id("policy", 4, DIGEST)
@@ -167,10 +159,7 @@ def check_two_turns(rollout: Rollout, example: Example) -> None:
     """Compare every array and turn of a rollout with the token-in, token-out rule."""
     (asked,) = example.messages
     seed = SEED + rollout.index_in_group
-    first, second = (
-        echo_script(asked.content, seed),
-        echo_script(SECOND, turn_seed(seed, 1)),
-    )
+    first, second = (echo_script(asked.content, seed), echo_script(SECOND, turn_seed(seed, 1)))
     prompt = prompt_ids([{"role": "user", "content": asked.content}])
     parts = [
         prompt,
@@ -312,8 +301,7 @@ def test_a_reward_that_is_no_number_is_a_fault(server: FakePolicyServer) -> None
 
 
 @pytest.mark.parametrize(
-    "reward",
-    [float("inf"), {"a": 1.0, "b": float("nan")}, {"a": None, "b": float("inf")}],
+    "reward", [float("inf"), {"a": 1.0, "b": float("nan")}, {"a": None, "b": float("inf")}]
 )
 def test_a_step_takes_finite_numbers_alone(reward: Any) -> None:
     with pytest.raises(ValueError, match=r"expected a finite reward of a step, found (nan|inf)"):

@@ -173,10 +173,7 @@ def test_storage_out_of_reach_is_waited_for(memory, server, caplog):
     with pytest.raises(StoreUnavailable):
         watching(server, run).look()
     lines = lambda: [r.getMessage() for r in caplog.records if "cannot look" in r.getMessage()]
-    with (
-        caplog.at_level(logging.WARNING),
-        watching(server, run, poll_s=POLL_S) as follower,
-    ):
+    with caplog.at_level(logging.WARNING), watching(server, run, poll_s=POLL_S) as follower:
         wait_until(lambda: len(lines()) >= 3)
         assert [line.split(" in ")[1].split(" s")[0] for line in lines()[:3]] == [
             "0.1",

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.servers import (
-    CHAT,
-    asks_well,
-    chat_body,
-    serving,
-    talk,
-    wait_until,
-)
+from support.servers import CHAT, asks_well, chat_body, serving, talk, wait_until
 
 from marin_rl.config import InferenceConfig, ServerConfig
 from marin_rl.errors import ConfigError

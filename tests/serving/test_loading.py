@@ -14,12 +14,7 @@ from marin_rl.errors import InferenceError, InputError, ObjectMissing, StalePoli
 from marin_rl.models.spec import Rope
 from marin_rl.serving.launch import proven_server
 from marin_rl.serving.weights.canary import canary_ids, rehearse
-from marin_rl.serving.weights.checkpoint_loader import (
-    Served,
-    folder,
-    read_checkpoint,
-    read_folder,
-)
+from marin_rl.serving.weights.checkpoint_loader import Served, folder, read_checkpoint, read_folder
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
 from marin_rl.training.hf_folders import save_hf

@@ -39,10 +39,7 @@ CALLING_TEMPLATE = """{% for message in messages %}{{ '<|' + message.role + '|>'
 
 
 def started(
-    *,
-    tokenizer: PreTrainedTokenizerBase = TOKENIZER,
-    context_length: int = CONTEXT,
-    **limits: Any,
+    *, tokenizer: PreTrainedTokenizerBase = TOKENIZER, context_length: int = CONTEXT, **limits: Any
 ) -> PolicyServer:
     """A running server with these limits."""
     config = InferenceConfig(engine=ENGINE, server=ServerConfig(**limits))

@@ -350,11 +350,7 @@ def test_labels_are_taken(asked: Ask) -> None:
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
-        (
-            {"messages": [{"role": "tool", "content": "x"}]},
-            "messages.0.tool_call_id",
-            "required",
-        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "required"),
         ({"messages": [{"role": "user", "content": "x", "a": 1}]}, "messages.0.a", "unknown field"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

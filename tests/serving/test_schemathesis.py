@@ -187,8 +187,7 @@ def test_the_admins_updates_stand_it_too(described, operation):
 
 
 @pytest.mark.parametrize(
-    ("operation", "mode"),
-    others_slow(product(ADMIN[5:], GenerationMode), first=1, several=True),
+    ("operation", "mode"), others_slow(product(ADMIN[5:], GenerationMode), first=1, several=True)
 )
 def test_the_admins_adapters_stand_it_too(described, operation, mode):
     statuses = ask(described, operation, mode, 12, ADMIN_BEARER)

@@ -168,11 +168,7 @@ def requests_of(rng: random.Random) -> list[GenerationRequest]:
 @pytest.fixture
 def engine(models: Any) -> Iterator[Engine]:
     engine = Engine(
-        models[0],
-        ENGINE,
-        context_length=CONTEXT,
-        weight_version=OLD[0],
-        parameters_digest=OLD[1],
+        models[0], ENGINE, context_length=CONTEXT, weight_version=OLD[0], parameters_digest=OLD[1]
     )
     yield engine
     engine.close()

@@ -16,12 +16,7 @@ from support.models import tiny_model
 from support.servers import CHAT, asks_well, chat_body, raw, serving, talk, wait_until
 
 from marin_rl.config import ServerConfig
-from marin_rl.serving.http.access_log import (
-    LINES_GATHERED_S,
-    AccessLog,
-    RequestRecord,
-    access_line,
-)
+from marin_rl.serving.http.access_log import LINES_GATHERED_S, AccessLog, RequestRecord, access_line
 from marin_rl.serving.http.auth import Keys, Origins
 from marin_rl.serving.http.guard import CutShort, Guard
 from marin_rl.serving.http.prometheus import METRICS

@@ -8,15 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cases import printed_seed
-from support.templates import (
-    CALLING,
-    CHATML,
-    LLAMA3,
-    MISTRAL,
-    QWEN,
-    TOOLS,
-    trained_byte_tokenizer,
-)
+from support.templates import CALLING, CHATML, LLAMA3, MISTRAL, QWEN, TOOLS, trained_byte_tokenizer
 
 from marin_rl.inference.client.protocol import call_body
 from marin_rl.serving.http.errors import ApiError
@@ -163,12 +155,7 @@ READ = [
     (HERMES, '<tool_call>{"name": "x", "arguments": {"a": 1e999}}</tool_call>', ..., []),
     (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', ..., []),
     (HERMES, f"<tool_call>{THREE}</tool_call> b", " b", [("weather", MARKED)]),
-    (
-        HERMES,
-        f"<tool_call>{THREE};{TWO}</tool_call>",
-        None,
-        [("weather", MARKED), ("time", {})],
-    ),
+    (HERMES, f"<tool_call>{THREE};{TWO}</tool_call>", None, [("weather", MARKED), ("time", {})]),
     (
         HERMES,
         f'a <tool_call>{{"x</tool_call> <tool_call>{THREE}</tool_call>',

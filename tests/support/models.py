@@ -141,11 +141,7 @@ _EMBEDDING = "embeddings/token_embeddings/weight"
 
 
 def reference_states(
-    spec: Spec,
-    weights: dict[str, Any],
-    ids_T: Any,
-    segments_T: Any = None,
-    positions_T: Any = None,
+    spec: Spec, weights: dict[str, Any], ids_T: Any, segments_T: Any = None, positions_T: Any = None
 ) -> jax.Array:
     """States [T, E] after the final norm."""
     assert spec.pre

@@ -57,10 +57,7 @@ def make_step(
 
 
 def take_step(
-    program: CompiledStep,
-    state: TrainState,
-    rows: StepRows,
-    reference: Reference | None = None,
+    program: CompiledStep, state: TrainState, rows: StepRows, reference: Reference | None = None
 ) -> tuple[TrainState, Mapping[str, float], Any]:
     """One step by a backend of its own: the new state, metrics, and measures of each token."""
     backend = DeviceBackend(program, state)

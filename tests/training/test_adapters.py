@@ -136,9 +136,7 @@ def test_gradients_of_b_are_those_of_the_weights_times_a_and_the_base_has_none(m
         a, b = first[f"{path}:A"], np.asarray(trained[f"{path}:B"])
         layers, rank = a.shape[:2]
         expected = module.scale * np.einsum(
-            "loi,lri->lor",
-            by_weight.reshape(layers, -1, a[0, 0].size),
-            a.reshape(layers, rank, -1),
+            "loi,lri->lor", by_weight.reshape(layers, -1, a[0, 0].size), a.reshape(layers, rank, -1)
         )
         np.testing.assert_allclose(-b.reshape(expected.shape), expected, atol=2e-5)
         # B is zero, so A has no gradient yet.

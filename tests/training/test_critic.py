@@ -32,13 +32,7 @@ from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, matrix_mask, model_template, named_parameters
 from marin_rl.training.optimizer import make_optimizer, policy_adamw
 from marin_rl.training.precompute import RowPrecompute, token_rewards
-from marin_rl.training.state import (
-    first_parameters,
-    fresh_state,
-    identity_of,
-    state_of,
-    tree_of,
-)
+from marin_rl.training.state import first_parameters, fresh_state, identity_of, state_of, tree_of
 from marin_rl.training.step_types import StepSettings, step_arrays
 from marin_rl.training.token_advantages import token_gae, whitened
 

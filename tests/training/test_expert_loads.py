@@ -43,8 +43,7 @@ def model_with(layers: int) -> LanguageModel:
     rng, template = np.random.default_rng(0), model_of(spec_of(layers=layers))
     shapes = parameter_shapes(template)
     return with_parameters(
-        template,
-        {n: (0.3 * rng.standard_normal(s)).astype(np.float32) for n, s in shapes.items()},
+        template, {n: (0.3 * rng.standard_normal(s)).astype(np.float32) for n, s in shapes.items()}
     )
 
 

@@ -28,10 +28,7 @@ def model_of(**sizes):
     return build_model(tiny_policy(**sizes), VOCAB, 0)
 
 
-MODELS = {
-    "qwen3": {"family": "qwen3", "head_size": 12},
-    "one-layer": {"layers": 1},
-}
+MODELS = {"qwen3": {"family": "qwen3", "head_size": 12}, "one-layer": {"layers": 1}}
 FAMILIES = {
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3", "head_size": 12},

@@ -52,8 +52,7 @@ def after_two_steps(config, tokenizer):
 @pytest.fixture(scope="module")
 def single(tokenizer, tmp_path_factory):
     config = load_config(
-        DEBUG,
-        [f"root={tmp_path_factory.mktemp('mesh')}", "policy.model.hidden_size=16", *SETTINGS],
+        DEBUG, [f"root={tmp_path_factory.mktemp('mesh')}", "policy.model.hidden_size=16", *SETTINGS]
     )
     return config, after_two_steps(config, tokenizer)
 
@@ -100,12 +99,7 @@ EIGHT = (
     "policy.model.vocab_size=104", "policy.model.tie_embeddings=false",
     "objective.ratio_level=token", "objective.kl_coefficient=0.1", "training.weight_decay=0.1",
 )  # fmt: skip
-MESHES = [
-    {"data": 8},
-    {"fsdp": 8},
-    {"tensor": 8},
-    {"data": 2, "fsdp": 2, "tensor": 2},
-]
+MESHES = [{"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
 def after_three_steps(config, mesh, *, packed=False):

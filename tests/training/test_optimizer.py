@@ -32,17 +32,9 @@ def rates(steps, **settings):
             {"warmup_steps": 2, "schedule": "linear", "schedule_steps": 6},
             [0.5, 1, 1, 0.75, 0.5, 0.25, 0],
         ),
+        ({"warmup_steps": 0, "schedule": "cosine", "schedule_steps": 2}, [1, 0.5, 0, 0]),
         (
-            {"warmup_steps": 0, "schedule": "cosine", "schedule_steps": 2},
-            [1, 0.5, 0, 0],
-        ),
-        (
-            {
-                "warmup_steps": 1,
-                "schedule": "cosine",
-                "schedule_steps": 7,
-                "schedule_restarts": 2,
-            },
+            {"warmup_steps": 1, "schedule": "cosine", "schedule_steps": 7, "schedule_restarts": 2},
             [1, 1, 0.5, 1, 0.5, 1, 0.5, 0, 0],
         ),
     ],

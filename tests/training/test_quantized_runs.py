@@ -16,11 +16,7 @@ from marin_rl.inference.kv_cache import empty_cache
 from marin_rl.inference.weights import fused_weights, read_model, rotary_table
 from marin_rl.lora.adapter import policy_digest
 from marin_rl.lora.peft import configured_modules
-from marin_rl.lora.quantization import (
-    is_quantized,
-    quantize_base,
-    quantized_digest,
-)
+from marin_rl.lora.quantization import is_quantized, quantize_base, quantized_digest
 from marin_rl.planning import plan
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, read_folder
 from marin_rl.serving.weights.export import export_hf

@@ -9,23 +9,11 @@ import pytest
 from support.run_factories import group_of, rollout
 
 from marin_rl.config import Config, LearnedRewardConfig
-from marin_rl.errors import (
-    CommitConflict,
-    ConfigError,
-    CorruptObject,
-    InputError,
-    ObjectMissing,
-)
+from marin_rl.errors import CommitConflict, ConfigError, CorruptObject, InputError, ObjectMissing
 from marin_rl.progress import listening
 from marin_rl.rollouts.rewards import add_model_reward, reward_model_slot_of
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.runs import (
-    Run,
-    base_slot,
-    committed,
-    latest_reward_model,
-    reward_model_slot,
-)
+from marin_rl.storage.runs import Run, base_slot, committed, latest_reward_model, reward_model_slot
 from marin_rl.storage.tables.pairs import committed_pairs, write_pairs
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.tokenizers import TokenizerIdentity

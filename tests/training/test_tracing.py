@@ -28,13 +28,7 @@ TRAINED = {
 }
 DTYPES = "float32", "bfloat16"
 COMBINATIONS = list(
-    product(
-        TRAINED,
-        DTYPES,
-        (True, False),
-        (False, True),
-        ("none", "sequences", "shared_prompt"),
-    )
+    product(TRAINED, DTYPES, (True, False), (False, True), ("none", "sequences", "shared_prompt"))
 )
 OFTEN = (("nf4", "bfloat16", False, True, "shared_prompt"),)
 

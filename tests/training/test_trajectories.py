@@ -60,11 +60,7 @@ def batch_of(rollouts: list[list[list[int]]], *, packed: bool = False) -> Traini
     )
 
 
-BATCHES = {
-    "uncut": batch_of(UNCUT),
-    "cut": batch_of(CUT),
-    "packed": batch_of(PACKED, packed=True),
-}
+BATCHES = {"uncut": batch_of(UNCUT), "cut": batch_of(CUT), "packed": batch_of(PACKED, packed=True)}
 
 
 def by_token(batch: TrainingBatch, values_BT: np.ndarray) -> list[float]:
